@@ -36,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     reports = [report_of(one) for one in watched]
     compared = comparison(*watched) if len(watched) == 2 else None
     file: Path = arguments.output or watched[0].path / "report.html"
+    if file.is_dir():
+        raise ConfigError(f"--output ({file}) must be a file, it is a folder: name a file in it")
     try:
         if arguments.png is not None:
             from shardwise.monitor.report.pictures import draw  # costly to import, for pictures alone
@@ -50,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         write_atomic(file, page(reports, compared))
     except OSError as error:
-        where = error.filename or file
+        where = file if error.filename is None or not arguments.json else error.filename
         raise ConfigError(f"{where} cannot be written: {reason_of(error)}; --output chooses another file") from None
     output.line(f"report: {file}")
     return 0

@@ -15,7 +15,8 @@ from prometheus_client.core import GaugeMetricFamily
 from shardwise.errors import ConfigError
 from shardwise.files import reason_of
 from shardwise.monitor.lost import number
-from shardwise.monitor.run import NUMBERS, STATES, Run
+from shardwise.monitor.run import STATES, Run
+from shardwise.monitor.series import NUMBERS
 from shardwise.monitor.summary import snapshot
 
 

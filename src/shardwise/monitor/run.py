@@ -10,9 +10,8 @@ import contextlib
 import math
 import platform
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,75 +22,17 @@ from shardwise.errors import ConfigError
 from shardwise.files import reason_of
 from shardwise.monitor.lines import Growing, last, last_of_rank
 from shardwise.monitor.lost import LostTime, number, seconds_of
+from shardwise.monitor.series import Series
 from shardwise.runlog import FORMAT, RUNS, RunDirectory, RunLock
 
 State = Literal["starting", "running", "silent", "finished", "stopped", "failed", "killed"]
 """`silent`: it should run, and has written nothing for long. `killed`: it ended, and nothing says why."""
 STATES: tuple[State, ...] = get_args(State)
 
-NUMBERS = (
-    "loss",
-    "lr",
-    "grad_norm",
-    "param_norm",
-    "tokens",
-    "samples",
-    "tokens_per_second",
-    "samples_per_second",
-    "tokens_per_second_per_device",
-    "peak_tokens_per_second",
-    "mfu",
-    "step_seconds",
-    "peak_memory_bytes",
-    "bubble",
-    "loss_spike",
-)
-"""Numbers of a step that the series of a run has; NaN where a step lacks one."""
-PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
-"""Of a step's time (`split_seconds`), in the order in which they are shown."""
 _ENDINGS: dict[str, State] = {"finished": "finished", "failed": "failed"}
 _SILENT_STEPS, _SILENT_RECORDS = 20, 3
 _SILENT_SECONDS, _SILENT_AT_THE_START = 60.0, 600.0
 _RECENT_STEPS = 20
-
-
-@dataclass
-class Series:
-    """The steps of a run, those that were undone left out: by name one number for each step.
-
-    Attributes:
-        steps: their numbers, growing.
-        seconds: when each was recorded, since the epoch; NaN where that is unknown.
-        numbers: by name of `NUMBERS`.
-        parts: by name of `PARTS`, seconds of the step.
-    """
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    seconds: array[float] = field(default_factory=lambda: array("d"))
-    numbers: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in NUMBERS})
-    parts: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in PARTS})
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Add a "step" event; steps from its number on are undone."""
-        step = event["step"]
-        if self.steps and self.steps[-1] >= step:
-            self.undo_after(step - 1)
-        self.steps.append(step)
-        self.seconds.append(seconds_of(event))
-        for fields, columns in ((event, self.numbers), (event.get("split_seconds") or {}, self.parts)):
-            for name, values in columns.items():
-                value = fields.get(name)
-                values.append(value if type(value) is float else number(value))  # there are many: most are floats
-
-    def undo_after(self, step: int) -> None:
-        """Forget the steps after `step`: the run went back to it."""
-        keep = len(self.steps)
-        while keep and self.steps[keep - 1] > step:
-            keep -= 1
-        if keep < len(self.steps):
-            del self.steps[keep:]
-            for values in (self.seconds, *self.numbers.values(), *self.parts.values()):
-                del values[keep:]
 
 
 @dataclass(frozen=True)
@@ -102,7 +43,7 @@ class RankView:
         pid: of its process, on its host.
         place: its rank along each axis of the mesh: `pp`, `dp`, `tp`.
         work_seconds: of its own work in the step, without waiting for other ranks.
-        relative: `work_seconds` over that of the rank with the least; None where ranks recorded none.
+        relative: `work_seconds` over the least of its pipeline stage; None where ranks recorded none.
         heard: when it wrote last, in seconds since the epoch.
         last: the whole line.
     """
@@ -274,11 +215,12 @@ class Run:
                 self._read_rank(int(path.stem[5:]), path)
         count = number(self.start.get("ranks"), math.inf)
         views = [view for rank, (_, view) in sorted(self._ranks.items()) if rank < count]
-        work = [view.work_seconds for view in views if view.work_seconds]
-        best = min(work, default=None)
-        if best is None:
-            return views
-        return [_relative(view, best) for view in views]
+        best: dict[int | None, float] = {}  # by pipeline stage, as stages do unequal work
+        for view in views:
+            if view.work_seconds:
+                stage = view.place.get("pp")
+                best[stage] = min(view.work_seconds, best.get(stage, math.inf))
+        return [_relative(view, best.get(view.place.get("pp"))) for view in views]
 
     def nodes(self, ranks: Sequence[RankView]) -> list[NodeView]:
         """The machines of `ranks`."""
@@ -420,8 +362,8 @@ def _rank(rank: int, start: Mapping[str, Any], line: Mapping[str, Any], heard: f
     )
 
 
-def _relative(view: RankView, best: float) -> RankView:
-    return replace(view, relative=view.work_seconds / best) if view.work_seconds else view
+def _relative(view: RankView, best: float | None) -> RankView:
+    return replace(view, relative=view.work_seconds / best) if view.work_seconds and best else view
 
 
 def _node(host: str, views: Sequence[RankView], starts: Mapping[int, Mapping[str, Any]]) -> NodeView:

@@ -6,7 +6,8 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from shardwise.monitor.run import NUMBERS, NodeView, RankView, Run
+from shardwise.monitor.run import NodeView, RankView, Run
+from shardwise.monitor.series import NUMBERS
 
 SCHEMA = 1
 """It grows when a field is renamed, removed or changes its meaning; new fields leave it as it is."""

@@ -87,7 +87,8 @@ def test_what_the_run_says_is_text_and_no_markup(tmp_path: Path) -> None:
         file.write(
             json.dumps({"event": "warning", "time": "2026-01-01T00:00:30.000+00:00", "step": 3, "text": HOSTILE}) + "\n"
         )
-    (run / "config.yaml").write_text(f"data:\n  path: s3://me:hunter2@bucket/{HOSTILE}\n")
+    secrets = f"data:\n  path: s3://me:hunter2@bucket/{HOSTILE}\nlaunch:\n  environment: {{HF_TOKEN: hunter2}}\n"
+    (run / "config.yaml").write_text(secrets)
     written = report(run)
     page = Text(written)
     assert page.tags.count("script") == 1, "the page's own"
@@ -105,6 +106,16 @@ def test_odd_runs_have_a_report(case: str, tmp_path: Path, capsys: pytest.Captur
         metrics.write_text("")
     if case == "cut":
         metrics.write_bytes(metrics.read_bytes()[:-40])
+    if case == "nan":
+        event = {
+            "event": "eval",
+            "time": "2026-01-01T00:00:40.000+00:00",
+            "step": 5,
+            "loss": "nan",
+            "perplexity": "nan",
+        }
+        with metrics.open("a") as file:
+            file.write(json.dumps(event) + "\n")
     if case == "old":
         kept = ("event", "step", "loss")
         events = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -122,7 +133,9 @@ def test_wrong_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     run = write_run(tmp_path / "run")
     assert main(["report", str(run), "--output", str(tmp_path / "no" / "r.html")]) == 2
     error = capsys.readouterr().err
-    assert "cannot be written: " in error
+    assert f"{tmp_path / 'no' / 'r.html'} cannot be written: " in error
+    assert main(["report", str(run), "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("must be a file, it is a folder: name a file in it\n")
     assert "Traceback" not in error
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardwise.monitor.lost import CAUSES, seconds_of
-from shardwise.monitor.run import PARTS, RankView, Run
+from shardwise.monitor.run import RankView, Run
+from shardwise.monitor.series import PARTS
 from shardwise.monitor.summary import row
-from shardwise.redaction import redacted
+from shardwise.redaction import REDACTED, is_secret_variable, redacted
 
 SCHEMA = 1
 CURVES = ("loss", "lr", "grad_norm", "param_norm", "tokens_per_second", "mfu", "step_seconds", "bubble", "loss_spike")
@@ -40,12 +41,12 @@ def report_of(run: Run) -> dict[str, Any]:
             [event.get("step"), event.get("loss")] for event in run.evaluations if _known(event.get("loss"))
         ],
         "split_seconds": _split(run),
-        "memory_bytes": run.last.get("memory_bytes") or {},
-        "communication_bytes": run.last.get("communication_bytes") or {},
-        "lost_seconds": {cause: run.lost.by_cause.get(cause, 0.0) for cause in CAUSES},
+        "memory_bytes": _amounts(run.last.get("memory_bytes")),
+        "communication_bytes": _amounts(run.last.get("communication_bytes")),
+        "lost_seconds": {cause: _finite(run.lost.by_cause.get(cause)) or 0.0 for cause in CAUSES},
         "lost_steps": run.lost.steps,
-        "seconds": run.lost.whole,
-        "useful_seconds": run.lost.useful,
+        "seconds": _finite(run.lost.whole) or 0.0,
+        "useful_seconds": _finite(run.lost.useful) or 0.0,
         "starts": run.lost.starts,
         "ranks": [_rank(view) for view in ranks],
         "events": _events(run),
@@ -99,19 +100,19 @@ def _headline(run: Run) -> dict[str, Any]:
     return {
         "final_loss": losses[-1] if losses else None,
         "least_loss": min(losses, default=None),
-        "final_eval_loss": run.evaluations[-1].get("loss") if run.evaluations else None,
-        "tokens": run.last.get("tokens"),
-        "tokens_per_second": run.last.get("tokens_per_second"),
-        "peak_tokens_per_second": run.last.get("peak_tokens_per_second"),
-        "tokens_per_second_per_device": run.last.get("tokens_per_second_per_device"),
-        "step_seconds": run.step_seconds,
-        "mfu": run.last.get("mfu"),
+        "final_eval_loss": _finite(run.evaluations[-1].get("loss")) if run.evaluations else None,
+        "tokens": _finite(run.last.get("tokens")),
+        "tokens_per_second": _finite(run.last.get("tokens_per_second")),
+        "peak_tokens_per_second": _finite(run.last.get("peak_tokens_per_second")),
+        "tokens_per_second_per_device": _finite(run.last.get("tokens_per_second_per_device")),
+        "step_seconds": _finite(run.step_seconds),
+        "mfu": _finite(run.last.get("mfu")),
         "mfu_attention": terms.get("attention"),
-        "peak_flops_per_device": terms.get("peak_flops_per_device"),
-        "parameters": run.start.get("parameters"),
+        "peak_flops_per_device": _finite(terms.get("peak_flops_per_device")),
+        "parameters": _finite(run.start.get("parameters")),
         "device": run.start.get("device"),
         "world": run.start.get("ranks"),
-        "goodput": run.goodput,
+        "goodput": _finite(run.goodput),
         "warnings": sum(event.get("event") == "warning" for event in run.events),
     }
 
@@ -155,7 +156,12 @@ def _events(run: Run) -> list[dict[str, Any]]:
 def _when(event: Mapping[str, Any]) -> dict[str, Any]:
     """When an event was recorded, as text and in seconds since the epoch, and after which step."""
     at = seconds_of(event)
-    return {"time": event.get("time"), "at": None if math.isnan(at) else at, "step": event.get("step")}
+    told, step = event.get("time"), event.get("step")
+    return {
+        "time": told if isinstance(told, str) else None,
+        "at": None if math.isnan(at) else at,
+        "step": step if isinstance(step, int) else None,
+    }
 
 
 def _text(event: Mapping[str, Any]) -> str:
@@ -165,12 +171,12 @@ def _text(event: Mapping[str, Any]) -> str:
     if kind == "stop":
         return redacted(str(event.get("reason", "")))
     if kind == "checkpoint":
-        return f"training waited {event.get('blocked_seconds') or 0.0:.2f} s"
+        return f"training waited {_finite(event.get('blocked_seconds')) or 0.0:.2f} s"
     if kind == "compile":
         return f"{event.get('graphs')} graphs, {event.get('hits')} from the cache"
     if kind == "resume":
-        return f"loaded in {event.get('load_seconds') or 0.0:.2f} s"
-    return f"after {event.get('seconds_before_training') or 0.0:.1f} s"
+        return f"loaded in {_finite(event.get('load_seconds')) or 0.0:.2f} s"
+    return f"after {_finite(event.get('seconds_before_training')) or 0.0:.1f} s"
 
 
 def _points(run: Run) -> Iterable[tuple[int, float]]:
@@ -188,10 +194,25 @@ def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
 
 def _without_secrets(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _without_secrets(inner) for key, inner in value.items()}
+        hidden = {
+            key for key, inner in value.items() if isinstance(inner, str) and is_secret_variable(str(key).upper())
+        }
+        return {str(key): REDACTED if key in hidden else _without_secrets(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_without_secrets(inner) for inner in value]
-    return redacted(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return redacted(value)
+    return value if value is None or isinstance(value, bool | int | float) else str(value)  # YAML has dates and sets
+
+
+def _finite(value: Any) -> Any:
+    """The value where it is a finite number, as it was recorded; else None."""
+    return value if _known(value) else None
+
+
+def _amounts(value: Any) -> dict[str, Any]:
+    """The finite numbers of a mapping of the record."""
+    return {str(name): amount for name, amount in value.items() if _known(amount)} if isinstance(value, Mapping) else {}
 
 
 def _known(value: Any) -> bool:

@@ -17,7 +17,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.files import reason_of
 from shardwise.monitor.groups import PipelineView, graphs, pipeline, silent, split_seconds
 from shardwise.monitor.lost import LostTime, number
-from shardwise.monitor.run import NodeView, RankView, Run, Series, State, open_run
+from shardwise.monitor.run import NodeView, RankView, Run, State, open_run
+from shardwise.monitor.series import Series
 
 Span = Literal["whole", "tenth", "hundredth"]
 """How much of the run a curve shows, from its end."""

@@ -8,10 +8,11 @@ from typing import Literal, NamedTuple
 from rich.text import Text
 
 from shardwise import units
-from shardwise.monitor.run import PARTS, RankView
+from shardwise.monitor.run import RankView
 from shardwise.monitor.screen import ink
 from shardwise.monitor.screen.frame import Frame
 from shardwise.monitor.screen.ink import ACCENT, BAD, FAINT, RAISED, TEXT, WARN
+from shardwise.monitor.series import PARTS
 
 Metric = Literal["work", "memory", "use"]
 METRICS: tuple[Metric, ...] = ("work", "memory", "use")
