@@ -31,6 +31,7 @@ SECTIONS = {
     "data_prepare": "data prepare of 100 MB beside the bare batch encoder (slow: only when named)",
     "data_reading": "opening, indexing and reading data, and what the quickstart waits for them",
     "start_up": "what commands take before they do what they are for",
+    "metrics": "measuring and recording every step against none (slow: only when named)",
     "watching": "what ls, monitor and a first reading take, of a run of 1,024 ranks and 100,000 steps",
     "startup": "what a start, a save and a resume cost as ranks grow to 4,096, without the ranks (slow: "
     "only when named)",
@@ -55,6 +56,7 @@ ONLY_WHEN_NAMED = (
     "precision",
     "data_prepare",
     "memory_copies",
+    "metrics",
     "startup",
 )
 
