@@ -18,7 +18,7 @@ from typing import Any
 from shardwise import units
 from shardwise.cli import output
 from shardwise.config import Config, dump_yaml, load_config, recipe_name
-from shardwise.devices import Cluster, cluster
+from shardwise.devices import cluster
 from shardwise.errors import ConfigError
 from shardwise.planner import Plan, Search, search
 
@@ -52,14 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
     config = load_config(recipe, arguments.overrides)
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
+    nodes = 1 if arguments.nodes is None else arguments.nodes
     if arguments.budget is not None:
         if arguments.nodes is not None:
             raise ConfigError("--budget must go without --nodes: it answers how many nodes are needed")
         found = _within(config, arguments.device, _seconds(arguments.budget), arguments.budget, fixed)
     else:
-        found = search(config, cluster(arguments.device, arguments.nodes or 1), fixed=fixed)
+        found = search(config, cluster(arguments.device, nodes), fixed=fixed)
         if not found.plans:
-            raise ConfigError(_nowhere(found, config, arguments.device, arguments.nodes or 1, fixed))
+            raise ConfigError(_nowhere(found, config, arguments.device, nodes, fixed))
     if arguments.why is not None:
         _why(found.plans, *arguments.why)
     elif arguments.json:
@@ -224,8 +225,3 @@ def _nowhere(found: Search, config: Config, device: str, nodes: int, fixed: set[
         f"no layout fits {on}: the smallest ({choice.text()}) needs at least {units.size(size)} on a device of "
         f"{units.size(on.device.memory)}, of which 6% are its own: {fix}"
     )
-
-
-def planned_cluster(device: str | None, nodes: int | None) -> Cluster | None:
-    """The cluster of `--device` and `--nodes`, where the former is given."""
-    return None if device is None else cluster(device, nodes or 1)

@@ -29,6 +29,7 @@ from shardwise.config import (
     recipe_names,
     require_data,
 )
+from shardwise.devices import Cluster
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 from shardwise.launch import stdio
@@ -57,6 +58,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="print configuration, layout, batch arithmetic, memory and disk needed, check that data, tokenizer and "
         "weights can be read, and start nothing",
     )
+    parser.add_argument(
+        "--device", metavar="DEVICE[:N]", help="with --dry-run: a device that need not be here, N of them on a node"
+    )
+    parser.add_argument("--nodes", metavar="N", type=int, help="with --device: machines (default: 1)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,8 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _on_node(arguments)
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
+    on = _cluster(arguments)
     config = load_config(recipe, arguments.overrides)
-    if arguments.dry_run:
+    if on is not None:
+        place, arguments.nproc = None, on.world
+    elif arguments.dry_run:
         place = joined()
     else:
         from shardwise.launch.rank import as_rank, enter_job
@@ -81,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         check_own(config)
     if arguments.dry_run:
-        return _show(recipe, config, layout)
+        return _show(recipe, config, layout, on)
     if place is None:
         from shardwise.launch.rank import check_accelerators
 
@@ -105,7 +113,20 @@ def run(arguments: argparse.Namespace) -> int:
         return ending.code
 
 
-def _show(recipe: str, config: Config, layout: Layout) -> int:
+def _cluster(arguments: argparse.Namespace) -> Cluster | None:
+    """What `--device` and `--nodes` name."""
+    if arguments.device is None:
+        if arguments.nodes is not None:
+            raise ConfigError("--nodes must go with --device: the nodes of a run are those of its launcher")
+        return None
+    if not arguments.dry_run or arguments.nproc is not None:
+        raise ConfigError(f"--device {arguments.device} must go with --dry-run and without --nproc: it starts nothing")
+    from shardwise.devices import cluster
+
+    return cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
+
+
+def _show(recipe: str, config: Config, layout: Layout, on: Cluster | None) -> int:
     """The dry run. Problems of the files are reported last: the numbers are of use on a machine without them too."""
     from shardwise.train.summary import dry_run
 
@@ -129,8 +150,9 @@ def _show(recipe: str, config: Config, layout: Layout) -> int:
             rows.append(("weights", found))
         except ConfigError as error:
             problems += error.problems
-    device, count = accelerators()
-    output.raw(dry_run(recipe_name(recipe), config, layout, device, count > 0, rows))
+    device, count = ("", 0) if on is not None else accelerators()
+    accelerator = count > 0 if on is None else on.device.is_accelerator
+    output.raw(dry_run(recipe_name(recipe), config, layout, device, accelerator, rows, on))
     if problems:
         raise ConfigError(problems)
     return 0

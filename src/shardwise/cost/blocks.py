@@ -92,7 +92,7 @@ class Times:
     forward: Parts
     backward: Parts
     weight: float
-    again: float = 0.0
+    again: Parts = Parts()
 
 
 def _launched(parts: Parts, kernels: float, host: float) -> Parts:
@@ -130,12 +130,13 @@ def block(shape: Shape, device: Device, c: Constants, program: Program) -> Times
     count = program.kernels + kernels
     ahead = _launched(Parts(forward, core, touched, 0.0, sent), count, c.host)
     back = _launched(Parts(inputs + weights, core_back, touched_back, 0.0, sent), 1.6 * count, c.host)
-    again = 0.0
+    again = Parts()
     if s.recompute == "full":
         repeated = Parts(ahead.matmul, ahead.attention, ahead.memory_bound, ahead.launch, sent_again)
-        again, back = repeated.total, back.plus(repeated)
+        again, back = repeated, back.plus(repeated)
     elif s.recompute == "selective":
-        again, back = core, back.plus(Parts(attention=core))
+        again = Parts(attention=core)
+        back = back.plus(again)
     return Times(ahead, back, weights, again)
 
 

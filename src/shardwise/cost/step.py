@@ -117,16 +117,14 @@ def step_time(
     ahead, back, head, again = _sums(of_ranks[longest])
     update = _update(config, layout, cluster, how, c, precision, works)
     m = micro_batches
-    both = ahead.plus(back)
-    share = again / max(back.total, 1e-12)
-    kept = ahead.plus(back, 1 - share)
+    kept = ahead.plus(back).plus(again, -1)
     return StepTime(
         matmul=m * kept.matmul,
         attention=m * kept.attention,
         memory_bound=m * kept.memory_bound,
         launch=m * kept.launch,
         head=m * head,
-        recompute=m * (both.total - kept.total),
+        recompute=m * again.total,
         tensor=m * kept.tensor,
         messages=m * waits * 2 * len(of_ranks[longest]),
         bubble=max(0.0, span - m * busy[longest]),
@@ -205,14 +203,14 @@ def _waiting(times: StageTimes, seconds: float) -> StageTimes:
     return StageTimes(times.forward + seconds, times.backward + seconds, times.weight)
 
 
-def _sums(works: Sequence[StageWork]) -> tuple[Parts, Parts, float, float]:
+def _sums(works: Sequence[StageWork]) -> tuple[Parts, Parts, float, Parts]:
     """Of a rank's blocks forward and backward; of its embedding and head; and what of `backward` is recompute."""
-    ahead = back = _NO
-    rest = again = 0.0
+    ahead = back = again = _NO
+    rest = 0.0
     for work in works:
         layers = len(work.stage.layers)
         ahead, back = ahead.plus(work.block.forward, layers), back.plus(work.block.backward, layers)
-        again += layers * work.block.again
+        again = again.plus(work.block.again, layers)
         rest += sum(one.forward.total + one.backward.total for one in work.rest)
     return ahead, back, rest, again
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.config import ParallelConfig, Recompute
+from shardwise.config.sections import V_SHAPED
 from shardwise.plan.order import Action, action_order
 from shardwise.plan.stage import rank_of
 
-_EXACT = 40_000
+_EXACT = 6_000
 """Actions of all ranks up to which a step is simulated whole; of longer ones the steady middle is not repeated."""
 
 
@@ -59,12 +60,12 @@ def makespan(
     whole = 2 * micro_batches * len(stages)
     if p == 1:
         return micro_batches * sum(one.forward + one.backward for one in stages)
-    few = 3 * p + micro_batches % p
     single = parallel.schedule in ("1f1b", "gpipe")
     step = min(p, 4) if single else p
-    few = 2 * p + (micro_batches - 2 * p) % step if single else few
+    rounds = 12 if parallel.schedule in V_SHAPED else 3  # a V finds its steady state late
+    few = 2 * p + (micro_batches - 2 * p) % step if single else rounds * p + micro_batches % p
     repeats = (micro_batches - few) // step
-    if repeats < 2 or (whole <= _EXACT // 10) or (not single and micro_batches % p):
+    if repeats < 2 or (whole <= _EXACT) or (not single and micro_batches % p):
         return _end(parallel, micro_batches, stages, message, recompute)
     first = _end(parallel, few, stages, message, recompute)
     second = _end(parallel, few + step, stages, message, recompute)
@@ -121,6 +122,7 @@ def _walk(
                 place += 1
                 moving = True
             at[rank], free[rank] = place, now
+    assert all(place == len(order) for place, order in zip(at, orders, strict=True)), "ranks wait for each other"
     return max(free)
 
 
