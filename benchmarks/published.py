@@ -204,6 +204,8 @@ def _values(row: dict[str, str]) -> dict[str, object]:
         interleaved = {"schedule": "interleaved", "virtual_stages": stages}
     elif micro_batches < int(row["pp"]):
         interleaved = {"schedule": "gpipe"}  # 1F1B with fewer micro-batches than stages, which ours does not have
+    # Megatron keeps and reduces gradients in float32 with bfloat16 only, not with float16.
+    half = {"gradient": "bfloat16", "reduce": "bfloat16"}
     return {
         "model": model,
         "parallel": {
@@ -221,5 +223,5 @@ def _values(row: dict[str, str]) -> dict[str, object]:
             "recompute": row.get("recompute") or "none",
         },
         "optimizer": {"lr": 1e-4, "zero": int(row.get("zero") or 0)},
-        "precision": {"mode": "mixed"},
+        "precision": {"mode": "mixed", **(half if row.get("precision", "fp16") == "fp16" else {})},
     }

@@ -21,9 +21,9 @@ import published
 from shardwise.cost.rates import CONSTANTS, Constants
 from shardwise.cost.step import stage_works
 
-FITTED = ("matmul", "depth", "memory", "host", "step", "node", "update")
+FITTED = ("matmul", "depth", "memory", "host", "step", "wait", "node", "update")
 START = Constants(
-    matmul=0.9, depth=200, memory=0.75, fused_attention=0.5, host=2e-5, step=5e-3, node=0.75, network=0.7, update=0.7,
+    matmul=0.9, depth=200, memory=0.75, fused_attention=0.5, host=2e-5, step=5e-3, wait=1e-3, node=0.75, network=0.7, update=0.7,
     overlap=0.8,
 )  # fmt: skip
 _SHARES = ("matmul", "memory", "node", "update")

@@ -13,6 +13,7 @@ from shardwise.cost import rates
 from shardwise.cost.rates import Constants, Group
 from shardwise.devices import Device
 
+_SHARPNESS = 4  # of the maximum of the host's and the device's time
 _PARTS = ("matmul", "attention", "memory_bound", "launch", "tensor")
 
 
@@ -96,9 +97,19 @@ class Times:
 
 
 def _launched(parts: Parts, kernels: float, host: float) -> Parts:
-    """With the time that the device waits for the host, which starts kernel after kernel."""
+    """With the time that the device waits for the host, which starts kernel after kernel.
+
+    Where one of the two is much slower, it alone counts; where they are alike, each waits for the other at times.
+    """
     device = parts.matmul + parts.attention + parts.memory_bound + parts.tensor
-    return Parts(parts.matmul, parts.attention, parts.memory_bound, max(0.0, kernels * host - device), parts.tensor)
+    return Parts(
+        parts.matmul, parts.attention, parts.memory_bound, _smooth(device, kernels * host) - device, parts.tensor
+    )
+
+
+def _smooth(one: float, other: float) -> float:
+    """A smooth maximum."""
+    return float((one**_SHARPNESS + other**_SHARPNESS) ** (1 / _SHARPNESS))
 
 
 @lru_cache(maxsize=2**14)

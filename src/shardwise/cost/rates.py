@@ -30,6 +30,7 @@ class Constants:
         fused_attention: the part of the peak that fused attention reaches in its forward pass.
         host: seconds that the host takes to start a kernel.
         step: seconds that the host takes beside kernels in a step.
+        wait: seconds that a program loses at each message if it waits for it, as its host cannot run ahead.
         node: the part of the bandwidth inside a node that collectives reach.
         network: the part of the bandwidth between nodes that collectives reach.
         update: the part of the memory's bandwidth that the optimizer reaches.
@@ -42,6 +43,7 @@ class Constants:
     fused_attention: float
     host: float
     step: float
+    wait: float
     node: float
     network: float
     update: float

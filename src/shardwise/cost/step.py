@@ -107,7 +107,7 @@ def step_time(
     micro_batches = layout.accumulation(config.train)
     works = stage_works(config, layout, cluster, how, c)
     sent = _message(config, layout, cluster, how, c, precision)
-    waits = sent if how.waits_for_messages and layout.pipeline > 1 else 0.0
+    waits = sent + c.wait if how.waits_for_messages and layout.pipeline > 1 else 0.0
     times = tuple(_waiting(work.times, waits) for work in works)
     of_ranks = [[work for work in works if work.stage.rank == rank] for rank in range(layout.pipeline)]
     busy = [sum(t.forward + t.backward for w, t in zip(works, times, strict=True) if w.stage.rank == rank)
