@@ -5,7 +5,7 @@ Legend: see `cost/case.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.config import DtypeName, FamilyConfig, Recompute
