@@ -57,4 +57,6 @@ def test_unknown_device_names_the_nearest() -> None:
         cluster("h10:8", 2)
     with pytest.raises(ConfigError, match="at least one device"):
         cluster("h100:8", 0)
+    with pytest.raises(ConfigError, match="must name a device"):
+        cluster("")
     assert (cluster("a100", 2).world, cluster("a100:4", 2).world) == (16, 8)

@@ -72,9 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     run_path: Path | None = arguments.run_dir
     gres = submission.reserved(config)
     on = None if arguments.device is None else cluster(arguments.device, nodes[1])
-    ranks = submission.ranks_per_node(config, nodes, gres)
-    if on is not None and config.launch.ranks_per_node is None and config.launch.gres is None:
+    if on is not None and config.launch.ranks_per_node is None and gres is None:
         ranks = on.per_node
+    else:
+        ranks = submission.ranks_per_node(config, nodes, gres)
     layout, notes = submission.check_counts(config, nodes, ranks, lambda one, world: with_batch(one, world, run_path))
     if isinstance(config.model, OwnConfig):
         from shardwise.models import check_own

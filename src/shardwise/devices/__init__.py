@@ -110,7 +110,9 @@ def device_names() -> list[str]:
 def cluster(text: str, nodes: int = 1) -> Cluster:
     """The cluster that `--device NAME[:N]` and `--nodes` name: N devices on each node, by default a whole machine's."""
     found = re.fullmatch(r"(.+?)(?::(\d+))?", text)
-    assert found is not None
+    if found is None:
+        known = listing(device_names())
+        raise ConfigError(f"--device must name a device, such as h100:8, or a YAML file; known are {known}")
     device = load_device(found[1])
     per_node = int(found[2]) if found[2] else device.per_node
     if per_node < 1 or nodes < 1:

@@ -104,3 +104,15 @@ def test_dry_run_for_a_cluster_tells_its_device_and_imports_no_torch() -> None:
     assert "(cpu)" not in text
     assert "parameters bfloat16" in text
     assert "predicted" in text
+
+
+def test_submission_tells_the_step_on_the_nodes_devices(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["data.dataset=python", "train.global_batch=512"]
+    assert main(["submit", "gpt2", "--dry-run", "--nodes", "2", "--device", "h100:8", *small]) == 0
+    text = capsys.readouterr().out
+    assert "16 × NVIDIA H100 SXM (2 nodes × 8)" in text
+    assert "DP 16 = 16 ranks" in text
+    assert "predicted" in text
