@@ -15,6 +15,7 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.cli import output
 from shardwise.config import (
@@ -29,12 +30,14 @@ from shardwise.config import (
     recipe_names,
     require_data,
 )
-from shardwise.devices import Cluster
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 from shardwise.launch import stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
 from shardwise.runlog import RunDirectory
+
+if TYPE_CHECKING:
+    from shardwise.devices import Cluster  # costly to import, for a cluster alone
 
 _ANY_TOKENIZER = 512
 """Vocabulary into which a byte-level tokenizer that is trained on built-in data always fits."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise import cost, units
 from shardwise.config import Config, Layout, OwnConfig, Precision, dump_yaml
-from shardwise.devices import Cluster
 from shardwise.errors import listing
 from shardwise.hardware import bfloat16_unit
 from shardwise.plan import (
@@ -22,6 +22,9 @@ from shardwise.plan import (
     parameter_count,
     stage_plan,
 )
+
+if TYPE_CHECKING:
+    from shardwise.devices import Cluster  # costly to import, for a cluster alone
 
 _UNKNOWN = "not known for a model of your own"
 
