@@ -19,6 +19,7 @@ from shardwise.launch.environment import is_one_of_several_tasks, joined, keep_o
 
 COMMANDS = {
     "train": "pretrain a model from a recipe",
+    "plan": "rank the layouts of a recipe on a cluster that need not be here",
     "compile": "compile all graphs of a training before it starts",
     "submit": "submit a training to SLURM, and follow it",
     "jobs": "list submitted jobs, show one, or print its log",

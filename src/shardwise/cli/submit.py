@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.cli import output
@@ -20,7 +21,8 @@ from shardwise.cli.following import follow
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.cluster import slurm, submission
 from shardwise.cluster.script import JobPlan, compile_script, job_log, job_script, job_set
-from shardwise.config import OwnConfig, load_config, recipe_name, recipe_text, require_data
+from shardwise.config import Layout, OwnConfig, load_config, recipe_name, recipe_text, require_data
+from shardwise.devices import Cluster, cluster
 from shardwise.errors import ConfigError, RunError
 from shardwise.redaction import redacted
 from shardwise.runlog import RUNS, RunDirectory, new_run_path
@@ -32,6 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe")
     parser.add_argument("--nodes", metavar="N", help="machines, or the fewest and the most of them: 2-4 (launch.nodes)")
+    parser.add_argument(
+        "--device", metavar="DEVICE[:N]", help="the nodes' devices: the step's time and memory are predicted for them"
+    )
     for key in _KEYS:
         parser.add_argument(f"--{key}", metavar=key.upper(), help=f"launch.{key}")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the run's folder, on a file system of all nodes")
@@ -68,7 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError("-y must be given where no terminal can ask whether to submit")
     run_path: Path | None = arguments.run_dir
     gres = submission.reserved(config)
-    ranks = submission.ranks_per_node(config, nodes, gres)
+    on = None if arguments.device is None else cluster(arguments.device, nodes[1])
+    if on is not None and config.launch.ranks_per_node is None and gres is None:
+        ranks = on.per_node
+    else:
+        ranks = submission.ranks_per_node(config, nodes, gres)
     layout, notes = submission.check_counts(config, nodes, ranks, lambda one, world: with_batch(one, world, run_path))
     if isinstance(config.model, OwnConfig):
         from shardwise.models import check_own
@@ -84,7 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         output.raw(job_set(job, arguments.kubernetes))
         return 0
     try:
-        output.table([*submission.rows(job, layout, notes), *inputs])
+        accelerator = None if on is None else on.device.is_accelerator
+        output.table([*submission.rows(job, layout, notes, accelerator), *_predicted(job, layout, on), *inputs])
         output.line()
         output.raw(redacted(job_script(job)))
         if problems:  # last: the numbers and the script are of use on a machine without the files too
@@ -106,6 +116,16 @@ def _is_wanted() -> bool:
     except EOFError:
         output.line()
         return False
+
+
+def _predicted(job: JobPlan, layout: Layout, on: Cluster | None) -> list[tuple[str, str]]:
+    """The time of a step on the nodes' devices, where these are named."""
+    if on is None:
+        return []
+    from shardwise.train.summary import predicted_rows
+
+    config = with_batch(job.config, layout.world, None)
+    return [("device", str(on)), *predicted_rows(config, layout, replace(on, per_node=job.ranks_per_node))]
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:

@@ -15,6 +15,7 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.cli import output
 from shardwise.config import (
@@ -34,6 +35,9 @@ from shardwise.hardware import accelerators
 from shardwise.launch import stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
 from shardwise.runlog import RunDirectory
+
+if TYPE_CHECKING:
+    from shardwise.devices import Cluster  # costly to import, for a cluster alone
 
 _ANY_TOKENIZER = 512
 """Vocabulary into which a byte-level tokenizer that is trained on built-in data always fits."""
@@ -57,6 +61,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="print configuration, layout, batch arithmetic, memory and disk needed, check that data, tokenizer and "
         "weights can be read, and start nothing",
     )
+    parser.add_argument(
+        "--device", metavar="DEVICE[:N]", help="with --dry-run: a device that need not be here, N of them on a node"
+    )
+    parser.add_argument("--nodes", metavar="N", type=int, help="with --device: machines (default: 1)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,8 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _on_node(arguments)
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
+    on = _cluster(arguments)
     config = load_config(recipe, arguments.overrides)
-    if arguments.dry_run:
+    if on is not None:
+        place, arguments.nproc = None, on.world
+    elif arguments.dry_run:
         place = joined()
     else:
         from shardwise.launch.rank import as_rank, enter_job
@@ -81,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         check_own(config)
     if arguments.dry_run:
-        return _show(recipe, config, layout)
+        return _show(recipe, config, layout, on)
     if place is None:
         from shardwise.launch.rank import check_accelerators
 
@@ -105,13 +116,27 @@ def run(arguments: argparse.Namespace) -> int:
         return ending.code
 
 
-def _show(recipe: str, config: Config, layout: Layout) -> int:
+def _cluster(arguments: argparse.Namespace) -> Cluster | None:
+    """What `--device` and `--nodes` name."""
+    if arguments.device is None:
+        if arguments.nodes is not None:
+            raise ConfigError("--nodes must go with --device: the nodes of a run are those of its launcher")
+        return None
+    if not arguments.dry_run or arguments.nproc is not None:
+        raise ConfigError(f"--device {arguments.device} must go with --dry-run and without --nproc: it starts nothing")
+    from shardwise.devices import cluster
+
+    return cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
+
+
+def _show(recipe: str, config: Config, layout: Layout, on: Cluster | None) -> int:
     """The dry run. Problems of the files are reported last: the numbers are of use on a machine without them too."""
     from shardwise.train.summary import dry_run
 
     rows, problems = glance_at_inputs(recipe, config)
-    device, count = accelerators()
-    output.raw(dry_run(recipe_name(recipe), config, layout, device, count > 0, rows))
+    device, count = ("", 0) if on is not None else accelerators()
+    accelerator = count > 0 if on is None else on.device.is_accelerator
+    output.raw(dry_run(recipe_name(recipe), config, layout, device, accelerator, rows, on))
     if problems:
         raise ConfigError(problems)
     return 0

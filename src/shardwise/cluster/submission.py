@@ -154,10 +154,11 @@ def _existing_parent(path: Path) -> Path:
     return next(parent for parent in path.parents if parent.exists())
 
 
-def rows(job: JobPlan, layout: Layout, notes: Sequence[str]) -> list[tuple[str, str]]:
-    """What the user reads before the job is submitted."""
+def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool | None = None) -> list[tuple[str, str]]:
+    """What the user reads before the job is submitted; `accelerator`: whether its ranks have one (None: by `gres`)."""
     launch, fewest = job.config.launch, job.nodes[0]
-    accelerator = slurm.gpus_of(job.gres or "") > 0
+    if accelerator is None:
+        accelerator = slurm.gpus_of(job.gres or "") > 0
     rank = cost.neediest_rank(job.config, layout, accelerator)
     memory = cost.expected_memory(job.config, layout, accelerator, pipeline_rank=rank)
     found = [

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from shardwise.config import DTYPE_BYTES
+from shardwise.config import DTYPE_BYTES, FamilyConfig
 from shardwise.cost.case import Case
 from shardwise.plan.buckets import bucket_bytes, offsets_and_length, packed
-from shardwise.plan.parameters import LocalParameter, local_parameters
+from shardwise.plan.parameters import LocalParameter, LocalWidths, local_parameters
+from shardwise.plan.stage import Stage
 
 _MIB = 2**20
 
@@ -51,16 +53,29 @@ def bucket_shapes(case: Case) -> list[BucketShape]:
     """
     optimizer, layout = case.config.optimizer, case.layout
     gradient = DTYPE_BYTES[case.precision.gradient]
-    slices = layout.data if optimizer.zero else 1
-    stored = list(local_parameters(case.model, layout.tensor, layout.sequence, local=case.local, stages=case.stages))
-    shapes = []
+    stored = (case.model, layout.tensor, layout.sequence, case.local, case.stages)
+    return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, optimizer.zero == 1, case.accelerator))
+
+
+@lru_cache(maxsize=32)
+def _shapes(
+    of: tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]],
+    gradient: int,
+    bucket_mib: float | None,
+    data: int,
+    zero: bool,
+    accelerator: bool,
+) -> list[BucketShape]:
+    model, tensor, sequence, local, stages = of
+    stored = list(local_parameters(model, tensor, sequence, local=local, stages=stages))
+    slices, shapes = data if zero else 1, []
     for matrices in (True, False):
         group = [parameter for parameter in stored if parameter.matrix == matrices]
         sizes = [(parameter.at_both_ends, gradient * parameter.elements) for parameter in group]
-        if optimizer.bucket_mib is not None:
-            most = optimizer.bucket_mib * _MIB
+        if bucket_mib is not None:
+            most = bucket_mib * _MIB
         else:
-            most = bucket_bytes(sum(size for _, size in sizes), layout.data, accelerator=case.accelerator)
+            most = bucket_bytes(sum(size for _, size in sizes), data, accelerator=accelerator)
         for indices in packed(sizes, most):
             members = [group[index] for index in indices]
             offsets, length = offsets_and_length([member.elements for member in members], slices)

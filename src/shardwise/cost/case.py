@@ -13,6 +13,7 @@ Legend:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardwise.config import DTYPE_BYTES, BertConfig, Config, FamilyConfig, Layout, OwnConfig, Precision
@@ -52,8 +53,8 @@ class Case:
         return cases[pipeline_rank] if cases else None
 
     @staticmethod
-    def of_ranks(config: Config, layout: Layout, accelerator: bool) -> list[Case]:
-        """The cases of all pipeline ranks; empty for a model of your own."""
+    def of_ranks(config: Config, layout: Layout, accelerator: bool, only: Collection[int] | None = None) -> list[Case]:
+        """The cases of all pipeline ranks, or of those in `only`; empty for a model of your own."""
         model = config.model
         if isinstance(model, OwnConfig):
             return []
@@ -70,7 +71,7 @@ class Case:
                 pipeline_rank=rank,
                 stages=tuple(stage for stage in plan if stage.rank == rank),
             )
-            for rank in range(layout.pipeline)
+            for rank in sorted(set(range(layout.pipeline) if only is None else only))
         ]
 
     @property

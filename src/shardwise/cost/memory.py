@@ -85,10 +85,11 @@ def neediest_rank(config: Config, layout: Layout, accelerator: bool = False) -> 
 
 def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) -> list[MemoryEstimate] | None:
     """Peak bytes of each pipeline rank. None for a model of your own."""
-    return [_memory(case) for case in Case.of_ranks(config, layout, accelerator)] or None
+    return [memory_of(case) for case in Case.of_ranks(config, layout, accelerator)] or None
 
 
-def _memory(case: Case) -> MemoryEstimate:
+def memory_of(case: Case) -> MemoryEstimate:
+    """Peak bytes of the case's pipeline rank."""
     elements = sum(bucket.elements for bucket in bucket_shapes(case))
     shard = elements // case.layout.data if case.config.optimizer.zero else elements
     moments_and_master = 2 if case.precision.parameter == case.precision.optimizer else 3

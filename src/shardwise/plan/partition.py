@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 
 from shardwise.config import Config, FamilyConfig, Layout, OwnConfig
@@ -46,7 +47,12 @@ def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
 def _head_in_blocks(config: Config, model: FamilyConfig) -> float:
     """The work of what follows the last block, in blocks."""
     length = config.train.sequence_length
-    return head_work(model, length, config.data.predictions(length)) / block_work(model, length)
+    return _head_share(model, length, config.data.predictions(length))
+
+
+@lru_cache(maxsize=64)
+def _head_share(model: FamilyConfig, length: int, predictions: int | None) -> float:
+    return head_work(model, length, predictions) / block_work(model, length)
 
 
 def balanced(layers: int, stages: int, head: float) -> list[int]:

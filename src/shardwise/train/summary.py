@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise import cost, units
 from shardwise.config import Config, Layout, OwnConfig, Precision, dump_yaml
@@ -22,20 +23,31 @@ from shardwise.plan import (
     stage_plan,
 )
 
+if TYPE_CHECKING:
+    from shardwise.devices import Cluster  # costly to import, for a cluster alone
+
 _UNKNOWN = "not known for a model of your own"
 
 _Rows = list[tuple[str, str]]
 
 
 def dry_run(
-    recipe: str, config: Config, layout: Layout, device: str, accelerator: bool, inputs: Sequence[tuple[str, str]] = ()
+    recipe: str,
+    config: Config,
+    layout: Layout,
+    device: str,
+    accelerator: bool,
+    inputs: Sequence[tuple[str, str]] = (),
+    cluster: Cluster | None = None,
 ) -> str:
     """The resolved configuration as YAML, and what follows from it as comments: the text can be saved as a recipe.
 
-    `inputs` are rows about data and tokenizer.
+    `inputs` are rows about data and tokenizer; `cluster` is one that is not here, of whose device this tells.
     """
+    here = f"{device}, as this machine has: precision and memory are those of such ranks"
     rows = [
-        *_work(config, layout, device, accelerator),
+        *_work(config, layout, here if cluster is None else f"{cluster}, as --device names it", accelerator),
+        *([] if cluster is None else predicted_rows(config, layout, cluster)),
         *_pipeline(config, layout, accelerator),
         *_compute(config),
         *_dropout(config, layout, accelerator),
@@ -62,7 +74,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
             f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {units.counted(layout.world, 'rank')}, "
             f"sequence parallelism (SP) {'on' if layout.sequence else 'off'}, ZeRO-{config.optimizer.zero}",
         ),
-        ("device", f"{device}, as this machine has: precision and memory are those of such ranks"),
+        ("device", device),
         ("batch", _batch(config, layout)),
         ("steps", f"{train.steps:,}{stop}"),
         ("tokens", f"{step_tokens:,} per step, {step_tokens * train.steps:,} in all"),
@@ -73,6 +85,27 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
             f"optimizer {precision.optimizer}{_rounding(precision)}",
         ),
         ("optimizer", _optimizer(config)),
+    ]
+
+
+def predicted_rows(config: Config, layout: Layout, cluster: Cluster) -> _Rows:
+    """The time of a step on a cluster, what it is spent on, and whether the memory is enough."""
+    from shardwise.planner.search import RESERVED, predicted  # costly to import, for a cluster alone
+
+    plan = predicted(config, layout, cluster)
+    if plan is None:
+        return [("time", _UNKNOWN)]
+    time, need, most = plan.time, plan.memory.total, cluster.device.memory
+    shares = sorted(time.rows(), key=lambda row: -row[1])
+    parts = ", ".join(f"{part.replace('_', ' ')} {seconds / time.total:.0%}" for part, seconds in shares)
+    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
+    hours = f"{plan.seconds * cluster.world / 3600:,.0f} device-hours"
+    fits = f"{units.size(plan.headroom)} free" if plan.headroom >= 0 else f"does not fit: {units.size(need)} are needed"
+    return [
+        ("step", f"{units.duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
+        ("  parts", parts),
+        ("  all steps", f"{units.duration(plan.seconds)}, {hours}"),
+        ("  fits", f"{fits} of {units.size(most)} on each device, of which {RESERVED:.0%} are its own"),
     ]
 
 

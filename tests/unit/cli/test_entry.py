@@ -36,7 +36,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "required: {train,compile,submit,"),
+        ([], "required: {train,plan,compile,submit,"),
         (["trian"], "invalid choice: 'trian'"),
         (["train"], "required: RECIPE"),
         (["train", "quickstart", "--npro", "2"], "unrecognized arguments: --npro"),

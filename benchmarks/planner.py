@@ -1,0 +1,221 @@
+"""Compare the planner's predicted step times with published ones, and write `results/planner.md`.
+
+    PYTHONPATH=src python benchmarks/planner.py
+
+Constants come from `scripts/fit_planner.py`. Rows that were fitted are told apart; nothing else was adjusted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import combinations
+from pathlib import Path
+
+import published
+from published import Row
+
+from shardwise.cost.rates import fitted
+
+RESULT = Path(__file__).parent / "results" / "planner.md"
+_LEAST_IN_SET = 8
+_NAMES = (
+    ("2104.04473 table 1", "arXiv:2104.04473, table 1 (A100, Megatron)"),
+    ("2104.04473 table 2", "arXiv:2104.04473, table 2 (A100, Megatron)"),
+    ("2205.05198 table 5", "arXiv:2205.05198, table 5 (A100, Megatron; times of a layer of its 22B model are fitted)"),
+    ("ground_truth_multi", "vTrain, many nodes (A100, Megatron-DeepSpeed)"),
+    ("ground_truth_single", "vTrain, one node (A100, Megatron-DeepSpeed)"),
+    ("bigscience", "BigScience 176B (A100, Megatron-DeepSpeed)"),
+    ("aws-neuron", "AWS Neuron (Trainium1, NeMo and NxD)"),
+)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A row with its prediction."""
+
+    row: Row
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative; above 0 the prediction is too long."""
+        return self.predicted / self.row.measured - 1
+
+
+def compared() -> list[Compared]:
+    """Every row that can be expressed."""
+    return [Compared(row, row.predicted().total) for row in published.rows() if not row.reason]
+
+
+def source_name(row: Row) -> str:
+    """A short name of the row's source."""
+    name = next((name for part, name in _NAMES if part in row.source), row.source)
+    if "one node" in name:
+        return f"{name}: {'fitted' if row.is_fitted else 'the other four fifths'}"
+    return name
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The smallest value that at least this share of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]
+
+
+def accuracy(rows: Sequence[Compared]) -> tuple[str, ...]:
+    """Number, mean, median, P90, worst and bias of the errors."""
+    errors = [one.error for one in rows]
+    sizes = [abs(error) for error in errors]
+    worst = max(errors, key=abs)
+    means = (statistics.mean(sizes), statistics.median(sizes), percentile(sizes, 0.9))
+    return (str(len(rows)), *(f"{one:.1%}" for one in means), f"{worst:+.1%}", f"{statistics.mean(errors):+.1%}")
+
+
+def tau(rows: Sequence[Compared]) -> float:
+    """Kendall's τ-a of predicted and measured times."""
+    signs = [(a.predicted - b.predicted) * (a.row.measured - b.row.measured) for a, b in combinations(rows, 2)]
+    return sum((sign > 0) - (sign < 0) for sign in signs) / len(signs)
+
+
+def regret(rows: Sequence[Compared]) -> float:
+    """How much longer the layout that is predicted fastest takes than the fastest."""
+    chosen = min(rows, key=lambda one: one.predicted)
+    return chosen.row.measured / min(one.row.measured for one in rows) - 1
+
+
+def sets() -> dict[tuple[str, ...], list[Compared]]:
+    """Layouts of the same model with the same batch on the same number of devices, of each source; a layout counts
+    once, with the mean of its measurements."""
+    found: dict[tuple[str, ...], dict[tuple[str, ...], list[Compared]]] = defaultdict(lambda: defaultdict(list))
+    for one in compared():
+        if one.row.is_fitted:
+            continue
+        values = one.row.values
+        name = source_name(one.row).partition(" (")[0]
+        key = (name, values["layers"], values["hidden"], values["global_batch"], values["n_gpu"])
+        found[key][tuple(values[k] for k in ("tp", "pp", "dp", "micro_batch", "vpp", "zero"))].append(one)
+    merged = {}
+    for key, layouts in found.items():
+        if len(layouts) >= _LEAST_IN_SET:
+            merged[key] = [
+                Compared(_with_time(same[0].row, statistics.mean(one.row.measured for one in same)), same[0].predicted)
+                for same in layouts.values()
+            ]
+    return merged
+
+
+def _with_time(row: Row, seconds: float) -> Row:
+    return Row(**{**{one.name: getattr(row, one.name) for one in fields(row)}, "measured": seconds})
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of Markdown."""
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def report() -> str:
+    """The whole page."""
+    everything, by_source = compared(), defaultdict(list)
+    for one in everything:
+        by_source[source_name(one.row)].append(one)
+    fitted_on = (published.FITTED_SOURCE, "2205.05198")
+    never = [one for one in everything if not any(part in one.row.source for part in fitted_on)]
+    constants = [(one.name.replace("_", " "), f"{getattr(fitted(), one.name):g}") for one in fields(fitted())]
+    head = ("source", "rows", "mean", "median", "P90", "worst", "bias")
+    lines = [
+        "# Predicted and published step times",
+        "",
+        "Written by `benchmarks/planner.py`; [docs/planner.md](../../docs/planner.md) says how to read it. An error is",
+        "(predicted − measured) / measured; mean, median and P90 are of its size, bias is its signed mean.",
+        "",
+        "## By source",
+        "",
+        *table(head, [(name, *accuracy(rows)) for name, rows in by_source.items()]),
+        f"| **all sources that were never fitted** | {' | '.join(accuracy(never))} |",
+        "",
+        "## Ranking",
+        "",
+        f"Sets of at least {_LEAST_IN_SET} layouts of one model with one batch on one number of devices; fitted rows",
+        "are left out. Regret: how much longer the layout that is predicted fastest takes than the fastest.",
+        "",
+        *_ranking(),
+        "",
+        "## Constants",
+        "",
+        *table(("constant", "value"), constants),
+        "",
+        "## Rows that cannot be expressed",
+        "",
+        *_left_out(),
+        "",
+        "## Every row",
+        "",
+        "vTrain's 1,124 runs of one node are summed up by number of devices and hidden size; all others stand here.",
+        "",
+        *_one_node(everything),
+        "",
+        *_every(everything),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _ranking() -> list[str]:
+    found = sets()
+    large = {key: rows for key, rows in found.items() if "one node" not in key[0]}
+    small = [rows for key, rows in found.items() if "one node" in key[0]]
+    rows = [
+        (key[0], f"{key[1]} × {key[2]}", key[3], key[4], str(len(one)), f"{regret(one):.1%}", f"{tau(one):.2f}")
+        for key, one in large.items()
+    ]
+    if small:
+        middle = (statistics.mean(map(regret, small)), statistics.mean(map(tau, small)))
+        layouts = sum(map(len, small))
+        rows.append(
+            (f"vTrain, one node: mean of {len(small)} sets", "", "", "", str(layouts), f"{middle[0]:.1%}",
+             f"{middle[1]:.2f}")
+        )  # fmt: skip
+    return table(("source", "layers × hidden", "batch", "devices", "layouts", "regret", "Kendall's τ"), rows)
+
+
+def _left_out() -> list[str]:
+    reasons = Counter((row.source, row.reason) for row in published.rows() if row.reason)
+    return table(("source", "rows", "reason"), [(source, str(n), reason) for (source, reason), n in reasons.items()])
+
+
+def _one_node(everything: Sequence[Compared]) -> list[str]:
+    groups = defaultdict(list)
+    for one in everything:
+        if published.FITTED_SOURCE in one.row.source:
+            groups[one.row.values["n_gpu"], one.row.values["hidden"]].append(one)
+    rows = [(*key, *accuracy(one)) for key, one in sorted(groups.items())]
+    return table(("devices", "hidden", "rows", "mean", "median", "P90", "worst", "bias"), rows)
+
+
+def _every(everything: Sequence[Compared]) -> list[str]:
+    rows = []
+    for one in everything:
+        if published.FITTED_SOURCE in one.row.source:
+            continue
+        values = one.row.values
+        layout = f"TP {values['tp']}{' + SP' if values['sp'] == '1' else ''} PP {values['pp']}"
+        virtual = f" × {values['vpp']}" if values["vpp"] not in ("", "1") else ""
+        batch = f"{values['global_batch']} / {values['micro_batch']}"
+        rows.append(
+            (source_name(one.row).partition(" (")[0], values["model"], f"{layout}{virtual} DP {values['dp']}", batch,
+             values["recompute"], f"{one.row.measured:.3f}", f"{one.predicted:.3f}", f"{one.error:+.1%}")
+        )  # fmt: skip
+    head = ("source", "model", "layout", "batch / micro", "recompute", "measured s", "predicted s", "error")
+    return table(head, rows)
+
+
+def main() -> None:
+    """Write the page."""
+    RESULT.write_text(report(), encoding="utf-8")
+    sys.stdout.write(f"{RESULT}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Published training runs as configurations of ours: which can be expressed, and on what they ran.
+
+`data/published_runs.csv` is a copy of published figures; each row names its source. `fitting_rows` is the split: the
+constants of the planner are fitted on these rows, and on the times of a layer below, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from shardwise.config import Config, Layout, check_layout, config_from
+from shardwise.cost.blocks import Program
+from shardwise.cost.rates import Constants
+from shardwise.cost.step import StepTime, step_time
+from shardwise.devices import Cluster, Device, Link, load_device
+from shardwise.errors import ConfigError
+
+PATH = Path(__file__).parent / "data" / "published_runs.csv"
+FITTED_SOURCE = "VIA-Research/vTrain data/ground_truth_single.csv"
+EVERY = 5  # of the rows of that source, the first of each five is fitted
+
+MEGATRON = Program(
+    fused_attention=False,
+    loss_ahead=False,
+    overlaps=False,
+    waits_for_messages=True,
+    splits_messages=True,
+    kernels=30,
+)
+DEEPSPEED = replace(MEGATRON, splits_messages=False)
+
+# arXiv:2205.05198, table 4: milliseconds of a layer of the 22B model (hidden 6,144, 64 heads, 2,048 tokens, micro-batch
+# 4, TP 8): sequence parallelism, recompute, forward, backward with recompute.
+LAYER_TIMES = (
+    (False, "none", 7.7, 11.9),
+    (True, "none", 7.2, 11.8),
+    (True, "selective", 7.2, 13.1),
+    (False, "full", 7.7, 19.5),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published run. `reason` says why it cannot be expressed; then it has no configuration."""
+
+    number: int
+    source: str
+    model: str
+    values: dict[str, str]
+    reason: str = ""
+    config: Config | None = None
+    layout: Layout | None = None
+    cluster: Cluster | None = None
+    program: Program = MEGATRON
+    measured: float = 0.0
+
+    def predicted(self, constants: Constants | None = None) -> StepTime:
+        assert self.config is not None
+        assert self.layout is not None
+        assert self.cluster is not None
+        found = step_time(self.config, self.layout, self.cluster, self.program, constants)
+        assert found is not None
+        return found
+
+    @property
+    def is_fitted(self) -> bool:
+        return self.source.startswith(FITTED_SOURCE) and self.number % EVERY == 0
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """All published runs, in the order of the file; numbers count within a source."""
+    found, counts = [], dict[str, int]()
+    with PATH.open(encoding="utf-8", newline="") as file:
+        for values in csv.DictReader(file):
+            source = values["source"]
+            counts[source] = counts.get(source, -1) + 1
+            found.append(_row(counts[source], source, values))
+    return tuple(found)
+
+
+def fitting_rows() -> list[Row]:
+    """The rows that the constants are fitted on."""
+    return [row for row in rows() if row.is_fitted and not row.reason]
+
+
+def layer(sequence: bool, recompute: str) -> tuple[Config, Layout, Cluster]:
+    """The layer of `LAYER_TIMES`."""
+    values = {
+        "layers": "1", "hidden": "6144", "heads": "64", "vocab": "51200", "seq": "2048", "global_batch": "4",
+        "micro_batch": "4", "tp": "8", "pp": "1", "dp": "1", "sp": str(int(sequence)), "recompute": recompute,
+        "gpu": "A100-80GB", "n_gpu": "8",
+    }  # fmt: skip
+    config = config_from(_values(values))
+    return config, check_layout(config, 8), _cluster("arXiv:2205.05198", "A100-80GB", 8)
+
+
+def _row(number: int, source: str, values: dict[str, str]) -> Row:
+    base = Row(number, source, values["model"], values)
+    reason = _why_not(values)
+    if reason:
+        return replace(base, reason=reason)
+    try:
+        config = config_from(_values(values))
+        layout = check_layout(config, int(values["n_gpu"]))
+    except ConfigError as error:
+        return replace(base, reason="refused: " + error.problems[0].partition(":")[0])
+    if str(layout.data) != values["dp"]:
+        return replace(base, reason=f"DP {values['dp']} is not what {values['n_gpu']} devices give ({layout.data})")
+    return replace(
+        base,
+        config=config,
+        layout=layout,
+        cluster=_cluster(source, values["gpu"], int(values["n_gpu"])),
+        program=_program(source),
+        measured=_seconds(values),
+    )
+
+
+def _why_not(values: dict[str, str]) -> str:
+    needed = ("layers", "hidden", "heads", "vocab", "seq", "global_batch", "micro_batch", "tp", "pp", "dp", "n_gpu")
+    if values["cp"] not in ("", "1"):
+        return f"context parallelism {values['cp']}"
+    if values["zero"] not in ("", "0", "1"):
+        return f"ZeRO {values['zero']} or FSDP"
+    if "fp8" in values["precision"].lower():
+        return "fp8"
+    missing = [one for one in needed if not values[one]]
+    if missing:
+        return f"not published: {', '.join(missing)}"
+    if _gpu(values["gpu"]) is None:
+        return f"a device that is not described: {values['gpu']}"
+    if "SUSPECT" in values["notes"]:
+        return "published figures disagree with each other"
+    if values["model"].startswith("bert") or values["precision"] == "fp32":
+        return "BERT on Trainium: predicted positions not published"
+    if not _seconds(values):
+        return "no time is published, and none follows"
+    return ""
+
+
+def _gpu(name: str) -> str | None:
+    known = (("A100-40", "a100-40gb"), ("A100", "a100-80gb"), ("H100", "h100"), ("H200", "h200"), ("Trn1", "trn1"))
+    return next((device for start, device in known if name.startswith(start)), None)
+
+
+def _seconds(values: dict[str, str]) -> float:
+    """The step time: as published, or from tokens a second, or from the hardware FLOPs of arXiv:2104.04473."""
+    if values["step_time_s"]:
+        return float(values["step_time_s"])
+    length, batch, devices = int(values["seq"]), int(values["global_batch"]), int(values["n_gpu"])
+    if values["tokens_per_s_per_gpu"]:
+        return length * batch / (float(values["tokens_per_s_per_gpu"]) * devices)
+    if values["tflops_per_gpu"] and "ardware flops" in values["notes"].lower().replace("flops", "flops"):
+        layers, hidden, vocabulary = int(values["layers"]), int(values["hidden"]), int(values["vocab"])
+        flops = 96 * batch * length * layers * hidden**2
+        flops = flops * (1 + length / (6 * hidden) + vocabulary / (16 * layers * hidden))
+        return flops / (float(values["tflops_per_gpu"]) * 1e12 * devices)
+    return 0.0
+
+
+def _program(source: str) -> Program:
+    if "vTrain" in source or "bigscience" in source:
+        return DEEPSPEED
+    return replace(MEGATRON, splits_messages="neuron" not in source)
+
+
+def _cluster(source: str, gpu: str, devices: int) -> Cluster:
+    """The machines of a source, where they differ from those of the device's maker."""
+    name = _gpu(gpu)
+    assert name is not None
+    device: Device = load_device(name)
+    if "bigscience" in source:  # Jean Zay: 8 A100 and 4 Omni-Path links of 100 Gb/s in a node
+        device = replace(device, network=Link(6.25e9, 10e-6, "fat tree"))
+    if "vTrain" in source:  # arXiv:2312.12391: 4 links of 200 Gb/s in a node
+        device = replace(device, network=Link(12.5e9, 10e-6, "fat tree"))
+    per_node = min(device.per_node, devices)
+    return Cluster(device, -(-devices // per_node), per_node)
+
+
+def _values(row: dict[str, str]) -> dict[str, object]:
+    """The sections of a configuration."""
+    hidden, heads = int(row["hidden"]), int(row["heads"])
+    kv_heads = int(row.get("kv_heads") or heads)
+    stages = int(row.get("vpp") or 1)
+    common = {
+        "vocab_size": int(row["vocab"]),
+        "hidden_size": hidden,
+        "num_hidden_layers": int(row["layers"]),
+        "num_attention_heads": heads,
+        "max_position_embeddings": int(row["seq"]),
+    }
+    if row.get("model", "").startswith("llama"):
+        sizes = {"intermediate_size": int(row["ffn"]), "num_key_value_heads": kv_heads, "rope_theta": 10000.0}
+        model = {"family": "llama", **common, **sizes}
+    else:
+        model = {"family": "gpt", **common, "intermediate_size": int(row.get("ffn") or 4 * hidden)}
+    micro_batches = int(row["global_batch"]) // (int(row["micro_batch"]) * int(row["dp"]))
+    interleaved: dict[str, object] = {}
+    if stages > 1 and int(row["pp"]) > 1:
+        interleaved = {"schedule": "interleaved", "virtual_stages": stages}
+    elif micro_batches < int(row["pp"]):
+        interleaved = {"schedule": "gpipe"}  # 1F1B with fewer micro-batches than stages, which ours does not have
+    # Megatron keeps and reduces gradients in float32 with bfloat16 only, not with float16.
+    half = {"gradient": "bfloat16", "reduce": "bfloat16"}
+    return {
+        "model": model,
+        "parallel": {
+            "tensor": int(row["tp"]),
+            "pipeline": int(row["pp"]),
+            "sequence": row.get("sp") == "1",
+            "vocab_multiple": 128,
+            **interleaved,
+        },
+        "train": {
+            "steps": 10,
+            "global_batch": int(row["global_batch"]),
+            "micro_batch": int(row["micro_batch"]),
+            "sequence_length": int(row["seq"]),
+            "recompute": row.get("recompute") or "none",
+        },
+        "optimizer": {"lr": 1e-4, "zero": int(row.get("zero") or 0)},
+        "precision": {"mode": "mixed", **(half if row.get("precision", "fp16") == "fp16" else {})},
+    }

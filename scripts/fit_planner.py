@@ -1,0 +1,75 @@
+"""Fit the planner's constants on the rows that `benchmarks/published.py` names, and write them.
+
+A coordinate search: each constant in turn is multiplied and divided by a step, which shrinks when nothing helps. The
+same rows always give the same constants. `network`, `fused_attention` and `overlap` are not fitted: these rows are of
+one node each, without fused attention, and hide no reduction.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import published
+
+from shardwise.cost.rates import CONSTANTS, Constants
+from shardwise.cost.step import stage_works
+
+FITTED = ("matmul", "depth", "memory", "host", "step", "wait", "node", "update")
+START = Constants(
+    matmul=0.9, depth=200, memory=0.75, fused_attention=0.5, host=2e-5, step=5e-3, wait=1e-3, node=0.75, network=0.7,
+    update=0.7, overlap=0.8,
+)  # fmt: skip
+_SHARES = ("matmul", "memory", "node", "update")
+_STEPS = (0.3, 0.1, 0.03, 0.01)
+_WEIGHT = 5  # of a time of a layer, in rows
+
+
+def error(constants: Constants, rows: Sequence[published.Row]) -> float:
+    """The mean of |log(predicted / measured)|."""
+    errors = [(1.0, math.log(row.predicted(constants).total / row.measured)) for row in rows]
+    for sequence, recompute, forward, backward in published.LAYER_TIMES:
+        config, layout, cluster = published.layer(sequence, recompute)
+        block = stage_works(config, layout, cluster, published.MEGATRON, constants)[0].block
+        for seconds, measured in ((block.forward.total, forward), (block.backward.total, backward)):
+            errors.append((_WEIGHT, math.log(seconds * 1000 / measured)))
+    return sum(weight * abs(one) for weight, one in errors) / sum(weight for weight, _ in errors)
+
+
+def improved(best: Constants, least: float, rows: Sequence[published.Row], step: float) -> tuple[Constants, float]:
+    """One round: each constant in turn, up and down."""
+    for name in FITTED:
+        for factor in (1 + step, 1 / (1 + step)):
+            value = getattr(best, name) * factor
+            if name in _SHARES and value > 1:
+                continue
+            tried = replace(best, **{name: float(f"{value:.4g}")})
+            found = error(tried, rows)
+            if found < least:
+                best, least = tried, found
+    return best, least
+
+
+def main() -> None:
+    """Fit and write."""
+    rows = published.fitting_rows()
+    best, least = START, error(START, rows)
+    for step in _STEPS:
+        while True:
+            after, found = improved(best, least, rows, step)
+            sys.stderr.write(f"step {step}: {found:.5f} {after}\n")
+            if found > least - 1e-5:
+                break
+            best, least = after, found
+    CONSTANTS.write_text(json.dumps(asdict(best), indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(f"{len(rows)} rows, mean error {least:.4f}: {CONSTANTS}\n")
+
+
+if __name__ == "__main__":
+    main()

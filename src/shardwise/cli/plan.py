@@ -1,0 +1,227 @@
+"""Rank the layouts of a recipe on a cluster, by the predicted time of a step.
+
+Nothing is measured and no device is needed: `--device h100:8 --nodes 16` names a cluster of 16 machines with 8 devices
+each, and a YAML file describes a device of your own. All layouts are tried; a key=value of a layout, such as
+parallel.tensor=8, keeps that value. docs/planner.md says how far predictions have been from published runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from shardwise import units
+from shardwise.cli import output
+from shardwise.config import Config, dump_yaml, load_config, recipe_name
+from shardwise.devices import cluster
+from shardwise.errors import ConfigError
+from shardwise.planner import Plan, Search, search
+
+_DAY = 86_400
+_UNITS = {"hour": 3600, "day": _DAY, "week": 7 * _DAY}
+_MOST_NODES = 16_384
+_SHOWN = 10
+_LEGEND = (
+    "MFU counts model FLOPs: neither recompute nor masked attention. Free is what the device has beside the run and",
+    "6% for its context, buffers of collectives and gaps of the allocator. Comm. is what nothing hides.",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe; a key of the layout is kept"
+    )
+    parser.add_argument(
+        "--device", metavar="DEVICE[:N]", required=True, help="a device's name or YAML file, and how many a node has"
+    )
+    parser.add_argument("--nodes", metavar="N", type=int, help="machines (default: 1)")
+    parser.add_argument("--budget", metavar="TIME", help="how many nodes train it in this time, such as '30 days'")
+    parser.add_argument("--why", metavar=("A", "B"), nargs=2, type=int, help="what two layouts of the list differ by")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the best layout to FILE")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw time against memory, and a step's timeline")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    recipe: str = arguments.recipe
+    config = load_config(recipe, arguments.overrides)
+    fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
+    nodes = 1 if arguments.nodes is None else arguments.nodes
+    if arguments.budget is not None:
+        if arguments.nodes is not None:
+            raise ConfigError("--budget must go without --nodes: it answers how many nodes are needed")
+        found = _within(config, arguments.device, _seconds(arguments.budget), arguments.budget, fixed)
+    else:
+        found = search(config, cluster(arguments.device, nodes), fixed=fixed)
+        if not found.plans:
+            raise ConfigError(_nowhere(found, config, arguments.device, nodes, fixed))
+    if arguments.why is not None:
+        _why(found.plans, *arguments.why)
+    elif arguments.json:
+        output.json({"valid": found.valid, "dropped": dict(found.too_large), "plans": [_facts(p) for p in found.plans]})
+    else:
+        _show(recipe_name(recipe), found)
+    if arguments.write is not None:
+        _write(arguments.write, recipe_name(recipe), found.plans[0])
+    if arguments.plot is not None:
+        from shardwise.cli.plan_picture import draw
+
+        draw(found.plans, arguments.plot)
+        output.progress(f"wrote {arguments.plot}")
+    return 0
+
+
+def _show(name: str, found: Search) -> None:
+    best = found.plans[0]
+    train = best.config.train
+    tokens = train.steps * train.global_batch * train.sequence_length
+    output.line(f"{name} on {best.cluster}: {tokens:,} tokens in {train.steps:,} steps")
+    dropped = "".join(f"; {number:,} dropped: {reason}" for reason, number in found.too_large.items())
+    output.line(f"{found.valid:,} layouts are valid{dropped}")
+    output.line()
+    head = ("", "layout", "step", "tokens/s", "MFU", "memory", "free", "bubble", "comm.", "days", "device-hours")
+    rows = [(str(number), *_row(plan)) for number, plan in enumerate(found.plans, 1)]
+    output.table(rows, head, right=(0, 2, 3, 4, 5, 6, 7, 8, 9, 10))
+    output.line()
+    for line in _LEGEND:
+        output.line(line)
+
+
+def _row(plan: Plan) -> tuple[str, ...]:
+    time, hours = plan.time, plan.seconds * plan.cluster.world / 3600
+    mfu = plan.mfu
+    return (
+        plan.choice.text(),
+        units.duration(time.total),
+        f"{plan.tokens_per_second:,.0f}",
+        "" if mfu is None else f"{mfu:.1%}",
+        units.size(plan.memory.total),
+        units.size(plan.headroom),
+        f"{time.bubble / time.total:.1%}",
+        f"{time.communication / time.total:.1%}",
+        f"{plan.seconds / _DAY:,.1f}",
+        f"{hours:,.0f}",
+    )
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    return {
+        "layout": asdict(plan.choice),
+        "data": plan.layout.data,
+        "devices": plan.cluster.world,
+        "step_seconds": plan.time.total,
+        "parts_seconds": dict(plan.time.rows()),
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "memory_bytes": plan.memory.total,
+        "headroom_bytes": plan.headroom,
+        "days": plan.seconds / _DAY,
+        "device_hours": plan.seconds * plan.cluster.world / 3600,
+    }
+
+
+def _why(plans: list[Plan], first: int, second: int) -> None:
+    """The parts of two layouts side by side, the largest difference first."""
+    for number in (first, second):
+        if not 1 <= number <= len(plans):
+            raise ConfigError(f"--why {first} {second} must name two layouts of the list, 1 to {len(plans)}")
+    a, b = plans[first - 1], plans[second - 1]
+    output.line(f"{first}: {a.choice.text()}")
+    output.line(f"{second}: {b.choice.text()}")
+    output.line()
+    pairs = [(part, one, dict(b.time.rows())[part]) for part, one in a.time.rows()]
+    pairs.sort(key=lambda pair: -abs(pair[2] - pair[1]))
+    rows = [(part.replace("_", " "), *map(_signed, (one, other))) for part, one, other in pairs if one or other]
+    rows = [(*row, _signed(pair[2] - pair[1], "+")) for row, pair in zip(rows, (p for p in pairs if p[1] or p[2]),
+                                                                       strict=True)]  # fmt: skip
+    rows.append(("step", _signed(a.time.total), _signed(b.time.total), _signed(b.time.total - a.time.total, "+")))
+    output.table(rows, ("seconds", str(first), str(second), "difference"), right=(1, 2, 3))
+    output.line()
+    memory = dict(b.memory.rows())
+    bytes_ = [(kind, one, memory.get(kind, 0)) for kind, one in a.memory.rows()]
+    shown = [(kind, units.size(one), units.size(other)) for kind, one, other in bytes_ if one or other]
+    output.table(shown, ("memory", str(first), str(second)), right=(1, 2))
+
+
+def _signed(seconds: float, sign: str = "") -> str:
+    return f"{seconds:{sign}.4f}"
+
+
+def _write(path: Path, name: str, plan: Plan) -> None:
+    text = f"# {name} on {plan.cluster}: {plan.choice.text()}, as `shardwise plan` predicts it fastest\n"
+    values = plan.config.model_dump(mode="json", exclude_unset=True)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text + dump_yaml(values))
+    except FileExistsError:
+        raise ConfigError(f"--write {path}: the file exists already; choose another name or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"--write {path}: {error.strerror}") from None
+    output.progress(f"wrote {path}; train it with: shardwise train {path}")
+
+
+def _seconds(budget: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(hour|day|week)s?\s*", budget)
+    if found is None or not float(found[1]):
+        raise ConfigError(f"--budget ({budget!r}) must be a time in hours, days or weeks, such as '30 days'")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _node_counts() -> Iterator[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, …"""
+    yield 1
+    for power in count(1):
+        for nodes in (2**power, 3 * 2 ** (power - 1)):
+            if nodes > _MOST_NODES:
+                return
+            yield nodes
+
+
+def _within(config: Config, device: str, seconds: float, budget: str, fixed: set[str]) -> Search:
+    """The layouts on the fewest nodes on which the training ends in time."""
+    fastest: Plan | None = None
+    for nodes in _node_counts():
+        on = cluster(device, nodes)
+        if config.train.rule is None and on.world > config.train.global_batch * on.per_node * 64:
+            break
+        try:
+            found = search(config, on, best=1, fixed=fixed)
+        except ConfigError:
+            continue
+        if found.plans and (fastest is None or found.plans[0].seconds < fastest.seconds):
+            fastest = found.plans[0]
+        if found.plans and found.plans[0].seconds <= seconds:
+            output.progress(f"{units.counted(nodes, 'node')} of {on.per_node} train it in {budget}")
+            return search(config, on, best=_SHOWN, fixed=fixed)
+    best = "nothing fits" if fastest is None else f"{fastest.seconds / _DAY:,.1f} days on {fastest.cluster}"
+    raise ConfigError(f"--budget ({budget}) must be longer: the shortest training found takes {best}")
+
+
+def _nowhere(found: Search, config: Config, device: str, nodes: int, fixed: set[str]) -> str:
+    """Why no layout fits, and the smallest change that helps."""
+    on = cluster(device, nodes)
+    if not found.valid:
+        return (
+            f"no layout of the recipe is valid on {units.counted(on.world, 'device')}: train.global_batch "
+            f"({config.train.global_batch}) or the model's sizes have no divisor that suits; `shardwise train "
+            f"RECIPE --dry-run --nproc {on.world}` says what one needs"
+        )
+    assert found.smallest is not None
+    choice, size = found.smallest
+    fix = "choose a device with more memory"
+    for more in _node_counts():
+        if more > nodes and search(config, cluster(device, more), best=1, fixed=fixed).plans:
+            fix = f"--nodes {more} is the fewest that fits"
+            break
+        if more > 64 * nodes:
+            break
+    return (
+        f"no layout fits {on}: the smallest ({choice.text()}) needs at least {units.size(size)} on a device of "
+        f"{units.size(on.device.memory)}, of which 6% are its own: {fix}"
+    )

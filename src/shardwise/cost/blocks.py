@@ -1,0 +1,239 @@
+"""Seconds of the parts of a model on one rank: a block, the embedding, the head with its loss.
+
+Legend: see `cost/case.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.config import DtypeName, FamilyConfig, Recompute
+from shardwise.cost import rates
+from shardwise.cost.rates import Constants, Group
+from shardwise.devices import Device
+
+_SHARPNESS = 4  # of the maximum of the host's and the device's time
+_PARTS = ("matmul", "attention", "memory_bound", "launch", "tensor")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the program that trains does in its own way; the defaults are ours.
+
+    Attributes:
+        fused_attention: one kernel computes attention. Else its probabilities are written and read.
+        loss_ahead: the head's gradients are computed in the forward pass.
+        overlaps: gradients are reduced behind the backward pass, bucket by bucket.
+        waits_for_messages: a rank waits for its messages to other stages.
+        splits_messages: the ranks of a tensor-parallel group each send a part of a message, and gather it.
+        kernels: that a block starts in its forward pass.
+    """
+
+    fused_attention: bool = True
+    loss_ahead: bool = True
+    overlaps: bool = True
+    waits_for_messages: bool = False
+    splits_messages: bool = False
+    kernels: int = 24
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the time of a block depends on, for one micro-batch on one rank."""
+
+    hidden: int
+    intermediate: int
+    gated: bool
+    query: int
+    key_value: int
+    head_dim: int
+    causal: bool
+    masks: bool
+    batch: int
+    length: int
+    tensor: int
+    sequence: bool
+    inside: int
+    dtype: DtypeName
+    recompute: Recompute
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    @property
+    def a(self) -> int:
+        return 2 if self.dtype == "bfloat16" else 4
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds by what they are spent on."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    launch: float = 0.0
+    tensor: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention + self.memory_bound + self.launch + self.tensor
+
+    def plus(self, other: Parts, times: float = 1) -> Parts:
+        """The sum with `times` another."""
+        return Parts(*(getattr(self, one) + times * getattr(other, one) for one in _PARTS))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one block, or of what a stage has beside blocks. `again` is a part of `backward`: what is computed twice."""
+
+    forward: Parts
+    backward: Parts
+    weight: float
+    again: Parts = Parts()
+
+
+def _launched(parts: Parts, kernels: float, host: float) -> Parts:
+    """With the time that the device waits for the host, which starts kernel after kernel.
+
+    Where one of the two is much slower, it alone counts; where they are alike, each waits for the other at times.
+    """
+    device = parts.matmul + parts.attention + parts.memory_bound + parts.tensor
+    return Parts(
+        parts.matmul, parts.attention, parts.memory_bound, _smooth(device, kernels * host) - device, parts.tensor
+    )
+
+
+def _smooth(one: float, other: float) -> float:
+    """A smooth maximum."""
+    return float((one**_SHARPNESS + other**_SHARPNESS) ** (1 / _SHARPNESS))
+
+
+@lru_cache(maxsize=2**14)
+def block(shape: Shape, device: Device, c: Constants, program: Program) -> Times:
+    """A transformer block.
+
+    Its backward pass has two matrix products for each of the forward pass: by the gradient of its output those of its
+    input and of its weight; `weight` is the part of the latter.
+    """
+    s, t, peak = shape, shape.tensor, device.peak(shape.dtype)
+    feed = s.intermediate // t * (2 if s.gated else 1)
+    products = (
+        (s.query + 2 * s.key_value, s.hidden),
+        (s.hidden, s.query),
+        (feed, s.hidden),
+        (s.hidden, s.intermediate // t),
+    )
+    forward = sum(rates.matmul(device, c, peak, s.tokens, n, k) for n, k in products)
+    inputs = sum(rates.matmul(device, c, peak, s.tokens, k, n) for n, k in products)
+    weights = sum(rates.matmul(device, c, peak, n, k, s.tokens) for n, k in products)
+    core, core_back, kernels = _core(s, device, c, program)
+    between = s.tokens * s.hidden // (t if s.sequence else 1)
+    wide = s.tokens * (s.intermediate // t) * (3 if s.gated else 2)
+    norms, adds = 4 * s.a * between, 2 * (3 * s.a + s.masks) * between
+    around = s.a * (wide + 3 * s.tokens * (s.query + 2 * s.key_value))
+    touched = rates.passes(device, c, norms + adds + around)
+    touched_back = rates.passes(device, c, 1.5 * norms + 0.7 * adds + 1.5 * around)
+    sent, sent_again = _tensor(s, device, c)
+    count = program.kernels + kernels
+    ahead = _launched(Parts(forward, core, touched, 0.0, sent), count, c.host)
+    back = _launched(Parts(inputs + weights, core_back, touched_back, 0.0, sent), 1.6 * count, c.host)
+    again = Parts()
+    if s.recompute == "full":
+        repeated = Parts(ahead.matmul, ahead.attention, ahead.memory_bound, ahead.launch, sent_again)
+        again, back = repeated, back.plus(repeated)
+    elif s.recompute == "selective":
+        again = Parts(attention=core)
+        back = back.plus(again)
+    return Times(ahead, back, weights, again)
+
+
+def _core(s: Shape, device: Device, c: Constants, program: Program) -> tuple[float, float, int]:
+    """Seconds of attention's core, forward and backward, and its kernels beside those of a block.
+
+    Fused it does no work on masked tokens, and its backward pass five products of the size of the two of the forward
+    pass. Step by step, softmax reads and writes the probabilities, dropout reads them, writes them and its mask.
+    """
+    peak, heads = device.peak(s.dtype), s.batch * (s.query // s.head_dim)
+    if program.fused_attention:
+        work = 4.0 * heads * s.length * s.length * s.head_dim / (2 if s.causal else 1)
+        seconds = work / (peak * c.fused_attention)
+        return seconds, 2.5 * seconds / 0.85, 0
+    scores = rates.matmul(device, c, peak, s.length, s.length, s.head_dim, heads)
+    values = rates.matmul(device, c, peak, s.length, s.head_dim, s.length, heads)
+    weights = rates.matmul(device, c, peak, s.head_dim, s.length, s.length, heads)
+    elements = heads * s.length * s.length
+    dropped = 2 * s.a + 1 if s.masks else 0
+    ahead = rates.passes(device, c, elements * (2 * s.a + dropped))
+    back = rates.passes(device, c, elements * (3 * s.a + dropped))
+    return scores + values + ahead, 2 * (scores + values + weights) / 1.5 + back, 6
+
+
+def _tensor(s: Shape, device: Device, c: Constants) -> tuple[float, float]:
+    """Seconds of tensor parallelism's collectives of a block in one direction, and in a repeated forward pass."""
+    if s.tensor == 1:
+        return 0.0, 0.0
+    of, size = Group(s.tensor, s.inside), float(s.a * s.tokens * s.hidden)
+    if not s.sequence:
+        both = 2 * rates.collective(device, c, of, size, reduces_all=True)
+        return both, both
+    one = rates.collective(device, c, of, size)
+    return 4 * one, 4 * one
+
+
+def head(shape: Shape, rows: int, device: Device, c: Constants, program: Program) -> Times:
+    """The last norm, the output head over `rows` of the vocabulary, and the loss over its logits in float32."""
+    s, peak = shape, device.peak(shape.dtype)
+    forward = rates.matmul(device, c, peak, s.tokens, rows, s.hidden)
+    inputs = rates.matmul(device, c, peak, s.tokens, s.hidden, rows)
+    weights = rates.matmul(device, c, peak, rows, s.hidden, s.tokens)
+    logits = s.tokens * rows
+    ahead = rates.passes(device, c, logits * (2 * s.a + 12) + 4 * s.a * s.tokens * s.hidden)
+    back = rates.passes(device, c, logits * (2 * s.a + 8) + 6 * s.a * s.tokens * s.hidden)
+    of = Group(s.tensor, s.inside)
+    sums = 3 * rates.collective(device, c, of, 4.0 * s.tokens, reduces_all=True)
+    whole = rates.collective(device, c, of, float(s.a * s.tokens * s.hidden), reduces_all=not s.sequence)
+    first = _launched(Parts(forward, 0.0, ahead, 0.0, sums), 20, c.host)
+    second = _launched(Parts(inputs + weights, 0.0, back, 0.0, whole), 20, c.host)
+    if program.loss_ahead:
+        return Times(first.plus(second), Parts(memory_bound=0.0), 0.0)
+    return Times(first, second, weights)
+
+
+def embedding(shape: Shape, device: Device, c: Constants) -> Times:
+    """Rows are looked up, and in the backward pass added to the table's gradient."""
+    s = shape
+    seconds = rates.passes(device, c, 5.0 * s.a * s.tokens * s.hidden)
+    sent = rates.collective(
+        device, c, Group(s.tensor, s.inside), float(s.a * s.tokens * s.hidden), reduces_all=not s.sequence
+    )
+    ahead = _launched(Parts(memory_bound=seconds, tensor=sent), 8, c.host)
+    back = _launched(Parts(memory_bound=2 * seconds, tensor=sent if s.sequence else 0.0), 8, c.host)
+    return Times(ahead, back, 0.0)
+
+
+def shape_of(
+    model: FamilyConfig,
+    *,
+    widths: tuple[int, int],
+    batch: int,
+    length: int,
+    layout: tuple[int, bool, int],
+    dtype: DtypeName,
+    recompute: Recompute,
+) -> Shape:
+    """The shape of the model's blocks.
+
+    Args:
+        widths: of the queries and of the keys on one rank.
+        layout: tensor-parallel degree, whether the sequence is cut too, and its ranks inside a node.
+    """
+    tensor, sequence, inside = layout
+    drops = model.hidden_dropout_p > 0
+    return Shape(
+        model.hidden_size, model.intermediate_size, model.gated, *widths, model.head_dim, model.causal, drops,
+        batch, length, tensor, sequence, inside, dtype, recompute,
+    )  # fmt: skip

@@ -1,0 +1,205 @@
+"""Devices as data: what a cluster that is not here can do, from a YAML file for each device, without torch.
+
+A figure is `{value: NUMBER, source: TEXT}`, or in a user's own file a plain number. Rates are those of one device in
+one direction; GB are 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.config import DtypeName
+from shardwise.errors import ConfigError, listing
+
+_FOLDER = Path(__file__).parent
+_ALIASES = {"a100": "a100-80gb"}
+# Each figure: the least and the most that a device can have.
+_RANGES: dict[str, tuple[float, float]] = {
+    "memory_gb": (0.1, 10_000),
+    "memory_gb_per_second": (0.1, 100_000),
+    "bfloat16_tflops": (1e-4, 100_000),
+    "float32_tflops": (1e-4, 100_000),
+    "matmul_share": (0.01, 1),
+    "processors": (1, 100_000),
+    "devices_per_node": (1, 100_000),
+    "node_link.gb_per_second": (1e-3, 100_000),
+    "node_link.latency_us": (0, 1e6),
+    "network.gb_per_second": (1e-3, 100_000),
+    "network.latency_us": (0, 1e6),
+}
+_WHOLE = ("processors", "devices_per_node")
+_TEXTS = ("name", "node_link.topology", "network.topology")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a device sends to another one: bytes a second in one direction, and seconds before the first."""
+
+    bandwidth: float
+    latency: float
+    topology: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes with.
+
+    Attributes:
+        key: what the user called it.
+        memory: bytes.
+        memory_bandwidth: bytes a second.
+        peak: FLOP/s of matrix products by dtype, without sparsity.
+        matmul_share: the part of the peak that the largest matrix products reach.
+        processors: units that each take a tile of a matrix product.
+        per_node: devices of a machine, which `node` links; `network` links the machines.
+        sources: where each figure comes from.
+    """
+
+    key: str
+    name: str
+    memory: float
+    memory_bandwidth: float
+    bfloat16: float
+    float32: float
+    matmul_share: float
+    processors: int
+    per_node: int
+    node: Link
+    network: Link
+    sources: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_accelerator(self) -> bool:
+        return self.key != "cpu"
+
+    def peak(self, dtype: DtypeName) -> float:
+        """FLOP/s of matrix products without sparsity."""
+        return self.bfloat16 if dtype == "bfloat16" else self.float32
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many machines with so many devices each."""
+
+    device: Device
+    nodes: int
+    per_node: int
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        machines = f"{self.nodes:,} node{'s' * (self.nodes > 1)}"
+        return f"{self.world:,} × {self.device.name} ({machines} × {self.per_node})"
+
+
+def device_names() -> list[str]:
+    """The devices that are described here."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def cluster(text: str, nodes: int = 1) -> Cluster:
+    """The cluster that `--device NAME[:N]` and `--nodes` name: N devices on each node, by default a whole machine's."""
+    found = re.fullmatch(r"(.+?)(?::(\d+))?", text)
+    if found is None:
+        known = listing(device_names())
+        raise ConfigError(f"--device must name a device, such as h100:8, or a YAML file; known are {known}")
+    device = load_device(found[1])
+    per_node = int(found[2]) if found[2] else device.per_node
+    if per_node < 1 or nodes < 1:
+        raise ConfigError(f"--device {text} and --nodes ({nodes}) must name at least one device")
+    return Cluster(device, nodes, per_node)
+
+
+def load_device(name: str) -> Device:
+    """The device of that name, or of that YAML file."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--device {name}: {error.strerror}") from None
+        return _device(path.stem, text, name)
+    key = _ALIASES.get(name.lower(), name.lower())
+    names = device_names()
+    if key not in names:
+        near = difflib.get_close_matches(key, names, 1, 0.3)
+        nearest = f"; the nearest is {near[0]}" if near else ""
+        raise ConfigError(
+            f"--device {name} must be one of {listing(names)}, or a YAML file with the figures of your own device such "
+            f"as the package's devices/h100.yaml{nearest}"
+        )
+    return _shipped(key)
+
+
+@cache
+def _shipped(key: str) -> Device:
+    return _device(key, (_FOLDER / f"{key}.yaml").read_text(encoding="utf-8"), f"{key}.yaml")
+
+
+def _device(key: str, text: str, where: str) -> Device:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} must be YAML: {str(error).splitlines()[0]}") from None
+    flat, problems = _flat(values if isinstance(values, dict) else {}), []
+    known = {*_RANGES, *_TEXTS}
+    problems += [f"{where}: {one} is no figure of a device: leave it out" for one in flat if one not in known]
+    problems += [f"{where}: {one} is missing" for one in (*_RANGES, *_TEXTS) if one not in flat]
+    sources: list[tuple[str, str]] = []
+    numbers: dict[str, Any] = {}
+    for one, (least, most) in _RANGES.items():
+        given = flat.get(one)
+        value = given.get("value") if isinstance(given, dict) else given
+        if isinstance(given, dict) and "source" in given:
+            sources.append((one, str(given["source"])))
+        if one in flat and not _possible(value, least, most, whole=one in _WHOLE):
+            number = "whole number" if one in _WHOLE else "number"
+            problems.append(f"{where}: {one} ({value}) must be a {number} from {least:g} to {most:,g}")
+        numbers[one] = value
+    if problems:
+        raise ConfigError(problems)
+    links = [
+        Link(numbers[f"{one}.gb_per_second"] * 1e9, numbers[f"{one}.latency_us"] * 1e-6, str(flat[f"{one}.topology"]))
+        for one in ("node_link", "network")
+    ]
+    return Device(
+        key,
+        str(flat["name"]),
+        numbers["memory_gb"] * 1e9,
+        numbers["memory_gb_per_second"] * 1e9,
+        numbers["bfloat16_tflops"] * 1e12,
+        numbers["float32_tflops"] * 1e12,
+        numbers["matmul_share"],
+        numbers["processors"],
+        numbers["devices_per_node"],
+        links[0],
+        links[1],
+        tuple(sources),
+    )
+
+
+def _possible(value: Any, least: float, most: float, *, whole: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        return False
+    return math.isfinite(value) and least <= value <= most
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """The figures by their names; those of links with the link's name before."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and key in ("node_link", "network"):
+            flat |= {f"{key}.{inner}": one for inner, one in value.items()}
+        else:
+            flat[key] = value
+    return flat

@@ -1,0 +1,5 @@
+"""Which layouts of a recipe fit a cluster, and how long each takes; without torch."""
+
+from shardwise.planner.search import Plan, Search, search
+
+__all__ = ["Plan", "Search", "search"]

@@ -1,0 +1,183 @@
+"""The fastest layouts that fit, in the order of their predicted time.
+
+Each layout has a bound that no schedule can beat: the work of its busiest rank with the update. Layouts are taken by
+this bound; only those that may be among the best are simulated, and only these are checked for memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from shardwise import cost
+from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, OwnConfig
+from shardwise.cost.case import Case
+from shardwise.cost.memory import MemoryEstimate, memory_of
+from shardwise.cost.step import StepTime, least_time, step_time
+from shardwise.devices import Cluster
+from shardwise.errors import ConfigError
+from shardwise.plan.parameters import local_parameter_count
+from shardwise.plan.stage import Stage
+from shardwise.planner.candidates import Choice, choices
+
+RESERVED = 0.06
+"""The part of a device's memory that its context, the collectives' buffers and the allocator's gaps take."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout that fits, with what is predicted of it."""
+
+    choice: Choice
+    config: Config
+    layout: Layout
+    cluster: Cluster
+    time: StepTime
+    memory: MemoryEstimate
+
+    @property
+    def tokens_per_second(self) -> float:
+        train = self.config.train
+        return train.global_batch * train.sequence_length / self.time.total
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over the peak; masked attention and recompute do not count."""
+        train = self.config.train
+        flops = cost.flops_per_token(
+            self.config.model, train.sequence_length, self.config.data.predictions(train.sequence_length)
+        )
+        precision = self.config.precision.resolved(self.cluster.device.is_accelerator)
+        peak = self.cluster.device.peak(precision.parameter)
+        return cost.model_flops_utilization(flops, self.tokens_per_second, self.cluster.world, peak)
+
+    @property
+    def headroom(self) -> float:
+        """Bytes of the device that neither the run nor its context need."""
+        return self.cluster.device.memory * (1 - RESERVED) - self.memory.total
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps, without evaluations, checkpoints and restarts."""
+        return self.time.total * self.config.train.steps
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found.
+
+    Attributes:
+        plans: the fastest that fit, fastest first.
+        valid: how many layouts the rules allow.
+        too_large: how many were dropped, by the reason.
+        smallest: the layout that needs the least memory of those that do not fit, where none fits; with its bytes.
+    """
+
+    plans: list[Plan]
+    valid: int
+    too_large: Counter[str]
+    smallest: tuple[Choice, float] | None
+
+
+def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
+    """The `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values."""
+    if isinstance(config.model, OwnConfig):
+        raise ConfigError(
+            f"model.family ({config.model.family}) must be one whose shapes are known: a model of your own is "
+            "not known before it is built"
+        )
+    config = config.with_batch_for(cluster.world)
+    limit = cluster.device.memory * (1 - RESERVED)
+    waiting: list[tuple[float, int, Choice, Layout]] = []
+    too_large: Counter[str] = Counter()
+    smallest: tuple[Choice, float] | None = None
+    valid = 0
+    for choice, layout in choices(config, cluster.world, cluster.per_node, fixed):
+        valid += 1
+        state = _state_bytes(config, choice, layout, cluster)
+        if state > limit:
+            too_large["parameters, gradients and optimizer state alone are larger than the device"] += 1
+            if smallest is None or state < smallest[1]:
+                smallest = (choice, state)
+            continue
+        bound = least_time(choice.applied(config), layout, cluster)
+        waiting.append((bound, valid, choice, layout))
+    heapq.heapify(waiting)
+    exact: list[tuple[float, int, Plan]] = []
+    plans: list[Plan] = []
+    while waiting and len(plans) < best:
+        if exact and exact[0][0] <= waiting[0][0]:
+            plans.append(heapq.heappop(exact)[2])
+            continue
+        _, number, choice, layout = heapq.heappop(waiting)
+        one = choice.applied(config)
+        memory = _memory(one, layout, cluster)
+        if memory.total > limit:
+            too_large["activations do not fit beside parameters, gradients and optimizer state"] += 1
+            if smallest is None or memory.total < smallest[1]:
+                smallest = (choice, float(memory.total))
+            continue
+        time = step_time(one, layout, cluster)
+        assert time is not None
+        heapq.heappush(exact, (time.total, number, Plan(choice, one, layout, cluster, time, memory)))
+    while exact and len(plans) < best:
+        plans.append(heapq.heappop(exact)[2])
+    return Search(plans, valid, too_large, None if plans else smallest)
+
+
+def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
+    """What is predicted of a given layout, whether or not it fits; None for a model of your own."""
+    time, memory = (
+        step_time(config, layout, cluster),
+        cost.expected_memory(config, layout, cluster.device.is_accelerator),
+    )
+    if time is None or memory is None:
+        return None
+    parallel, train = config.parallel, config.train
+    virtual = parallel.stages_per_rank if parallel.stages_per_rank > 1 else None
+    choice = Choice(
+        layout.tensor, layout.sequence, layout.pipeline, parallel.schedule, virtual, train.micro_batch,
+        train.recompute, config.optimizer.zero,
+    )  # fmt: skip
+    return Plan(choice, config, layout, cluster, time, memory)
+
+
+def _state_bytes(config: Config, choice: Choice, layout: Layout, cluster: Cluster) -> float:
+    """At least this many bytes: of the blocks of an average pipeline rank."""
+    precision = config.precision.resolved(cluster.device.is_accelerator)
+    model = config.model
+    assert not isinstance(model, OwnConfig)
+    layers = max(1, model.num_hidden_layers // layout.pipeline)
+    elements = _block_elements(config.model, layout.tensor) * layers
+    moments = 2 if precision.parameter == precision.optimizer else 3
+    each = DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient]
+    return elements * (each + moments * DTYPE_BYTES[precision.optimizer] / (layout.data if choice.zero else 1))
+
+
+@lru_cache(maxsize=256)
+def _block_elements(model: ModelConfig, tensor: int) -> int:
+    return local_parameter_count(model, tensor, stages=[Stage(1, 0, range(1), 3)]) or 0
+
+
+def _memory(config: Config, layout: Layout, cluster: Cluster) -> MemoryEstimate:
+    """The memory of the first and of the last pipeline rank, whichever needs more; of a shorter step if it is long.
+
+    Activations in flight do not depend on the number of micro-batches beyond a few rounds of the schedule; messages,
+    which are held for all of them, are added.
+    """
+    accelerator = cluster.device.is_accelerator
+    micro_batches, p = layout.accumulation(config.train), layout.pipeline
+    few = micro_batches if micro_batches < 5 * p else 3 * p + micro_batches % p
+    if p == 1:
+        few = min(micro_batches, 2)
+    short = config.with_batch(config.train.global_batch // micro_batches * few)
+    cases = Case.of_ranks(short, layout, accelerator, only=(0, p - 1))
+    found = []
+    for case in cases:
+        memory = memory_of(case)
+        longer = memory.pipeline * micro_batches // few if p > 1 else 0
+        found.append(replace(memory, pipeline=longer))
+    return max(found, key=lambda one: one.total)

@@ -1,0 +1,118 @@
+"""`shardwise plan`: the list, what is kept, what is written, and what is refused."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.entry import main
+from shardwise.config import check_layout, load_config
+from shardwise.devices import cluster
+from shardwise.planner import search
+
+GPT = ["gpt3-23b", "--device", "h100:8", "--nodes", "4", "train.global_batch=256"]
+
+
+def test_best_layouts_first_and_each_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    written = tmp_path / "best.yaml"
+    assert main(["plan", *GPT, "--json", "--write", str(written)]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    seconds = [plan["step_seconds"] for plan in plans]
+    assert len(plans) == 10
+    assert seconds == sorted(seconds)
+    assert all(plan["headroom_bytes"] >= 0 for plan in plans)
+    assert all(sum(plan["parts_seconds"].values()) == pytest.approx(plan["step_seconds"]) for plan in plans)
+    best = load_config(str(written))
+    assert check_layout(best, 32).tensor == plans[0]["layout"]["tensor"]
+    assert best.parallel.schedule == plans[0]["layout"]["schedule"]
+
+
+def test_pruning_loses_no_layout() -> None:
+    """The best of all by brute force: every layout simulated, without bounds."""
+    from shardwise.cost.step import least_time, step_time
+    from shardwise.planner.candidates import choices
+
+    config = load_config("gpt3-23b", ["train.global_batch=32"])
+    on = cluster("h100:8", 2)
+    found = search(config, on, best=1000, fixed=("train.micro_batch",))
+    times = {}
+    fixed = ("train.micro_batch",)
+    for choice, layout in choices(config, on.world, on.per_node, fixed):
+        time = step_time(choice.applied(config), layout, on)
+        assert time is not None
+        assert time.total >= least_time(choice.applied(config), layout, on) * (1 - 1e-9)
+        times[choice] = time.total
+    assert len(times) == found.valid
+    listed = [plan.time.total for plan in found.plans]
+    assert listed == sorted(listed)
+    assert len(found.plans) + sum(found.too_large.values()) == found.valid
+    assert all(times[plan.choice] == plan.time.total for plan in found.plans)
+
+
+def test_given_keys_are_kept_and_two_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = ["parallel.tensor=4", "train.recompute=full", "parallel.schedule=1f1b"]
+    assert main(["plan", *GPT, *kept, "--why", "1", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("TP 4") == 2
+    assert text.count("recompute full") == 2
+    assert "difference" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "h1000"], "the nearest is h100"),
+        (["--device", "h100", "--nodes", "0"], "at least one device"),
+        (["--device", "h100:8", "--why", "1", "99"], "must name two layouts of the list"),
+        (["--device", "h100:8", "--budget", "soon"], "must be a time in hours, days or weeks"),
+        (
+            ["--device", "a100-40gb:2", "parallel.tensor=2"],
+            "no layout fits 2 × NVIDIA A100 40GB.*--nodes 8 is",
+        ),
+        (["--device", "a100-40gb:1", "parallel.pipeline=1"], "no layout fits.*choose a device with more memory"),
+    ],
+)
+def test_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "--nodes" not in arguments and "--budget" not in arguments:
+        arguments = [*arguments, "--nodes", "1"]
+    assert main(["plan", "gpt3-23b", "train.global_batch=256", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err, re.DOTALL)
+
+
+def test_budget_finds_the_fewest_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    days = ["--device", "h100:8", "--json", "train.global_batch=256"]
+    assert main(["plan", "llama2-7b", *days, "--budget", "30 days"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plans"][0]
+    assert plan["days"] <= 30
+    if plan["devices"] > 8:
+        fewer = str({2: 1, 3: 2, 4: 3}.get(plan["devices"] // 8, plan["devices"] // 16))
+        assert main(["plan", "llama2-7b", *days, "--nodes", fewer]) == 0
+        assert json.loads(capsys.readouterr().out)["plans"][0]["days"] > 30
+
+
+def test_dry_run_for_a_cluster_tells_its_device_and_imports_no_torch() -> None:
+    code = (
+        "import sys; from shardwise.cli.entry import main; "
+        "main(['train', 'gpt3-23b', '--dry-run', '--device', 'h100:8', '--nodes', '4']); "
+        "assert 'torch' not in sys.modules"
+    )
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "32 × NVIDIA H100 SXM (4 nodes × 8)" in text
+    assert "(cpu)" not in text
+    assert "parameters bfloat16" in text
+    assert "predicted" in text
+
+
+def test_submission_tells_the_step_on_the_nodes_devices(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["data.dataset=python", "train.global_batch=512"]
+    assert main(["submit", "gpt2", "--dry-run", "--nodes", "2", "--device", "h100:8", *small]) == 0
+    text = capsys.readouterr().out
+    assert "16 × NVIDIA H100 SXM (2 nodes × 8)" in text
+    assert "DP 16 = 16 ranks" in text
+    assert "predicted" in text

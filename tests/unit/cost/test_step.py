@@ -1,0 +1,127 @@
+"""The time of a step: limits that follow from the device, the event simulation, and the published runs."""
+
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.config import Config, ParallelConfig, check_layout, load_config
+from shardwise.cost import simulate
+from shardwise.cost.rates import Group, collective, fitted, group, matmul
+from shardwise.cost.step import step_time
+from shardwise.cost.timeline import StageTimes, makespan, timeline
+from shardwise.devices import cluster, load_device
+
+ROOT = Path(__file__).parents[3]
+A100 = load_device("a100")
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_are_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for folder in ("benchmarks", "scripts"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    yield
+    for name in ("published", "planner", "fit_planner"):
+        sys.modules.pop(name, None)
+
+
+@given(m=st.integers(1, 9000), n=st.integers(1, 9000), k=st.integers(1, 9000))
+def test_no_product_is_faster_than_the_device(m: int, n: int, k: int) -> None:
+    seconds = matmul(A100, fitted(), A100.bfloat16, m, n, k)
+    assert seconds >= 2 * m * n * k / (A100.bfloat16 * A100.matmul_share)
+    assert seconds >= 2 * (m * k + k * n + m * n) / A100.memory_bandwidth
+
+
+def test_a_product_of_few_tiles_leaves_processors_idle() -> None:
+    one, just_more = (matmul(A100, fitted(), A100.bfloat16, 256, 128 * tiles, 4096) for tiles in (108, 109))
+    assert just_more > one * 1.3
+
+
+def test_groups_find_their_nodes() -> None:
+    assert group(8, 1, 8) == Group(8, 8)
+    assert group(16, 8, 8) == Group(16, 1)
+    assert group(16, 2, 8) == Group(16, 4)
+    inside, between = (collective(A100, fitted(), Group(8, n), 1e9) for n in (8, 1))
+    assert between > 5 * inside
+    assert collective(A100, fitted(), Group(1, 1), 1e9) == 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize("micro_batches", [8, 64])
+def test_equal_stages_take_what_the_order_of_actions_takes(schedule: str, micro_batches: int) -> None:
+    """With a forward pass of 1 and a backward pass of 2 and messages of no time, as `simulation` has them."""
+    parallel = ParallelConfig(pipeline=4, schedule=schedule)  # type: ignore[arg-type]
+    stages = (StageTimes(1.0, 2.0, 1.0),) * (4 * parallel.stages_per_rank)
+    assert makespan(parallel, micro_batches, stages, 0.0, "none") == simulate(parallel, micro_batches).makespan
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", None), ("interleaved", 3), ("dualpipev", 2)])
+def test_the_steady_middle_is_repeated_exactly(schedule: str, virtual: int | None) -> None:
+    parallel = ParallelConfig(pipeline=8, schedule=schedule, virtual_stages=virtual)  # type: ignore[arg-type]
+    count = 8 * (virtual or 1)
+    stages = tuple(StageTimes(1 + 0.1 * (one == count - 1), 2.2, 0.9) for one in range(count))
+    rows = timeline(parallel, 512, stages, 0.05, "none")
+    whole = max(row[-1].end for row in rows)
+    assert makespan(parallel, 512, stages, 0.05, "none") == pytest.approx(whole, rel=2e-3)
+    assert all(a.end <= b.start for row in rows for a, b in pairwise(row))
+
+
+def _config(*overrides: str) -> Config:
+    return load_config("gpt3-175b", ["parallel.tensor=8", "parallel.pipeline=8", "train.global_batch=64", *overrides])
+
+
+def test_parts_add_up_and_follow_their_causes() -> None:
+    on = cluster("h100:8", 16)
+
+    def time(*overrides: str, on: object = on) -> dict[str, float]:
+        config = _config(*overrides)
+        found = step_time(config, check_layout(config, 128), on)  # type: ignore[arg-type]
+        assert found is not None
+        return {**dict(found.rows()), "total": found.total}
+
+    full, none = time("train.recompute=full"), time("train.recompute=none")
+    assert none["recompute"] == 0
+    assert full["recompute"] > 0.25 * full["matmul"]
+    assert full["matmul"] == pytest.approx(none["matmul"])
+    assert none["total"] == pytest.approx(sum(seconds for part, seconds in none.items() if part != "total"))
+    device = on.device
+    slow = replace(on, device=replace(device, network=replace(device.network, bandwidth=1e9)))
+    assert time(on=slow)["reduction"] > 5 * time()["reduction"]
+    assert time("optimizer.zero=0")["gather"] == 0
+    assert time("optimizer.zero=0")["optimizer"] > time()["optimizer"]
+
+
+def test_published_runs() -> None:
+    """The errors that benchmarks/results/planner.md publishes, and that what is fitted is only what may be."""
+    import planner
+    import published
+
+    fitting = published.fitting_rows()
+    assert {row.source.partition(" (")[0] for row in fitting} == {published.FITTED_SOURCE}
+    assert len(fitting) == 225
+    rows = planner.compared()
+    mean = {
+        part: statistics.mean(abs(one.error) for one in rows if part in one.row.source)
+        for part in ("2104.04473 table 1", "2104.04473 table 2", "2205.05198 table 5", "ground_truth_multi")
+    }
+    assert max(mean["2104.04473 table 1"], mean["2104.04473 table 2"], mean["2205.05198 table 5"]) < 0.08
+    assert mean["ground_truth_multi"] < 0.12
+    assert planner.report() == planner.RESULT.read_text(encoding="utf-8")
+
+
+def test_the_fit_is_repeated() -> None:
+    """The last round of `scripts/fit_planner.py` changes none of the constants that are committed."""
+    import fit_planner
+    import published
+
+    rows = published.fitting_rows()
+    before = fit_planner.error(fitted(), rows)
+    after, least = fit_planner.improved(fitted(), before, rows, 0.01)
+    assert least > before - 1e-4
+    assert after.network == fitted().network

@@ -1,0 +1,62 @@
+"""Devices as data: each figure with its source, one's own file, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.devices import _FOLDER, cluster, device_names, load_device
+from shardwise.errors import ConfigError
+
+OWN = """
+name: Our GPU
+memory_gb: 80
+memory_gb_per_second: 3350
+bfloat16_tflops: 989.5
+float32_tflops: 67
+matmul_share: 0.8
+processors: 132
+devices_per_node: 8
+node_link: {gb_per_second: 450, latency_us: 3, topology: switch}
+network: {gb_per_second: 50, latency_us: 10, topology: rail}
+"""
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_every_figure_has_a_source(name: str) -> None:
+    assert len(load_device(name).sources) == 11
+    assert all(source for _, source in load_device(name).sources)
+
+
+def test_own_file_gives_the_same_device(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(OWN)
+    own, h100 = load_device(str(path)), load_device("h100")
+    assert (own.memory, own.bfloat16, own.network) == (h100.memory, h100.bfloat16, h100.network)
+    assert OWN.strip().splitlines()[1] in (_FOLDER.parents[2] / "docs" / "planner.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("memory_gb: 80", "memory_gb: -80"), r"memory_gb \(-80\) must be a number from 0.1 to 10,000"),
+        (("matmul_share: 0.8", "matmul_share: 1.2"), r"matmul_share \(1.2\) must be a number from 0.01 to 1"),
+        (("processors: 132", "processors: .nan"), r"processors \(nan\) must be a whole number"),
+        (("float32_tflops: 67", ""), "float32_tflops is missing"),
+        (("name: Our GPU", "name: Our GPU\nmemory: 80"), "memory is no figure of a device"),
+    ],
+)
+def test_impossible_figures_are_refused(change: tuple[str, str], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(OWN.replace(*change))
+    with pytest.raises(ConfigError, match=message):
+        load_device(str(path))
+
+
+def test_unknown_device_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"or a YAML file with the figures of your own device.*the nearest is h100"):
+        cluster("h10:8", 2)
+    with pytest.raises(ConfigError, match="at least one device"):
+        cluster("h100:8", 0)
+    with pytest.raises(ConfigError, match="must name a device"):
+        cluster("")
+    assert (cluster("a100", 2).world, cluster("a100:4", 2).world) == (16, 8)
