@@ -41,7 +41,7 @@ def measured(layout: dict[str, Any], steps: int, slow: bool) -> tuple[list[StepR
     records = []
     for _ in range(steps):
         before = paused
-        records.append(trainer.step())
+        records.append(trainer.step(list))
         seconds = max(0.02, 3 * ((records[-1].work_seconds or 0.0) - (paused - before)))
     return records, paused
 

@@ -177,7 +177,8 @@ class Trainer:
         must prevent. The update is still under way when this returns.
 
         Args:
-            ask: gives further numbers, of which the largest of all ranks are read with them: `StepRecord.asked`.
+            ask: gives further numbers, of which the largest of all ranks are read with them: `StepRecord.asked`. Who
+                is slow travels with these.
         """
         start = time.perf_counter()
         train, step = self.config.train, self.progress.step + 1
@@ -193,7 +194,7 @@ class Trainer:
         self.progress.phase = "gradient reduction"
         # Each replica has the losses of its samples, and in a pipeline only the last stage has them.
         global_losses_K = comm.all_reduce_(comm.all_reduce_(losses_K, self.mesh.dp), self.mesh.pp)
-        numbers = self._numbers(global_losses_K, [] if ask is None else ask())
+        numbers = self._numbers(global_losses_K, None if ask is None else ask())
         loss = sum(numbers.losses)
         if not (math.isfinite(loss) and math.isfinite(numbers.gradient_norm)):
             self._stop_non_finite(step, loss, numbers.gradient_norm, micro_batches, counted_K)
@@ -230,13 +231,13 @@ class Trainer:
             self.stragglers.add(record.work_seconds)
         return record
 
-    def _numbers(self, global_losses_K: Tensor, flags: Sequence[float]) -> _Numbers:
+    def _numbers(self, global_losses_K: Tensor, flags: Sequence[float] | None) -> _Numbers:
         """What the host reads of a step: the one transfer from the device, at which it waits for all work before.
 
         Args:
-            flags: of this rank, of which the largest of all ranks are read.
+            flags: of this rank, of which the largest of all ranks are read; with them travels who is slow. None: neither.
         """
-        shared = [*flags, *self.stragglers.numbers()]
+        flags, shared = (flags, [*flags, *self.stragglers.numbers()]) if flags is not None else ((), [])
         further = [largest_of_ranks(shared, self.mesh)] if shared else []
         with self.clock.phase(OPTIMIZER):
             norms = torch.stack(self.optimizer.norms())
