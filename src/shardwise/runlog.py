@@ -90,11 +90,10 @@ def _making(path: Path) -> Iterator[None]:
         ) from None
 
 
-class JsonLines:
-    """An append-only file of JSON objects, one a line; each line reaches the file in one write.
+class AppendedFile:
+    """An append-only file. While the disk is full, what is written waits in memory.
 
-    While the disk is full, lines wait in memory: a checkpoint that fills the disk, and is then removed, must not end
-    the run that it was to protect.
+    A checkpoint that fills the disk, and is then removed, must not end the run that it was to protect.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,21 +102,36 @@ class JsonLines:
         self._file = path.open("ab", buffering=0)
         self._waiting = b""
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._waiting += f"{json_text(record)}\n".encode()
-        self._flush()
+    def write(self, content: bytes) -> None:
+        self._waiting += content
+        self.flush()
 
     def close(self) -> None:
-        self._flush()
+        self.flush()
         self._file.close()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what waits, as far as the disk takes it."""
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one a line; each line reaches the file in one write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = AppendedFile(path)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(f"{json_text(record)}\n".encode())
+
+    def close(self) -> None:
+        self._file.close()
 
     def __enter__(self) -> "JsonLines":
         return self

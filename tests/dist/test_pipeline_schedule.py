@@ -72,7 +72,7 @@ class VirtualTime:
             arrived(stage, message)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("shardwise.pipeline.clock.time", SimpleNamespace(perf_counter=lambda: self.now))
+            patch.setattr("shardwise.device.time", SimpleNamespace(perf_counter=lambda: self.now))
             patch.setattr(_Stage, "get_fwd_send_ops", lambda stage, number: sending("x", stage, number))
             patch.setattr(_Stage, "get_bwd_send_ops", lambda stage, number: sending("the gradient of x", stage, number))
             patch.setattr(_Stage, "_arrived", arriving)

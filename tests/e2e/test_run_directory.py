@@ -18,8 +18,10 @@ from tests.e2e.command import UNDER_TORCHRUN, json_lines, metrics, miniature, sh
 from tests.e2e.conftest import Trained
 
 STEP_FIELDS = [
-    "event", "step", "loss", "lr", "grad_norm", "param_norm", "tokens", "samples", "tokens_per_second",
-    "samples_per_second", "mfu", "step_seconds", "peak_memory_bytes",
+    "event", "step", "time", "loss", "lr", "grad_norm", "param_norm", "tokens", "samples", "tokens_per_second",
+    "tokens_per_second_per_device", "samples_per_second", "mfu", "peak_tokens_per_second", "step_seconds",
+    "peak_memory_bytes", "loss_spike", "split_seconds", "waited_seconds", "communication_bytes", "memory_bytes",
+    "straggler",
 ]  # fmt: skip
 
 
@@ -89,8 +91,12 @@ def test_other_events(trained: Trained) -> None:
 def test_every_rank_has_its_own_lines(trained: Trained) -> None:
     for rank in (0, 1):
         lines = json_lines(trained.run / f"ranks/rank-000{rank}.jsonl")
-        assert [line["step"] for line in lines] == [1, 2, 3, 4]
-        assert all(set(line) == {"step", "step_seconds", "input_seconds", "peak_memory_bytes"} for line in lines)
+        start, *steps = lines
+        assert (start["event"], start["rank"], start["local_rank"]) == ("start", rank, rank)
+        assert [line["step"] for line in steps] == [1, 2, 3, 4]
+        own = {"step", "time", "step_seconds", "input_seconds", "peak_memory_bytes", "memory_in_use_bytes"}
+        own |= {"split_seconds", "work_seconds", *(("host_cpu", "host_memory_bytes") if rank == 0 else ())}
+        assert all(set(line) == own for line in steps)
 
 
 def test_it_can_be_watched(trained: Trained) -> None:

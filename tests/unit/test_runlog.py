@@ -185,7 +185,7 @@ def test_lines_are_on_disk_at_once_and_are_only_appended(tmp_path: Path) -> None
 def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     """A part of a line may still have found room."""
     lines = JsonLines(tmp_path / "lines.jsonl")
-    file, room = lines._file, [5]
+    file, room = lines._file._file, [5]
 
     class Filled:
         def write(self, data: bytes) -> int:
@@ -197,7 +197,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
 
         close = file.close
 
-    lines._file = Filled()
+    lines._file._file = Filled()
     lines.write({"step": 1})
     lines.write({"step": 2})
     assert (tmp_path / "lines.jsonl").read_text() == '{"ste'

@@ -6,13 +6,17 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import os
+import platform
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.redaction import redacted
-from shardwise.runlog import RunDirectory
+from shardwise.runlog import AppendedFile, RunDirectory
 
 _PROJECT = "shardwise"
 
@@ -22,6 +26,37 @@ def require_trackers(config: Config) -> None:
     for name in config.log.trackers:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"log.trackers ({name}) needs the package {name}: pip install 'shardwise[{name}]'")
+
+
+class EventFile:
+    """TensorBoard's event file: records of its protocol buffers. Torch's writer ends with a traceback on a full disk.
+
+    Args:
+        folder: of the run's event files.
+        first_step: steps from this one on that are in earlier files are no longer shown.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        names = ("compat.proto.event_pb2", "compat.proto.summary_pb2", "summary.writer.record_writer")
+        modules: list[Any] = [importlib.import_module(f"tensorboard.{name}") for name in names]
+        self._events, self._summaries, records = modules
+        name = f"events.out.tfevents.{time.time():.0f}.{platform.node()}.{os.getpid()}"
+        self._records = records.RecordWriter(AppendedFile(folder / name))
+        self._write(file_version="brain.Event:2")
+        start = self._events.SessionLog(status=self._events.SessionLog.SessionStatus.START)
+        self._write(step=first_step, session_log=start)
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Write values by their names."""
+        kinds = self._summaries.Summary
+        shown = [kinds.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=kinds(value=shown))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _write(self, **facts: Any) -> None:
+        self._records.write(self._events.Event(wall_time=time.time(), **facts).SerializeToString())
 
 
 class Scalars:
@@ -39,11 +74,7 @@ class Scalars:
         self, config: Config, run: RunDirectory, id_: str | None, first_step: int, warn: Callable[[str], None]
     ) -> None:
         self._warn = warn
-        self._tensorboard: Any = None
-        if config.log.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=first_step)
+        self._tensorboard = EventFile(run.tensorboard, first_step) if config.log.tensorboard else None
         self._trackers: dict[str, Any] = {}
         for name in config.log.trackers:
             with self._told(name):
@@ -53,8 +84,7 @@ class Scalars:
         """Write the values that are known, as `prefix/name`."""
         known = {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
         if self._tensorboard is not None:
-            for name, value in known.items():
-                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.add(known, step)
         for name, tracker in list(self._trackers.items()):
             with self._told(name):
                 tracker.log(known, step=step)

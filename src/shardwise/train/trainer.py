@@ -235,7 +235,7 @@ class Trainer:
         """What the host reads of a step: the one transfer from the device, at which it waits for all work before.
 
         Args:
-            flags: of this rank, of which the largest of all ranks are read; with them travels who is slow. None: neither.
+            flags: of this rank; the largest of all ranks are read, and with them who is slow. None: neither.
         """
         flags, shared = (flags, [*flags, *self.stragglers.numbers()]) if flags is not None else ((), [])
         further = [largest_of_ranks(shared, self.mesh)] if shared else []
