@@ -6,7 +6,9 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
+from shardwise import comm
 from shardwise.train.record import StepRecord
 from shardwise.train.straggler import WINDOW
 from tests.dist.checkpoints import make_trainer
@@ -23,7 +25,7 @@ def measured(layout: dict[str, Any], steps: int, slow: bool) -> tuple[list[StepR
     """The records of this rank, and the sum of its pauses.
 
     With `slow` rank 3 pauses before each forward pass, so that its own work takes several times what it does without,
-    however busy the machine is.
+    however busy the machine is. Between the steps the ranks wait for rank 3, as in an evaluation.
     """
     trainer = make_trainer(config_of(**layout))
     paused, seconds = 0.0, 0.02
@@ -42,6 +44,9 @@ def measured(layout: dict[str, Any], steps: int, slow: bool) -> tuple[list[StepR
     for _ in range(steps):
         before = paused
         records.append(trainer.step(list))
+        if trainer.mesh.world.rank == SLOW:
+            time.sleep(0.02)
+        comm.all_reduce_(torch.ones(1000), trainer.mesh.world)
         seconds = max(0.02, 3 * ((records[-1].work_seconds or 0.0) - (paused - before)))
     return records, paused
 
@@ -53,6 +58,10 @@ def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(layout: str, ranks:
         for record in records:
             assert sum(record.split.values()) == pytest.approx(record.seconds, rel=1e-6), f"rank {rank}: {record.split}"
             assert min(record.split.values()) >= 0.0, record.split
+            assert (record.work_seconds or 0.0) > 0.0, "waits between the steps are no part of them"
+        sent = [record.communication_bytes for record in records]
+        assert sent[1:] == sent[:-1], "each step sends the same, whatever is sent between"
+        assert sum(sent[0].values()) > 0
         own = sum(record.work_seconds or 0.0 for record in records)
         assert (paused > 0) == (rank == SLOW)
         assert own > paused, "its pauses are its own work"

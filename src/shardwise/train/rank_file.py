@@ -86,7 +86,9 @@ def _utilization_of(device_name: str) -> Callable[[], float | None] | None:
     try:
         pynvml: Any = importlib.import_module("pynvml")
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(_nvml_index())
+        gpu = _visible_gpu()
+        by = pynvml.nvmlDeviceGetHandleByIndex if isinstance(gpu, int) else pynvml.nvmlDeviceGetHandleByUUID
+        handle = by(gpu)
     except Exception:  # noqa: BLE001  no driver, another vendor, or a device that NVML does not see
         return None
 
@@ -104,8 +106,11 @@ def _local_rank() -> int:
     return 0 if place is None else place.local_rank
 
 
-def _nvml_index() -> int:
-    """The number by which NVML, which ignores CUDA_VISIBLE_DEVICES, knows this rank's GPU."""
+def _visible_gpu() -> int | str:
+    """The number or UUID by which NVML, which ignores CUDA_VISIBLE_DEVICES, knows this rank's GPU."""
     local = _local_rank()
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return int(visible[local]) if visible and visible[0].isdecimal() else local
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not visible:
+        return local
+    name = visible[min(local, len(visible) - 1)]  # as `device.local_device`: a rank may see its own GPU alone
+    return int(name) if name.isdecimal() else name

@@ -11,6 +11,7 @@ does in `step_seconds`. Collectives within a compiled graph count to the pass th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,7 @@ class StepClock:
         self._phases: list[tuple[str, devices.Mark, devices.Mark, slice]] = []
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._measures = False
+        self._sent_before = Counter[str]()
         if pipeline is not None:
             pipeline.waits = self._waits
 
@@ -40,9 +42,12 @@ class StepClock:
         """Begin a step. On an accelerator nothing is recorded where `measures` is false."""
         self._measures = measures or self._device.type == "cpu"
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        for group in self._mesh.groups:
-            for meter in group.meters.values():
-                meter.spans = self._waits if self._measures else None
+        if not self._measures:  # what was not read is too old for the next step that is measured
+            self._phases.clear()
+            self._waits.clear()
+            return
+        self._sent_before = self._sent()
+        self._collect(self._waits)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -75,12 +80,35 @@ class StepClock:
         self._waits.clear()
 
     def split(self, step_seconds: float) -> dict[str, float]:
-        """Seconds of the step by part, with `other`, so that they sum to `step_seconds`; empty where not measured."""
+        """End the step: its seconds by part, with `other`, so that they sum to `step_seconds`; empty if not measured.
+
+        Collectives between this step and the next, such as those of an evaluation, are no part of either.
+        """
         if not self._measures:
             return {}
+        self._collect(None)
         if self._device.type == "cpu":
             self.read()
         return {**self._seconds, OTHER: max(0.0, step_seconds - sum(self._seconds.values()))}
+
+    def sent(self) -> dict[str, int]:
+        """Bytes that this rank has sent since the step began, by axis of the mesh; empty where not measured."""
+        if not self._measures:
+            return {}
+        return {axis: count - self._sent_before[axis] for axis, count in self._sent().items()}
+
+    def _sent(self) -> Counter[str]:
+        sent = Counter[str]()
+        for group in self._mesh.groups:
+            for meter in group.meters.values():
+                sent[group.name] += sum(meter.bytes.values())
+        return sent
+
+    def _collect(self, waits: list[tuple[devices.Mark, devices.Mark]] | None) -> None:
+        """Have the collectives of the mesh add their waits to this list from now on; None: to none."""
+        for group in self._mesh.groups:
+            for meter in group.meters.values():
+                meter.spans = waits
 
     def _waited(self, waits: slice) -> float:
         return sum(devices.seconds_between(start, end) for start, end in self._waits[waits])

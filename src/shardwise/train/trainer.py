@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
@@ -90,8 +89,7 @@ class Trainer:
         self.feed = Feed(self.config, self.mesh, self.batches, self.evaluation)
         self.clock = StepClock(self.mesh, None if self.pipeline is None else self.pipeline.clock)
         self.stragglers = Stragglers(self.mesh)
-        self._sent: Counter[str] = Counter()
-        self._counted_until, self._checkpoint_seconds = self.progress.step, 0.0
+        self._checkpoint_seconds = 0.0
 
     def run(self, checkpoints: Checkpoints | None = None) -> str | None:
         """Train to the last step, with evaluations, comparisons of replicas and checkpoints.
@@ -187,7 +185,6 @@ class Trainer:
         self.feed.seconds = 0.0
         with self.clock.phase(DATA):
             micro_batches = self.feed.at(self.progress.position, more=train.steps - step)
-        input_seconds = self.feed.seconds
         self.progress.phase = "forward and backward"
         counted_K = self._counted(micro_batches)
         losses_K = self._forward_backward(micro_batches, counted_K)
@@ -218,12 +215,13 @@ class Trainer:
             tokens=self.progress.tokens,
             samples=self.progress.samples,
             seconds=seconds,
-            input_seconds=input_seconds,
+            input_seconds=self.feed.seconds,
             peak_memory_bytes=devices.peak_memory(self.mesh.device),
             losses=self._by_objective(numbers.losses),
             allocator=devices.allocator_bytes(self.mesh.device),
             asked=numbers.asked,
             split=self.clock.split(seconds),
+            communication_bytes=self.clock.sent(),
             loss_spike=spike,
             straggler=numbers.straggler,
         )
@@ -255,17 +253,11 @@ class Trainer:
         return self.reporter is not None and self.reporter.is_logged(step)
 
     def _with_amounts(self, record: StepRecord) -> StepRecord:
-        """A step that is logged, with bytes that were sent, a mean over the steps since the last one, and of memory."""
-        sent, steps = Counter[str](), record.step - self._counted_until
-        for group in self.mesh.groups:
-            for meter in group.meters.values():
-                sent[group.name] += sum(meter.bytes.values())
-        each = {axis: (count - self._sent[axis]) // steps for axis, count in sent.items()}
-        self._sent, self._counted_until = sent, record.step
+        """A step that is logged, with bytes of memory and the waits for checkpoints since the one before."""
         waited, self._checkpoint_seconds = self._checkpoint_seconds, 0.0
         timing = None if self.pipeline is None else self.pipeline.timing()
         memory = memory_by_kind(self.model, self.optimizer, self.mesh.device)
-        return replace(record, timing=timing, communication_bytes=each, memory=memory, checkpoint_seconds=waited)
+        return replace(record, timing=timing, memory=memory, checkpoint_seconds=waited)
 
     def _counted(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Counted targets of each objective in the global batch: the divisors of its losses."""

@@ -40,6 +40,9 @@ def test_the_slowest_rank_is_named_with_its_scores() -> None:
     equal = played([0.1, 0.1, 0.1, 0.1])
     assert equal is not None
     assert equal.relative == 1.0
+    pair = played([0.25, 0.25], tensor=2)
+    assert pair is not None
+    assert pair.relative == 1.0, "two ranks that are equally slow: none of them is the slow one"
 
 
 def test_stages_of_unequal_work_are_not_compared_with_each_other() -> None:
