@@ -361,7 +361,7 @@ class _SimulatedJob:
     def segments(self, manifest: Any, wants: list[Any]) -> int:
         from shardwise.checkpoint.reading import _segments
 
-        return len(list(_segments(manifest.tensors, wants)))
+        return len(list(_segments(manifest.tensors, wants, 0)))
 
 
 def host_group(size: int, lazy: bool) -> dict[str, float]:

@@ -170,7 +170,11 @@ def test_every_byte_is_written_once_and_found_again(told: Told) -> None:
                 role.move(data)
                 wants = [want for _, want in _wants(stored, role.model, role.optimizer, [], role.mesh)]
                 everyone.append([(want.state, want.name, want.box) for want in wants])
-            segments = list(_segments(stored.tensors, everyone))
+            of_rank = [list(_segments(stored.tensors, everyone, rank)) for rank in range(len(readers))]
+            segments = [segment for rank, own in enumerate(of_rank) for segment in own if segment.ranks == {rank}]
+            shared = [[segment for segment in own if len(segment.ranks) > 1] for own in of_rank]
+            assert shared == [shared[0]] * len(readers), "ranks do not agree on what they read for each other"
+            segments += shared[0]
             found: Counter[tuple[int, int]] = Counter()
             for segment in segments:
                 for rank, number, part in segment.wanted:

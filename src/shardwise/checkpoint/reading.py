@@ -23,7 +23,7 @@ from shardwise.checkpoint.agreement import union
 from shardwise.checkpoint.dtypes import TORCH_DTYPES
 from shardwise.checkpoint_format.folders import is_damage
 from shardwise.checkpoint_format.manifest import Manifest, TensorEntry
-from shardwise.checkpoint_format.pieces import PieceEntry, Pieces
+from shardwise.checkpoint_format.pieces import PieceEntry
 from shardwise.checkpoint_format.tensors import StoredTensors
 from shardwise.checkpoint_format.verify import consecutive
 from shardwise.mesh import Group, Mesh
@@ -154,7 +154,7 @@ def read(reader: CheckpointReader, wants: Iterable[Want], mesh: Mesh, group: Gro
 def _read_parts(reader: CheckpointReader, wants: Sequence[Want], mesh: Mesh, group: Group) -> None:
     problems: list[StoreError] = []
     everyone = comm.all_gather_objects([(want.state, want.name, want.box) for want in wants], group)
-    segments = list(_segments(reader.manifest.tensors, everyone))
+    segments = list(_segments(reader.manifest.tensors, everyone, group.rank))
     segments.sort(key=lambda segment: (segment.piece.file, segment.piece.offset, segment.box.start))
     for segment in segments:
         if segment.ranks == {group.rank}:
@@ -234,19 +234,38 @@ def _gather_parts(want: Want, group: Group) -> None:
 
 
 def _segments(
-    tensors: Mapping[str, Mapping[str, TensorEntry]], everyone: Sequence[Sequence[tuple[str, str, Box]]]
+    tensors: Mapping[str, Mapping[str, TensorEntry]], everyone: Sequence[Sequence[tuple[str, str, Box]]], rank: int
 ) -> Iterator[_Segment]:
-    """The runs of rows of stored pieces of which a rank wants a part; `everyone`: the wants by rank."""
-    tables: dict[tuple[str, str], Pieces] = {}
-    common: dict[tuple[str, str, int], list[_Wanted]] = {}
-    for rank, boxes in enumerate(everyone):
+    """The runs of rows of stored pieces that a rank reads or gets from others.
+
+    These are the rows that it wants alone, and all that several ranks want, since all must agree on who reads them.
+    A stage of 512 ranks has 100,000 pieces that other ranks want alone: no object is made for any of them.
+
+    Args:
+        everyone: the wants by rank.
+    """
+    wanted: dict[tuple[str, str], list[_Wanted]] = {}
+    for other, boxes in enumerate(everyone):
         for number, (state, name, box) in enumerate(boxes):
-            if (state, name) not in tables:
-                tables[state, name] = tensors[state][name].table
-            for at, part in tables[state, name].meeting(box):
-                common.setdefault((state, name, at), []).append((rank, number, part))
-    for (state, name, at), wanted in common.items():
-        yield from _rows(tensors[state][name], tables[state, name][at], wanted)
+            wanted.setdefault((state, name), []).append((other, number, box))
+    for (state, name), wants in wanted.items():
+        entry = tensors[state][name]
+        table = entry.table
+        boxes_of = np.array([(box.start, box.size) for *_, box in wants], np.int64)
+        numbers, pieces = table.meeting(boxes_of.reshape(len(wants), 2, len(entry.shape)))
+        ranks = np.array([other for other, *_ in wants])[numbers]
+        is_common = np.zeros(len(table), np.bool_)
+        wanted_by = np.full(len(table), -1)
+        wanted_by[pieces] = ranks  # one of them
+        is_common[pieces[wanted_by[pieces] != ranks]] = True
+        common: dict[int, list[_Wanted]] = {}
+        needed = is_common[pieces] | (ranks == rank)
+        for want, at in zip(numbers[needed].tolist(), pieces[needed].tolist(), strict=True):
+            common.setdefault(at, []).append(wants[want])
+        for at, by in common.items():
+            piece = table[at]
+            parts = [(other, number, part) for other, number, box in by if (part := box.intersect(piece.box))]
+            yield from _rows(entry, piece, parts)
 
 
 def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[_Wanted]) -> Iterator[_Segment]:

@@ -185,8 +185,9 @@ def _matches_digest(text: str) -> bool:
     match = _DIGEST.search(text)
     if match is None or not text.endswith("\n"):
         return False
-    digest = xxhash.xxh3_128(text[: match.start()].encode())
-    digest.update(text[match.end() : -1].encode())
+    data = memoryview(text.encode())  # of hundreds of megabytes, so no slice of it is copied
+    digest = xxhash.xxh3_128(data[: match.start()])
+    digest.update(data[match.end() : -1])
     return digest.hexdigest() == match[1]
 
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
@@ -34,7 +35,9 @@ def turned(boxes: list[Box]) -> list[Box]:
 
 @pytest.mark.parametrize("shape", [(), (1,), (37,), (9, 7), (5, 6, 4)])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_piece_meets_what_is_wanted_of_it(shape: tuple[int, ...], seed: int) -> None:
+def test_every_piece_meets_what_is_wanted_of_it(
+    shape: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance = random.Random(seed)
     pieces = cut(shape, 8, chance)
     boxes = [
@@ -45,9 +48,15 @@ def test_every_piece_meets_what_is_wanted_of_it(shape: tuple[int, ...], seed: in
     chance.shuffle(pieces)
     table = Pieces.of([PieceEntry(0, number, box) for number, box in enumerate(pieces)], len(shape))
     assert [each.box for each in table] == [each.box for each in table[:]] == pieces
-    for box in boxes:
-        compared = [(at, part) for at, piece in enumerate(pieces) if (part := box.intersect(piece))]
-        assert list(table.meeting(box)) == compared
+    compared = [
+        (number, at) for number, box in enumerate(boxes) for at, piece in enumerate(pieces) if box.intersect(piece)
+    ]
+    for at_once in (1, 2**22):
+        monkeypatch.setattr("shardwise.checkpoint_format.pieces._COMPARED_AT_ONCE", at_once)
+        numbers, met = table.meeting(
+            np.array([(box.start, box.size) for box in boxes]).reshape(len(boxes), 2, len(shape))
+        )
+        assert list(zip(numbers.tolist(), met.tolist(), strict=True)) == compared, f"{at_once} compared at once"
 
 
 def test_what_ranks_send_each_other_of_a_manifest_is_all_of_it(tmp_path: Path) -> None:
