@@ -66,6 +66,8 @@ LIKE_LLAMA = small(
 )
 """Families that differ from Llama by facts alone: with copied key/value heads, norms of q and k, layers that rotate."""
 CELLS = [*array(), *CURVES, *SPECIAL, *LIKE_LLAMA]
+SELDOM = {*LIKE_LLAMA[1:5], *MIXED[1:5]}
+"""What differs from cells that always run by a fact of the model, or by a schedule alone."""
 Train = Callable[[Cell], list[Measured]]
 
 
@@ -107,7 +109,8 @@ def whole(everyone: list[Measured], what: str) -> dict[str, torch.Tensor]:
 
 
 def by_name(cells: Any) -> Any:
-    return pytest.mark.parametrize("cell", cells, ids=lambda cell: cell.name)
+    marked = [pytest.param(cell, marks=pytest.mark.slow if cell in SELDOM else ()) for cell in cells]
+    return pytest.mark.parametrize("cell", marked, ids=lambda cell: cell.name)
 
 
 def test_every_two_choices_that_can_meet_do() -> None:

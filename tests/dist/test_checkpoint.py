@@ -130,7 +130,10 @@ SAME_LAYOUT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SAME_LAYOUT)
+SELDOM = ("one process", "norms of queries and keys, TP 2 × DP 2, bfloat16")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SELDOM else ()) for c in SAME_LAYOUT])
 def test_resume_at_the_same_layout_is_exact(case: str, ranks: Any, tmp_path: Path) -> None:
     """Losses and state after a resume equal those of the run that went on, to the bit."""
     size, config, before = SAME_LAYOUT[case]

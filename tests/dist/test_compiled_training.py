@@ -50,16 +50,16 @@ class Cell:
 
 OFTEN = {
     "llama, TP 2 + SP": Cell(FAMILIES["llama"], SEQUENCE),
-    "llama, TP 2, selective recompute, documents": Cell(
-        FAMILIES["llama"], TENSOR, recompute="selective", documents=True
-    ),
     "gpt, PP 2, fast dropout": Cell(GPT_DROPOUT, PIPELINE, layers=4),
-    "gpt, TP 2 + SP, invariant dropout, full recompute": Cell(
-        GPT_DROPOUT, SEQUENCE, recompute="full", dropout="invariant"
-    ),
     "bert, TP 2 + SP, fast dropout": Cell(BERT_DROPOUT, SEQUENCE),
 }
 SELDOM = {
+    "llama, TP 2, selective recompute, documents": Cell(
+        FAMILIES["llama"], TENSOR, recompute="selective", documents=True
+    ),
+    "gpt, TP 2 + SP, invariant dropout, full recompute": Cell(
+        GPT_DROPOUT, SEQUENCE, recompute="full", dropout="invariant"
+    ),
     "smollm3, TP 2": Cell(FACTS["smollm3"], TENSOR, units=3),
     "gpt_neox, TP 2 + SP": Cell(FAMILIES["gpt_neox"], SEQUENCE),
     "llama, DP 2, full recompute": Cell(FAMILIES["llama"], {}, recompute="full"),

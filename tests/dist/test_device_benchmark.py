@@ -37,6 +37,7 @@ def train(tensor: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_reports_speed_memory_and_communication_of_each_layout(ranks: Any, tmp_path: Any) -> None:
     benchmark = module()
     found = {name: dense.run(ranks, tensor * data, train, tensor) for name, (tensor, data) in benchmark.LAYOUTS.items()}

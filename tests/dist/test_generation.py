@@ -56,7 +56,10 @@ def cached_error(path: Path, tensor: int) -> tuple[float, int]:
 
 
 # llama and olmo2 have 2 key/value heads: at TP 4 each is held twice.
-@pytest.mark.parametrize(("case", "tp"), [(case, tp) for case in CASES for tp in (1, 2)] + [("llama", 4), ("olmo2", 4)])
+CACHED = [pytest.param(case, tp, marks=pytest.mark.slow if tp == 1 else ()) for case in CASES for tp in (1, 2)]
+
+
+@pytest.mark.parametrize(("case", "tp"), [*CACHED, ("llama", 4), pytest.param("olmo2", 4, marks=pytest.mark.slow)])
 def test_the_cache_changes_no_logits(case: str, tp: int, ranks: Any) -> None:
     path, _ = folder(case)
     config = described(path)
@@ -84,7 +87,11 @@ def theirs(case: str, prompt: list[int], count: int, stop: list[int]) -> list[in
     return [int(token) for token in found[0, len(prompt) :]]
 
 
-@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)], ids=["tp1", "tp2", "tp2-sp"])
+@pytest.mark.parametrize(
+    ("tp", "sequence"),
+    [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
+    ids=["tp1", "tp2", "tp2-sp"],
+)
 @pytest.mark.parametrize("case", ["llama", "olmo2", "smollm3", "gpt", "neox"])
 def test_greedy_is_transformers_own(case: str, tp: int, sequence: bool, ranks: Any) -> None:
     """To the longest sequence, and up to an end token, which is given too."""

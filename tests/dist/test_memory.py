@@ -194,7 +194,10 @@ STACKS = [
     for dropout in (None, "fast", "invariant")
     for tensor in (1, 2)
 ]
-STACKS += [pytest.param(model, None, 2, id=f"{model}-no dropout-TP 2 + SP") for model in FACTS]
+STACKS += [
+    pytest.param(model, None, 2, id=f"{model}-no dropout-TP 2 + SP", marks=pytest.mark.slow if number else ())
+    for number, model in enumerate(FACTS)
+]
 
 
 @pytest.mark.parametrize(("model", "dropout", "tensor"), STACKS)
@@ -251,7 +254,9 @@ def measure_step(config: Config) -> int:
     ],
     ids=["plain", "full, invariant", "mixed, selective, fast", "TP 2 + SP, DP 2, selective, fast"],
 )
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=() if model in ("llama", "bert") else pytest.mark.slow) for model in FAMILIES]
+)
 def test_a_step_holds_what_cost_has(
     model: str, tensor: int, world: int, mode: str, recompute: str, dropout: str | None, ranks: Any
 ) -> None:

@@ -51,7 +51,7 @@ def measured(layout: dict[str, Any], steps: int, slow: bool) -> tuple[list[StepR
     return records, paused
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("TP 2 × DP 2", marks=pytest.mark.slow), "PP 2 × DP 2"])
 def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(layout: str, ranks: Any) -> None:
     results = ranks(4).run(measured, LAYOUTS[layout], WINDOW + 4, True)
     for rank, (records, paused) in enumerate(results):

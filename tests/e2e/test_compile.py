@@ -15,6 +15,9 @@ from tests.e2e.command import Outcome, metrics, shardwise
 PAGE = (ROOT / "docs" / "compile.md").read_text(encoding="utf-8")
 SMALL = ("model.num_hidden_layers=2", "log.sample_tokens=0", "log.tensorboard=false")
 
+KNOWN = {"TORCHINDUCTOR_VEC_ISA_OK": "1"}
+"""What the processor can do is not tried out by each of the compiler's processes, which takes half of the time."""
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -32,8 +35,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     at = tmp_path_factory.mktemp("compile")
     (block,) = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     first, second = (shlex.split(line)[1:] for line in block.splitlines())
-    compiled = shardwise(*first, at=at)
-    trained = shardwise(*second, *SMALL, "train.steps=2", "--run-dir", "run", at=at)
+    compiled = shardwise(*first, at=at, **KNOWN)
+    trained = shardwise(*second, *SMALL, "train.steps=2", "--run-dir", "run", at=at, **KNOWN)
     return Shown(at, first, second, compiled, trained)
 
 
@@ -60,32 +63,41 @@ def test_the_cache_is_listed(shown: Shown) -> None:
 
 
 def test_a_second_compilation_has_nothing_to_do(shown: Shown) -> None:
-    out = shardwise(*shown.compile, at=shown.at).succeeded().out
+    out = shardwise(*shown.compile, at=shown.at, **KNOWN).succeeded().out
     assert out.count("in the cache") == 2
     assert "Total failed compilations: 0" in out
 
 
 def test_a_graph_of_other_facts_is_refused_with_the_difference(shown: Shown) -> None:
-    done = shardwise(*shown.train, *SMALL, "train.micro_batch=1", "--run-dir", "other", at=shown.at)
+    done = shardwise(*shown.train, *SMALL, "train.micro_batch=1", "--run-dir", "other", at=shown.at, **KNOWN)
     said = done.failed(2)
     assert texts()[2].strip() in said, said
     assert not metrics(shown.at / "other", "step")
 
 
-def test_a_graph_break_names_file_line_and_module(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(BREAKING)
+def breaking(at: Path) -> None:
+    (at / "mine.py").write_text(BREAKING)
     recipe = {"model": {"family": "mine:Model", "vocab_size": 512}, **json.loads(REST)}
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    (at / "recipe.yaml").write_text(json.dumps(recipe))
+
+
+def test_a_graph_break_names_file_line_and_module(tmp_path: Path) -> None:
+    breaking(tmp_path)
     said = shardwise("train", "recipe.yaml", "compile.enabled=true", "compile.backend=aot_eager", at=tmp_path).failed(2)
     assert "blocks.0 is not: " in said, said
     assert "mine.py:8: " in said, said
     assert "set compile.enabled=false" in said, said
-    compiled = shardwise("compile", "recipe.yaml", "compile.backend=aot_eager", "--cache-dir", "graphs", at=tmp_path)
+
+
+@pytest.mark.slow
+def test_what_failed_is_compiled_again_once_it_is_mended(tmp_path: Path) -> None:
+    breaking(tmp_path)
+    command = ("compile", "recipe.yaml", "compile.backend=aot_eager", "--cache-dir", "graphs")
+    compiled = shardwise(*command, at=tmp_path)
     assert "mine.py:8: " in compiled.out, compiled.out
     assert compiled.code == 1
     (tmp_path / "mine.py").write_text(BREAKING.replace("print(", "(").replace("float(y.sum()))", "y.sum())"))
-    again = ("compile", "recipe.yaml", "compile.backend=aot_eager", "--cache-dir", "graphs", "--retry-failed")
-    mended = shardwise(*again, at=tmp_path)
+    mended = shardwise(*command, "--retry-failed", at=tmp_path)
     assert "Total graphs: 1\n" in mended.out, "the graph that failed is not known once the model is mended"
     assert "(aot_eager) keeps nothing of it that another process can use" in mended.out, mended.out
 

@@ -154,7 +154,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("format_", MOMENTS)
+@pytest.mark.parametrize("format_", ["megatron", pytest.param("hdf5", marks=pytest.mark.slow)])
 def test_what_sigkill_leaves_is_read_by_nobody_and_gone_on_with(at: Path, format_: str, tmp_path: Path) -> None:
     """Killed at several moments, and then left alone: the same bytes as without."""
     write_jsonl(tmp_path / "large.jsonl", texts(200, seed=2) * 20)

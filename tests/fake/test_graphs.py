@@ -51,9 +51,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config, str,
     ("model", "keys", "unit"),
     [
         (FAMILIES["llama"], {}, HEAD),
-        (GPT_DROPOUT, {"dropout_mode": "fast"}, BLOCK),
+        pytest.param(GPT_DROPOUT, {"dropout_mode": "fast"}, BLOCK, marks=pytest.mark.slow),
         (GPT_DROPOUT, {"dropout_mode": "invariant"}, BLOCK),
-        (FAMILIES["bert"], {}, HEAD),
+        pytest.param(FAMILIES["bert"], {}, HEAD, marks=pytest.mark.slow),
     ],
     ids=["llama's head", "gpt, fast dropout", "gpt, invariant dropout", "bert's head"],
 )

@@ -15,7 +15,7 @@ Strict = Callable[..., RankPool]
     "cell",
     [
         pytest.param(Cell(FAMILIES["llama"], SEQUENCE), marks=pytest.mark.slow),
-        Cell(GPT_DROPOUT, SEQUENCE, dropout="invariant", recompute="full"),
+        pytest.param(Cell(GPT_DROPOUT, SEQUENCE, dropout="invariant", recompute="full"), marks=pytest.mark.slow),
     ],
     ids=["llama", "gpt, invariant dropout, full recompute"],
 )

@@ -38,8 +38,8 @@ def steps(config: Config, behind: bool) -> tuple[list[float], list[int], list[to
     [
         (2, {}),
         (2, {"model": {"tie_word_embeddings": True}, "train": {"recompute": "full"}}),
-        (2, {"model": SIZES | FAMILIES["bert"]}),
-        (2, {"model": SIZES | FAMILIES["gpt_neox"]}),
+        pytest.param(2, {"model": SIZES | FAMILIES["bert"]}, marks=pytest.mark.slow),
+        pytest.param(2, {"model": SIZES | FAMILIES["gpt_neox"]}, marks=pytest.mark.slow),
         (4, {"parallel": {"tensor": 2, "sequence": True}}),
         (4, {"parallel": {"pipeline": 2, "schedule": "1f1b"}}),
     ],

@@ -266,10 +266,11 @@ def _tensors(
 
 
 def _agreed_numbers(elements: dict[_Key, Fraction], world: Group) -> dict[_Key, int]:
-    """A number for each tensor of any rank, the same on every rank."""
+    """A number for each tensor of any rank, the same on every rank. One rank adds up what all of them have."""
     total: Counter[_Key] = Counter()
-    for of_rank in comm.all_gather_objects(elements, world):
+    for of_rank in comm.gather_objects(elements, world) or ():
         total.update(of_rank)
+    total = comm.broadcast_object(total, world)
     wrong = [
         f"{name} of shape {shape}: {float(held):g} of {math.prod(shape)} elements"
         for (name, shape), held in total.items()

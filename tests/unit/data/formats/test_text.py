@@ -242,7 +242,7 @@ def _prepare_at(root: str, barrier: object, results: object) -> None:
     results.put((data.fingerprint, int(data.tokens["train"].sum(dtype=np.int64)), len(built)))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_many_processes_at_once_build_once(tmp_path: Path, damaged: bool) -> None:
     if damaged:
         truncate(entry_of(prepare(config(), tmp_path)) / "train.bin")
