@@ -66,7 +66,7 @@ LIKE_LLAMA = small(
 )
 """Families that differ from Llama by facts alone: with copied key/value heads, norms of q and k, layers that rotate."""
 CELLS = [*array(), *CURVES, *SPECIAL, *LIKE_LLAMA]
-SELDOM = {*LIKE_LLAMA[1:5], *MIXED[1:5]}
+SELDOM = {LIKE_LLAMA[0], *LIKE_LLAMA[2:5], *MIXED[1:5]}
 """What differs from cells that always run by a fact of the model, or by a schedule alone."""
 Train = Callable[[Cell], list[Measured]]
 

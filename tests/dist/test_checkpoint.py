@@ -130,7 +130,7 @@ SAME_LAYOUT = {
 }  # fmt: skip
 
 
-SELDOM = ("one process", "norms of queries and keys, TP 2 × DP 2, bfloat16")
+SELDOM = ("dropout, accumulation", "norms of queries and keys, TP 2 × DP 2, bfloat16")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SELDOM else ()) for c in SAME_LAYOUT])
