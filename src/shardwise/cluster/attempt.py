@@ -202,6 +202,8 @@ class Watch:
                 self._hear(member, json.loads(line))
         except (OSError, ValueError, TimeoutError, AttributeError, KeyError, TypeError):
             pass  # another program's message; or what a lost connection means is decided in `_watch`
+        except asyncio.CancelledError:
+            pass  # the attempt is over; Python 3.11 prints a traceback for a connection whose task was cancelled
         finally:
             if member is not None:
                 member.is_connected = False

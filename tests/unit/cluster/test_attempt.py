@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,12 @@ def watched(tmp_path: Path, launcher: Launcher, program: tuple[str, ...] = ("sle
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`srun` is a program that does not end with the launchers."""
+def _soon(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """`srun` is a program that does not end with the launchers. No traceback of asyncio's reaches a job's log."""
     monkeypatch.setattr(attempts, "_END_SECONDS", 0.1)
     monkeypatch.setattr(attempts, "_GRACE_SECONDS", 1.0)
+    yield
+    assert not [record.getMessage() for record in caplog.get_records("call") if record.levelno >= logging.ERROR]
 
 
 def test_launchers_that_end_well_end_the_attempt(tmp_path: Path) -> None:
