@@ -49,6 +49,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 _OF_A_LOST_PEER = (
     "gloo",
+    "Application timeout caused pair closure",  # gloo, without its name: a rank did not answer in time
     "ncclRemoteError",  # NCCL: a rank's process has exited, or a network error
     "ncclSystemError",  # NCCL: a socket was closed
     "communicator was aborted",  # by NCCL's watchdog, which has found that a collective does not end

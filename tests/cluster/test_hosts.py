@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,7 +93,8 @@ def test_a_cut_link_ends_the_attempt_in_time_and_names_the_host(hosts: tuple[str
         seconds = time.monotonic() - cut
     finally:
         job.kill()
-    assert "node host1 (rank 1) does not answer; rank 0 waited in " in out, out
+    # What ends first: rank 0 is told to, or its own wait of the same length.
+    assert re.search(r"node host1 \(rank 1\) does not answer; rank 0 (waited in|lost the connection)", out), out
     assert "('host1',)" in out
     # The time-out, 5 s, and the end of the launchers, one of which cannot be told to end.
     assert seconds < SILENCE + 5 + 10, seconds

@@ -72,6 +72,7 @@ def test_accelerators_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
 
 def test_what_libraries_say_of_a_lost_peer_and_of_a_shared_device() -> None:
     lost = (
+        "Application timeout caused pair closure",
         "NCCL error in: ProcessGroupNCCL.cpp:2500, ncclRemoteError: A call failed possibly due to a network error",
         "NCCL communicator was aborted on rank 1.",
         "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4567",
