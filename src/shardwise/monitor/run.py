@@ -23,6 +23,7 @@ from shardwise.files import reason_of
 from shardwise.monitor.lines import Growing, last, last_of_rank
 from shardwise.monitor.lost import LostTime, number, seconds_of
 from shardwise.monitor.series import Series
+from shardwise.redaction import without_secrets
 from shardwise.runlog import FORMAT, RUNS, RunDirectory, RunLock
 
 State = Literal["starting", "running", "silent", "finished", "stopped", "failed", "killed"]
@@ -204,7 +205,7 @@ class Run:
     def restarts(self) -> list[dict[str, Any]]:
         """How each start of a submitted job ended (`restarts.jsonl`)."""
         try:
-            return last(self.path / "restarts.jsonl", 1 << 20)
+            return [without_secrets(line) for line in last(self.path / "restarts.jsonl", 1 << 20)]
         except OSError:
             return []
 
@@ -239,7 +240,7 @@ class Run:
         elif kind == "eval":
             self.evaluations.append(event)
         elif kind is not None:
-            self.events.append(event)
+            self.events.append(without_secrets(event))  # a library's text, or another program's, may hold one
             self._trains = self._trains and kind not in ("start", "stop")
             if kind == "start":
                 self._recent = len(self.series.steps)

@@ -11,7 +11,7 @@ from shardwise.monitor.lost import CAUSES, seconds_of
 from shardwise.monitor.run import RankView, Run
 from shardwise.monitor.series import PARTS
 from shardwise.monitor.summary import row
-from shardwise.redaction import REDACTED, is_secret_variable, redacted
+from shardwise.redaction import without_secrets
 
 SCHEMA = 1
 CURVES = ("loss", "lr", "grad_norm", "param_norm", "tokens_per_second", "mfu", "step_seconds", "bubble", "loss_spike")
@@ -52,8 +52,8 @@ def report_of(run: Run) -> dict[str, Any]:
         "events": _events(run),
         "layout": run.start.get("layout") or {},
         "precision": run.start.get("precision") or {},
-        "config": _without_secrets(run.config),
-        "environment": _without_secrets(run.environment),
+        "config": without_secrets(run.config),
+        "environment": without_secrets(run.environment),
     }
 
 
@@ -66,7 +66,7 @@ def comparison(a: Run, b: Run) -> dict[str, Any]:
         found = difference(loss, other)
         if not math.isnan(found) and (largest is None or found > largest["difference"]):
             largest = {"difference": found, "step": step, "a": loss, "b": other}
-    mine, theirs = (dict(_flat(_without_secrets(run.config))) for run in (a, b))
+    mine, theirs = (dict(_flat(without_secrets(run.config))) for run in (a, b))
     keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
     return {
         "steps": len(both),
@@ -167,9 +167,9 @@ def _when(event: Mapping[str, Any]) -> dict[str, Any]:
 def _text(event: Mapping[str, Any]) -> str:
     kind = event["event"]
     if kind == "warning":
-        return redacted(str(event.get("text", "")))
+        return str(event.get("text", ""))
     if kind == "stop":
-        return redacted(str(event.get("reason", "")))
+        return str(event.get("reason", ""))
     if kind == "checkpoint":
         return f"training waited {_finite(event.get('blocked_seconds')) or 0.0:.2f} s"
     if kind == "compile":
@@ -190,19 +190,6 @@ def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
         return
     for key, inner in value.items():
         yield from _flat(inner, f"{path}.{key}" if path else str(key))
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        hidden = {
-            key for key, inner in value.items() if isinstance(inner, str) and is_secret_variable(str(key).upper())
-        }
-        return {str(key): REDACTED if key in hidden else _without_secrets(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets(inner) for inner in value]
-    if isinstance(value, str):
-        return redacted(value)
-    return value if value is None or isinstance(value, bool | int | float) else str(value)  # YAML has dates and sets
 
 
 def _finite(value: Any) -> Any:

@@ -19,6 +19,7 @@ from shardwise.monitor.groups import PipelineView, graphs, pipeline, silent, spl
 from shardwise.monitor.lost import LostTime, number
 from shardwise.monitor.run import NodeView, RankView, Run, State, open_run
 from shardwise.monitor.series import Series
+from shardwise.redaction import redacted
 
 Span = Literal["whole", "tenth", "hundredth"]
 """How much of the run a curve shows, from its end."""
@@ -119,7 +120,7 @@ class Reader:
 
     def _old(self, problem: str) -> Frame:
         old = self._frame or Frame(self._run.path, self._run.name, time.time())
-        return replace(old, now=time.time(), problem=problem)
+        return replace(old, now=time.time(), problem=redacted(problem))
 
 
 def frame_of(run: Run, columns: int = 0, span: Span = "whole", *, has_history: bool = False) -> Frame:
