@@ -88,6 +88,8 @@ class Run:
         series: its steps.
         evaluations, events: in their order; `events` are all others than steps and evaluations.
         last: the last "step" event as it was recorded; {} without one.
+        before_starts: for each start, when the last step before it was recorded, in seconds since the epoch; NaN where
+            that is unknown.
         lost: where its time went.
     """
 
@@ -122,6 +124,7 @@ class Run:
         self.evaluations: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.last: dict[str, Any] = {}
+        self.before_starts: list[float] = []
         self.lost = LostTime()
         self._recent = 0
         self._trains = False
@@ -244,6 +247,7 @@ class Run:
             self._trains = self._trains and kind not in ("start", "stop")
             if kind == "start":
                 self._recent = len(self.series.steps)
+                self.before_starts.append(seconds_of(self.last))
             if kind == "resume" and isinstance(event.get("step"), int):
                 self.series.undo_after(event["step"])
                 self._recent = min(self._recent, len(self.series.steps))
