@@ -22,7 +22,6 @@ from shardwise.runlog import RunDirectory
 from shardwise.train import report
 from shardwise.train.record import StepRecord, Throughput
 from shardwise.train.report import Reporter
-from shardwise.train.straggler import Straggler
 from shardwise.train.summary import dry_run
 
 MODEL_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -461,20 +460,6 @@ def test_tensorboard_scalars(tmp_path: Path) -> None:
         "train/samples_per_second", "train/step_seconds", "train/samples", "train/tokens", "eval/loss",
         "eval/perplexity", "train/tokens_per_second_per_device", "train/peak_tokens_per_second", "memory/peak",
     }  # fmt: skip
-
-
-def test_tensorboard_has_memory_and_the_slowest_rank(tmp_path: Path) -> None:
-    made, _ = reporter(tmp_path)
-    with made:
-        made.start()
-        measured = {"memory": {"parameters": 64, "other": 32}, "communication_bytes": {"pp": 16}}
-        made.step(record(1, **measured, straggler=Straggler(rank=3, relative=1.25, own=1.125)))
-    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    expected = {"memory/parameters": 64, "memory/other": 32, "memory/peak": 1000, "bytes/pp": 16}
-    expected |= {"straggler/relative": 1.25, "straggler/own": 1.125}
-    assert {name: events.Scalars(name)[0].value for name in expected} == expected
-    assert [(each.step, each.value) for each in events.Scalars("train/samples")] == [(1, 8.0)]
-    assert events.Scalars("train/tokens_per_second")[0].value == 512.0
 
 
 def test_the_start_says_how_to_open_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
