@@ -88,6 +88,8 @@ def line_chart(
     drawn.append(f'<svg x="{LEFT}" y="{TOP}" width="{_WIDE}" height="{_HIGH}" viewBox="{LEFT} {TOP} {_WIDE} {_HIGH}">')
     drawn += [_drawn(frame, curve, number) for number, curve in enumerate(known.values())]
     drawn.append("</svg>")
+    dots = [(number, dot) for number, curve in enumerate(known.values()) for dot in curve.dots]
+    drawn += [_dot(frame, dot[0], dot[1], number) for number, dot in dots if frame.low_y <= dot[1] <= frame.high_y]
     outside = [value for value in (least, most) if not frame.low_y <= value <= frame.high_y]
     cut = " and ".join(_told(_rounded(value, _DIGITS_OF_ENDS), percent) for value in outside)
     notes = [*notes, *([f"axis cut: values reach to {cut}"] if cut else [])]
@@ -96,8 +98,8 @@ def line_chart(
     return _figure(title, legend, "".join(drawn), [frame.low_x, frame.high_x], shown, notes=notes)
 
 
-def stacked_chart(title: str, names: Sequence[str], rows: Rows, suffix: str = " s") -> str:
-    """Parts of a whole over the steps, one on the other: [step, part, …] of each column. Empty where there is none."""
+def stacked_chart(title: str, names: Sequence[str], rows: Rows) -> str:
+    """Seconds of parts over the steps, one on the other: [step, part, …] of each column. Empty where there is none."""
     if not rows:
         return ""
     ticks = _ticks([0.0, max(sum(row[1:]) for row in rows)], 4)
@@ -108,8 +110,8 @@ def stacked_chart(title: str, names: Sequence[str], rows: Rows, suffix: str = " 
             tops = [(row[0], sum(row[1 : number + 2])) for row in rows]
             ends = [(frame.high_x, tops[-1][1]), (frame.high_x, 0.0), (frame.low_x, 0.0), (frame.low_x, tops[0][1])]
             drawn.append(f'<polygon class="f{number}" points="{frame.path([*tops, *ends])}"/>')
-    drawn += [_y_axis(frame, ticks, suffix), _x_axis(frame, "step")]
-    shown = {"names": list(names), "rows": _exact(rows), "suffix": suffix}
+    drawn += [_y_axis(frame, ticks, " s"), _x_axis(frame, "step")]
+    shown = {"names": list(names), "rows": _exact(rows)}
     legend = [(f"b{number}", name) for number, name in enumerate(names) if any(row[number + 1] for row in rows)]
     return _figure(title, legend, "".join(drawn), [frame.low_x, frame.high_x], shown)
 
@@ -239,11 +241,11 @@ def _drawn(frame: _Frame, curve: Curve, number: int) -> str:
         parts.append(
             f'<polyline class="curve c{number}" points="{frame.path([(row[0], row[2]) for row in curve.rows])}"/>'
         )
-    return "".join([*parts, *(_dot(frame, step, value, number) for step, value in curve.dots)])
+    return "".join(parts)
 
 
 def _dot(frame: _Frame, x: float, y: float, number: int) -> str:
-    return f'<circle class="dots c{number}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="2.6"/>'
+    return f'<circle class="dots c{number}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3"/>'
 
 
 def _y_axis(frame: _Frame, ticks: Sequence[float], suffix: str = "", *, percent: bool = False) -> str:

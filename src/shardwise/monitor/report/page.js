@@ -6,7 +6,8 @@ function number(value, digits = 5) {
 
 function said(shown, row) {
   const unit = (value, digits) => (shown.percent ? (100 * value).toFixed(1) + " %" : number(value, digits) + (shown.suffix || ""));
-  if (shown.names) return shown.names.map((name, at) => name + " " + number(row[at + 1], 3) + shown.suffix).join(", ");
+  const seconds = (value) => (value < 1 ? number(1000 * value, 3) + " ms" : number(value, 3) + " s");
+  if (shown.names) return shown.names.map((name, at) => name + " " + seconds(row[at + 1])).join(", ");
   const [, least, mean, largest] = row;
   return mean === undefined ? unit(least) : unit(mean) + " (" + unit(least, 4) + " to " + unit(largest, 4) + ")";
 }

@@ -35,6 +35,7 @@ _WHOLE = ("lr", "param_norm", "loss_spike")
 """Curves of which nothing is cut off: their beginning is as telling as the rest."""
 _LOST = (4, 1, 2, 0, 5, 7, 3, 6)
 """Colours of the parts of a run's time: green for the steps that count."""
+_AXES = {"tp": "TP", "dp": "DP", "pp": "PP", "world": "all ranks"}
 _SENT = (3, 1, 2, 7, 5, 0, 4, 6)
 _MARKS = {"checkpoint": "checkpoints", "eval": "evaluations", "warning": "warnings", "ended": "ends of jobs"}
 
@@ -105,7 +106,7 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
     useful = report["useful_seconds"]
     lost = {} if useful is None else {"steps that count": useful, **report["lost_seconds"]}
     memory, sent, told = report["memory_bytes"], report["communication_bytes"], report["timeline"]
-    sent = {axis.upper(): amount for axis, amount in sent.items() if amount}
+    sent = {_AXES.get(axis, axis): amount for axis, amount in sent.items() if amount}
     return {
         "name": name,
         "report": report,
@@ -157,7 +158,9 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         ("goodput", _share(numbers["goodput"]), "time in steps that count", ""),
     ]
     if numbers["parameters"]:
-        tiles.insert(0, ("parameters", units.count(numbers["parameters"]), str(numbers["device"] or ""), ""))
+        many = f"{numbers['world']:,} × " if isinstance(numbers["world"], int) and numbers["world"] > 1 else ""
+        device = f"{many}{numbers['device']}" if numbers["device"] else ""
+        tiles.insert(0, ("parameters", units.count(numbers["parameters"]), device, ""))
     return tiles
 
 
