@@ -186,6 +186,15 @@ def test_what_is_unknown_is_no_zero(tmp_path: Path) -> None:
     page = Text(report(run))
     assert "The run: – in steps that countnot recorded" in page.text
     assert "0.0%" not in page.text
+    assert "0.00 s" not in Text(report(unnumbered(run))).text, "no time is told of a checkpoint"
+
+
+def unnumbered(run: Path) -> Path:
+    """The run with events of which nothing but their kind and step was recorded."""
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: event.get(key) for key in ("event", "step")} for event in events]
+    (run / "metrics.jsonl").write_text("".join(map("{}\n".format, map(json_text, kept))))
+    return run
 
 
 def test_ranks_and_their_layout(tmp_path: Path) -> None:

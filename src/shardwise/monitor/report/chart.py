@@ -93,7 +93,10 @@ def line_chart(
     outside = [value for value in (least, most) if not frame.low_y <= value <= frame.high_y]
     cut = " and ".join(_told(_rounded(value, _DIGITS_OF_ENDS), percent) for value in outside)
     notes = [*notes, *([f"axis cut: values reach to {cut}"] if cut else [])]
-    shown = {"curves": {name: _columns(curve.rows) for name, curve in known.items()}, "percent": percent}
+    columns = {name: _columns(curve.rows) for name, curve in known.items()}
+    shown: dict[str, Any] = {"curves": columns, "percent": percent}
+    breaks = {name: curve.breaks for name, curve in known.items() if curve.breaks}
+    shown |= {"breaks": breaks} if breaks else {}
     legend = [(f"c{number}", name) for number, name in enumerate(known)] if len(known) > 1 else []
     return _figure(title, legend, "".join(drawn), [frame.low_x, frame.high_x], shown, notes=notes)
 

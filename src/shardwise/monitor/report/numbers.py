@@ -250,19 +250,23 @@ def _text(event: Mapping[str, Any]) -> str:
         case "stop":
             return str(event.get("reason", ""))
         case "checkpoint":
-            size = f"{units.size(event['bytes'])}, " if _known(event.get("bytes")) else ""
-            return f"{size}training waited {_finite(event.get('blocked_seconds')) or 0.0:.2f} s"
+            size = units.size(event["bytes"]) if _known(event.get("bytes")) else ""
+            return ", ".join(filter(None, [size, _seconds("training waited {:.2f} s", event.get("blocked_seconds"))]))
         case "compile":
             return f"{event.get('graphs')} graphs, {event.get('hits')} from the cache"
         case "resume":
-            return f"loaded in {_finite(event.get('load_seconds')) or 0.0:.2f} s"
+            return _seconds("loaded in {:.2f} s", event.get("load_seconds"))
         case "eval":
             return f"evaluation loss {number(event.get('loss')):.4f}"
         case "ended":
             told = [f"job {event['job']}" if event.get("job") else "", str(event.get("how", ""))]
             told.append(str(event.get("text") or "").partition("\n")[0])
             return ", ".join(filter(None, told))
-    return f"training began after {_finite(event.get('seconds_before_training')) or 0.0:.1f} s"
+    return _seconds("training began after {:.1f} s", event.get("seconds_before_training"))
+
+
+def _seconds(text: str, value: Any) -> str:
+    return text.format(value) if _known(value) else ""
 
 
 def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:

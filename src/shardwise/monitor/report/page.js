@@ -16,13 +16,14 @@ for (const figure of document.querySelectorAll("[data-chart]")) {
   const shown = JSON.parse(figure.dataset.chart), svg = figure.querySelector("svg"), [low, high] = shown.ends;
   const cursor = svg.querySelector(".cursor"), output = figure.querySelector("output"), left = {{ left }}, width = {{ width }};
   const curves = Object.entries(shown.names ? { "": shown.rows } : shown.curves).filter(([, rows]) => rows.length);
+  const isOdd = (name, x) => shown.breaks?.[name]?.[0] <= x && x <= shown.breaks[name][1];
   const first = curves.length ? curves[0][1] : [];
   let at = first.length - 1;
   const near = (rows, x) => rows.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a));
   function tell(x) {
     const values = curves.map(([name, rows]) => {
       const row = near(rows, x), isThere = Math.abs(row[0] - x) <= (2 * (high - low)) / rows.length;
-      return (curves.length > 1 ? name + " " : "") + (isThere ? said(shown, row) : "–");
+      return (curves.length > 1 ? name + " " : "") + (isThere ? said(shown, row) : isOdd(name, x) ? "not finite" : "–");
     });
     output.textContent = (shown.axis || "step") + " " + Math.round(x).toLocaleString("en") + ": " + values.join(", ");
   }
@@ -34,12 +35,13 @@ for (const figure of document.querySelectorAll("[data-chart]")) {
   }
   function hide() {
     cursor.setAttribute("visibility", "hidden");
-    if (first.length) tell(first[first.length - 1][0]);
+    if (first.length) tell(shown.breaks ? high : first[first.length - 1][0]);
   }
   hide();
   function point(event) {
     const box = svg.getBoundingClientRect(), share = (((event.clientX - box.left) / box.width) * {{ whole }} - left) / width;
-    if (first.length) show(near(first, low + Math.min(1, Math.max(0, share)) * (high - low))[0]);
+    const x = low + Math.min(1, Math.max(0, share)) * (high - low);
+    if (first.length) show(shown.breaks && curves.some(([name]) => isOdd(name, x)) ? Math.round(x) : near(first, x)[0]);
   }
   svg.addEventListener("pointermove", point);
   svg.addEventListener("pointerdown", point);

@@ -111,6 +111,7 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
         "name": name,
         "report": report,
         "tiles": _tiles(report),
+        "reason": "" if report["reason"] == report["state"] else str(report["reason"] or ""),
         "split": Markup(chart.bar(split, {part: units.duration(seconds) for part, seconds in split.items()})),
         "split_by_step": Markup(chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"])),
         "goodput": "–" if report["goodput"] is None else f"{report['goodput']:.1%}",
@@ -146,9 +147,8 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     final, evaluated, odd = numbers["final_loss"], numbers["final_eval_loss"], report["not_finite"].get("loss")
     said = [] if evaluated is None else [f"evaluation {_number(evaluated)}"]
     said += [] if odd is None else [f"first not finite at step {odd['first']:,}"]
-    reason = str(report["reason"] or "").removeprefix(str(report["state"])).lstrip(": ")
     tiles = [
-        ("state", str(report["state"]), reason, "bad" if report["state"] in ("failed", "killed") else ""),
+        ("state", str(report["state"]), "", "bad" if report["state"] in ("failed", "killed") else ""),
         ("steps", f"{report['step']:,}", total, ""),
         ("loss", _number(final), ", ".join(said), "bad" if _is_odd(final) or _is_odd(evaluated) else ""),
         ("tokens/s", _count(numbers["tokens_per_second"]), f"at most {_count(numbers['peak_tokens_per_second'])}", ""),
