@@ -272,9 +272,9 @@ def _x_axis(frame: _Frame, name: str) -> str:
 
 
 def _middle(rows: Rows) -> tuple[float, float]:
-    """The values to show: all, unless a twentieth of the columns would hide the rest, as the steep beginning does."""
+    """The values to show: all, unless a tenth of the columns would hide the rest, as the steep beginning does."""
     lows, highs = sorted(row[1] for row in rows), sorted(row[3] for row in rows)
-    least, most, few = lows[0], highs[-1], len(rows) // 20
+    least, most, few = lows[0], highs[-1], len(rows) // 10
     if len(rows) < _FEW_COLUMNS:
         return least, most
     low, high = lows[few], highs[-1 - few]
