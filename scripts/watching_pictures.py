@@ -100,7 +100,7 @@ def main() -> None:
         page = Path(temporary) / "report.html"
         command = [sys.executable, "-m", "shardwise", "report", str(run), "--output", str(page)]
         subprocess.run(command, check=True)
-        asyncio.run(photograph(f"file://{page}", IMAGES / "report.png", 1280, 1500, 4))
+        asyncio.run(photograph(f"file://{page}", IMAGES / "report.png", 1280, 1760, 4))
         tensorboard(run, IMAGES / "tensorboard.png")
 
 

@@ -294,6 +294,13 @@ def rank_step(mesh: Mesh, rank: int, step: int, now: float, work: float) -> dict
     }
 
 
+def ending(how: str, began: float, seconds: float, step: int, text: str = "", **more: Any) -> dict[str, Any]:
+    """A line of `restarts.jsonl`, as `launch/restarts.py` writes it: how a start of a submitted job ended."""
+    times = {"until_joined": 3.0, "until_training": 10.0, "after_last_step": 2.0, "first_step": 0}
+    what = {"how": how, "job": "4711", "requeues": 0, "nodes": 2, "began": began, "seconds": seconds, **times}
+    return {**what, "step": step, "checkpoint": step, "rank": None, "text": text, "exit_code": 1, **more}
+
+
 def _resume(now: float, step: int) -> dict[str, Any]:
     what = {"checkpoint": f"checkpoints/step-{step:08d}", "written_by": {}, "load_seconds": LOADING, "changes": []}
     return {"event": "resume", "time": stamp(now), "step": step, **what}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 REDACTED = "(redacted)"
 _MARK = r"\(redacted\)"
@@ -97,6 +98,26 @@ def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(variables.items())
         if name in _VARIABLES or (name.startswith(_FAMILIES) and not is_secret_variable(name))
     }
+
+
+def without_secrets(value: Any) -> Any:
+    """A value of JSON or YAML without secrets: those of keys that are named as such, and what `redacted` hides."""
+    if isinstance(value, Mapping):
+        hidden = {key for key, inner in value.items() if isinstance(inner, str) and _is_secret_key(str(key))}
+        return {str(key): REDACTED if key in hidden else without_secrets(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        is_command = all(isinstance(inner, str) for inner in value)
+        return redacted_arguments(value) if is_command else [without_secrets(inner) for inner in value]
+    if isinstance(value, str):
+        return redacted(value)
+    return value if value is None or isinstance(value, bool | int | float) else str(value)  # YAML has dates and sets
+
+
+def _is_secret_key(name: str) -> bool:
+    """A name in capitals is that of an environment variable, another one that of an argument."""
+    if name.isupper():
+        return is_secret_variable(name) and name not in _VARIABLES
+    return re.search(_SECRET_ARGUMENT, name) is not None
 
 
 def is_secret_variable(name: str) -> bool:

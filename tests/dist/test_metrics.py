@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import comm
+from shardwise import comm, cost
+from shardwise.config import check_layout
 from shardwise.train.record import StepRecord
 from shardwise.train.straggler import WINDOW
 from tests.dist.checkpoints import make_trainer
@@ -62,6 +63,12 @@ def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(layout: str, ranks:
         sent = [record.communication_bytes for record in records]
         assert sent[1:] == sent[:-1], "each step sends the same, whatever is sent between"
         assert sum(sent[0].values()) > 0
+        chosen = config_of(**LAYOUTS[layout])
+        place = rank // 2 if chosen.parallel.pipeline > 1 else 0
+        expected = cost.wire_bytes(cost.step_transfers(chosen, check_layout(chosen, 4), pipeline_rank=place)) or {}
+        messages = expected.get(("pp", "send"), 0.0)
+        assert (messages > 0) == (chosen.parallel.pipeline > 1)
+        assert 0 <= sent[0].get("pp", 0) - messages < 1000, "messages between stages, and a few numbers of the step"
         own = sum(record.work_seconds or 0.0 for record in records)
         assert (paused > 0) == (rank == SLOW)
         assert own > paused, "its pauses are its own work"

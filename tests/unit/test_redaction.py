@@ -1,9 +1,11 @@
 """What is hidden in texts that are kept, and what identifies a file whose URL is signed anew each time."""
 
+from datetime import date
+
 import pytest
 
 from shardwise.errors import ConfigError, DataError, RunError
-from shardwise.redaction import recorded_variables, redacted, redacted_arguments, unsigned
+from shardwise.redaction import recorded_variables, redacted, redacted_arguments, unsigned, without_secrets
 
 SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-Signature=5ecret"
 
@@ -98,3 +100,23 @@ def test_a_signature_does_not_identify_a_file(url: str, other: str, same: bool) 
     assert (unsigned(url) == unsigned(other)) is same
     for secret in ("5ecret", "word", "AKIA"):
         assert secret not in unsigned(url)
+
+
+def test_a_record_without_secrets() -> None:
+    """The value of a key hides with its name; a key that only sounds like a secret keeps its value."""
+    record = {
+        "data": {"tokenizer": "gpt2", "text_key": "text", "path": "s3://me:5ecret@bucket/x", "day": date(2026, 1, 1)},
+        "launch": {"environment": {"HF_TOKEN": "5ecret", "DB_PASSWD": "5ecret", "TOKENIZERS_PARALLELISM": "false"}},
+        "hub": [{"api_key": "5ecret", "token": None}],
+        "command": ["shardwise", "train", "hub.token=5ecret", "--password", "5ecret"],
+        "loss": 2.5,
+    }
+    assert without_secrets(record) == {
+        "data": {"tokenizer": "gpt2", "text_key": "text", "path": "s3://(redacted)@bucket/x", "day": "2026-01-01"},
+        "launch": {
+            "environment": {"HF_TOKEN": "(redacted)", "DB_PASSWD": "(redacted)", "TOKENIZERS_PARALLELISM": "false"}
+        },
+        "hub": [{"api_key": "(redacted)", "token": None}],
+        "command": ["shardwise", "train", "hub.token=(redacted)", "--password", "(redacted)"],
+        "loss": 2.5,
+    }

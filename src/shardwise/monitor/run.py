@@ -23,6 +23,7 @@ from shardwise.files import reason_of
 from shardwise.monitor.lines import Growing, last, last_of_rank
 from shardwise.monitor.lost import LostTime, number, seconds_of
 from shardwise.monitor.series import Series
+from shardwise.redaction import without_secrets
 from shardwise.runlog import FORMAT, RUNS, RunDirectory, RunLock
 
 State = Literal["starting", "running", "silent", "finished", "stopped", "failed", "killed"]
@@ -87,6 +88,8 @@ class Run:
         series: its steps.
         evaluations, events: in their order; `events` are all others than steps and evaluations.
         last: the last "step" event as it was recorded; {} without one.
+        before_starts: for each start, when the last step before it was recorded, in seconds since the epoch; NaN where
+            that is unknown.
         lost: where its time went.
     """
 
@@ -121,6 +124,7 @@ class Run:
         self.evaluations: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.last: dict[str, Any] = {}
+        self.before_starts: list[float] = []
         self.lost = LostTime()
         self._recent = 0
         self._trains = False
@@ -204,7 +208,7 @@ class Run:
     def restarts(self) -> list[dict[str, Any]]:
         """How each start of a submitted job ended (`restarts.jsonl`)."""
         try:
-            return last(self.path / "restarts.jsonl", 1 << 20)
+            return [without_secrets(line) for line in last(self.path / "restarts.jsonl", 1 << 20)]
         except OSError:
             return []
 
@@ -239,10 +243,11 @@ class Run:
         elif kind == "eval":
             self.evaluations.append(event)
         elif kind is not None:
-            self.events.append(event)
+            self.events.append(without_secrets(event))  # a library's text, or another program's, may hold one
             self._trains = self._trains and kind not in ("start", "stop")
             if kind == "start":
                 self._recent = len(self.series.steps)
+                self.before_starts.append(seconds_of(self.last))
             if kind == "resume" and isinstance(event.get("step"), int):
                 self.series.undo_after(event["step"])
                 self._recent = min(self._recent, len(self.series.steps))

@@ -86,7 +86,7 @@ class StepRecord:
         split: seconds of this rank by part (`train/split.py`); empty where it was not measured.
         checkpoint_seconds: for which training waited for checkpoints and copies after the steps before this one, since
             the last one that is logged.
-        communication_bytes: that this rank sent in the step, by axis of the mesh; pipeline messages are not counted.
+        communication_bytes: that this rank sent in the step, by axis of the mesh; `pp` has the messages between stages.
         memory: bytes that this rank holds, by kind.
         loss_spike: standard deviations by which the loss is above the mean of the steps before.
         straggler: the slowest rank.

@@ -235,8 +235,8 @@ class Reporter:
         head = {"event": "step", "step": record.step, "time": now()}
         self._metrics.write({**head, **values, **counts, **rates, **seconds, **peak, **bubble, **scores, **facts})
         self._scalars("train", record.step, {**values, **counts, **rates, **bubble, **seconds, **scores})
-        self._scalars("seconds", record.step, parts)
-        self._scalars("bytes", record.step, record.communication_bytes)
+        for prefix, numbers in _more_scalars(record, parts).items():
+            self._scalars(prefix, record.step, numbers)
         clock = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
             progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, clock)
@@ -407,6 +407,14 @@ class Reporter:
         """The last event of this name and step in the folder's metrics, read on rank 0; {} where there is none."""
         recorded = [] if self._metrics is None else [e for e in self.run.events(name) if e.get("step") == step]
         return recorded[-1] if recorded else {}
+
+
+def _more_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
+    """By prefix what is told besides: seconds by part, bytes sent and bytes held, and how slow the slowest rank is."""
+    slow = record.straggler
+    scores = {} if slow is None else {"relative": slow.relative, "own": slow.own}
+    memory = {**record.memory, "peak": record.peak_memory_bytes}
+    return {"seconds": parts, "bytes": record.communication_bytes, "memory": memory, "straggler": scores}
 
 
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:

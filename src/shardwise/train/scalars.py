@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.config import Config
 from shardwise.errors import ConfigError
-from shardwise.redaction import redacted
+from shardwise.redaction import redacted, without_secrets
 from shardwise.runlog import AppendedFile, RunDirectory
 
 _PROJECT = "shardwise"
@@ -113,7 +113,7 @@ def _begun(name: str, config: Config, run: RunDirectory, id_: str | None) -> Any
     """A tracker's module with a run begun, which has the configuration without secrets and nothing of the machine."""
     tracker = importlib.import_module(name)
     settings = config.model_dump(mode="json", exclude={"launch"})
-    facts: dict[str, Any] = {"project": _PROJECT, "name": run.path.resolve().name, "config": _without_secrets(settings)}
+    facts: dict[str, Any] = {"project": _PROJECT, "name": run.path.resolve().name, "config": without_secrets(settings)}
     if name == "trackio":
         tracker.init(**facts, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
         return tracker
@@ -122,11 +122,3 @@ def _begun(name: str, config: Config, run: RunDirectory, id_: str | None) -> Any
     options = {"id": id_, "resume": "allow"} if id_ is not None else {}
     tracker.init(**facts, **options, dir=str(run.path), settings=tracker.Settings(**quiet, **private))
     return tracker
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_secrets(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets(entry) for entry in value]
-    return redacted(value) if isinstance(value, str) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
-from shardwise.monitor.report.chart import line_chart, short
-from shardwise.monitor.report.numbers import thinned
-from tests.monitor_runs import Mesh, Start, loss_of, write_run
+from shardwise.monitor.report.chart import Curve, line_chart, short, stacked_chart, time_ticks
+from shardwise.monitor.report.numbers import columns
+from shardwise.monitor.series import PARTS
+from shardwise.runlog import json_text
+from tests.monitor_runs import FIRST, SPLIT, Mesh, Start, ending, loss_of, write_big, write_run
 
 HOSTILE = "<script>alert('x')</script>"
 BROWSER = next(
@@ -25,18 +28,23 @@ BROWSER = next(
 
 
 class Text(HTMLParser):
-    """The text that a reader sees, the tags, and what the page would load."""
+    """The text that a reader sees, the tags, what the page would load, and the numbers in its charts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.text, self.tags, self.loaded = "", list[str](), list[str]()
+        self.charts, self.ranks, self.dots = list[Any](), list[Any](), 0
         self.feed(page)
 
     def handle_data(self, data: str) -> None:
         self.text += data
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
         self.tags.append(tag)
+        self.charts += [json.loads(found["data-chart"] or "")] if "data-chart" in found else []
+        self.ranks += [json.loads(found["data-ranks"] or "")] if "data-ranks" in found else []
+        self.dots += str(found.get("class")).startswith("dots")
         self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
 
 
@@ -59,10 +67,11 @@ def test_the_page_has_the_numbers_and_loads_nothing(tmp_path: Path, capsys: pyte
     assert found["numbers"]["final_loss"] == loss_of(60)
     for text in (f"{loss_of(60):.4f}", "2 starts", "5 steps were done again", "16 ranks on 2 hosts", "is a spike"):
         assert text in page.text, text
-    assert f"{100 * found['goodput']:.1f} % in steps that count" in page.text
+    assert f"{found['goodput']:.1%} in steps that count" in page.text
     assert found["lost_steps"] == 5
     assert sum(found["lost_seconds"].values()) + found["useful_seconds"] == pytest.approx(found["seconds"])
-    assert [point[0] for point in found["curves"]["loss"]] == [*range(1, 61)]
+    assert [row[0] for row in found["curves"]["loss"]] == [*range(1, 61)]
+    assert found["split_by_step"][-1] == pytest.approx([60, *(SPLIT.get(part, 0.0) for part in PARTS)])
     worst = max(found["ranks"], key=lambda rank: rank["relative"])
     assert (worst["rank"], worst["relative"]) == (5, pytest.approx(2.0))
 
@@ -74,7 +83,10 @@ def test_two_runs_are_laid_over_each_other(tmp_path: Path, capsys: pytest.Captur
     assert "|A − B| / |B|, is 0.5 at step\n7:" in page.text
     assert "(12 steps in common)" in page.text
     assert "train.steps" in page.text
-    assert page.text.count("A: a") >= 2, "each chart names both"
+    charts = [data["curves"] for data in page.charts if "percent" in data]
+    assert charts
+    assert all(list(curves) == ["A", "B"] for curves in charts), "each chart has both"
+    assert page.dots == 3, "evaluations of A at the steps 10 and 20, of B at the step 10"
     compared = numbers(capsys, str(a), str(b))["compared"]
     largest = {"difference": pytest.approx(0.5), "step": 7, "a": loss_of(7) * 1.5, "b": loss_of(7)}
     assert compared["largest"] == largest
@@ -122,9 +134,11 @@ def test_odd_runs_have_a_report(case: str, tmp_path: Path, capsys: pytest.Captur
         metrics.write_text("".join(json.dumps({k: v for k, v in e.items() if k in kept}) + "\n" for e in events))
     assert "</html>" in report(run)
     found = numbers(capsys, str(run))
-    assert all(math.isfinite(value) for points in found["curves"].values() for _, value in points)
+    assert all(math.isfinite(value) for rows in found["curves"].values() for row in rows for value in row)
     if case == "nan":
-        assert [step for step, _ in found["curves"]["loss"]] == [1, 2, 4, 5]
+        assert [row[0] for row in found["curves"]["loss"]] == [1, 2, 4, 5]
+        assert found["not_finite"] == {"loss": {"steps": 1, "first": 3, "last": 3}}
+        assert "not finite at 1 step, first 3" in Text(report(run)).text
 
 
 def test_wrong_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,22 +160,123 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "png/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_that_diverged_does_not_look_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a", losses=dict.fromkeys(range(14, 21), math.nan))
+    b = write_run(tmp_path / "b", losses={17: math.inf})
+    found = numbers(capsys, str(a))
+    assert found["numbers"]["final_loss"] == "nan"
+    assert found["numbers"]["least_loss"] == loss_of(13)
+    page = Text(report(a))
+    assert "NaN" in page.text
+    assert "first not finite at step 14" in page.text
+    assert f"{loss_of(13):.4f}" not in page.text, "the last good loss is not the final one"
+    compared = numbers(capsys, str(a), str(b))["compared"]
+    assert compared["largest"]["difference"] == 0.0
+    assert compared["not_finite"] == {"steps": 7, "step": 14, "a": "nan", "b": loss_of(14)}
+    said = Text(report(a, str(b))).text
+    assert "7 of these steps cannot be compared, first step 14" in said
+    assert f"the loss is NaN in A and {loss_of(14):.8g} in B" in said
+
+
+def test_what_is_unknown_is_no_zero(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: value for key, value in event.items() if key != "time"} for event in events]
+    (run / "metrics.jsonl").write_text("".join(map("{}\n".format, map(json_text, kept))))
+    page = Text(report(run))
+    assert "The run: – in steps that countnot recorded" in page.text
+    assert "0.0%" not in page.text
+    assert "0.00 s" not in Text(report(unnumbered(run))).text, "no time is told of a checkpoint"
+
+
+def unnumbered(run: Path) -> Path:
+    """The run with events of which nothing but their kind and step was recorded."""
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: event.get(key) for key in ("event", "step")} for event in events]
+    (run / "metrics.jsonl").write_text("".join(map("{}\n".format, map(json_text, kept))))
+    return run
+
+
+def test_ranks_and_their_layout(tmp_path: Path) -> None:
+    """The degrees are named; memory is a bar for each rank; every fact of a rank is reachable without a mouse."""
+    run = write_run(tmp_path / "run", mesh=Mesh(2, 2, 4, 2), straggler=5)
+    page = Text(report(run))
+    assert "TP 4 × PP 2 × DP 2, ZeRO-1, schedule 1f1b: 16 ranks on 2 hosts" in page.text
+    (bars,) = (chart for chart in page.charts if chart.get("axis") == "rank")
+    assert bars["suffix"] == " GiB"
+    assert bars["curves"][""] == [[rank, pytest.approx(14 + rank / 64, rel=1e-4)] for rank in range(16)]
+    assert "from 14.0 GiB on rank 0 to 14.2 GiB on rank 15" in page.text
+    (told,) = page.ranks
+    assert told["axes"] == ["pp", "dp", "tp"]
+    assert told["ranks"][5] == [5, 0, 2.0, 14.08, 0, 1, 1]
+    assert "5node-000pp 0 dp 1 tp 12.00 ×14.1 GiB" in page.text.replace("\n", ""), "its row of the table"
+
+
+def test_restarts_tell_their_causes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [Start(0, 8, None), Start(5, 20)])
+    lost = ending("lost node", FIRST, 19.0, 8, text="node-001 does not answer\nand more", job="17")
+    (run / "restarts.jsonl").write_text(json_text(lost) + "\n")
+    found = numbers(capsys, str(run))
+    (event,) = (event for event in found["events"] if event["kind"] == "ended")
+    assert event["text"] == "job 17, lost node, node-001 does not answer"
+    assert (event["step"], event["at"]) == (8, FIRST + 19.0)
+    assert [event["kind"] for event in found["events"]][:3] == ["start", "ended", "start"], "in the order of time"
+    began = found["events"][0]["at"]
+    assert found["timeline"]["training"][0] == pytest.approx([0.0, 8.0]), "up to its last step, though that was undone"
+    assert found["timeline"]["marks"]["ended"] == pytest.approx([FIRST + 19.0 - began])
+    assert "job 17, lost node, node-001 does not answer" in Text(report(run)).text
+
+
 def test_a_long_curve_keeps_its_spikes() -> None:
     values = [1.0] * 100_000
     values[54_321] = 9.0
-    points = thinned(range(1, 100_001), values)
-    assert len(points) <= 600
-    assert [54_322, 9.0] in points
-    assert (points[0][0], points[-1][0]) == (1, 100_000)
+    rows = columns(range(1, 100_001), values)
+    assert len(rows) <= 300
+    assert rows[-1] == [100_000, 1.0, 1.0, 1.0]
+    (spike,) = (row for row in rows if row[3] > 1.0)
+    assert spike[1:] == [1.0, pytest.approx(1 + 8 / (spike[0] - rows[rows.index(spike) - 1][0])), 9.0]
+    assert columns([1, 2, 3], [math.nan, 2.0, math.inf]) == [[2, 2.0, 2.0, 2.0]]
 
 
 def test_axes_have_round_numbers() -> None:
-    chart = line_chart("x", {"a": [[1, 2.13], [900, 5.9]]})
-    assert all(f">{tick}<" in chart for tick in ("2", "3", "4", "5", "6", "250", "500", "750"))
-    assert line_chart("x", {"a": []}) == ""
-    assert "circle" in line_chart("x", {"a": [[1, 3.0]]}), "of a single step a line shows nothing"
-    texts = {1200.0: "1,200", 12_500.0: "12.5 k", 1.2e6: "1.2 M", 3e-5: "3e-05", 0.5: "0.5", 0.0: "0"}
-    assert {value: short(value) for value in texts} == texts
+    chart = line_chart("x", {"a": Curve([[1, 2.13, 2.13, 2.13], [900, 5.9, 5.9, 5.9]])})
+    assert all(f">{tick}<" in chart for tick in ("step", "2", "3", "4", "5", "6", "250", "500", "750"))
+    assert line_chart("x", {"a": Curve([])}) == ""
+    assert "circle" in line_chart("x", {"a": Curve([[1, 3.0, 3.0, 3.0]])}), "of a single step a line shows nothing"
+    assert short([0.0, 5_000.0, 10_000.0]) == ["0", "5,000", "10,000"]
+    assert short([0.0, 500_000.0, 1e6]) == ["0", "0.5 M", "1 M"]
+    assert short([3e-5]) == ["3e-05"]
+    assert time_ticks(100.0) == [(at, f"{at:g} s") for at in (0.0, 15.0, 30.0, 45.0, 60.0, 75.0, 90.0)]
+    assert [text for _, text in time_ticks(5 * 3600.0)] == ["0 h", "1 h", "2 h", "3 h", "4 h", "5 h"]
+    assert len(time_ticks(3e8)) <= 9
+
+
+def test_few_columns_do_not_flatten_the_rest() -> None:
+    """The steep beginning leaves the chart, which says how far; a curve without one is shown whole."""
+    falling = [[step, value, value, value] for step in range(1, 101) for value in [2 + 9 / step**2]]
+    chart = line_chart("x", {"a": Curve(falling)})
+    assert "axis cut: values reach to 11<" in chart
+    assert ">10<" not in chart
+    assert "axis cut" not in line_chart("x", {"a": Curve(falling)}, is_cut=False)
+    straight = [[step, step / 10, step / 10, step / 10] for step in range(1, 101)]
+    assert "axis cut" not in line_chart("x", {"a": Curve(straight)})
+
+
+def test_parts_are_stacked() -> None:
+    chart = stacked_chart("x", ["a", "b", "c"], [[1, 1.0, 0.0, 2.0], [11, 2.0, 0.0, 2.0]])
+    assert chart.count("<polygon") == 2, "a part that takes no time has no area"
+    assert chart.index('class="f2"') < chart.index('class="f0"'), "the lower part lies above the higher one"
+    top = re.search(r'class="f2" points="([^ ]+) ([^ ]+) ', chart)
+    assert top is not None
+    left, right = (float(point.partition(",")[2]) for point in top.groups())
+    assert (206 - left) / (206 - right) == pytest.approx(3 / 4, abs=0.01), "c reaches to the sum of all"
+    assert stacked_chart("x", ["a"], []) == ""
+
+
+def test_two_long_runs_fit_into_a_mail(tmp_path: Path) -> None:
+    runs = [write_big(tmp_path / name, ranks=1024, steps=20_000, tail=1) for name in "ab"]
+    report(runs[0], str(runs[1]))
+    assert (runs[0] / "report.html").stat().st_size < 400_000
 
 
 PROBE = """<body><script>
@@ -175,7 +290,14 @@ for (const width of [390, 1280]) {
     const page = frame.contentDocument, loaded = frame.contentWindow.performance.getEntriesByType("resource").length;
     page.querySelector(".chart svg").dispatchEvent(new KeyboardEvent("keydown", {key: "Home"}));
     const fits = page.documentElement.scrollWidth <= width, shown = page.querySelector("output").textContent;
-    told.push([width, fits, shown, loaded, getComputedStyle(page.body).backgroundColor]);
+    const ranks = page.querySelector("[data-ranks]"), cell = ranks.querySelectorAll(".group i")[77];
+    ranks.dispatchEvent(new KeyboardEvent("keydown", {key: "End"}));
+    const last = ranks.parentElement.querySelector("output").textContent;
+    cell.dispatchEvent(new PointerEvent("pointerdown", {bubbles: true, pointerType: "touch"}));
+    const touched = ranks.parentElement.querySelector("output").textContent;
+    frame.contentWindow.dispatchEvent(new Event("beforeprint"));
+    const isOpen = [...page.querySelectorAll("details")].every((one) => one.open);
+    told.push([width, fits, shown, loaded, getComputedStyle(page.body).backgroundColor, last, touched, isOpen]);
     if (told.length === 3) document.body.textContent = "PROBE" + JSON.stringify(told) + "EBORP";
   };
   document.body.append(frame);
@@ -202,10 +324,13 @@ def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
     is_dark, *frames = json.loads(done.stdout.partition("PROBE")[2].partition("EBORP")[0])
     assert is_dark
     assert sorted(frame[0] for frame in frames) == [390, 1280]
-    for width, fits, shown, loaded, background in frames:
+    for width, fits, shown, loaded, background, last, touched, is_open in frames:
         assert fits, f"it is wider than {width} pixels"
         assert shown == f"step 1: {loss_of(1):.0f}"
         assert loaded == 0, "it asks the network for something"
         assert background == "rgb(16, 21, 27)", "the dark page"
+        assert last == "rank 1023 on node-127, pp 3 dp 15 tp 15, 29.98 GiB, 1.00 × the work of the best", "by key"
+        assert touched == "rank 77 on node-009, pp 0 dp 4 tp 13, 15.20 GiB, 2.00 × the work of the best", "by touch"
+        assert is_open, "on paper the configuration is hidden"
     assert "CONSOLE" not in done.stderr, done.stderr
     assert page.stat().st_size < 400 * 1024

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli import main
 from shardwise.errors import ConfigError
 from shardwise.monitor.run import Run, folders, open_run, runs
+from shardwise.monitor.screen.frame import Reader
+from shardwise.monitor.screen.panels import told_event
 from shardwise.runlog import FORMAT, RunLock, json_text
-from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, loss_of, write_big, write_run
+from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, ending, loss_of, write_big, write_run
 
 RESTARTED = [Start(0, 27, "failed: RunError: a rank ended"), Start(20, 25, None), Start(20, 130)]
 
@@ -214,6 +217,32 @@ def test_damaged_files_beside_the_metrics(tmp_path: Path) -> None:
     run = Run(path, whole=False)
     assert run.config == run.environment == run.results == {}
     assert (run.state, run.steps, run.restarts()) == ("finished", 20, [{"how": "failed"}])
+
+
+VIEWS = (["top", "--once"], ["monitor", "--once"], ["report", "--json"], ["report"])
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=" ".join)
+def test_no_view_shows_a_secret(view: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever wrote the run's files: another program, or a library whose text an error repeats."""
+    secret = "https://me:hunter2@host/x?token=hunter2"
+    run = write_run(tmp_path / "run", [Start(0, 5, f"failed: OSError: {secret} is gone")])
+    (run / "config.yaml").write_text(f"data: {{path: '{secret}'}}\nlaunch: {{environment: {{HF_TOKEN: hunter2}}}}\n")
+    (run / "environment.json").write_text(json.dumps({"command": ["shardwise", "train", "hub.token=hunter2"]}))
+    (run / "restarts.jsonl").write_text(json_text(ending("failed", FIRST, 9.0, 5, text=secret)) + "\n")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    warning = json_text({"event": "warning", "time": "2026-01-01T00:00:12+00:00", "step": 2, "text": secret})
+    unknown = json_text({"event": "custom", "time": "2026-01-01T00:00:12+00:00", "from": [{"url": secret}]})
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], warning, unknown, lines[-1]]) + "\n")
+    assert main([view[0], str(run), *view[1:]]) == 0
+    shown = capsys.readouterr().out
+    if view == ["report"]:
+        shown = (run / "report.html").read_text(encoding="utf-8")
+    assert "https://(redacted)@host" in shown
+    assert "hunter2" not in shown
+    events = Reader(run).read().events
+    assert "hunter2" not in "".join(told_event(event, None).plain for event in events)
+    assert {event["event"] for event in events} >= {"ended", "custom"}
 
 
 def test_bad_input_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,8 @@ def fixed(path: Path) -> Top:
     """The screen of a run, read once, as if it ran at the moment NOW."""
     reader = Reader(path)
 
-    def read(columns: int, span: Span) -> Frame:
-        return replace(reader.read(columns, span), now=NOW, state="running", eta_seconds=600.0)
+    def read(columns: int, span: Span, still: bool) -> Frame:
+        return replace(reader.read(columns, span, still), now=NOW, state="running", eta_seconds=600.0)
 
     return Top(read, 0)
 
@@ -196,6 +196,33 @@ def test_keys(run: Path) -> None:
         await pilot.press("q")
         await pilot.pause()
         assert not app.is_running
+
+    on_screen(app, body)
+
+
+def test_zoom_while_paused(run: Path) -> None:
+    """The curves follow at once, and nothing that was written since is read."""
+    app = fixed(run)
+
+    async def body(pilot: Pilot[None]) -> None:
+        await pilot.press("p")
+        metrics = run / "metrics.jsonl"
+        last = [line for line in metrics.read_text().splitlines() if line.startswith('{"event": "step"')][-1]
+        with metrics.open("a") as file:
+            file.write(last.replace('"step": 400', '"step": 900') + "\n")
+        for begin, span in ((361, "last tenth"), (397, "last hundredth"), (1, "all steps")):
+            await pilot.press("z")
+            while app._is_reading:
+                await pilot.pause(0.01)
+            await pilot.pause()
+            assert app.frame is not None
+            assert (app.frame.curves["loss"].first, app.frame.curves["loss"].last) == (begin, 400), span
+            assert span in shown(app)
+        await pilot.press("p")
+        while app._is_reading:
+            await pilot.pause(0.01)
+        assert app.frame is not None
+        assert app.frame.step == 900
 
     on_screen(app, body)
 

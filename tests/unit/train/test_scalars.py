@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.runlog import RunDirectory
 from shardwise.train import scalars
 from shardwise.train.scalars import Scalars, require_trackers
-from tests.unit.train.test_report import config
+from shardwise.train.straggler import Straggler
+from tests.unit.train.test_report import config, record, reporter
 
 SECRET = "s3://me:hunter2@bucket/text"
 SCRIPT = """
@@ -86,3 +88,17 @@ def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^log\.trackers \(trackio\) needs the package trackio: pip install 'shard"):
         require_trackers(config(trackers=["trackio"]))
     require_trackers(config())
+
+
+def test_tensorboard_has_memory_and_the_slowest_rank(tmp_path: Path) -> None:
+    made, _ = reporter(tmp_path)
+    with made:
+        made.start()
+        measured = {"memory": {"parameters": 64, "other": 32}, "communication_bytes": {"pp": 16}}
+        made.step(record(1, **measured, straggler=Straggler(rank=3, relative=1.25, own=1.125)))
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    expected = {"memory/parameters": 64, "memory/other": 32, "memory/peak": 1000, "bytes/pp": 16}
+    expected |= {"straggler/relative": 1.25, "straggler/own": 1.125}
+    assert {name: events.Scalars(name)[0].value for name in expected} == expected
+    assert [(each.step, each.value) for each in events.Scalars("train/samples")] == [(1, 8.0)]
+    assert events.Scalars("train/tokens_per_second")[0].value == 512.0

@@ -4,73 +4,84 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
-from shardwise.monitor.lost import CAUSES, seconds_of
+from shardwise import units
+from shardwise.monitor.lost import CAUSES, number, seconds_of
 from shardwise.monitor.run import RankView, Run
 from shardwise.monitor.series import PARTS
 from shardwise.monitor.summary import row
-from shardwise.redaction import REDACTED, is_secret_variable, redacted
+from shardwise.redaction import without_secrets
 
 SCHEMA = 1
 CURVES = ("loss", "lr", "grad_norm", "param_norm", "tokens_per_second", "mfu", "step_seconds", "bubble", "loss_spike")
-_POINTS = 300
-"""Columns of a curve; each shows its smallest and its largest value, so that spikes stay visible."""
-_MOST_EVENTS = 300
-_TOLD = {
-    "start": "start",
-    "resume": "resume",
-    "checkpoint": "checkpoint",
-    "warning": "warning",
-    "compile": "compile",
-    "stop": "stop",
-}
+_ALWAYS_KNOWN = ("loss", "grad_norm")
+"""Curves whose value every step records: one that is no finite number tells of a training that diverged."""
+_COLUMNS = 120
+"""Of a curve."""
+_MOST = {"checkpoint": 60, "eval": 60, "start": math.inf, "stop": math.inf, "ended": math.inf}
+_MOST_OF_OTHERS = 120
+"""Events of a kind that are told: the last ones."""
+_TOLD = ("start", "resume", "checkpoint", "warning", "compile", "stop", "ended", "eval")
 
 
 def report_of(run: Run) -> dict[str, Any]:
     """All that a report tells of one run, read whole."""
-    ranks = run.ranks()
+    series, happened = run.series, _happened(run)
+    told = _last_of_each_kind(happened)
+    is_timed = run.lost.whole > 0
     return {
         "schema": SCHEMA,
         **row(run),
         "created": _stamp(time.time()),
         "numbers": _headline(run),
-        "curves": {name: thinned(run.series.steps, run.series.numbers[name]) for name in CURVES},
-        "evaluations": [
-            [event.get("step"), event.get("loss")] for event in run.evaluations if _known(event.get("loss"))
-        ],
+        "curves": {name: columns(series.steps, series.numbers[name]) for name in CURVES},
+        "not_finite": {name: found for name in _ALWAYS_KNOWN if (found := _not_finite(run, name))},
+        "evaluations": _spread(
+            [[event.get("step"), event["loss"]] for event in run.evaluations if _known(event.get("loss"))]
+        ),
         "split_seconds": _split(run),
+        "split_by_step": _split_by_step(run),
         "memory_bytes": _amounts(run.last.get("memory_bytes")),
         "communication_bytes": _amounts(run.last.get("communication_bytes")),
         "lost_seconds": {cause: _finite(run.lost.by_cause.get(cause)) or 0.0 for cause in CAUSES},
         "lost_steps": run.lost.steps,
-        "seconds": _finite(run.lost.whole) or 0.0,
-        "useful_seconds": _finite(run.lost.useful) or 0.0,
+        "seconds": run.lost.whole if is_timed else None,
+        "useful_seconds": run.lost.useful if is_timed else None,
         "starts": run.lost.starts,
-        "ranks": [_rank(view) for view in ranks],
-        "events": _events(run),
+        "ranks": [_rank(view) for view in run.ranks()],
+        "events": told,
+        "events_left_out": len(happened) - len(told),
+        "timeline": _timeline(run, happened),
         "layout": run.start.get("layout") or {},
         "precision": run.start.get("precision") or {},
-        "config": _without_secrets(run.config),
-        "environment": _without_secrets(run.environment),
+        "config": without_secrets(run.config),
+        "environment": without_secrets(run.environment),
     }
 
 
 def comparison(a: Run, b: Run) -> dict[str, Any]:
-    """How two runs differ: the largest difference of training loss, relative to B, and the keys of configuration."""
+    """How two runs differ: the largest difference of training loss, relative to B, and the keys of configuration.
+
+    Steps at which a loss is no finite number are counted by themselves.
+    """
     others = dict(zip(b.series.steps, b.series.numbers["loss"], strict=True))
-    both = [(step, loss, others[step]) for step, loss in _points(a) if step in others]
-    largest: dict[str, Any] | None = None
-    for step, loss, other in both:
-        found = difference(loss, other)
-        if not math.isnan(found) and (largest is None or found > largest["difference"]):
-            largest = {"difference": found, "step": step, "a": loss, "b": other}
-    mine, theirs = (dict(_flat(_without_secrets(run.config))) for run in (a, b))
+    both = [
+        {"step": step, "a": loss, "b": others[step]}
+        for step, loss in zip(a.series.steps, a.series.numbers["loss"], strict=True)
+        if step in others
+    ]
+    finite = [at for at in both if math.isfinite(at["a"]) and math.isfinite(at["b"])]
+    odd = [at for at in both if not (math.isfinite(at["a"]) and math.isfinite(at["b"]))]
+    found = [{"difference": difference(at["a"], at["b"]), **at} for at in finite]
+    mine, theirs = (dict(_flat(without_secrets(run.config))) for run in (a, b))
     keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
     return {
         "steps": len(both),
-        "largest": largest,
+        "largest": max(found, key=lambda at: at["difference"], default=None),
+        "not_finite": {"steps": len(odd), **odd[0]} if odd else None,
         "config": [[key, mine.get(key), theirs.get(key)] for key in keys],
     }
 
@@ -80,27 +91,50 @@ def difference(a: float, b: float) -> float:
     return abs(a - b) / abs(b) if b else math.inf if a else 0.0
 
 
-def thinned(steps: Sequence[int], values: Sequence[float], columns: int = _POINTS) -> list[list[float]]:
-    """The curve as at most two points a column, its smallest and its largest value; [[step, value], …] without NaN."""
-    known = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
-    if len(known) <= 2 * columns:
-        return [[step, value] for step, value in known]
-    found: list[tuple[int, float]] = []
-    for column in range(columns):
-        part = known[column * len(known) // columns : (column + 1) * len(known) // columns]
-        ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-        found += sorted(ends)
-    return [[step, value] for step, value in [known[0], *found[1:-1], known[-1]]]
+def columns(steps: Sequence[int], values: Sequence[float], count: int = _COLUMNS) -> list[list[float]]:
+    """The curve in at most that many columns: the last step of each, and its least, mean and largest finite value."""
+    found = []
+    for begin, end in _cuts(len(steps), count):
+        inside = _finite_of(values[begin:end])
+        if inside:
+            least, largest = min(inside), max(inside)
+            mean = min(max(sum(inside) / len(inside), least), largest)  # rounding would put it outside
+            found.append([steps[end - 1], least, mean, largest])
+    return found
+
+
+def _cuts(length: int, count: int) -> Iterator[tuple[int, int]]:
+    count = min(length, count)
+    return ((at * length // count, (at + 1) * length // count) for at in range(count))
+
+
+def _finite_of(values: Sequence[float]) -> Sequence[float]:
+    return values if all(map(math.isfinite, values)) else [value for value in values if math.isfinite(value)]
+
+
+def _spread(points: Sequence[list[Any]]) -> list[list[Any]]:
+    """Of very many points some, evenly, with the last one."""
+    every = -(-len(points) // _COLUMNS) or 1
+    return [*points[::-1][::every]][::-1]
+
+
+def _not_finite(run: Run, name: str) -> dict[str, Any] | None:
+    """The steps at which a number is not finite; None without one, and where the run never recorded it."""
+    steps, values = run.series.steps, run.series.numbers[name]
+    found = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
+    if not found or (len(found) == len(steps) and run.last.get(name) is None):
+        return None
+    return {"steps": len(found), "first": found[0], "last": found[-1]}
 
 
 def _headline(run: Run) -> dict[str, Any]:
     """The numbers at the top."""
-    losses = [value for value in run.series.numbers["loss"] if math.isfinite(value)]
+    losses = _finite_of(run.series.numbers["loss"])
     terms = run.start.get("mfu_terms") or {}
     return {
-        "final_loss": losses[-1] if losses else None,
+        "final_loss": _final_loss(run),
         "least_loss": min(losses, default=None),
-        "final_eval_loss": _finite(run.evaluations[-1].get("loss")) if run.evaluations else None,
+        "final_eval_loss": _number(run.evaluations[-1].get("loss")) if run.evaluations else None,
         "tokens": _finite(run.last.get("tokens")),
         "tokens_per_second": _finite(run.last.get("tokens_per_second")),
         "peak_tokens_per_second": _finite(run.last.get("peak_tokens_per_second")),
@@ -117,6 +151,13 @@ def _headline(run: Run) -> dict[str, Any]:
     }
 
 
+def _final_loss(run: Run) -> float | None:
+    """Of the last step, NaN too; None where no step recorded one."""
+    values = run.series.numbers["loss"]
+    is_known = bool(values) and (math.isfinite(values[-1]) or run.last.get("loss") is not None)
+    return values[-1] if is_known else None
+
+
 def _split(run: Run) -> dict[str, float]:
     """The mean seconds of each part of a step."""
     means = {}
@@ -125,6 +166,16 @@ def _split(run: Run) -> dict[str, float]:
         if known:
             means[name] = sum(known) / len(known)
     return means
+
+
+def _split_by_step(run: Run) -> list[list[float]]:
+    """The step of each column, and the mean seconds of each of `PARTS` in it; [] where no step recorded them."""
+    found = []
+    for begin, end in _cuts(len(run.series.steps), _COLUMNS):
+        parts = [_finite_of(run.series.parts[name][begin:end]) for name in PARTS]
+        if any(parts):
+            found.append([run.series.steps[end - 1], *(sum(part) / len(part) if part else 0.0 for part in parts)])
+    return found
 
 
 def _rank(view: RankView) -> dict[str, Any]:
@@ -138,49 +189,84 @@ def _rank(view: RankView) -> dict[str, Any]:
     }
 
 
-def _events(run: Run) -> list[dict[str, Any]]:
-    """What happened, in the order of time; of very many the last ones, and all starts and stops."""
-    told = [event for event in run.events if event.get("event") in _TOLD]
-    kept = {id(event) for event in told[-_MOST_EVENTS:]}
+def _happened(run: Run) -> list[dict[str, Any]]:
+    """All that is told of a run's events, its evaluations and the ends of its job's starts, in the order of time."""
+    ends = [{"event": "ended", **line} for line in run.restarts()]
+    evaluations = [{**event, "event": "eval"} for event in run.evaluations]
     found = [
         {"kind": event["event"], **_when(event), "text": _text(event)}
-        for event in told
-        if id(event) in kept or event["event"] in ("start", "stop")
+        for event in (*run.events, *evaluations, *ends)
+        if event.get("event") in _TOLD
     ]
-    for event in run.evaluations[-_MOST_EVENTS:]:
-        text = f"evaluation loss {event['loss']:.4f}" if _known(event.get("loss")) else "evaluation"
-        found.append({"kind": "eval", **_when(event), "text": text})
     return sorted(found, key=lambda event: event["at"] or 0.0)
+
+
+def _last_of_each_kind(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of very many events the last ones of each kind."""
+    left: dict[str, float] = {}
+    kept = []
+    for event in reversed(events):
+        kind = event["kind"]
+        left[kind] = left.get(kind, _MOST.get(kind, _MOST_OF_OTHERS)) - 1
+        if left[kind] >= 0:
+            kept.append(event)
+    return kept[::-1]
+
+
+def _timeline(run: Run, events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """When the run trained and when something happened, in seconds since its first event; None without any time."""
+    timed = [event for event in events if event["at"] is not None]
+    if not timed:
+        return None
+    first, training = timed[0]["at"], []
+    begins = [seconds_of(event) for event in run.events if event.get("event") == "start"]
+    last_steps = [*run.before_starts[1:], seconds_of(run.last)]
+    for begin, until, last_step in zip(begins, [*begins[1:], math.inf], last_steps, strict=True):
+        signs = [event["at"] for event in timed if begin <= event["at"] < until and event["kind"] != "ended"]
+        if signs:  # none where the start has no time
+            training.append([begin - first, max(*signs, begin, last_step if last_step >= begin else begin) - first])
+    kinds = ("checkpoint", "eval", "warning", "ended")
+    marks = {kind: [event["at"] - first for event in timed if event["kind"] == kind] for kind in kinds}
+    last = max([timed[-1]["at"] - first, *(end for _, end in training)])
+    return {"first": _stamp(first), "seconds": last, "training": training, "marks": marks}
 
 
 def _when(event: Mapping[str, Any]) -> dict[str, Any]:
     """When an event was recorded, as text and in seconds since the epoch, and after which step."""
-    at = seconds_of(event)
-    told, step = event.get("time"), event.get("step")
+    at, step = seconds_of(event), event.get("step")
+    if event.get("event") == "ended":
+        at = number(event.get("began")) + number(event.get("seconds"))
     return {
-        "time": told if isinstance(told, str) else None,
+        "time": None if math.isnan(at) else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds"),
         "at": None if math.isnan(at) else at,
         "step": step if isinstance(step, int) else None,
     }
 
 
 def _text(event: Mapping[str, Any]) -> str:
-    kind = event["event"]
-    if kind == "warning":
-        return redacted(str(event.get("text", "")))
-    if kind == "stop":
-        return redacted(str(event.get("reason", "")))
-    if kind == "checkpoint":
-        return f"training waited {_finite(event.get('blocked_seconds')) or 0.0:.2f} s"
-    if kind == "compile":
-        return f"{event.get('graphs')} graphs, {event.get('hits')} from the cache"
-    if kind == "resume":
-        return f"loaded in {_finite(event.get('load_seconds')) or 0.0:.2f} s"
-    return f"after {_finite(event.get('seconds_before_training')) or 0.0:.1f} s"
+    match event["event"]:
+        case "warning":
+            return str(event.get("text", ""))
+        case "stop":
+            return str(event.get("reason", ""))
+        case "checkpoint":
+            size = units.size(event["bytes"]) if _known(event.get("bytes")) else ""
+            return ", ".join(filter(None, [size, _seconds("training waited {:.2f} s", event.get("blocked_seconds"))]))
+        case "compile":
+            return f"{event.get('graphs')} graphs, {event.get('hits')} from the cache"
+        case "resume":
+            return _seconds("loaded in {:.2f} s", event.get("load_seconds"))
+        case "eval":
+            return f"evaluation loss {number(event.get('loss')):.4f}"
+        case "ended":
+            told = [f"job {event['job']}" if event.get("job") else "", str(event.get("how", ""))]
+            told.append(str(event.get("text") or "").partition("\n")[0])
+            return ", ".join(filter(None, told))
+    return _seconds("training began after {:.1f} s", event.get("seconds_before_training"))
 
 
-def _points(run: Run) -> Iterable[tuple[int, float]]:
-    return zip(run.series.steps, run.series.numbers["loss"], strict=True)
+def _seconds(text: str, value: Any) -> str:
+    return text.format(value) if _known(value) else ""
 
 
 def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
@@ -192,22 +278,14 @@ def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
         yield from _flat(inner, f"{path}.{key}" if path else str(key))
 
 
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        hidden = {
-            key for key, inner in value.items() if isinstance(inner, str) and is_secret_variable(str(key).upper())
-        }
-        return {str(key): REDACTED if key in hidden else _without_secrets(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets(inner) for inner in value]
-    if isinstance(value, str):
-        return redacted(value)
-    return value if value is None or isinstance(value, bool | int | float) else str(value)  # YAML has dates and sets
-
-
 def _finite(value: Any) -> Any:
     """The value where it is a finite number, as it was recorded; else None."""
     return value if _known(value) else None
+
+
+def _number(value: Any) -> float | None:
+    """A number of the record, which may be NaN; None where there is none."""
+    return None if value is None else number(value)
 
 
 def _amounts(value: Any) -> dict[str, Any]:

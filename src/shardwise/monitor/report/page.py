@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,11 @@ import jinja2
 from markupsafe import Markup
 
 from shardwise import units
-from shardwise.monitor.report.chart import bar, line_chart, short, timeline
+from shardwise.monitor.report import chart
+from shardwise.monitor.report.chart import Curve
+from shardwise.monitor.report.numbers import columns
+from shardwise.monitor.report.ranks import layout_of, ranks_picture
+from shardwise.monitor.series import PARTS
 
 _TITLES = {
     "loss": "Training loss",
@@ -23,10 +28,16 @@ _TITLES = {
     "mfu": "MFU",
     "step_seconds": "Seconds of a step",
     "bubble": "Pipeline bubble",
+    "loss_spike": "Loss spike score",
 }
 _PERCENT = ("mfu", "bubble")
-_MOST_LABELLED = 128
-"""Ranks up to which each has its number in the picture of the layout."""
+_WHOLE = ("lr", "param_norm", "loss_spike")
+"""Curves of which nothing is cut off: their beginning is as telling as the rest."""
+_LOST = (4, 1, 2, 0, 5, 7, 3, 6)
+"""Colours of the parts of a run's time: green for the steps that count."""
+_AXES = {"tp": "TP", "dp": "DP", "pp": "PP", "world": "all ranks"}
+_SENT = (3, 1, 2, 7, 5, 0, 4, 6)
+_MARKS = {"checkpoint": "checkpoints", "eval": "evaluations", "warning": "warnings", "ended": "ends of jobs"}
 
 
 def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> str:
@@ -36,16 +47,21 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         reports: by `report_of`.
         compared: by `comparison`, of two runs.
     """
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
-    template = environment.from_string((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["pretty"] = lambda value: json.dumps(_counted(value), indent=2, ensure_ascii=False)
+    environment.filters["loss"] = lambda value: _number(value, ".8g")
     names = _names(reports)
-    return template.render(
+    return environment.get_template("page.html").render(
         title=" and ".join(str(report["run"]) for report in reports),
         runs=[_run(report, name) for report, name in zip(reports, names, strict=True)],
-        charts=[Markup(chart) for chart in _charts(reports, names) if chart],
+        charts=[Markup(drawn) for drawn in _charts(reports, names) if drawn],
         compared=compared,
-        short=short,
+        left=chart.LEFT,
+        width=chart.WIDTH - chart.LEFT - chart.RIGHT,
+        whole=chart.WIDTH,
     )
 
 
@@ -58,75 +74,93 @@ def _names(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
     charts = []
     for key, title in _TITLES.items():
-        curves = {name: report["curves"][key] for name, report in zip(names, reports, strict=True)}
-        dots = reports[0]["evaluations"] if key == "loss" else ()
-        charts.append(
-            line_chart(f"{title}{', dots: evaluation' if dots else ''}", curves, dots=dots, percent=key in _PERCENT)
-        )
+        curves, notes = {}, []
+        for name, report in zip(names, reports, strict=True):
+            odd = report["not_finite"].get(key)
+            breaks = None if odd is None else (odd["first"], odd["last"])
+            curves[name[:1] if len(reports) > 1 else name] = Curve(
+                report["curves"][key], report["evaluations"] if key == "loss" else (), breaks
+            )
+            if odd is not None:
+                whose = f"{name[:1]}: " if len(reports) > 1 else ""
+                notes.append(f"{whose}not finite at {units.counted(odd['steps'], 'step')}, first {odd['first']:,}")
+        has_dots = any(curve.dots for curve in curves.values())
+        title = f"{title}{', dots: evaluation' if has_dots else ''}"
+        charts.append(chart.line_chart(title, curves, percent=key in _PERCENT, is_cut=key not in _WHOLE, notes=notes))
     return charts
+
+
+def _counted(value: Any) -> Any:
+    """A record in which equal texts that follow each other, such as the names of a thousand devices, stand once."""
+    if isinstance(value, dict):
+        return {key: _counted(inner) for key, inner in value.items()}
+    if not isinstance(value, list):
+        return value
+    groups = [(one, len(list(group))) for one, group in itertools.groupby(value)]
+    return [f"{one} ({count:,} times)" if count > 1 and isinstance(one, str) else one for one, count in groups]
 
 
 def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What the template shows of one run."""
-    split = {part: seconds for part, seconds in report["split_seconds"].items() if seconds > 0}
-    lost = {"steps that count": report["useful_seconds"], **report["lost_seconds"]}
-    memory = report["memory_bytes"]
+    split = report["split_seconds"]
+    useful = report["useful_seconds"]
+    lost = {} if useful is None else {"steps that count": useful, **report["lost_seconds"]}
+    memory, sent, told = report["memory_bytes"], report["communication_bytes"], report["timeline"]
+    sent = {_AXES.get(axis, axis): amount for axis, amount in sent.items() if amount}
     return {
         "name": name,
         "report": report,
         "tiles": _tiles(report),
-        "split": Markup(bar(split, {part: units.duration(seconds) for part, seconds in split.items()})),
-        "lost": Markup(bar(lost, {part: units.duration(seconds) for part, seconds in lost.items()})),
-        "memory": Markup(bar(memory, {kind: units.size(amount) for kind, amount in memory.items()})),
-        "sent": {axis: units.size(amount) for axis, amount in report["communication_bytes"].items() if amount},
-        "stages": _stages(report["ranks"]),
-        "hosts": sorted({rank["host"] for rank in report["ranks"]}),
+        "reason": "" if report["reason"] == report["state"] else str(report["reason"] or ""),
+        "split": Markup(chart.bar(split, {part: units.duration(seconds) for part, seconds in split.items()})),
+        "split_by_step": Markup(chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"])),
+        "goodput": "–" if report["goodput"] is None else f"{report['goodput']:.1%}",
+        "lost": Markup(chart.bar(lost, {part: units.duration(seconds) for part, seconds in lost.items()}, _LOST)),
+        "memory": Markup(chart.bar(memory, {kind: units.size(amount) for kind, amount in memory.items()})),
+        "memory_by_rank": Markup(_memory_by_rank(report["ranks"])),
+        "sent": Markup(chart.bar(sent, {axis: units.size(amount) for axis, amount in sent.items()}, _SENT)),
+        "layout": layout_of(report),
+        "ranks": ranks_picture(report["ranks"]),
         "events": report["events"][::-1],
-        "timeline": Markup(timeline(_rows(report))),
+        "timeline": Markup("" if told is None else chart.timeline(told, _MARKS)),
     }
 
 
-def _rows(report: Mapping[str, Any]) -> dict[str, list[tuple[float, float, str]]]:
-    """The timeline of a run: when it trained, and when something happened, in seconds since its first event."""
-    timed = [(event["at"], event) for event in report["events"] if event["at"] is not None]
-    if not timed:
-        return {}
-    first = timed[0][0]
-    begins = [at - first for at, event in timed if event["kind"] == "start"]
-    rows: dict[str, list[tuple[float, float, str]]] = {"training": []}
-    for number, begin in enumerate(begins):
-        until = begins[number + 1] if number + 1 < len(begins) else math.inf
-        end = max((at - first for at, _ in timed if begin <= at - first < until), default=begin)
-        rows["training"].append((begin, end, f"start {number + 1}: {units.duration(end - begin)}"))
-    for name, kind in (("checkpoints", "checkpoint"), ("evaluations", "eval"), ("warnings", "warning")):
-        spans = [(at - first, at - first, _told(event)) for at, event in timed if event["kind"] == kind]
-        if spans:
-            rows[name] = spans
-    return rows
+def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """The memory of every rank as bars, in the unit of the largest."""
+    known = [(rank["rank"], rank["memory_bytes"]) for rank in ranks if rank["memory_bytes"] is not None]
+    most = max(known, key=lambda pair: pair[1], default=None)
+    if most is None:
+        return ""
+    least = min(known, key=lambda pair: pair[1])
+    power = max(0, min(4, int(math.log(max(1, most[1]), 1024))))
+    suffix = (" B", " KiB", " MiB", " GiB", " TiB")[power]
+    note = f"from {units.size(least[1])} on rank {least[0]:,} to {units.size(most[1])} on rank {most[0]:,}"
+    rows = columns([rank for rank, _ in known], [amount / 1024**power for _, amount in known])
+    return chart.bar_chart("Memory in use by rank", rows, "rank", suffix, note)
 
 
-def _told(event: Mapping[str, Any]) -> str:
-    step = "" if event["step"] is None else f"step {event['step']:,}: "
-    return f"{step}{event['text']}"
-
-
-def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The numbers at the top: name, value, and a note."""
+def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """The numbers at the top: name, value, a note, and the style of a value that tells of a fault."""
     numbers = report["numbers"]
     total = "" if report["steps"] is None else f"of {report['steps']:,}"
-    evaluated = numbers["final_eval_loss"]
+    final, evaluated, odd = numbers["final_loss"], numbers["final_eval_loss"], report["not_finite"].get("loss")
+    said = [] if evaluated is None else [f"evaluation {_number(evaluated)}"]
+    said += [] if odd is None else [f"first not finite at step {odd['first']:,}"]
     tiles = [
-        ("state", str(report["state"]), str(report["reason"] or "").removeprefix(str(report["state"]))),
-        ("steps", f"{report['step']:,}", total),
-        ("loss", _decimals(numbers["final_loss"]), "" if evaluated is None else f"evaluation {_decimals(evaluated)}"),
-        ("tokens/s", _count(numbers["tokens_per_second"]), f"at most {_count(numbers['peak_tokens_per_second'])}"),
-        ("MFU", "–" if numbers["mfu"] is None else f"{numbers['mfu']:.1%}", _mfu_note(numbers)),
-        ("a step", "–" if numbers["step_seconds"] is None else units.duration(numbers["step_seconds"]), "last 20"),
-        ("time", units.duration(report["seconds"]), units.counted(report["starts"], "start")),
-        ("goodput", "–" if numbers["goodput"] is None else f"{numbers['goodput']:.1%}", "time in steps that count"),
+        ("state", str(report["state"]), "", "bad" if report["state"] in ("failed", "killed") else ""),
+        ("steps", f"{report['step']:,}", total, ""),
+        ("loss", _number(final), ", ".join(said), "bad" if _is_odd(final) or _is_odd(evaluated) else ""),
+        ("tokens/s", _count(numbers["tokens_per_second"]), f"at most {_count(numbers['peak_tokens_per_second'])}", ""),
+        ("MFU", _share(numbers["mfu"]), _mfu_note(numbers), ""),
+        ("a step", _seconds(numbers["step_seconds"]), "mean of the last 20", ""),
+        ("time", _seconds(report["seconds"]), units.counted(report["starts"], "start"), ""),
+        ("goodput", _share(numbers["goodput"]), "time in steps that count", ""),
     ]
     if numbers["parameters"]:
-        tiles.insert(0, ("parameters", units.count(numbers["parameters"]), str(numbers["device"] or "")))
+        many = f"{numbers['world']:,} × " if isinstance(numbers["world"], int) and numbers["world"] > 1 else ""
+        device = f"{many}{numbers['device']}" if numbers["device"] else ""
+        tiles.insert(0, ("parameters", units.count(numbers["parameters"]), device, ""))
     return tiles
 
 
@@ -137,29 +171,20 @@ def _mfu_note(numbers: Mapping[str, Any]) -> str:
     return f"of {peak / 1e12:,.1f} TFLOP/s, {numbers['mfu_attention']} attention"
 
 
-def _stages(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The ranks by pipeline stage and by place in data parallelism, each as a cell with its score."""
-    labelled = len(ranks) <= _MOST_LABELLED
-    stages: dict[int, dict[int, list[dict[str, Any]]]] = {}
-    for rank in ranks:
-        place, relative = rank["place"], rank["relative"]
-        score = "" if relative is None else f", {relative:.2f} × the work of the best"
-        used = "" if rank["memory_bytes"] is None else f", {units.size(rank['memory_bytes'])}"
-        where = ", ".join(f"{axis} {at}" for axis, at in place.items())
-        cell = {
-            "text": str(rank["rank"]) if labelled else "",
-            "title": f"rank {rank['rank']} on {rank['host'] or 'an unknown host'}: {where}{score}{used}",
-            "heat": 0 if relative is None else min(4, max(0, round(8 * (relative - 1)))),
-        }
-        stages.setdefault(place.get("pp", 0), {}).setdefault(place.get("dp", 0), []).append(cell)
-    return [
-        {"stage": stage, "groups": [{"data": data, "cells": cells} for data, cells in sorted(groups.items())]}
-        for stage, groups in sorted(stages.items())
-    ]
+def _is_odd(value: float | None) -> bool:
+    return value is not None and not math.isfinite(value)
 
 
-def _decimals(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
+def _number(value: float | None, form: str = ".4f") -> str:
+    return "–" if value is None else "NaN" if math.isnan(value) else format(value, form)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else units.duration(value)
 
 
 def _count(value: float | None) -> str:

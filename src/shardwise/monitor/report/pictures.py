@@ -31,11 +31,10 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
             continue
         figure = figures.Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        for label, points in curves.items():
-            marker = "." if len(points) == 1 else ""
-            axes.plot(
-                [point[0] for point in points], [point[1] for point in points], label=label, lw=1.2, marker=marker
-            )
+        for label, rows in curves.items():
+            steps, least, mean, largest = zip(*rows, strict=True)
+            (line,) = axes.plot(steps, mean, label=label, lw=1.2, marker="." if len(rows) == 1 else "")
+            axes.fill_between(steps, least, largest, color=line.get_color(), alpha=0.2, lw=0)
         axes.set_xlabel("step")
         axes.set_ylabel(_LABELS.get(name, name.replace("_", " ")))
         axes.grid(alpha=0.25)

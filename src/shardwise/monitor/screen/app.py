@@ -53,7 +53,8 @@ class Top(App[None]):
     """The screen of one run.
 
     Args:
-        read: gives the newest frame; called in a thread, never twice at once.
+        read: gives the newest frame, or, where its last argument says so, the one before with other curves; called in a
+            thread, never twice at once.
         interval: seconds from one reading to the next; 0: it is read once.
     """
 
@@ -77,7 +78,7 @@ class Top(App[None]):
         Binding("q,ctrl+c", "quit", show=False, priority=True),
     ]
 
-    def __init__(self, read: Callable[[int, Span], Frame], interval: float) -> None:
+    def __init__(self, read: Callable[[int, Span, bool], Frame], interval: float) -> None:
         super().__init__()
         self.frame: Frame | None = None
         self._read, self._interval = read, interval
@@ -124,30 +125,40 @@ class Top(App[None]):
     def on_mount(self) -> None:
         self._refresh_frame()
         if self._interval:
-            self.set_interval(self._interval, self._refresh_frame)
+            self.set_interval(self._interval, self._tick)
 
     def on_resize(self, event: Resize) -> None:
         is_small = event.size.width < LEAST[0] or event.size.height < LEAST[1]
         self.screen.set_class(is_small, "-small")
         self._refresh_frame()
 
+    def _tick(self) -> None:
+        if not self._is_paused or self.frame is None:
+            self._refresh_frame()
+
     def _refresh_frame(self) -> None:
-        """Start to read the run, unless that is under way or paused."""
-        if not self._is_reading and not (self._is_paused and self.frame is not None):
+        """Start to read the run, unless that is under way; while it is paused, to cut its curves anew."""
+        if not self._is_reading:
             self._is_reading = True
             # Textual's own threads would have to end before the program does, and a long history is minutes of reading.
             Thread(target=self._read_frame, daemon=True).start()
 
     def _read_frame(self) -> None:
-        is_first = self.frame is None
-        frame = self._read(max(1, self.size.width) * 2, SPANS[self._span])
+        is_first, wanted = self.frame is None, self._wanted
+        frame = self._read(*wanted, self._is_paused and not is_first)
         if self.is_running:
-            self.call_from_thread(self._show, frame, again=is_first)
+            self.call_from_thread(self._show, frame, wanted, is_first)
 
-    def _show(self, frame: Frame, *, again: bool) -> None:
+    @property
+    def _wanted(self) -> tuple[int, Span]:
+        """How many columns the curves need at most, and how much of the run they show."""
+        return max(1, self.size.width) * 2, SPANS[self._span]
+
+    def _show(self, frame: Frame, wanted: tuple[int, Span], is_first: bool) -> None:
         self.frame, self._is_reading = frame, False
         self._redraw()
-        if again:  # the first frame came from the ends of the files: now all steps
+        # The first frame came from the ends of the files: now all steps. Others may show what was wanted before.
+        if is_first or wanted != self._wanted:
             self._refresh_frame()
 
     def _redraw(self) -> None:
@@ -217,7 +228,7 @@ class Top(App[None]):
 
     def action_pause(self) -> None:
         self._is_paused = not self._is_paused
-        self._refresh_frame()
+        self._tick()
         self._redraw()
 
     def action_help(self) -> None:

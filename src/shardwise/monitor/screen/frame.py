@@ -19,6 +19,7 @@ from shardwise.monitor.groups import PipelineView, graphs, pipeline, silent, spl
 from shardwise.monitor.lost import LostTime, number
 from shardwise.monitor.run import NodeView, RankView, Run, State, open_run
 from shardwise.monitor.series import Series
+from shardwise.redaction import redacted
 
 Span = Literal["whole", "tenth", "hundredth"]
 """How much of the run a curve shows, from its end."""
@@ -97,8 +98,14 @@ class Reader:
         self._has_history = False
         self._frame: Frame | None = None
 
-    def read(self, columns: int = 0, span: Span = "whole") -> Frame:
-        """The run now, with curves of that many columns; the frame before with a `problem` where it cannot be read."""
+    def read(self, columns: int = 0, span: Span = "whole", still: bool = False) -> Frame:
+        """The run now, with curves of that many columns; the frame before with a `problem` where it cannot be read.
+
+        Args:
+            still: read nothing, and only cut the curves of the frame before anew.
+        """
+        if still and self._frame is not None:
+            return replace(self._frame, curves=_curves(self._run, columns, span))
         if self._frame is not None and not self._has_history:
             self._read_history()
         try:
@@ -119,7 +126,7 @@ class Reader:
 
     def _old(self, problem: str) -> Frame:
         old = self._frame or Frame(self._run.path, self._run.name, time.time())
-        return replace(old, now=time.time(), problem=problem)
+        return replace(old, now=time.time(), problem=redacted(problem))
 
 
 def frame_of(run: Run, columns: int = 0, span: Span = "whole", *, has_history: bool = False) -> Frame:
@@ -141,7 +148,7 @@ def frame_of(run: Run, columns: int = 0, span: Span = "whole", *, has_history: b
         config=run.config,
         split=split_seconds(run),
         graphs=graphs(run),
-        curves={name: curve(run.series, name, columns, span, _points(run, name)) for name in CURVES if columns},
+        curves=_curves(run, columns, span),
         ranks=ranks,
         nodes=run.nodes(ranks),
         pipeline=pipeline(ranks),
@@ -150,6 +157,10 @@ def frame_of(run: Run, columns: int = 0, span: Span = "whole", *, has_history: b
         lost=copy.deepcopy(run.lost),  # the run goes on counting in another thread
         has_history=has_history,
     )
+
+
+def _curves(run: Run, columns: int, span: Span) -> dict[str, Curve]:
+    return {name: curve(run.series, name, columns, span, _points(run, name)) for name in CURVES if columns}
 
 
 def curve(series: Series, name: str, columns: int, span: Span, points: Sequence[tuple[int, float]] = ()) -> Curve:
