@@ -21,12 +21,12 @@ import published
 from shardwise.cost.rates import CONSTANTS, Constants
 from shardwise.cost.step import stage_works
 
-FITTED = ("matmul", "depth", "memory", "host", "step", "wait", "node", "update")
+FITTED = ("matmul", "depth", "memory", "host", "step", "wait", "update")
 START = Constants(
-    matmul=0.9, depth=200, memory=0.75, fused_attention=0.5, host=2e-5, step=5e-3, wait=1e-3, node=0.75, network=0.7,
-    update=0.7, overlap=0.8,
+    matmul=0.9, depth=200, memory=0.75, fused_attention=0.5, host=2e-5, step=5e-3, start=3.7e-5, wait=1e-3, node=0.76,
+    network=0.94, update=0.7, overlap=0.8,
 )  # fmt: skip
-_SHARES = ("matmul", "memory", "node", "update")
+_SHARES = ("matmul", "memory", "update")
 _STEPS = (0.3, 0.1, 0.03, 0.01)
 _WEIGHT = 5  # of a time of a layer, in rows
 

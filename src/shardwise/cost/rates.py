@@ -30,6 +30,7 @@ class Constants:
         fused_attention: the part of the peak that fused attention reaches in its forward pass.
         host: seconds that the host takes to start a kernel.
         step: seconds that the host takes beside kernels in a step.
+        start: seconds before a collective moves its first byte.
         wait: seconds that a program loses at each message if it waits for it, as its host cannot run ahead.
         node: the part of the bandwidth inside a node that collectives reach.
         network: the part of the bandwidth between nodes that collectives reach.
@@ -43,6 +44,7 @@ class Constants:
     fused_attention: float
     host: float
     step: float
+    start: float
     wait: float
     node: float
     network: float
@@ -60,8 +62,11 @@ def fitted() -> Constants:
 def matmul(device: Device, c: Constants, peak: float, m: int, n: int, k: int, batch: int = 1) -> float:
     """Seconds of `batch` products [m, k] × [k, n]: whole waves of tiles over the device's processors, or the memory's.
 
-    Dimensions that are not multiples of 8 take the padding that kernels need.
+    Kernels for tensor cores need rows whose bytes are a multiple of 16: of 8 elements of 2 bytes. Other products run at
+    the float32 rate.
     """
+    if device.processors > 1 and (k % 8 or n % 8):
+        peak = device.float32
     m8, n8 = -(-m // 8) * 8, -(-n // 8) * 8
     rate = peak * device.matmul_share * c.matmul / device.processors
     if device.processors == 1:
@@ -120,10 +125,10 @@ def collective(device: Device, c: Constants, of: Group, size: float, *, reduces_
         return 0.0
     bandwidth, latency = _link(device, c, of)
     if not reduces_all:
-        return size * (n - 1) / n / bandwidth + (n - 1) * latency
+        return c.start + size * (n - 1) / n / bandwidth + (n - 1) * latency
     ring = 2 * (size * (n - 1) / n / bandwidth + (n - 1) * latency)
     tree = 2 * (size / (bandwidth * _TREE) + math.ceil(math.log2(n)) * latency)
-    return min(ring, tree)
+    return c.start + min(ring, tree)
 
 
 def message(device: Device, c: Constants, size: float, *, inside: bool) -> float:
