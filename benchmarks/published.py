@@ -31,16 +31,17 @@ MEGATRON = Program(
     casts_gradients=False,
     kernels=30,
 )
-# DeepSpeed's ZeRO-1 for bfloat16 (BF16_Optimizer, PipelineEngine._bf16_reduce_grads) copies each micro-batch's gradients
-# to float32 before it adds them, and all-reduces all of them. BigScience's scripts set CUDA_LAUNCH_BLOCKING=1, without
-# which their runs hung (chronicles-prequel.md, "dealing with JZ hanging on the large model").
+# DeepSpeed's ZeRO-1 for bfloat16 (BF16_Optimizer, PipelineEngine._bf16_reduce_grads) copies the gradients of each
+# micro-batch to float32 before it adds them, and all-reduces all of them. BigScience's scripts set
+# CUDA_LAUNCH_BLOCKING=1, without which their runs hung (chronicles-prequel.md, "dealing with JZ hanging").
 BIGSCIENCE = replace(MEGATRON, runs_ahead=False)
 BIGSCIENCE_FLOAT32 = replace(BIGSCIENCE, casts_gradients=True, reduces_all=True)
 # From 28 February 2022 on BigScience's runs added gradients in float32, and counted embedding and head as a block each
 # when they divided the model into stages (chronicles-prequel.md, "Rebalancing layers").
 _REBALANCED = "Rebalancing layers"
-# experiments/bandwidth/all_reduce_bench-a100-n4.txt in bigscience-workshop/bigscience: an all-reduce over 4 of the nodes
-# reached a bus bandwidth of 40.5 Gb/s, that of the node's 8 devices together.
+# experiments/bandwidth/all_reduce_bench-a100-n4.txt in bigscience-workshop/bigscience: an all-reduce over 4 nodes had a
+# bus bandwidth of 40.5 Gb/s, that of the 8 devices of a node together. It was measured before 25 February 2022, the day
+# on which the machine was repaired ("PCI-Express/NUMA was improved", chronicles-prequel.md).
 _JEAN_ZAY = 40.5e9 / 8 / 8
 
 # arXiv:2205.05198, table 4: milliseconds of a layer of the 22B model (hidden 6,144, 64 heads, 2,048 tokens, micro-batch
@@ -110,11 +111,11 @@ def layer(sequence: bool, recompute: str) -> tuple[Config, Layout, Cluster]:
 
 
 def _row(number: int, source: str, values: dict[str, str]) -> Row:
+    values = {**values, **_scripts(source, values)}
     base = Row(number, source, values["model"], values)
     reason = _why_not(values)
     if reason:
         return replace(base, reason=reason)
-    values = {**values, **_scripts(source, values)}
     try:
         config = config_from(_values(values))
         layout = check_layout(config, int(values["n_gpu"]))
@@ -247,7 +248,8 @@ def _values(row: dict[str, str]) -> dict[str, object]:
         interleaved = {"schedule": "gpipe"}  # 1F1B with fewer micro-batches than stages, which ours does not have
     # Megatron keeps and reduces gradients in float32 with bfloat16 only, not with float16.
     half = {"gradient": "bfloat16", "reduce": "bfloat16"}
-    adds_halves = row.get("precision", "fp16") == "fp16" or "bloom" in row.get("model", "") and _REBALANCED not in row["notes"]
+    early = row.get("model", "").startswith("bloom") and _REBALANCED not in row["notes"]
+    adds_halves = early or row.get("precision", "fp16") == "fp16"
     return {
         "model": model,
         "parallel": {

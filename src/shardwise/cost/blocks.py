@@ -14,7 +14,6 @@ from shardwise.cost.rates import Constants, Group
 from shardwise.devices import Device
 
 _SHARPNESS = 4  # of the maximum of the host's and the device's time
-_PARTS = ("matmul", "attention", "memory_bound", "launch", "tensor")
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,13 @@ class Parts:
 
     def plus(self, other: Parts, times: float = 1) -> Parts:
         """The sum with `times` another."""
-        return Parts(*(getattr(self, one) + times * getattr(other, one) for one in _PARTS))
+        return Parts(
+            self.matmul + times * other.matmul,
+            self.attention + times * other.attention,
+            self.memory_bound + times * other.memory_bound,
+            self.launch + times * other.launch,
+            self.tensor + times * other.tensor,
+        )
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,10 @@ def fitted() -> Constants:
 def matmul(device: Device, c: Constants, peak: float, m: int, n: int, k: int, batch: int = 1) -> float:
     """Seconds of `batch` products [m, k] × [k, n]: whole waves of tiles over the device's processors, or the memory's.
 
-    Kernels for tensor cores need rows whose bytes are a multiple of 16: of 8 elements of 2 bytes. Other products run at
-    the float32 rate.
+    Dimensions that are not multiples of 8 take the padding that kernels need. Batched products have no such kernel for
+    rows that are no multiple of 16 bytes, which are 8 elements of 2 bytes: they run at the float32 rate.
     """
-    if device.processors > 1 and (k % 8 or n % 8):
+    if batch > 1 and device.processors > 1 and (k % 8 or n % 8):
         peak = device.float32
     m8, n8 = -(-m // 8) * 8, -(-n // 8) * 8
     rate = peak * device.matmul_share * c.matmul / device.processors
