@@ -185,7 +185,7 @@ def _by_date(everything: Sequence[Compared]) -> list[str]:
         date = re.search(r"\d\d-\d\d", one.row.values["notes"])
         assert date is not None
         parts[date[0] < "02-25"].append(one)
-    names = {True: "of these, until 24 February 2022", False: "of these, from 25 February 2022 on"}
+    names = {True: "BigScience, until 24 February 2022", False: "BigScience, from 25 February 2022 on"}
     return [f"| {names[early]} | {' | '.join(accuracy(part))} |" for early, part in parts.items()]
 
 

@@ -29,7 +29,7 @@ from shardwise.cost.step import stage_works
 
 FITTED = ("matmul", "depth", "memory", "host", "step", "wait", "update")
 START = Constants(
-    matmul=0.9, depth=200, memory=0.75, fused_attention=0.5, host=2e-5, step=5e-3, start=3.7e-5, wait=1e-3, node=0.76,
+    matmul=0.9, depth=200, memory=0.75, fused_attention=0.5, host=2e-5, step=5e-3, start=2.8e-5, wait=1e-3, node=0.76,
     network=0.94, update=0.7, overlap=0.8,
 )  # fmt: skip
 _SHARES = ("matmul", "memory", "update")

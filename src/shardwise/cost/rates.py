@@ -118,7 +118,8 @@ def _link(device: Device, c: Constants, of: Group) -> tuple[float, float]:
 def collective(device: Device, c: Constants, of: Group, size: float, *, reduces_all: bool = False) -> float:
     """Seconds of an all-gather or a reduce-scatter of `size` bytes in all, or of an all-reduce.
 
-    A ring sends (n-1)/n of the bytes in n-1 steps, an all-reduce twice. A tree all-reduces in 2·log₂ n steps.
+    A ring sends (n-1)/n of the bytes in n-1 steps, an all-reduce twice. A tree all-reduces in 2·log₂ n steps; NCCL
+    builds trees between nodes only.
     """
     n = of.ranks
     if n == 1 or size == 0:
@@ -127,6 +128,8 @@ def collective(device: Device, c: Constants, of: Group, size: float, *, reduces_
     if not reduces_all:
         return c.start + size * (n - 1) / n / bandwidth + (n - 1) * latency
     ring = 2 * (size * (n - 1) / n / bandwidth + (n - 1) * latency)
+    if of.inside >= n:
+        return c.start + ring
     tree = 2 * (size / (bandwidth * _TREE) + math.ceil(math.log2(n)) * latency)
     return c.start + min(ring, tree)
 
