@@ -7,10 +7,11 @@ Constants come from `scripts/fit_planner.py`. Rows that were fitted are told apa
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import published
 from published import Row
 
+from shardwise import cost
 from shardwise.cost.rates import fitted
 
 RESULT = Path(__file__).parent / "results" / "planner.md"
@@ -134,7 +136,10 @@ def report() -> str:
         "## By source",
         "",
         *table(head, [(name, *accuracy(rows)) for name, rows in by_source.items()]),
+        *_by_date(everything),
         f"| **all sources that were never fitted** | {' | '.join(accuracy(never))} |",
+        "",
+        *_worst(by_source),
         "",
         "## Ranking",
         "",
@@ -142,6 +147,16 @@ def report() -> str:
         "are left out. Regret: how much longer the layout that is predicted fastest takes than the fastest.",
         "",
         *_ranking(),
+        "",
+        "## Memory",
+        "",
+        "BigScience's runs that state the memory of their first or last nodes, against what our formulas say of the",
+        "same layout without the messages that only our pipeline keeps. Stated figures are the device's: they count",
+        "CUDA's context and kernels (about 2 GB, they write), what the allocator holds free, whole logits, and",
+        "DeepSpeed's copies of gradients and its buffers. What each of these takes is not published, so these rows",
+        "cannot tell how far off our formulas are; `tests/dist` compares those with runs of our own.",
+        "",
+        *_memory(),
         "",
         "## Constants",
         "",
@@ -160,6 +175,51 @@ def report() -> str:
         *_every(everything),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _by_date(everything: Sequence[Compared]) -> list[str]:
+    """BigScience's rows before and after the day on which their machine was repaired."""
+    rows = [one for one in everything if "bigscience" in one.row.source]
+    parts: dict[bool, list[Compared]] = defaultdict(list)
+    for one in rows:
+        date = re.search(r"\d\d-\d\d", one.row.values["notes"])
+        assert date is not None
+        parts[date[0] < "02-25"].append(one)
+    names = {True: "BigScience, until 24 February 2022", False: "BigScience, from 25 February 2022 on"}
+    return [f"| {names[early]} | {' | '.join(accuracy(part))} |" for early, part in parts.items()]
+
+
+def _worst(by_source: Mapping[str, Sequence[Compared]]) -> list[str]:
+    worst = {name: max(rows, key=lambda one: abs(one.error)) for name, rows in by_source.items()}
+    rows = [
+        (name, one.row.values["model"], _layout(one.row), f"{one.row.measured:.3f}", f"{one.predicted:.3f}",
+         f"{one.error:+.1%}")
+        for name, one in worst.items()
+    ]  # fmt: skip
+    return table(("worst row of", "model", "layout", "measured s", "predicted s", "error"), rows)
+
+
+def _memory() -> list[str]:
+    rows, rests = [], []
+    for row in published.rows():
+        stated = re.search(r"peak_mem_gb=(\d+)", row.values["notes"])
+        if stated is None or row.reason:
+            continue
+        assert row.config is not None
+        assert row.layout is not None
+        by_rank = cost.memory_by_rank(row.config, row.layout, accelerator=True) or []
+        ours = max(memory.total - memory.pipeline for memory in by_rank) / 2**30
+        rests.append(1 - ours / float(stated[1]))
+        rows.append((row.values["model"], _layout(row), stated[1], f"{ours:.1f}", f"{rests[-1]:.0%}"))
+    middle = f"mean {statistics.mean(rests):.0%}, largest {max(rests):.0%}"
+    return table(("model", "layout", "stated GB", "ours GiB", "rest"), [*rows, ("all", "", "", "", middle)])
+
+
+def _layout(row: Row) -> str:
+    values = row.values
+    virtual = f" × {values['vpp']}" if values["vpp"] not in ("", "1") else ""
+    tensor = f"TP {values['tp']}{' + SP' if values['sp'] == '1' else ''}"
+    return f"{tensor} PP {values['pp']}{virtual} DP {values['dp']}, micro-batch {values['micro_batch']}"
 
 
 def _ranking() -> list[str]:
@@ -200,14 +260,11 @@ def _every(everything: Sequence[Compared]) -> list[str]:
         if published.FITTED_SOURCE in one.row.source:
             continue
         values = one.row.values
-        layout = f"TP {values['tp']}{' + SP' if values['sp'] == '1' else ''} PP {values['pp']}"
-        virtual = f" × {values['vpp']}" if values["vpp"] not in ("", "1") else ""
-        batch = f"{values['global_batch']} / {values['micro_batch']}"
         rows.append(
-            (source_name(one.row).partition(" (")[0], values["model"], f"{layout}{virtual} DP {values['dp']}", batch,
+            (source_name(one.row).partition(" (")[0], values["model"], _layout(one.row), values["global_batch"],
              values["recompute"], f"{one.row.measured:.3f}", f"{one.predicted:.3f}", f"{one.error:+.1%}")
         )  # fmt: skip
-    head = ("source", "model", "layout", "batch / micro", "recompute", "measured s", "predicted s", "error")
+    head = ("source", "model", "layout", "batch", "recompute", "measured s", "predicted s", "error")
     return table(head, rows)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwise.config import Config, Layout, check_layout, config_from
 from shardwise.cost.blocks import Program
-from shardwise.cost.rates import Constants
+from shardwise.cost.rates import Constants, fitted
 from shardwise.cost.step import StepTime, step_time
 from shardwise.devices import Cluster, Device, Link, load_device
 from shardwise.errors import ConfigError
@@ -28,9 +28,21 @@ MEGATRON = Program(
     overlaps=False,
     waits_for_messages=True,
     splits_messages=True,
+    casts_gradients=False,
     kernels=30,
 )
-DEEPSPEED = replace(MEGATRON, splits_messages=False)
+# DeepSpeed's ZeRO-1 for bfloat16 (BF16_Optimizer, PipelineEngine._bf16_reduce_grads) copies the gradients of each
+# micro-batch to float32 before it adds them, and all-reduces all of them. BigScience's scripts set
+# CUDA_LAUNCH_BLOCKING=1, without which their runs hung (chronicles-prequel.md, "dealing with JZ hanging").
+BIGSCIENCE = replace(MEGATRON, runs_ahead=False)
+BIGSCIENCE_FLOAT32 = replace(BIGSCIENCE, casts_gradients=True, reduces_all=True)
+# From 28 February 2022 on BigScience's runs added gradients in float32, and counted embedding and head as a block each
+# when they divided the model into stages (chronicles-prequel.md, "Rebalancing layers").
+_REBALANCED = "Rebalancing layers"
+# experiments/bandwidth/all_reduce_bench-a100-n4.txt in bigscience-workshop/bigscience: an all-reduce over 4 nodes had a
+# bus bandwidth of 40.5 Gb/s, that of the 8 devices of a node together. It was measured before 25 February 2022, the day
+# on which the machine was repaired ("PCI-Express/NUMA was improved", chronicles-prequel.md).
+_JEAN_ZAY = 40.5e9 / 8 / 8
 
 # arXiv:2205.05198, table 4: milliseconds of a layer of the 22B model (hidden 6,144, 64 heads, 2,048 tokens, micro-batch
 # 4, TP 8): sequence parallelism, recompute, forward, backward with recompute.
@@ -99,6 +111,7 @@ def layer(sequence: bool, recompute: str) -> tuple[Config, Layout, Cluster]:
 
 
 def _row(number: int, source: str, values: dict[str, str]) -> Row:
+    values = {**values, **_scripts(source, values)}
     base = Row(number, source, values["model"], values)
     reason = _why_not(values)
     if reason:
@@ -115,7 +128,7 @@ def _row(number: int, source: str, values: dict[str, str]) -> Row:
         config=config,
         layout=layout,
         cluster=_cluster(source, values["gpu"], int(values["n_gpu"])),
-        program=_program(source),
+        program=_program(source, values),
         measured=_seconds(values),
     )
 
@@ -133,13 +146,41 @@ def _why_not(values: dict[str, str]) -> str:
         return f"not published: {', '.join(missing)}"
     if _gpu(values["gpu"]) is None:
         return f"a device that is not described: {values['gpu']}"
-    if "SUSPECT" in values["notes"]:
+    if "SUSPECT" in values["notes"] or "does not fill the cores" in values["notes"]:
         return "published figures disagree with each other"
     if values["model"].startswith("bert") or values["precision"] == "fp32":
         return "BERT on Trainium: predicted positions not published"
     if not _seconds(values):
         return "no time is published, and none follows"
     return ""
+
+
+def _scripts(source: str, values: dict[str, str]) -> dict[str, str]:
+    """What AWS's tables leave out and its scripts set, of the same releases: sequence parallelism, and recompute.
+
+    `gpt_23b.sh`, `gpt_46b.sh`, `gpt_175b.sh` and `test_llama.sh` of aws-neuron/neuronx-nemo-megatron for the runs with
+    stochastic rounding; the tutorials "Training Llama with TP, PP and ZeRO-1" of neuronx-distributed for others.
+    """
+    if "aws-neuron" not in source:
+        return {}
+    if values["model"].startswith("gpt"):
+        recompute = "full" if values["model"] == "gpt3-46b" else "selective"
+    else:
+        recompute = "full" if values["precision"].endswith("SR") else "selective"
+    return {"sp": "1", "recompute": recompute}
+
+
+def _stages(row: dict[str, str]) -> list[int] | None:
+    """Blocks of each stage as Megatron and DeepSpeed divide them: equally, in DeepSpeed with a smaller last stage."""
+    layers, stages = int(row["layers"]), int(row["pp"])
+    if stages == 1 or int(row.get("vpp") or 1) > 1:
+        return None
+    if _REBALANCED in row.get("notes", ""):
+        each = -(-(layers + 2) // stages)
+        sizes = [each - 1, *[each] * (stages - 2)]
+    else:
+        sizes = [-(-layers // stages)] * (stages - 1)
+    return [*sizes, layers - sum(sizes)]
 
 
 def _gpu(name: str) -> str | None:
@@ -162,10 +203,11 @@ def _seconds(values: dict[str, str]) -> float:
     return 0.0
 
 
-def _program(source: str) -> Program:
-    if "vTrain" in source or "bigscience" in source:
-        return DEEPSPEED
-    return replace(MEGATRON, splits_messages="neuron" not in source)
+def _program(source: str, values: dict[str, str]) -> Program:
+    """How the program of a source computes. Megatron-DeepSpeed's pipeline splits messages too (PartitionedTensor)."""
+    if "bigscience" in source:
+        return BIGSCIENCE_FLOAT32 if _REBALANCED in values["notes"] else BIGSCIENCE
+    return MEGATRON
 
 
 def _cluster(source: str, gpu: str, devices: int) -> Cluster:
@@ -173,9 +215,9 @@ def _cluster(source: str, gpu: str, devices: int) -> Cluster:
     name = _gpu(gpu)
     assert name is not None
     device: Device = load_device(name)
-    if "bigscience" in source:  # Jean Zay: 8 A100 and 4 Omni-Path links of 100 Gb/s in a node
-        device = replace(device, network=Link(6.25e9, 10e-6, "fat tree"))
-    if "vTrain" in source:  # arXiv:2312.12391: 4 links of 200 Gb/s in a node
+    if "bigscience" in source:
+        device = replace(device, network=Link(_JEAN_ZAY / fitted().network, 10e-6, "fat tree"))
+    if "vTrain" in source:  # `inter_node_bandwidth` of its configurations: 800 Gb/s for 8 devices
         device = replace(device, network=Link(12.5e9, 10e-6, "fat tree"))
     per_node = min(device.per_node, devices)
     return Cluster(device, -(-devices // per_node), per_node)
@@ -206,6 +248,8 @@ def _values(row: dict[str, str]) -> dict[str, object]:
         interleaved = {"schedule": "gpipe"}  # 1F1B with fewer micro-batches than stages, which ours does not have
     # Megatron keeps and reduces gradients in float32 with bfloat16 only, not with float16.
     half = {"gradient": "bfloat16", "reduce": "bfloat16"}
+    early = row.get("model", "").startswith("bloom") and _REBALANCED not in row["notes"]
+    adds_halves = early or row.get("precision", "fp16") == "fp16"
     return {
         "model": model,
         "parallel": {
@@ -213,6 +257,7 @@ def _values(row: dict[str, str]) -> dict[str, object]:
             "pipeline": int(row["pp"]),
             "sequence": row.get("sp") == "1",
             "vocab_multiple": 128,
+            "stages": _stages(row),
             **interleaved,
         },
         "train": {
@@ -223,5 +268,5 @@ def _values(row: dict[str, str]) -> dict[str, object]:
             "recompute": row.get("recompute") or "none",
         },
         "optimizer": {"lr": 1e-4, "zero": int(row.get("zero") or 0)},
-        "precision": {"mode": "mixed", **(half if row.get("precision", "fp16") == "fp16" else {})},
+        "precision": {"mode": "mixed", **(half if adds_halves else {})},
     }

@@ -105,8 +105,12 @@ def block_stack(case: Case, layers: Iterable[int] | None = None) -> BlockStack:
     if layers is None:
         layers = [layer for stage in case.stages for layer in stage.layers]
     kept = peak = 0
+    alike: dict[bool, tuple[int, int]] = {}  # blocks differ only in whether they rotate q and k
     for layer in layers:
-        block_kept, work = _kept_and_work(case, block_activations(case, layer))
+        rotates = case.model.rotates(layer)
+        if rotates not in alike:
+            alike[rotates] = _kept_and_work(case, block_activations(case, layer))
+        block_kept, work = alike[rotates]
         kept += block_kept
         peak = max(peak, kept + work)
     return BlockStack(kept, peak)

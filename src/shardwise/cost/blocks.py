@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.config import DtypeName, FamilyConfig, Recompute
+from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Recompute
 from shardwise.cost import rates
 from shardwise.cost.rates import Constants, Group
 from shardwise.devices import Device
 
 _SHARPNESS = 4  # of the maximum of the host's and the device's time
-_PARTS = ("matmul", "attention", "memory_bound", "launch", "tensor")
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,9 @@ class Program:
         overlaps: gradients are reduced behind the backward pass, bucket by bucket.
         waits_for_messages: a rank waits for its messages to other stages.
         splits_messages: the ranks of a tensor-parallel group each send a part of a message, and gather it.
+        runs_ahead: the host starts kernels before the device is done with earlier ones.
+        casts_gradients: a weight's new gradient is copied to the gradients' dtype before it is added to them.
+        reduces_all: gradients are all-reduced even if the optimizer's state is sharded.
         kernels: that a block starts in its forward pass.
     """
 
@@ -35,6 +37,9 @@ class Program:
     overlaps: bool = True
     waits_for_messages: bool = False
     splits_messages: bool = False
+    runs_ahead: bool = True
+    casts_gradients: bool = True
+    reduces_all: bool = False
     kernels: int = 24
 
 
@@ -56,6 +61,7 @@ class Shape:
     sequence: bool
     inside: int
     dtype: DtypeName
+    gradient: DtypeName
     recompute: Recompute
 
     @property
@@ -64,7 +70,14 @@ class Shape:
 
     @property
     def a(self) -> int:
-        return 2 if self.dtype == "bfloat16" else 4
+        return DTYPE_BYTES[self.dtype]
+
+    def accumulated(self, elements: int, program: Program) -> float:
+        """Bytes that are read and written to add a weight's new gradient to that of earlier micro-batches."""
+        g = DTYPE_BYTES[self.gradient]
+        if self.gradient == self.dtype:
+            return 3.0 * g * elements
+        return elements * (self.a + 2.0 * g + (2 * g if program.casts_gradients else 0))
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,13 @@ class Parts:
 
     def plus(self, other: Parts, times: float = 1) -> Parts:
         """The sum with `times` another."""
-        return Parts(*(getattr(self, one) + times * getattr(other, one) for one in _PARTS))
+        return Parts(
+            self.matmul + times * other.matmul,
+            self.attention + times * other.attention,
+            self.memory_bound + times * other.memory_bound,
+            self.launch + times * other.launch,
+            self.tensor + times * other.tensor,
+        )
 
 
 @dataclass(frozen=True)
@@ -96,15 +115,15 @@ class Times:
     again: Parts = Parts()
 
 
-def _launched(parts: Parts, kernels: float, host: float) -> Parts:
+def _launched(parts: Parts, kernels: float, host: float, program: Program) -> Parts:
     """With the time that the device waits for the host, which starts kernel after kernel.
 
-    Where one of the two is much slower, it alone counts; where they are alike, each waits for the other at times.
+    Where one of the two is much slower, it alone counts; where they are alike, each waits for the other at times. A
+    host that does not run ahead waits for each kernel, and the device for the host.
     """
-    device = parts.matmul + parts.attention + parts.memory_bound + parts.tensor
-    return Parts(
-        parts.matmul, parts.attention, parts.memory_bound, _smooth(device, kernels * host) - device, parts.tensor
-    )
+    device, starts = parts.total, kernels * host
+    launch = _smooth(device, starts) - device if program.runs_ahead else starts
+    return Parts(parts.matmul, parts.attention, parts.memory_bound, launch, parts.tensor)
 
 
 def _smooth(one: float, other: float) -> float:
@@ -136,11 +155,12 @@ def block(shape: Shape, device: Device, c: Constants, program: Program) -> Times
     norms, adds = 4 * s.a * between, 2 * (3 * s.a + s.masks) * between
     around = s.a * (wide + 3 * s.tokens * (s.query + 2 * s.key_value))
     touched = rates.passes(device, c, norms + adds + around)
-    touched_back = rates.passes(device, c, 1.5 * norms + 0.7 * adds + 1.5 * around)
+    added = rates.passes(device, c, s.accumulated(sum(n * k for n, k in products), program))
+    touched_back = rates.passes(device, c, 1.5 * norms + 0.7 * adds + 1.5 * around) + added
     sent, sent_again = _tensor(s, device, c)
     count = program.kernels + kernels
-    ahead = _launched(Parts(forward, core, touched, 0.0, sent), count, c.host)
-    back = _launched(Parts(inputs + weights, core_back, touched_back, 0.0, sent), 1.6 * count, c.host)
+    ahead = _launched(Parts(forward, core, touched, 0.0, sent), count, c.host, program)
+    back = _launched(Parts(inputs + weights, core_back, touched_back, 0.0, sent), 1.6 * count, c.host, program)
     again = Parts()
     if s.recompute == "full":
         repeated = Parts(ahead.matmul, ahead.attention, ahead.memory_bound, ahead.launch, sent_again)
@@ -148,7 +168,7 @@ def block(shape: Shape, device: Device, c: Constants, program: Program) -> Times
     elif s.recompute == "selective":
         again = Parts(attention=core)
         back = back.plus(again)
-    return Times(ahead, back, weights, again)
+    return Times(ahead, back, weights + added, again)
 
 
 def _core(s: Shape, device: Device, c: Constants, program: Program) -> tuple[float, float, int]:
@@ -192,26 +212,29 @@ def head(shape: Shape, rows: int, device: Device, c: Constants, program: Program
     weights = rates.matmul(device, c, peak, rows, s.hidden, s.tokens)
     logits = s.tokens * rows
     ahead = rates.passes(device, c, logits * (2 * s.a + 12) + 4 * s.a * s.tokens * s.hidden)
-    back = rates.passes(device, c, logits * (2 * s.a + 8) + 6 * s.a * s.tokens * s.hidden)
+    added = rates.passes(device, c, s.accumulated(rows * s.hidden, program))
+    back = rates.passes(device, c, logits * (2 * s.a + 8) + 6 * s.a * s.tokens * s.hidden) + added
     of = Group(s.tensor, s.inside)
     sums = 3 * rates.collective(device, c, of, 4.0 * s.tokens, reduces_all=True)
     whole = rates.collective(device, c, of, float(s.a * s.tokens * s.hidden), reduces_all=not s.sequence)
-    first = _launched(Parts(forward, 0.0, ahead, 0.0, sums), 20, c.host)
-    second = _launched(Parts(inputs + weights, 0.0, back, 0.0, whole), 20, c.host)
+    first = _launched(Parts(forward, 0.0, ahead, 0.0, sums), 20, c.host, program)
+    second = _launched(Parts(inputs + weights, 0.0, back, 0.0, whole), 20, c.host, program)
     if program.loss_ahead:
         return Times(first.plus(second), Parts(memory_bound=0.0), 0.0)
-    return Times(first, second, weights)
+    return Times(first, second, weights + added)
 
 
-def embedding(shape: Shape, device: Device, c: Constants) -> Times:
-    """Rows are looked up, and in the backward pass added to the table's gradient."""
+def embedding(shape: Shape, rows: int, device: Device, c: Constants, program: Program) -> Times:
+    """Rows are looked up; in the backward pass the table's gradient is made and added to the earlier one."""
     s = shape
     seconds = rates.passes(device, c, 5.0 * s.a * s.tokens * s.hidden)
     sent = rates.collective(
         device, c, Group(s.tensor, s.inside), float(s.a * s.tokens * s.hidden), reduces_all=not s.sequence
     )
-    ahead = _launched(Parts(memory_bound=seconds, tensor=sent), 8, c.host)
-    back = _launched(Parts(memory_bound=2 * seconds, tensor=sent if s.sequence else 0.0), 8, c.host)
+    ahead = _launched(Parts(memory_bound=seconds, tensor=sent), 8, c.host, program)
+    made = rates.passes(device, c, s.accumulated(rows * s.hidden, program) + s.a * rows * s.hidden)
+    back = Parts(memory_bound=2 * seconds + made, tensor=sent if s.sequence else 0.0)
+    back = _launched(back, 8, c.host, program)
     return Times(ahead, back, 0.0)
 
 
@@ -222,7 +245,7 @@ def shape_of(
     batch: int,
     length: int,
     layout: tuple[int, bool, int],
-    dtype: DtypeName,
+    dtypes: tuple[DtypeName, DtypeName],
     recompute: Recompute,
 ) -> Shape:
     """The shape of the model's blocks.
@@ -230,10 +253,11 @@ def shape_of(
     Args:
         widths: of the queries and of the keys on one rank.
         layout: tensor-parallel degree, whether the sequence is cut too, and its ranks inside a node.
+        dtypes: of the parameters and of the gradients.
     """
     tensor, sequence, inside = layout
     drops = model.hidden_dropout_p > 0
     return Shape(
         model.hidden_size, model.intermediate_size, model.gated, *widths, model.head_dim, model.causal, drops,
-        batch, length, tensor, sequence, inside, dtype, recompute,
+        batch, length, tensor, sequence, inside, *dtypes, recompute,
     )  # fmt: skip

@@ -57,7 +57,7 @@ def bucket_shapes(case: Case) -> list[BucketShape]:
     return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, optimizer.zero == 1, case.accelerator))
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=512)
 def _shapes(
     of: tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]],
     gradient: int,

@@ -132,9 +132,7 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
         kept += 0 if stage.is_last else x
     elif parallel.pipeline > 1:
         # A rank with several stages holds all that it sends until the end of the step.
-        to_next, to_previous = (rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
-        onwards = x if to_next and not stage.is_last else 0
-        back = x if to_previous and not stage.is_first else 0
+        onwards, back = (x * sends for sends in _sends(case, stage))
     table = DTYPE_BYTES[case.precision.gradient] * case.local.vocabulary * case.model.hidden_size
     head = table if stage.is_first and stage.is_last and case.model.tie_word_embeddings else 0
     return Pass(
@@ -148,6 +146,23 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
         onwards=onwards,
         back=back,
     )
+
+
+def _sends(case: Case, stage: Stage) -> tuple[bool, bool]:
+    """Whether a stage sends x to another rank, and whether it sends the gradient of x to another one."""
+    parallel = case.config.parallel
+    to_next, to_previous = (rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
+    return to_next and not stage.is_last, to_previous and not stage.is_first
+
+
+def messages_of_a_micro_batch(case: Case) -> int:
+    """Bytes that messages add to the rank's memory for each micro-batch of a long step."""
+    if case.layout.pipeline == 1:
+        return 0
+    sent = 0
+    if case.config.parallel.schedule not in SINGLE_STAGE:
+        sent = sum(sum(_sends(case, stage)) for stage in case.stages)
+    return _received(case) // case.micro_batches + sent * case.x_bytes
 
 
 def _received(case: Case) -> int:

@@ -30,6 +30,7 @@ class Constants:
         fused_attention: the part of the peak that fused attention reaches in its forward pass.
         host: seconds that the host takes to start a kernel.
         step: seconds that the host takes beside kernels in a step.
+        start: seconds before a collective moves its first byte.
         wait: seconds that a program loses at each message if it waits for it, as its host cannot run ahead.
         node: the part of the bandwidth inside a node that collectives reach.
         network: the part of the bandwidth between nodes that collectives reach.
@@ -43,6 +44,7 @@ class Constants:
     fused_attention: float
     host: float
     step: float
+    start: float
     wait: float
     node: float
     network: float
@@ -60,8 +62,11 @@ def fitted() -> Constants:
 def matmul(device: Device, c: Constants, peak: float, m: int, n: int, k: int, batch: int = 1) -> float:
     """Seconds of `batch` products [m, k] × [k, n]: whole waves of tiles over the device's processors, or the memory's.
 
-    Dimensions that are not multiples of 8 take the padding that kernels need.
+    Dimensions that are not multiples of 8 take the padding that kernels need. Batched products have no such kernel for
+    rows that are no multiple of 16 bytes, which are 8 elements of 2 bytes: they run at the float32 rate.
     """
+    if batch > 1 and device.processors > 1 and (k % 8 or n % 8):
+        peak = device.float32
     m8, n8 = -(-m // 8) * 8, -(-n // 8) * 8
     rate = peak * device.matmul_share * c.matmul / device.processors
     if device.processors == 1:
@@ -113,17 +118,20 @@ def _link(device: Device, c: Constants, of: Group) -> tuple[float, float]:
 def collective(device: Device, c: Constants, of: Group, size: float, *, reduces_all: bool = False) -> float:
     """Seconds of an all-gather or a reduce-scatter of `size` bytes in all, or of an all-reduce.
 
-    A ring sends (n-1)/n of the bytes in n-1 steps, an all-reduce twice. A tree all-reduces in 2·log₂ n steps.
+    A ring sends (n-1)/n of the bytes in n-1 steps, an all-reduce twice. A tree all-reduces in 2·log₂ n steps; NCCL
+    builds trees between nodes only.
     """
     n = of.ranks
     if n == 1 or size == 0:
         return 0.0
     bandwidth, latency = _link(device, c, of)
     if not reduces_all:
-        return size * (n - 1) / n / bandwidth + (n - 1) * latency
+        return c.start + size * (n - 1) / n / bandwidth + (n - 1) * latency
     ring = 2 * (size * (n - 1) / n / bandwidth + (n - 1) * latency)
+    if of.inside >= n:
+        return c.start + ring
     tree = 2 * (size / (bandwidth * _TREE) + math.ceil(math.log2(n)) * latency)
-    return min(ring, tree)
+    return c.start + min(ring, tree)
 
 
 def message(device: Device, c: Constants, size: float, *, inside: bool) -> float:

@@ -173,7 +173,7 @@ def stage_works(
     assert not isinstance(model, OwnConfig)
     shape, rows = _shape(config, layout, cluster)
     block = blocks.block(shape, cluster.device, constants, program)
-    first = blocks.embedding(shape, cluster.device, constants)
+    first = blocks.embedding(shape, rows, cluster.device, constants, program)
     last = blocks.head(shape, rows, cluster.device, constants, program)
     return [
         StageWork(stage, block, (*((first,) if stage.is_first else ()), *((last,) if stage.is_last else ())))
@@ -186,14 +186,14 @@ def _shape(config: Config, layout: Layout, cluster: Cluster) -> tuple[Shape, int
     model, train = config.model, config.train
     assert not isinstance(model, OwnConfig)
     local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
-    dtype = config.precision.resolved(cluster.device.is_accelerator).parameter
+    precision = config.precision.resolved(cluster.device.is_accelerator)
     shape = blocks.shape_of(
         model,
         widths=(local.query, local.key_value),
         batch=train.micro_batch,
         length=train.sequence_length,
         layout=(layout.tensor, layout.sequence, min(layout.tensor, cluster.per_node)),
-        dtype=dtype,
+        dtypes=(precision.parameter, precision.gradient),
         recompute=train.recompute,
     )
     return shape, local.vocabulary
@@ -257,12 +257,13 @@ def _update(
     elements = max(_elements(config.model, layout.tensor, multiple, stages) for stages in of_rank)
     zero = config.optimizer.zero == 1 and layout.data > 1
     gradients = float(DTYPE_BYTES[precision.reduce] * elements)
-    reduced = rates.collective(device, c, of, gradients, reduces_all=not zero)
+    whole = not zero or program.reduces_all
+    reduced = rates.collective(device, c, of, gradients, reduces_all=whole)
     if program.overlaps and layout.data > 1:
         held = DTYPE_BYTES[precision.gradient] * elements
         bucket = bucket_bytes(held, layout.data, accelerator=device.is_accelerator)
         count = max(1.0, held / bucket)
-        latency = (count - 1) * rates.collective(device, c, of, 1.0, reduces_all=not zero)
+        latency = (count - 1) * rates.collective(device, c, of, 1.0, reduces_all=whole)
         first = works[0].times.backward * (layout.virtual if layout.pipeline > 1 else 1)
         reduced = max((reduced + latency) / count, reduced + latency - c.overlap * first)
     gathered = rates.collective(device, c, of, float(DTYPE_BYTES[precision.parameter] * elements)) if zero else 0.0

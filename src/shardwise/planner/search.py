@@ -15,11 +15,12 @@ from functools import lru_cache
 from shardwise import cost
 from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, OwnConfig
 from shardwise.cost.case import Case
-from shardwise.cost.memory import MemoryEstimate, memory_of
+from shardwise.cost.memory import MemoryEstimate, memory_of, messages_of_a_micro_batch
 from shardwise.cost.step import StepTime, least_time, step_time
 from shardwise.devices import Cluster
 from shardwise.errors import ConfigError
 from shardwise.plan.parameters import local_parameter_count
+from shardwise.plan.partition import stage_plan
 from shardwise.plan.stage import Stage
 from shardwise.planner.candidates import Choice, choices
 
@@ -163,21 +164,30 @@ def _block_elements(model: ModelConfig, tensor: int) -> int:
 
 
 def _memory(config: Config, layout: Layout, cluster: Cluster) -> MemoryEstimate:
-    """The memory of the first and of the last pipeline rank, whichever needs more; of a shorter step if it is long.
+    """The memory of the pipeline rank that needs most; of a shorter step if it is long.
 
-    Activations in flight do not depend on the number of micro-batches beyond a few rounds of the schedule; messages,
-    which are held for all of them, are added.
+    Ranks with equally many blocks that both receive and send differ by what is in flight, which is most on the first
+    of them, and where backward passes are split on the last of them. So beside the first and the last rank, the first
+    of each number of blocks and the last but one are looked at.
+
+    Activations in flight do not depend on the number of micro-batches beyond a few rounds of the schedule, except in
+    GPipe, where all are; messages, which are held for all of them, are added.
     """
     accelerator = cluster.device.is_accelerator
     micro_batches, p = layout.accumulation(config.train), layout.pipeline
-    few = micro_batches if micro_batches < 5 * p else 3 * p + micro_batches % p
+    whole = micro_batches < 5 * p or config.parallel.schedule == "gpipe"
+    few = micro_batches if whole else 3 * p + micro_batches % p
     if p == 1:
         few = min(micro_batches, 2)
     short = config.with_batch(config.train.global_batch // micro_batches * few)
-    cases = Case.of_ranks(short, layout, accelerator, only=(0, p - 1))
+    blocks = Counter[int]()
+    for stage in stage_plan(short, layout):
+        blocks[stage.rank] += len(stage.layers)
+    firsts = {blocks[rank]: rank for rank in range(p - 2, 0, -1)}
+    cases = Case.of_ranks(short, layout, accelerator, only={0, max(0, p - 2), p - 1, *firsts.values()})
     found = []
     for case in cases:
         memory = memory_of(case)
-        longer = memory.pipeline * micro_batches // few if p > 1 else 0
-        found.append(replace(memory, pipeline=longer))
+        longer = (micro_batches - few) * messages_of_a_micro_batch(case)
+        found.append(replace(memory, pipeline=memory.pipeline + longer))
     return max(found, key=lambda one: one.total)

@@ -70,7 +70,7 @@ def test_given_keys_are_kept_and_two_are_compared(capsys: pytest.CaptureFixture[
         (["--device", "h100:8", "--budget", "soon"], "must be a time in hours, days or weeks"),
         (
             ["--device", "a100-40gb:2", "parallel.tensor=2"],
-            "no layout fits 2 × NVIDIA A100 40GB.*--nodes 8 is",
+            "no layout fits 2 × NVIDIA A100 40GB.*--nodes 12 is",
         ),
         (["--device", "a100-40gb:1", "parallel.pipeline=1"], "no layout fits.*choose a device with more memory"),
     ],

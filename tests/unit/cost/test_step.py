@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
 from shardwise.cost import simulate
+from shardwise.cost.blocks import Program
 from shardwise.cost.rates import Group, collective, fitted, group, matmul
 from shardwise.cost.step import step_time
 from shardwise.cost.timeline import StageTimes, makespan, timeline
@@ -108,20 +109,107 @@ def test_published_runs() -> None:
     rows = planner.compared()
     mean = {
         part: statistics.mean(abs(one.error) for one in rows if part in one.row.source)
-        for part in ("2104.04473 table 1", "2104.04473 table 2", "2205.05198 table 5", "ground_truth_multi")
+        for part in (
+            "2104.04473 table 1",
+            "2104.04473 table 2",
+            "2205.05198 table 5",
+            "ground_truth_multi",
+            "bigscience",
+            "aws-neuron",
+        )
     }
     assert max(mean["2104.04473 table 1"], mean["2104.04473 table 2"], mean["2205.05198 table 5"]) < 0.08
-    assert mean["ground_truth_multi"] < 0.12
+    assert mean["ground_truth_multi"] < 0.075
+    assert mean["bigscience"] < 0.09
+    assert mean["aws-neuron"] < 0.095
     assert planner.report() == planner.RESULT.read_text(encoding="utf-8")
 
 
 def test_the_fit_is_repeated() -> None:
-    """The last round of `scripts/fit_planner.py` changes none of the constants that are committed."""
+    """`scripts/fit_planner.py` gives the constants that are committed, from its start and the rows of the split."""
     import fit_planner
     import published
 
-    rows = published.fitting_rows()
-    before = fit_planner.error(fitted(), rows)
-    after, least = fit_planner.improved(fitted(), before, rows, 0.01)
-    assert least > before - 1e-4
-    assert after.network == fitted().network
+    assert fit_planner.fit(published.fitting_rows())[0] == fitted()
+
+
+def test_gradients_are_added_for_each_micro_batch() -> None:
+    """18 bytes for a parameter: read in bfloat16, copied to float32, and added to what is there."""
+    on = cluster("h100:8", 16)
+
+    def memory_bound(*overrides: str) -> float:
+        config = _config(*overrides)
+        found = step_time(config, check_layout(config, 128), on)
+        assert found is not None
+        return found.memory_bound
+
+    own, half = memory_bound(), memory_bound("precision.gradient=bfloat16", "precision.reduce=bfloat16")
+    blocks = 12 * 12 * 12288**2 / 8  # of a pipeline rank's 12 blocks, on one of 8 tensor-parallel ranks
+    micro_batches = 64 // 2
+    added = micro_batches * blocks * (18 - 6) / (on.device.memory_bandwidth * fitted().memory)
+    assert own - half == pytest.approx(added, rel=0.01)
+
+
+def test_a_host_that_does_not_run_ahead_adds_all_its_time() -> None:
+    config = _config()
+    layout, on = check_layout(config, 128), cluster("h100:8", 16)
+    ahead, blocked = (step_time(config, layout, on, Program(runs_ahead=runs)) for runs in (True, False))
+    assert ahead is not None
+    assert blocked is not None
+    assert blocked.launch > 32 * 12 * 2.6 * 24 * fitted().host * 0.99  # micro-batches, blocks, both passes, kernels
+    assert blocked.launch > 10 * ahead.launch
+
+
+def test_batched_products_of_rows_without_16_bytes_lose_the_tensor_cores() -> None:
+    def seconds(k: int, batch: int) -> float:
+        return matmul(A100, fitted(), A100.bfloat16, 2048, 2048, k, batch)
+
+    assert seconds(108, 32) > 4 * seconds(104, 32)
+    assert seconds(108, 1) < 1.2 * seconds(104, 1)
+
+
+def test_collectives_take_what_nccl_was_measured_to_take() -> None:
+    """An all-reduce over 2, 4 and 8 A100 of a node: VIA-Research/vTrain, trace/a100."""
+    measured = {(2, 2**20): 45e-6, (4, 2**20): 53e-6, (8, 2**20): 92e-6, (8, 2**26): 580e-6, (8, 2**30): 8.2e-3}
+    for (ranks, size), seconds in measured.items():
+        found = collective(A100, fitted(), Group(ranks, ranks), size, reduces_all=True)
+        assert found == pytest.approx(seconds, rel=0.2), (ranks, size)
+
+
+@given(
+    p=st.integers(2, 9),
+    more=st.integers(0, 20),
+    times=st.lists(st.tuples(st.floats(0.5, 2), st.floats(0.5, 4)), min_size=9, max_size=9),
+    message=st.floats(0, 1),
+)
+def test_1f1b_ends_when_its_actions_do(p: int, more: int, times: list[tuple[float, float]], message: float) -> None:
+    parallel = ParallelConfig(pipeline=p)
+    stages = tuple(StageTimes(ahead, back, back / 2) for ahead, back in times[:p])
+    rows = timeline(parallel, p + more, stages, message, "none")
+    whole = max(row[-1].end for row in rows)
+    assert makespan(parallel, p + more, stages, message, "none") == pytest.approx(whole)
+
+
+def test_published_runs_are_computed_as_their_programs_do() -> None:
+    import published
+
+    def one(part: str, **values: str) -> published.Row:
+        return next(
+            row for row in published.rows()
+            if part in row.source and not row.reason and all(row.values[k] == v for k, v in values.items())
+        )  # fmt: skip
+
+    early, late = (one("bigscience", layers=layers, pp="12") for layers in ("72", "70"))
+    assert not early.program.runs_ahead
+    assert late.program.reduces_all
+    assert early.config is not None
+    assert late.config is not None
+    assert early.config.parallel.stages == (6,) * 12
+    assert late.config.parallel.stages == (5, *(6,) * 10, 5)
+    assert early.config.precision.gradient == "bfloat16"
+    assert late.config.precision.gradient != "bfloat16"
+    llama = one("aws-neuron", model="llama2-7b", pp="1")
+    assert llama.layout is not None
+    assert llama.layout.sequence
+    assert one("vTrain").program.splits_messages
+    assert one("vTrain").program.runs_ahead

@@ -1,0 +1,34 @@
+"""What the search says of a layout is what the dry run says of it, and what does not fit is dropped."""
+
+from dataclasses import replace
+
+from shardwise import cost
+from shardwise.config import load_config
+from shardwise.devices import cluster
+from shardwise.planner import search
+from shardwise.planner.search import RESERVED
+
+CONFIG = load_config("gpt3-23b", ["train.global_batch=512"])
+FIXED = ("train.micro_batch", "train.recompute", "optimizer.zero", "parallel.sequence")
+
+
+def test_memory_is_that_of_the_whole_step() -> None:
+    """The search looks at a shorter step, and only at some of the pipeline ranks."""
+    on = cluster("h100:8", 4)
+    plans = search(CONFIG, on, best=1000, fixed=FIXED).plans
+    assert {plan.choice.pipeline for plan in plans} > {1, 4}
+    for plan in plans:
+        whole = cost.expected_memory(plan.config, plan.layout, True)
+        assert whole is not None
+        assert 0.99 < plan.memory.total / whole.total <= 1, plan.choice.text()
+
+
+def test_what_does_not_fit_is_dropped() -> None:
+    large = cluster("h100:8", 4)
+    everything = search(CONFIG, large, best=1000, fixed=FIXED)
+    needs = sorted(plan.memory.total for plan in everything.plans)
+    device = replace(large.device, memory=needs[len(needs) // 2] / (1 - RESERVED) + 1)
+    fewer = search(CONFIG, replace(large, device=device), best=1000, fixed=FIXED)
+    assert len(fewer.plans) == sum(need <= needs[len(needs) // 2] for need in needs)
+    assert all(plan.headroom >= 0 for plan in fewer.plans)
+    assert len(fewer.plans) + sum(fewer.too_large.values()) == fewer.valid == everything.valid
