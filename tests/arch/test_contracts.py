@@ -26,6 +26,8 @@ TORCH_FREE = (
     "units",
     "boxes",
     "data",
+    "doctor.machine",
+    "doctor.software",
     "verify.cells",
     "verify.miniature",
 )
@@ -94,6 +96,7 @@ def test_package_imports_without_torch(package: str, tmp_path: Path) -> None:
         ["checkpoint", "inspect", "--help"],
         ["ls"],
         ["ls", "--json"],
+        ["doctor", "--help"],
         ["monitor", "--help"],
         ["train", "llama2-tiny", "--dry-run"],
         ["submit", "llama2-tiny", "--nodes", "128", "launch.ranks_per_node=1", "train.global_batch=256", "--dry-run"],
