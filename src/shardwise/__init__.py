@@ -8,6 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardwise.api.checkpoints import export_checkpoint, load_checkpoint, save_checkpoint
+    from shardwise.api.planning import plan
+    from shardwise.api.recipes import load_recipe
+    from shardwise.api.runs import Run, train
+    from shardwise.config import Config
     from shardwise.mesh import Group, Mesh
     from shardwise.optim import LAMB, ZeroRedundancyOptimizer
     from shardwise.parallel import (
@@ -32,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LAMB",
     "ColumnParallelLinear",
+    "Config",
     "Dropout",
     "DropoutKey",
     "GQAQKVColumnParallelLinear",
@@ -45,22 +51,39 @@ __all__ = [
     "ReplicatedEmbedding",
     "ReplicatedLinear",
     "RowParallelLinear",
+    "Run",
     "ZeroRedundancyOptimizer",
+    "export_checkpoint",
     "linear_cross_entropy",
+    "load_checkpoint",
+    "load_recipe",
     "parallel_cross_entropy",
+    "plan",
+    "save_checkpoint",
+    "train",
 ]
 
 _HOME = {
     "LAMB": "shardwise.optim",
     "ZeroRedundancyOptimizer": "shardwise.optim",
+    "Config": "shardwise.config",
     "Group": "shardwise.mesh",
     "Mesh": "shardwise.mesh",
+    "Run": "shardwise.api.runs",
+    "export_checkpoint": "shardwise.api.checkpoints",
+    "load_checkpoint": "shardwise.api.checkpoints",
+    "load_recipe": "shardwise.api.recipes",
+    "save_checkpoint": "shardwise.api.checkpoints",
 }
+_CALLABLE = ("plan", "train")
+"""Packages that are functions too (`callables.py`)."""
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _CALLABLE:
+        return import_module(f"{__name__}.{name}")
     value = getattr(import_module(_HOME.get(name, "shardwise.parallel")), name)
     globals()[name] = value
     return value

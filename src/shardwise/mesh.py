@@ -188,6 +188,7 @@ class Group:
         self.called = (self.called[0] + 1, kind)
 
     def count(self, kind: str, whole_bytes: int) -> None:
+        """Add a collective of a tensor of `whole_bytes` to the meter of its `kind`."""
         if kind != "send":  # which its receiver does not count
             self.note(kind)
         factor = 2 if kind == "all_reduce" else 1

@@ -26,6 +26,8 @@ TORCH_FREE = (
     "units",
     "boxes",
     "data",
+    "doctor.machine",
+    "doctor.software",
     "verify.cells",
     "verify.miniature",
 )
@@ -64,6 +66,18 @@ def test_importing_the_package_loads_nothing(tmp_path: Path) -> None:
     assert result.stdout.strip() == ""
 
 
+def test_what_needs_no_torch_imports_none(tmp_path: Path) -> None:
+    code = """
+import sys, shardwise
+config = shardwise.load_recipe("llama2-tiny", train={"steps": 5})
+assert shardwise.plan(config, "h100:2", best=1).plans
+shardwise.export_checkpoint, shardwise.save_checkpoint, shardwise.Run, shardwise.train
+assert "torch" not in sys.modules
+"""
+    result = python(code, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("package", TORCH_FREE)
 def test_package_imports_without_torch(package: str, tmp_path: Path) -> None:
     code = f"import sys; sys.modules['torch'] = None; import shardwise.{package}"
@@ -82,6 +96,7 @@ def test_package_imports_without_torch(package: str, tmp_path: Path) -> None:
         ["checkpoint", "inspect", "--help"],
         ["ls"],
         ["ls", "--json"],
+        ["doctor", "--help"],
         ["monitor", "--help"],
         ["train", "llama2-tiny", "--dry-run"],
         ["submit", "llama2-tiny", "--nodes", "128", "launch.ranks_per_node=1", "train.global_batch=256", "--dry-run"],
@@ -100,7 +115,7 @@ def test_public_names_resolve() -> None:
     import shardwise
 
     for name in shardwise.__all__:
-        assert getattr(shardwise, name).__name__ == name
+        assert getattr(shardwise, name).__name__ in (name, f"shardwise.{name}")  # a package that is called too
     assert set(shardwise.__all__) <= set(dir(shardwise))
     with pytest.raises(AttributeError, match="no attribute 'Megatron'"):
         _ = shardwise.Megatron  # type: ignore[attr-defined]

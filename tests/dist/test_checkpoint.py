@@ -307,7 +307,7 @@ def load_weights(config: Config, folder: str) -> Result:
     trainer = make_trainer(config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwise.checkpoint.load.CheckpointReader", Counted)
-        load_checkpoint(trainer.model, config.model, trainer.mesh, Root.of(folder))
+        load_checkpoint(trainer.model, config.model.family, trainer.mesh, Root.of(folder))
     weights = canonical_weights(trainer.model, trainer.mesh.pp)
     return Result(state={"model": {name: t.cpu() for name, t in weights.items()}}, bytes_read=Counted.last.bytes_read)
 

@@ -220,7 +220,7 @@ def silenced(config: Config, root: str, action: str) -> Resumed:
                 make_trainer(config, weights=folder)
             else:
                 trainer = make_trainer(config)
-                load_checkpoint(trainer.model, config.model, trainer.mesh, folder)
+                load_checkpoint(trainer.model, config.model.family, trainer.mesh, folder)
         except ShardwiseError as error:
             return Resumed(problem=f"{type(error).__name__}: {error}")
         return Resumed()

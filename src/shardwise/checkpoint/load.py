@@ -69,8 +69,10 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
     require_finite(model, mesh, folder)
 
 
-def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Root) -> None:
+def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> None:
     """Set the model's weights to those of a checkpoint, every chunk that is read verified; collective over the world.
+
+    Names may be spelled as `checkpoint_format/spelling.py` says for the `family`; another has its own names alone.
 
     A weight in float32 comes from the stored master where there is one, so that no rounding is added. Where the ranks
     of data parallelism, or both ends of a pipeline, hold the same values, each of them reads an equal part.
@@ -81,7 +83,7 @@ def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: R
     """
     manifest = read_manifest(folder, mesh.world)
     stored = manifest.tensors.get(MODEL, {})
-    _, problems = find_sources(f"checkpoint.load ({folder})", config.family, _shapes(model, mesh.pp), stored)
+    _, problems = find_sources(f"checkpoint.load ({folder})", family, _shapes(model, mesh.pp), stored)
     agree(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
     wants = []

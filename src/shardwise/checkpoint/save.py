@@ -109,6 +109,7 @@ class Saver:
 
     Args:
         root: the folder of the checkpoints.
+        config: of the run; None in a loop of the user's own, whose checkpoints then have no `config.json`.
         group: all ranks, for the writing threads alone: their collectives must not meet those of the training.
         described: fields of the manifest that are the same for every save (`data`, `versions`, `layout`).
         tokenizer: a folder whose files are copied into each checkpoint.
@@ -123,7 +124,7 @@ class Saver:
         root: Root,
         model: nn.Module,
         optimizer: ZeroRedundancyOptimizer,
-        config: Config,
+        config: Config | None,
         mesh: Mesh,
         group: Group,
         *,
@@ -234,11 +235,13 @@ class Saver:
                 conveyor.put(part.of(flat))
 
     def _manifest(self, step: int, progress: Mapping[str, Any]) -> dict[str, Any]:
+        config, wrapped = self._config, self._optimizer.optimizer_class.__name__.lower()
+        name = wrapped if config is None else config.optimizer.name
         return {
             "step": step,
-            "config": self._config.model_dump(mode="json"),
+            "config": {} if config is None else config.model_dump(mode="json"),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "optimizer": {"name": self._config.optimizer.name, "steps": self._optimizer.steps},
+            "optimizer": {"name": name, "steps": self._optimizer.steps},
             **self._described,
             **progress,
         }
@@ -380,7 +383,8 @@ class Saver:
         files = self._weights.files
         dtype = TORCH_DTYPES[files[0].weights[0].dtype]
         index = weight_index({file.name: file.weights for file in files})
-        return {**model_files(self._config.model, dtype, tokenizer), **index}
+        described = {} if self._config is None else model_files(self._config.model, dtype, tokenizer)
+        return {**described, **index}
 
 
 def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:

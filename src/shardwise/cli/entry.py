@@ -34,6 +34,7 @@ COMMANDS = {
     "compare": "compare the losses of two runs, or of a run and a golden curve",
     "checkpoint": "inspect, verify, compare and prune checkpoints",
     "data": "fetch data, prepare them for training, and look at them",
+    "doctor": "examine this machine: what is wrong for trainings, and how to mend it",
     "recipes": "list the shipped recipes, print one, or copy one to edit",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -77,14 +78,53 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: with all problems of the file and the overrides together.
     """
-    values = parse_yaml(recipe_text(recipe), recipe)
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"the recipe {recipe} must be a mapping of sections: {listing(Config.model_fields)}")
+    values = _sections(recipe)
     if any(override.partition("=")[0].strip() == _MODEL_FILE for override in overrides):
         values["model"] = {}
     return config_from(values, apply_overrides(values, overrides))
+
+
+def load_with(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
+    """As `load_config`, of a program: overrides are values, by dotted keys or by sections with keys.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    values = _sections(recipe) if isinstance(recipe, str) else _plain(recipe)
+    problems: list[str] = []
+    changed: dict[str, Any] = {}
+    for name, value in overrides.items():
+        is_section = "." not in name and isinstance(value, Mapping)
+        changed |= {f"{name}.{key}": inner for key, inner in value.items()} if is_section else {name: value}
+    if _MODEL_FILE in changed:
+        values["model"] = {}
+    for path, value in changed.items():
+        try:
+            _set(values, path, _plain(value))
+        except ConfigError as error:
+            problems += error.problems
+    return config_from(values, problems)
+
+
+def _sections(recipe: str) -> dict[str, Any]:
+    """The sections of a shipped recipe's name or a YAML file, as they are written there."""
+    values = parse_yaml(recipe_text(recipe), recipe)
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"the recipe {recipe} must be a mapping of sections: {listing(Config.model_fields)}")
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """A program's value as YAML would have it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if hasattr(value, "item") and not isinstance(value, type) else value  # numpy's numbers
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -147,10 +187,14 @@ def data_from(values: Mapping[str, Any]) -> DataConfig:
 
 def _apply(values: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
+    if not equals or not all(path.strip().split(".")):
         raise ConfigError(f"the override {override!r} must read key=value, such as train.steps=100")
-    value = parse_value(text, f"the override {override!r}")
+    _set(values, path, parse_value(text, f"the override {override!r}"))
+
+
+def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    """Write a value into the nested `values` at a dotted path."""
+    keys = path.strip().split(".")
     target = values
     for key in keys[:-1]:
         inner = target.get(key)

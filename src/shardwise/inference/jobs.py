@@ -154,7 +154,7 @@ def _load(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
     dtype: torch.dtype = getattr(torch, precision.parameter)
     model = build_stages(config, check_layout(config, mesh.world.size), mesh, dtype=dtype)
     if comm.broadcast_object((weights / MANIFEST).exists(), mesh.world):
-        load_checkpoint(model, config.model, mesh, weights)
+        load_checkpoint(model, config.model.family, mesh, weights)
     else:
         load_hugging_face(model, config.model, mesh, weights.local())
     return model.eval()

@@ -1,8 +1,10 @@
 """The plan of a run: parameters of each rank, stages, order of actions, buckets and chunk sizes.
 
-Layers, optimizer and schedules follow it, and `cost/` predicts bytes, FLOPs and time from it.
+Layers, optimizer and schedules follow it, and `cost/` predicts bytes, FLOPs and time from it. Called, the package is
+`shardwise.api.planning.plan`.
 """
 
+from shardwise.callables import make_callable
 from shardwise.plan.order import Action, action_order
 from shardwise.plan.parameters import (
     canonical_tensor_count,
@@ -25,3 +27,5 @@ __all__ = [
     "rank_of",
     "stage_plan",
 ]
+
+make_callable(__name__, "shardwise.api.planning")

@@ -32,11 +32,14 @@ from shardwise.train.saving import STREAM, make_stop_check
 from shardwise.train.trainer import Trainer
 
 
-def run(config: Config, run_path: Path | None, recipe: str) -> None:
+def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     """Train as one rank of the job that the launcher describes; every rank calls this with the same configuration.
 
     Args:
         run_path: the run's folder; None: rank 0 names one after the recipe.
+
+    Returns:
+        the run's folder, on every rank.
 
     Raises:
         ConfigError: the configuration, the data or the folder is wrong.
@@ -75,6 +78,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
                 _stop(here, stopped_by, reporter)
             _finish(here, trainer, reporter)
     leave()
+    return here.folder.directory.path
 
 
 def _doing(mesh: Mesh, progress: Progress) -> dict[str, Any]:

@@ -1,0 +1,156 @@
+"""Checkpoints from Python: those of a training loop of the user's own, and exports."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from shardwise.checkpoint_format.places import newest_intact
+from shardwise.errors import ConfigError, RunError, ShardwiseError
+from shardwise.storage.root import Root
+
+if TYPE_CHECKING:  # torch is imported by the functions that need it
+    from torch import nn
+
+    from shardwise.config import Config
+    from shardwise.mesh import Mesh
+    from shardwise.optim import ZeroRedundancyOptimizer
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ZeroRedundancyOptimizer,
+    *,
+    step: int,
+    mesh: Mesh | None = None,
+    config: Config | None = None,
+) -> str:
+    """Save a model and its optimizer from however many ranks; collective, and it returns when all is on the disk.
+
+    The checkpoint does not depend on the layout: `load_checkpoint` reads it on any number of ranks. It appears complete
+    or not at all, and every byte has a checksum.
+
+    Args:
+        folder: where the checkpoints of the loop are; a path that all ranks share, or a URL.
+        model: of plain modules, or of layers of shardwise.
+        optimizer: of all the model's parameters.
+        step: updates done; the checkpoint is `FOLDER/step-0000STEP`, and replaces one of that name.
+        mesh: the one that the model's and the optimizer's groups come from; None: data parallelism alone.
+        config: what `config.json` and the manifest say of the model; `export_checkpoint` needs it.
+
+    Returns:
+        the path or URL of the checkpoint.
+
+    Raises:
+        RunError: on every rank, it could not be written.
+    """
+    from shardwise.checkpoint.save import Saver
+    from shardwise.config import Layout
+    from shardwise.mesh import Mesh
+    from shardwise.train.opening import versions
+
+    mesh = mesh or Mesh()
+    root = Root.of(os.fspath(folder))
+    if mesh.world.rank == 0:
+        root.make()
+    layout = asdict(Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size)) | {"data": mesh.dp.size}
+    described = {"layout": layout, "data": {}, "versions": versions()}
+    saver = Saver(root, model, optimizer, config, mesh, mesh.host_group("checkpoint"), described=described)
+    saver.save(step, {"samples": 0, "position": 0, "tokens": 0, "schedule": {}, "rng": {}})
+    saver.wait()
+    (saved,) = saver.finished()
+    if saved.problem is not None:
+        raise RunError(f"the checkpoint of step {step:,} could not be saved: {saved.problem}")
+    return saved.folder
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ZeroRedundancyOptimizer | None = None,
+    *,
+    mesh: Mesh | None = None,
+) -> int:
+    """Set a model, and an optimizer's state, to those of a checkpoint that any layout saved; collective.
+
+    Each rank reads what it holds, and every byte that is read is verified.
+
+    Args:
+        folder: a checkpoint, or a folder of checkpoints or a run's folder (its newest intact one); a path or a URL.
+        model: with the canonical names and shapes that were saved, in any dtype.
+        optimizer: of the same class as the one that was saved; None: weights alone, before an optimizer is made.
+        mesh: as in `save_checkpoint`.
+
+    Returns:
+        the number of updates that were done, with which the loop goes on; learning-rate schedules are the loop's.
+
+    Raises:
+        ConfigError: on every rank, there is no checkpoint, or it is of another model or optimizer: every mismatch.
+        DamageError: its bytes do not match their checksums. The model is then not to be used.
+    """
+    from shardwise import checkpoint, comm
+    from shardwise.checkpoint.restore import read_manifest, restore
+    from shardwise.mesh import Mesh
+
+    mesh = mesh or Mesh()
+    location, problem = "", None
+    if mesh.world.rank == 0:
+        try:
+            location = _checkpoint_at(os.fspath(folder))
+        except ShardwiseError as error:
+            problem = error
+    location, problem = comm.broadcast_object((location, problem), mesh.world)
+    if problem is not None:
+        raise problem
+    root = Root.of(location)
+    manifest = read_manifest(root, mesh.world)
+    if optimizer is None:
+        checkpoint.load_checkpoint(model, str(manifest.config.get("model", {}).get("family", "")), mesh, root)
+    else:
+        restore(root, manifest, model, optimizer, mesh)
+    return manifest.step
+
+
+def export_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    dest: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+) -> str:
+    """Write a checkpoint as a plain Hugging Face folder, as `shardwise checkpoint export` does; not collective.
+
+    It has weights, `config.json` and tokenizer, and nothing that only training needs; `transformers` opens it.
+
+    Args:
+        checkpoint: as in `load_checkpoint`.
+        dest: the folder to write, which must not exist; a path or a URL.
+        dtype: `float32`, `bfloat16` or `float16` of the weights; None: as they are stored.
+        max_shard_size: of a file with weights, such as `500MB`; a larger tensor has one to itself.
+
+    Returns:
+        the path or URL of the folder.
+
+    Raises:
+        ConfigError: there is no checkpoint, it does not describe its model, or `dest` exists. DamageError: bytes do not
+        match their checksums. RunError: a value is beyond the range of float16.
+    """
+    from shardwise.checkpoint_format.casting import FLOATS
+    from shardwise.checkpoint_format.to_hugging_face import Export
+    from shardwise.cli.checkpoint.export import shard_bytes, split
+
+    if dtype is not None and dtype not in FLOATS:
+        raise ConfigError(f"dtype ({dtype!r}) must be {', '.join(FLOATS)} or None")
+    parent, name = split(os.fspath(dest))
+    export = Export(newest_intact(os.fspath(checkpoint), None).root, dtype)
+    return str(export.write(parent, name, shard_bytes(max_shard_size)).folder)
+
+
+def _checkpoint_at(folder: str) -> str:
+    """The path or URL of a checkpoint, or of the newest intact one in a folder of them."""
+    place = newest_intact(folder, None)
+    if not place.single:
+        raise ConfigError(f"{place.root} must be a checkpoint of shardwise: it is a folder of weights")
+    return place.location

@@ -1,0 +1,168 @@
+"""Trainings from Python, and what their folders tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint_format.places import all_of, locate
+from shardwise.config import Config, config_from, parse_yaml
+from shardwise.errors import ConfigError
+from shardwise.launch import stopping
+from shardwise.launch.environment import keep_own
+from shardwise.runlog import RunDirectory
+
+
+class Run:
+    """A run's folder, of a training that is finished, stopped or under way. Nothing is kept: each call reads again.
+
+    Args:
+        path: the folder, such as `runs/latest`.
+
+    Attributes:
+        path: the folder.
+
+    Raises:
+        ConfigError: no run was started there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._directory = RunDirectory(self.path)
+        if not self._directory.holds_run:
+            raise ConfigError(f"{self.path} must be a run's folder: it has neither config.yaml nor metrics.jsonl")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    def metrics(self, event: str = "step") -> list[dict[str, Any]]:
+        """The events of one kind in `metrics.jsonl`, oldest first; docs/outputs.md has their fields and units.
+
+        Args:
+            event: `step`, `eval`, `checkpoint`, `resume`, `warning`, `start` or `stop`.
+
+        Returns:
+            one mapping an event; a number that is not finite is the text "nan", "inf" or "-inf", which `float` reads.
+        """
+        return list(self._directory.events(event))
+
+    def config(self) -> Config:
+        """The configuration as the run resolved it.
+
+        Raises:
+            ConfigError: `config.yaml` is missing or damaged.
+        """
+        try:
+            values = parse_yaml(self._directory.config.read_text(encoding="utf-8"), str(self._directory.config))
+        except OSError as error:
+            raise ConfigError(f"{self._directory.config} cannot be read: {error.strerror}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{self._directory.config} must be a mapping of sections")
+        return config_from(values)
+
+    def results(self) -> dict[str, Any] | None:
+        """What the end of the training wrote: losses, tokens, speed, peak memory; None where it has not ended."""
+        return _object(self._directory.results)
+
+    def environment(self) -> dict[str, Any] | None:
+        """Versions, devices, command line and variables of the last start, without secrets; None before a start."""
+        return _object(self._directory.environment)
+
+    def checkpoints(self) -> list[str]:
+        """Paths or URLs of the intact checkpoints, newest first.
+
+        Raises:
+            StoreError: the place of the checkpoints cannot be read.
+        """
+        try:
+            place = locate(str(self.path))
+        except ConfigError:
+            return []  # a run without checkpoints so far
+        return [str(found.folder) for found in all_of(place) if found.problem is None]
+
+
+def train(config: Config, *, run_dir: str | os.PathLike[str] | None = None, name: str = "run") -> Run:
+    """Train in this process, as one rank, and return when all steps are done.
+
+    A program that is started by itself is the only rank. Under `torchrun --nproc_per_node=N program.py`, srun or mpirun
+    each process is a rank: all of them call this with the same configuration, which says how the model is cut, and what
+    is not cut is data parallelism. It starts no processes: `shardwise train` does, on the command line.
+
+    Ctrl-C, SIGTERM and `shardwise stop` end the run after the step under way, with a checkpoint. The signal handlers of
+    the program are back afterwards.
+
+    Args:
+        config: as `load_recipe` gives it.
+        run_dir: the run's folder; that of an earlier run is continued, and a finished run is returned as it is.
+            None: `runs/NAME-YYYYMMDD-HHMMSS`.
+        name: of that folder.
+
+    Returns:
+        the run, on every rank.
+
+    Raises:
+        ConfigError: the configuration, the data or the folder is wrong; no step was taken.
+        RunError: training failed.
+        StoppedError: the run was asked to stop, and its state is saved; the same call with its `run_dir` continues it.
+    """
+    from shardwise.cli.claim import is_finished, prepare_run
+    from shardwise.cli.train import with_batch
+    from shardwise.config import check_layout
+    from shardwise.launch.rank import enter_job
+    from shardwise.models import check_own
+    from shardwise.train.run import run
+
+    keep_own()
+    place = enter_job(None)
+    world, path = 1 if place is None else place.world, None if run_dir is None else Path(run_dir)
+    config = with_batch(config, world, path)
+    _require_ranks(config, world)
+    check_layout(config, world, is_new=path is None)
+    if not config.data.is_named:
+        raise ConfigError("data.path, data.blend or data.dataset must name the data; for a trial, data.dataset=tiny")
+    if ":" in config.model.family:
+        check_own(config)
+    with ExitStack() as held:
+        if path is not None and is_finished(held, config, path, place):
+            return Run(path)
+        path = prepare_run(held, config, name, path, place)
+        with _signals_restored():
+            return Run(run(config, path, name))
+
+
+def _require_ranks(config: Config, world: int) -> None:
+    """Refuse one process where the model is cut, with the way to start more."""
+    ranks = config.parallel.ranks
+    if world == 1 < ranks:
+        raise ConfigError(
+            f"the number of ranks (1) must be a multiple of parallel.tensor × parallel.pipeline ({ranks}): start the "
+            f"program by torchrun --nproc_per_node={ranks}, which makes each process a rank"
+        )
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """Give the program its signal handlers back; only the main thread may, and only there a run sets its own."""
+    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:
+                    signal.signal(number, handler)
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,87 @@
+"""The Python API is a contract: names and signatures are frozen in tests/arch/public.txt and change only on purpose.
+
+After a deliberate change, write the file anew: `python tests/arch/test_public.py`.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardwise
+
+FROZEN = Path(__file__).with_name("public.txt")
+ERRORS = {"train", "plan", "load_recipe", "load_checkpoint", "save_checkpoint", "export_checkpoint"}
+"""Functions that read files, and say what they raise."""
+
+
+def members(name: str) -> Iterator[tuple[str, object]]:
+    """A public object, and the public methods and properties of a class that is not pydantic's."""
+    value = getattr(shardwise, name)
+    yield name, value
+    if not inspect.isclass(value) or hasattr(value, "model_fields"):
+        return
+    for member, raw in inspect.getmembers_static(value):
+        own = next(base for base in value.__mro__ if member in vars(base)).__module__.startswith("shardwise")
+        if own and not member.startswith("_"):
+            yield f"{name}.{member}", raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw
+
+
+def described(name: str, value: object) -> str:
+    if isinstance(value, property):
+        return f"{name} -> {inspect.signature(value.fget).return_annotation}"
+    if hasattr(value, "model_fields"):
+        return f"{name}: sections {', '.join(value.model_fields)}"
+    return re.sub(r" at 0x\w+", "", f"{name}{inspect.signature(value)}") if callable(value) else name
+
+
+def current() -> str:
+    found = (described(*member) for name in shardwise.__all__ for member in members(name))
+    return "\n".join(found) + "\n"
+
+
+def test_public_signatures_are_frozen() -> None:
+    assert current() == FROZEN.read_text(encoding="utf-8"), "run `python tests/arch/test_public.py`, and the changelog"
+
+
+@pytest.mark.parametrize("name", shardwise.__all__)
+def test_what_is_public_is_documented_and_annotated(name: str) -> None:
+    for path, value in members(name):
+        if isinstance(value, property):
+            value = value.fget
+        if not callable(value) or hasattr(value, "model_fields"):
+            continue
+        assert inspect.getdoc(value), f"{path} has no docstring"
+        signature = inspect.signature(value)
+        bare = [
+            parameter.name
+            for parameter in signature.parameters.values()
+            if parameter.annotation is parameter.empty and parameter.name not in ("self", "cls")
+        ]
+        assert not bare, f"{path}: {bare} have no annotation"
+        if not inspect.isclass(value):
+            assert signature.return_annotation is not signature.empty, f"{path} says not what it returns"
+
+
+@pytest.mark.parametrize("name", sorted(ERRORS))
+def test_functions_say_what_they_take_give_and_raise(name: str) -> None:
+    value = dict(members(name))[name]
+    home = inspect.unwrap(value) if inspect.isfunction(value) else _called(name)
+    text = inspect.getdoc(home) or ""
+    assert {"Args:", "Returns:", "Raises:"} <= set(text.split()), f"{name} lacks a part of its docstring"
+    documented = text.partition("Args:")[2]
+    lacking = [p for p in inspect.signature(home).parameters if f"{p}:" not in documented]
+    assert not lacking, f"{name}: {lacking} are not documented"
+
+
+def _called(name: str) -> object:
+    """The function behind a package that can be called."""
+    from shardwise.api import planning, runs
+
+    return {"plan": planning.plan, "train": runs.train}[name]
+
+
+if __name__ == "__main__":
+    FROZEN.write_text(current(), encoding="utf-8")

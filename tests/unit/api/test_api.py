@@ -1,0 +1,181 @@
+"""The Python API: recipes, a training in this process, its folder, plans, and checkpoints of a loop of one's own."""
+
+import inspect
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.api import planning, runs
+from shardwise.errors import ConfigError
+from tests.e2e.command import MINIATURE
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A recipe that trains in a moment, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    Path("small.yaml").write_text(MINIATURE)
+    return "small.yaml"
+
+
+# ---- recipes
+
+
+def test_sections_and_dotted_keys_are_the_same() -> None:
+    by_section = shardwise.load_recipe("llama2-tiny", train={"steps": 7, "seed": 3}, parallel={"tensor": 2})
+    dotted = shardwise.load_recipe("llama2-tiny", **{"train.steps": 7, "train.seed": 3, "parallel.tensor": 2})
+    assert by_section == dotted
+    assert (by_section.train.steps, by_section.parallel.tensor) == (7, 2)
+    assert by_section.train.global_batch == shardwise.load_recipe("llama2-tiny").train.global_batch
+
+
+def test_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
+    config = shardwise.load_recipe(
+        "llama2-tiny",
+        data={"path": tmp_path / "corpus.jsonl"},
+        optimizer={"betas": (0.9, 0.95), "lr": np.float32(0.5)},
+        train={"steps": np.int64(9)},
+        compile={"options": {"max_autotune": True}},
+    )
+    assert config.data.path == str(tmp_path / "corpus.jsonl")
+    assert (config.optimizer.betas, config.optimizer.lr, config.train.steps) == ((0.9, 0.95), 0.5, 9)
+    assert config.compile.options == {"max_autotune": True}
+
+
+def test_a_mapping_is_a_recipe_and_is_not_changed(recipe: str) -> None:
+    values = shardwise.load_recipe(recipe).model_dump(mode="json")
+    before = json.dumps(values)
+    assert shardwise.load_recipe(values, train={"steps": 2}).train.steps == 2
+    assert json.dumps(values) == before
+
+
+def test_all_problems_are_told_at_once_with_dotted_keys() -> None:
+    with pytest.raises(ConfigError) as caught:
+        shardwise.load_recipe(
+            "llama2-tiny", train={"stepps": 3}, optimizer={"lr": "fast"}, **{"train.global_batch.x": 1}
+        )
+    told = str(caught.value)
+    assert "train.stepps: unknown key; did you mean train.steps?" in told
+    assert "optimizer.lr ('fast') must be a number" in told
+    assert "train.global_batch.x: unknown key; global_batch is one value" in told
+
+
+# ---- runs
+
+
+def test_a_training_in_this_process_and_its_folder(recipe: str) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    config = shardwise.load_recipe(recipe, checkpoint={"every": 2})
+    run = shardwise.train(config, name="trial")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert run.path.name.startswith("trial-")
+    assert [event["step"] for event in run.metrics()] == [1, 2, 3, 4]
+    assert [event["step"] for event in run.metrics("eval")] == [0, 2, 4]
+    assert run.config() == config
+    results = run.results()
+    assert results is not None
+    assert results["final_loss"] == run.metrics()[-1]["loss"]
+    assert [Path(path).name for path in run.checkpoints()] == ["step-00000004", "step-00000002"]
+    environment = shardwise.Run("runs/latest").environment()
+    assert environment is not None
+    assert environment["versions"]["torch"] == torch.__version__
+    done = shardwise.train(config, run_dir=run.path)  # a finished run is returned, and not trained again
+    assert len(done.metrics("start")) == 1
+
+    folder = shardwise.export_checkpoint(run.path, "exported", dtype="bfloat16")
+    assert json.loads((Path(folder) / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    with pytest.raises(ConfigError, match=r"dtype \('int8'\) must be float32, bfloat16, float16 or None"):
+        shardwise.export_checkpoint(run.path, "other", dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"parallel": {"tensor": 2}}, r"the number of ranks \(1\).*torchrun --nproc_per_node=2"),
+        ({"data": {"dataset": None}}, r"data.path, data.blend or data.dataset must name the data"),
+        ({"train": {"global_batch": 9}}, r"train.global_batch \(9\) must be a multiple"),
+        ({"model": {"family": "nowhere:Model", "vocab_size": 9}}, r"there is no module nowhere"),
+    ],
+    ids=["ranks", "data", "batch", "model"],
+)
+def test_what_is_wrong_is_one_sentence_before_a_step(recipe: str, overrides: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        shardwise.train(shardwise.load_recipe(recipe, **overrides))
+    assert not Path("runs").exists()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be a run's folder"):
+        shardwise.Run(tmp_path)
+
+
+def test_packages_that_are_functions_have_their_signatures() -> None:
+    assert inspect.signature(shardwise.train) == inspect.signature(runs.train)
+    assert inspect.signature(shardwise.plan) == inspect.signature(planning.plan)
+    assert shardwise.train.__name__ == "shardwise.train"  # the package: its modules are found as before
+
+
+# ---- plans
+
+
+def test_a_plan_ranks_layouts_and_keeps_what_is_fixed() -> None:
+    config = shardwise.load_recipe("llama2-7b")
+    found = shardwise.plan(config, "h100:8", 2, best=3, fixed=["parallel.tensor"])
+    assert 0 < len(found.plans) <= 3
+    times = [plan.time.total for plan in found.plans]
+    assert times == sorted(times)
+    assert {plan.config.parallel.tensor for plan in found.plans} == {config.parallel.tensor}
+
+
+# ---- checkpoints of a loop of one's own
+
+
+def parts(seed: int) -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    return model, shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+
+
+def step(model: nn.Module, optimizer: shardwise.ZeroRedundancyOptimizer) -> float:
+    loss = model(torch.ones(3, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_a_loop_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = parts(0)
+    for _ in range(3):
+        step(model, optimizer)
+    saved = shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=3)
+    assert Path(saved).name == "step-00000003"
+    wanted = [step(model, optimizer) for _ in range(3)]
+    other, its_optimizer = parts(1)
+    assert shardwise.load_checkpoint(tmp_path / "saved", other, its_optimizer) == 3
+    assert [step(other, its_optimizer) for _ in range(3)] == wanted
+    weights, _ = parts(2)
+    assert shardwise.load_checkpoint(saved, weights) == 3
+    assert weights(torch.ones(3, 4)).square().mean().item() == wanted[0]
+    with pytest.raises(ConfigError, match=r"must have a config\.json"):
+        shardwise.export_checkpoint(saved, tmp_path / "exported")
+
+
+def test_another_model_is_refused_with_every_mismatch(tmp_path: Path) -> None:
+    saved = shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
+    other = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 1))
+    with pytest.raises(ConfigError, match=r"0\.weight") as caught:
+        shardwise.load_checkpoint(saved, other)
+    assert "1.weight" in str(caught.value)
+    with pytest.raises(ConfigError, match="there is nothing of that name"):
+        shardwise.load_checkpoint(tmp_path / "nothing", other)

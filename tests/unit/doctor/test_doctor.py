@@ -1,0 +1,188 @@
+"""`shardwise doctor`: what each check says of a machine that is well, and of one that is not."""
+
+import json
+import os
+import socket
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import doctor, main
+from shardwise.doctor import collective as ranks
+from shardwise.doctor import machine
+from shardwise.doctor.check import Check, ok
+from shardwise.doctor.software import software
+from shardwise.errors import RunError
+
+REQUIRES = ["torch>=2.11", "numpy>=1.26", 'h5py>=3.11; extra == "hdf5"', 'pytest; extra == "dev"']
+VERSIONS = {"torch": "2.13.0+cpu", "numpy": "2.4.6", "h5py": "3.16.0"}
+
+
+def versions(**changed: str | None) -> dict[tuple[str, str], str]:
+    """The checks of software by name and status, where these versions are installed."""
+    installed = {name: version for name, version in {**VERSIONS, **changed}.items() if version is not None}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    return {
+        (check.name, check.status): f"{check.found} {check.mend}" for check in software(lambda _: REQUIRES, version)
+    }
+
+
+def test_software_that_is_well() -> None:
+    found = versions()
+    assert {status for _, status in found} == {"ok"}
+    assert "2.13.0+cpu, of >=2.11" in found["torch", "ok"]
+    assert "numpy 2.4.6" in found["packages", "ok"]
+    assert "h5py 3.16.0" in found["[hdf5]", "ok"]
+    assert not any(name == "[dev]" for name, _ in found)
+
+
+def test_software_that_is_not() -> None:
+    found = versions(torch="2.4.0", numpy=None, h5py="3.1.0")
+    assert found["torch", "wrong"].startswith("torch (2.4.0) must be >=2.11 install a torch")
+    assert found["packages", "wrong"] == "numpy is not installed, and must be >=1.26 pip install 'numpy>=1.26'"
+    assert found["[hdf5]", "warning"] == "h5py (3.1.0) must be >=3.11 pip install 'h5py>=3.11'"
+    assert "pip install 'shardwise[hdf5]'" in versions(h5py=None)["[hdf5]", "ok"]
+
+
+def test_a_package_that_is_not_installed_says_so() -> None:
+    def requires(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    (found,) = software(requires)
+    assert found.status == "warning"
+    assert "pip install" in found.mend
+
+
+@pytest.mark.parametrize(
+    ("value", "cpus", "limit", "status", "text"),
+    [
+        (None, 8, None, "ok", "8 CPUs; the ranks share them"),
+        ("4", 8, None, "ok", "OMP_NUM_THREADS 4"),
+        ("16", 8, None, "warning", "OMP_NUM_THREADS (16) must be at most the CPUs (8)"),
+        ("4", 8, 2.0, "warning", "OMP_NUM_THREADS (4) must be at most the CPUs (2)"),
+        (None, 8, 2.0, "warning", "8 CPUs, limited to 2 by cgroup: each rank would start a thread on every CPU"),
+        ("many", 8, None, "wrong", "OMP_NUM_THREADS ('many') must be a whole number above 0"),
+        ("0", 8, None, "wrong", "OMP_NUM_THREADS ('0') must be a whole number above 0"),
+    ],
+)
+def test_threads(value: str | None, cpus: int, limit: float | None, status: str, text: str) -> None:
+    found = machine.threads({} if value is None else {"OMP_NUM_THREADS": value}, cpus, limit)
+    assert (found.status, text in found.found) == (status, True), found
+    assert bool(found.mend) == (status != "ok")
+
+
+def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, state in ((1, "4: ACTIVE"), (2, "1: DOWN")):
+        port = tmp_path / "mlx5_0" / "ports" / str(number)
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+
+    def lost(*_: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", lost)
+    found = list(machine.fabric({"NCCL_SOCKET_IFNAME": "nowhere0", "GLOO_SOCKET_IFNAME": "^docker"}, tmp_path))
+    texts = {check.status: check.found for check in found if check.name == "network"}
+    assert texts["wrong"] == "NCCL_SOCKET_IFNAME (nowhere0) must name an interface that is up"
+    assert "leads nowhere: Name or service not known" in texts["warning"]
+    assert {check.found: check.status for check in found if check.name == "RDMA"} == {
+        "mlx5_0 port 1 is active": "ok",
+        "mlx5_0 port 2 (1: DOWN) must be active": "warning",
+    }
+
+
+def test_a_place_is_written_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = machine.place("run folder", tmp_path / "runs" / "new")
+    assert found.status == "ok"
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 2**20)
+    (found,) = machine.place("run folder", tmp_path)
+    assert (found.status, found.mend.startswith("make room")) == ("warning", True)
+    (tmp_path / "file").touch()
+    (found,) = machine.place("cache", tmp_path / "file")
+    assert found.status == "wrong"
+    assert found.found == f"{tmp_path / 'file'} cannot be written: Not a directory"
+    assert found.mend.endswith("SHARDWISE_CACHE")
+
+
+def test_accelerators_that_a_run_would_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia0").touch()
+    (found,) = machine.devices(tmp_path)
+    assert found.status == "warning"
+    assert "trainings here run on the CPU" in found.found
+    monkeypatch.setattr(machine, "accelerators", lambda: ("nvidia", 1))
+    (found,) = machine.devices(tmp_path)
+    assert (found.status, found.found.endswith("1 × nvidia")) == ("ok", True)
+
+
+def test_variables_of_a_launcher_that_is_not_there() -> None:
+    assert machine.launcher({}).status == "ok"
+    assert machine.launcher({"WORLD_SIZE": "2"}).status == "wrong"
+    assert machine.memory(2**20).status == "warning"
+
+
+def test_a_collective_that_fails_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(command: list[str], _nproc: int, folder: Path) -> None:
+        raise RunError(f"rank 1 failed: RuntimeError: connection refused\ntraceback: {folder}/logs/rank-0001.log")
+
+    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    found = ranks.collective()
+    assert (found.status, found.found) == ("wrong", "rank 1 failed: RuntimeError: connection refused")
+    assert "GLOO_SOCKET_IFNAME" in found.mend
+
+
+def test_two_ranks_sum_a_tensor() -> None:
+    found = ranks.collective()
+    assert found.status == "ok", found
+    assert found.found.startswith("2 ranks on ")
+
+
+@pytest.fixture
+def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where one thing is wrong, with secrets."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NCCL_API_KEY", "hidden-key")
+    monkeypatch.setenv("HF_ENDPOINT", "https://user:hidden-password@hub.example")
+    bad = Check(
+        "cache", "wrong", f"{tmp_path}/cache of https://u:hidden-word@host cannot be written", "make it writable"
+    )
+    monkeypatch.setattr(doctor, "software", lambda: iter([ok("torch", "2.13.0")]))
+    monkeypatch.setattr(doctor, "machine", lambda _: iter([bad]))
+    monkeypatch.setattr(doctor, "collective", lambda: ok("collective", "2 ranks"))
+
+
+@pytest.mark.usefixtures("some")
+def test_what_is_printed_says_how_to_mend_and_has_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG    cache       ~/cache of https://(redacted)@host cannot be written\n" in out
+    assert "→ make it writable" in out
+    assert "NCCL_DEBUG=INFO" in out
+    assert "2 ok, 0 warning, 1 wrong" in out
+    assert "hidden" not in out
+    assert str(Path.home()) not in out
+
+
+@pytest.mark.usefixtures("some")
+def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [(check["name"], check["status"]) for check in told["checks"]] == [
+        ("torch", "ok"), ("cache", "wrong"), ("collective", "ok"),
+    ]  # fmt: skip
+    assert told["counts"] == {"ok": 2, "warning": 0, "wrong": 1}
+    assert told["variables"]["NCCL_DEBUG"] == "INFO"
+
+
+@pytest.mark.usefixtures("some")
+def test_a_machine_that_is_well_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "machine", lambda _: iter([Check("disk", "warning", "little", "make room")]))
+    assert main(["doctor", "--run-dir", os.devnull]) == 0
