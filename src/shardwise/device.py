@@ -126,7 +126,13 @@ def memory_in_use(device: torch.device) -> int:
     """Bytes that this process holds now: allocated on an accelerator, resident on the CPU."""
     if device.type != "cpu":
         return int(torch.accelerator.memory_allocated(device))
-    return int(psutil.Process().memory_info().rss)
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@functools.cache
+def _process(number: int) -> psutil.Process:
+    """Made once for each process: to find it takes longer than to ask it."""
+    return psutil.Process(number)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -39,13 +39,17 @@ def out_of_memory_text(
     )
 
 
-def memory_by_kind(model: nn.Module, optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str, int]:
-    """Bytes that this rank holds: `parameters`, `gradients`, `optimizer`, and `other`, which is the rest in use."""
+def state_by_kind(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
+    """Bytes of `parameters`, `gradients` and `optimizer` on this rank, which are the same after each step."""
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     gradients = sum(bucket.gradients.nbytes for bucket in optimizer.buckets)
     state = optimizer.state_bytes()
-    known = {"parameters": parameters, "gradients": gradients, "optimizer": state["state"] + state["masters"]}
-    return {**known, "other": max(0, devices.memory_in_use(device) - sum(known.values()))}
+    return {"parameters": parameters, "gradients": gradients, "optimizer": state["state"] + state["masters"]}
+
+
+def memory_by_kind(state: dict[str, int], device: torch.device) -> dict[str, int]:
+    """Bytes that this rank holds: its `state_by_kind`, and `other`, which is the rest in use."""
+    return {**state, "other": max(0, devices.memory_in_use(device) - sum(state.values()))}
 
 
 def _of_allocator(device: torch.device) -> str:

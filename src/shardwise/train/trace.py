@@ -67,7 +67,7 @@ class Trace:
         self._has_begun = True
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each start and stop prints a line on standard error
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler = profile()  # of all devices
+        profiler = profile(acc_events=True)  # of all devices; torch 2.11 warns of several cycles otherwise
         self._recording.callback(lambda: profiler.export_chrome_trace(str(self._path)))  # once the profiler has stopped
         self._recording.enter_context(profiler)
         if self._pipelined:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,7 +33,7 @@ from shardwise.pipeline.clock import BACKWARD, FORWARD
 from shardwise.placement import placements
 from shardwise.train.drift import check_replicas
 from shardwise.train.feed import Feed
-from shardwise.train.memory import memory_by_kind
+from shardwise.train.memory import memory_by_kind, state_by_kind
 from shardwise.train.record import Progress, StepRecord, end_of_run, loss_spike
 from shardwise.train.report import Reporter
 from shardwise.train.saving import Checkpoints, largest_of_ranks
@@ -256,8 +257,13 @@ class Trainer:
         """A step that is logged, with bytes of memory and the waits for checkpoints since the one before."""
         waited, self._checkpoint_seconds = self._checkpoint_seconds, 0.0
         timing = None if self.pipeline is None else self.pipeline.timing()
-        memory = memory_by_kind(self.model, self.optimizer, self.mesh.device)
+        memory = memory_by_kind(self._state_by_kind, self.mesh.device)
         return replace(record, timing=timing, memory=memory, checkpoint_seconds=waited)
+
+    @cached_property
+    def _state_by_kind(self) -> dict[str, int]:
+        """After the first step all of it is there. It is added up once, as that takes a millisecond."""
+        return state_by_kind(self.model, self.optimizer)
 
     def _counted(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Counted targets of each objective in the global batch: the divisors of its losses."""
