@@ -29,8 +29,7 @@ def main() -> None:
             if file.is_file():
                 _copy(file)
     for page in sorted(PAGES.rglob("*.md")):
-        text = page.read_text(encoding="utf-8")
-        page.write_text(_LINK.sub(lambda found: _target(page, found[1]), text), encoding="utf-8")
+        _relink(page)
 
 
 def _copy(file: Path) -> None:
@@ -39,15 +38,18 @@ def _copy(file: Path) -> None:
     shutil.copyfile(file, target)
 
 
+def _relink(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    page.write_text(_LINK.sub(lambda found: _target(page, found[1]), text), encoding="utf-8")
+
+
 def _target(page: Path, link: str) -> str:
     """The link of a page as the site has it."""
     target = Path(os.path.normpath(page.parent / link))
     original = ROOT / target.relative_to(PAGES) if target.is_relative_to(PAGES) else target
     if original.suffix in (".md", ".svg", ".png") or not original.exists():
         return link  # MkDocs says which link leads nowhere
-    shown = (
-        PAGES / original.relative_to(ROOT) / "index.md" if original.is_dir() else target.with_name(f"{target.name}.md")
-    )
+    shown = target / "index.md" if original.is_dir() else target.with_name(f"{target.name}.md")
     if not shown.exists():
         shown.parent.mkdir(parents=True, exist_ok=True)
         shown.write_text(_listing(original) if original.is_dir() else _shown(original), encoding="utf-8")
