@@ -1,5 +1,5 @@
 # What CI runs, and what a fresh machine needs: `make train` and `make test` set everything up themselves.
-.PHONY: test-packages env train test test-all test-device lint typecheck bench docs
+.PHONY: test-packages env train test test-all test-device lint typecheck bench pages site docs
 .DEFAULT_GOAL := test
 
 # Tools run as modules: with a system torch, pip may find one already installed and then leaves no script in .venv.
@@ -51,5 +51,14 @@ bench: env
 	.venv/bin/python benchmarks/run.py $(ARGS)
 
 # The pages that come from the code; tests/arch fails when they are not current.
-docs: env
+pages: env
 	.venv/bin/python scripts/write_docs.py
+
+# The documentation as a site in build/site, with warnings as errors; `make docs` serves it at 127.0.0.1:8000.
+site: env
+	$(PYTHON_M) scripts.site
+	$(PYTHON_M) mkdocs build --quiet
+
+docs: env
+	$(PYTHON_M) scripts.site
+	$(PYTHON_M) mkdocs serve

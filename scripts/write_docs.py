@@ -26,7 +26,7 @@ _BEGIN, _END = "<!-- tested:begin -->\n", "<!-- tested:end -->\n"
 INTRODUCTION = """\
 # Configuration
 
-All keys of a recipe. `shardwise train RECIPE key=value …` overrides them. `make docs` writes this page from the schema.
+All keys of a recipe. `shardwise train RECIPE key=value …` overrides them. `make pages` writes this page from the code.
 """
 
 NOTES = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import shardwise as shardwise_package
 from scripts.write_docs import DEVICES, PAGE, devices_page, page
 from shardwise.config import load_config
 from tests.arch.source import ROOT, config_fields, headings
@@ -56,8 +57,8 @@ def test_make_targets_exist() -> None:
 
 
 def test_generated_page_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run `make docs`"
-    assert DEVICES.read_text(encoding="utf-8") == devices_page(), "run `make docs`"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `make pages`"
+    assert DEVICES.read_text(encoding="utf-8") == devices_page(), "run `make pages`"
 
 
 def test_the_index_lists_every_page_once_with_a_sentence() -> None:
@@ -70,6 +71,15 @@ def test_the_index_lists_every_page_once_with_a_sentence() -> None:
     linked = set(re.findall(r"\]\(([^)]+)\)", README))
     tutorials = {f"docs/{page}" for page in pages if page.startswith("tutorials/")}
     assert {"docs/README.md"} | tutorials <= linked, "the README links the index and each tutorial"
+
+
+def test_the_site_has_every_page_in_its_menu_and_every_public_name() -> None:
+    menu = re.findall(r"^ +- [^:]+: (docs/\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert sorted(menu) == sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    named = re.findall(r"^::: \S+\.(\w+)$", (ROOT / "docs/api.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(set(shardwise_package.__all__) - {"Config"}), (
+        "docs/configuration.md has Config's keys"
+    )
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/tutorials").glob("*.md")), ids=lambda path: path.stem)

@@ -1,0 +1,72 @@
+"""Copy the pages of the documentation to build/pages, from which MkDocs makes the site (mkdocs.yml).
+
+A page keeps its place, so that links between pages are those of the repository. A link to a file that is no page shows
+the file's text on a page of its own; one to a folder leads to the folder's list of files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "build" / "pages"
+SOURCES = (
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "benchmarks/README.md", "benchmarks/results",
+    "tests/strict/README.md",
+)  # fmt: skip
+_LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")
+_LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
+
+
+def main() -> None:
+    shutil.rmtree(PAGES, ignore_errors=True)
+    for name in SOURCES:
+        source = ROOT / name
+        for file in sorted(source.rglob("*")) if source.is_dir() else [source]:
+            if file.is_file():
+                _copy(file)
+    for page in sorted(PAGES.rglob("*.md")):
+        _relink(page)
+
+
+def _copy(file: Path) -> None:
+    target = PAGES / file.relative_to(ROOT)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(file, target)
+
+
+def _relink(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    page.write_text(_LINK.sub(lambda found: _target(page, found[1]), text), encoding="utf-8")
+
+
+def _target(page: Path, link: str) -> str:
+    """The link of a page as the site has it."""
+    target = Path(os.path.normpath(page.parent / link))
+    original = ROOT / target.relative_to(PAGES) if target.is_relative_to(PAGES) else target
+    if original.suffix in (".md", ".svg", ".png") or not original.exists():
+        return link  # MkDocs says which link leads nowhere
+    shown = target / "index.md" if original.is_dir() else target.with_name(f"{target.name}.md")
+    if not shown.exists():
+        shown.parent.mkdir(parents=True, exist_ok=True)
+        shown.write_text(_listing(original) if original.is_dir() else _shown(original), encoding="utf-8")
+    return os.path.relpath(shown, page.parent)
+
+
+def _listing(folder: Path) -> str:
+    files = sorted(path.name for path in folder.iterdir() if path.is_file() and path.suffix == ".md")
+    others = sorted(path.name for path in folder.iterdir() if path.is_file() and path.suffix == ".py")
+    lines = [f"- [{name}]({name})" for name in files] + [f"- `{name}`" for name in others]
+    return f"# {folder.relative_to(ROOT)}\n\n" + "\n".join(lines) + "\n"
+
+
+def _shown(file: Path) -> str:
+    language = _LANGUAGES.get(file.suffix, "text")
+    return f"# {file.relative_to(ROOT)}\n\n````{language}\n{file.read_text(encoding='utf-8')}````\n"
+
+
+if __name__ == "__main__":
+    main()
