@@ -115,7 +115,7 @@ def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collectio
             continue
         _, number, choice, layout = heapq.heappop(waiting)
         one = choice.applied(config)
-        memory = _memory(one, layout, cluster)
+        memory = _memory(one, layout, cluster, limit)
         if memory.total > limit:
             too_large["activations do not fit beside parameters, gradients and optimizer state"] += 1
             if smallest is None or memory.total < smallest[1]:
@@ -163,12 +163,14 @@ def _block_elements(model: ModelConfig, tensor: int) -> int:
     return local_parameter_count(model, tensor, stages=[Stage(1, 0, range(1), 3)]) or 0
 
 
-def _memory(config: Config, layout: Layout, cluster: Cluster) -> MemoryEstimate:
-    """The memory of the pipeline rank that needs most; of a shorter step if it is long.
+def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> MemoryEstimate:
+    """The memory of the pipeline rank that needs most, or of the first that is found to need more than `limit` bytes.
+
+    It is computed for a shorter step if the step is long.
 
     Ranks with equally many blocks that both receive and send differ by what is in flight, which is most on the first
     of them, and where backward passes are split on the last of them. So beside the first and the last rank, the first
-    of each number of blocks and the last but one are looked at.
+    of each number of blocks and the last but one are looked at, those with most blocks first.
 
     Activations in flight do not depend on the number of micro-batches beyond a few rounds of the schedule, except in
     GPipe, where all are; messages, which are held for all of them, are added.
@@ -185,9 +187,11 @@ def _memory(config: Config, layout: Layout, cluster: Cluster) -> MemoryEstimate:
         blocks[stage.rank] += len(stage.layers)
     firsts = {blocks[rank]: rank for rank in range(p - 2, 0, -1)}
     cases = Case.of_ranks(short, layout, accelerator, only={0, max(0, p - 2), p - 1, *firsts.values()})
-    found = []
-    for case in cases:
+    found: list[MemoryEstimate] = []
+    for case in sorted(cases, key=lambda one: -one.layers):
         memory = memory_of(case)
         longer = (micro_batches - few) * messages_of_a_micro_batch(case)
         found.append(replace(memory, pipeline=memory.pipeline + longer))
+        if found[-1].total > limit:
+            break
     return max(found, key=lambda one: one.total)
