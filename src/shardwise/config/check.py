@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.config.data import MASKED_FRACTION
+from shardwise.config.hooks import hook_problems
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig, OwnConfig
 from shardwise.config.pipeline import pipeline_problems
@@ -38,7 +39,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
         + _masking_problems(config)
     )
     problems += _resume_problems(config) + _trace_problems(config, is_new) + _document_problems(config)
-    problems += _mark_problems(config)
+    problems += _mark_problems(config) + hook_problems(config)
     if layout is not None:
         problems += _profile_problems(config, layout)
     if layout is None or problems:
