@@ -127,8 +127,6 @@ def train(
     from shardwise.cli.train import with_batch
     from shardwise.config import check_layout
     from shardwise.launch.rank import enter_job
-    from shardwise.models import check_own
-    from shardwise.train.hooks import check_hooks
     from shardwise.train.run import run
 
     keep_own()
@@ -142,14 +140,22 @@ def train(
         raise ConfigError("data.path, data.blend or data.dataset must name the data; for a trial, data.dataset=tiny")
     with ExitStack() as held:
         held.enter_context(given(objects))
-        if ":" in config.model.family:
-            check_own(config)
-        check_hooks(config)
+        _check_own_code(config)
         if path is not None and is_finished(held, config, path, place):
             return Run(path)
         path = prepare_run(held, config, name, path, place)
         with _signals_restored():
             return Run(run(config, path, name))
+
+
+def _check_own_code(config: Config) -> None:
+    """Import a model and hooks of the user's own, and check how they can be called."""
+    from shardwise.models import check_own
+    from shardwise.train.hooks import check_hooks
+
+    if ":" in config.model.family:
+        check_own(config)
+    check_hooks(config)
 
 
 def _with_hooks(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from shardwise.config.base import Section
-
-if TYPE_CHECKING:
-    from shardwise.config.sections import Config
 
 _PATH = r"^\w+(\.\w+)*:\w+$"
 
@@ -49,39 +46,3 @@ class HooksConfig(Section):
     def any_named(self) -> bool:
         """Whether there is any hook."""
         return self != HooksConfig()
-
-
-def hook_problems(config: Config) -> list[str]:
-    """Hooks that other keys leave no place for."""
-    hooks, model, data = config.hooks, config.model, config.data
-    problems = []
-    if hooks.data is not None and data.is_named:
-        problems.append(
-            f"{data.key} ({data.name}) must be left out with hooks.data ({hooks.data}), which reads the samples: set "
-            "it to null"
-        )
-    if hooks.data is not None and data.streaming:
-        problems.append(
-            f"data.streaming (true) must be false with hooks.data ({hooks.data}), whose samples have numbers"
-        )
-    is_own = ":" in model.family
-    for key, path in (("data", hooks.data), ("loss", hooks.loss)):
-        if path is not None and "mlm" in model.objectives:
-            problems.append(
-                f"hooks.{key} ({path}) must be left out with model.family {model.family}: it is for models that "
-                "predict the next token"
-            )
-    if hooks.loss is not None and is_own:
-        problems.append(
-            f"hooks.loss ({hooks.loss}) must be left out with model.family {model.family}, whose forward gives the loss"
-        )
-    if hooks.loss is not None and config.compile.enabled:
-        problems.append(f"compile.enabled (true) must be false with hooks.loss ({hooks.loss}), which is not compiled")
-    if hooks.optimizer is not None and config.optimizer.name != "adamw":
-        problems.append(
-            f"optimizer.name ({config.optimizer.name}) must be left out with hooks.optimizer ({hooks.optimizer})"
-        )
-    if hooks.optimizer is None and hooks.optimizer_options:
-        names = ", ".join(hooks.optimizer_options)
-        problems.append(f"hooks.optimizer_options ({names}) must be left out without hooks.optimizer")
-    return problems

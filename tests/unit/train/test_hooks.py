@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import shardwise
+from shardwise.cli import main
 from shardwise.config import check_layout
 from shardwise.config.resumption import resume_problems
 from shardwise.data import prepare
 from shardwise.errors import ConfigError, DataError, RunError, StoppedError
-from shardwise.train.hooks import check_hooks
+from shardwise.train.hooks import check_hooks, own_optimizer
 from tests import own_hooks
 from tests.dist.training import MODEL, make_config
 from tests.e2e.command import MINIATURE, within
@@ -37,7 +38,7 @@ def losses(run: shardwise.Run) -> list[float]:
     return [event["loss"] for event in run.metrics() + run.metrics("eval")]
 
 
-def test_all_hooks_together_are_recorded_and_continued(recipe: str) -> None:
+def test_all_hooks_together_are_recorded_and_continued(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     own_hooks.Recorder.heard.clear()
     hooks = {
         "data": f"{HERE}:Reader",
@@ -54,6 +55,9 @@ def test_all_hooks_together_are_recorded_and_continued(recipe: str) -> None:
     whole = shardwise.train(config, run_dir="runs/whole")
     resumed = shardwise.train(config, run_dir=first.path)  # the optimizer's own state came from the checkpoint
     assert [event["loss"] for event in resumed.metrics()] == [event["loss"] for event in whole.metrics()]
+    # A stranger's checkpoint must not name code that an evaluation runs.
+    assert main(["evaluate", str(whole.path)]) == 2
+    assert f"was trained on hooks.data ({HERE}:Reader), code that an evaluation does not run" in capsys.readouterr().err
 
 
 def _events(run: shardwise.Run) -> list[dict[str, Any]]:
@@ -85,6 +89,13 @@ def test_a_callback_stops_a_run_with_a_checkpoint(recipe: str) -> None:
         RunError, match=r"hooks\.callbacks \(tests\.own_hooks:breaks\) failed: KeyError: 'loss' \(.*line"
     ):
         shardwise.train(config, callbacks=[own_hooks.breaks])
+
+
+def test_the_optimizer_gets_what_its_constructor_names() -> None:
+    hooks = {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"momentum": 0.5}}
+    found, options = own_optimizer(make_config(hooks=hooks))
+    assert found is own_hooks.SignMomentum
+    assert options == {"lr": 1e-3, "weight_decay": 0.01, "momentum": 0.5}  # neither betas nor eps
 
 
 # ---- what the reader gives
