@@ -72,7 +72,7 @@ def test_functions_say_what_they_take_give_and_raise(name: str) -> None:
     text = inspect.getdoc(home) or ""
     assert {"Args:", "Returns:", "Raises:"} <= set(text.split()), f"{name} lacks a part of its docstring"
     documented = text.partition("Args:")[2]
-    lacking = [p for p in inspect.signature(home).parameters if f"{p}:" not in documented]
+    lacking = [p for p in inspect.signature(home).parameters if not re.search(rf"\b{p}\b[\w, ]*:", documented)]
     assert not lacking, f"{name}: {lacking} are not documented"
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.launch import stopping
 from shardwise.launch.environment import keep_own
 from shardwise.runlog import RunDirectory
+from shardwise.user_code import given, name_of
 
 
 class Run:
@@ -87,7 +88,16 @@ class Run:
         return [str(found.folder) for found in all_of(place) if found.problem is None]
 
 
-def train(config: Config, *, run_dir: str | os.PathLike[str] | None = None, name: str = "run") -> Run:
+def train(
+    config: Config,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    name: str = "run",
+    data: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    optimizer: type | None = None,
+    callbacks: Sequence[Callable[..., Any]] = (),
+) -> Run:
     """Train in this process, as one rank, and return when all steps are done.
 
     A program that is started by itself is the only rank. Under `torchrun --nproc_per_node=N program.py`, srun or mpirun
@@ -102,6 +112,8 @@ def train(config: Config, *, run_dir: str | os.PathLike[str] | None = None, name
         run_dir: the run's folder; that of an earlier run is continued, and a finished run is returned as it is.
             None: `runs/NAME-YYYYMMDD-HHMMSS`.
         name: of that folder.
+        data, loss, optimizer, callbacks: functions and classes of your own in place of `hooks.*`, whose contracts they
+            have (docs/hooks.md). `config.yaml` records their names.
 
     Returns:
         the run, on every rank.
@@ -115,25 +127,55 @@ def train(config: Config, *, run_dir: str | os.PathLike[str] | None = None, name
     from shardwise.cli.train import with_batch
     from shardwise.config import check_layout
     from shardwise.launch.rank import enter_job
-    from shardwise.models import check_own
     from shardwise.train.run import run
 
     keep_own()
     place = enter_job(None)
     world, path = 1 if place is None else place.world, None if run_dir is None else Path(run_dir)
+    config, objects = _with_hooks(config, data, loss, optimizer, callbacks)
     config = with_batch(config, world, path)
     _require_ranks(config, world)
     check_layout(config, world, is_new=path is None)
-    if not config.data.is_named:
+    if not config.data.is_named and config.hooks.data is None:
         raise ConfigError("data.path, data.blend or data.dataset must name the data; for a trial, data.dataset=tiny")
-    if ":" in config.model.family:
-        check_own(config)
     with ExitStack() as held:
+        held.enter_context(given(objects))
+        _check_own_code(config)
         if path is not None and is_finished(held, config, path, place):
             return Run(path)
         path = prepare_run(held, config, name, path, place)
         with _signals_restored():
             return Run(run(config, path, name))
+
+
+def _check_own_code(config: Config) -> None:
+    """Import a model and hooks of the user's own, and check how they can be called."""
+    from shardwise.models import check_own
+    from shardwise.train.hooks import check_hooks
+
+    if ":" in config.model.family:
+        check_own(config)
+    check_hooks(config)
+
+
+def _with_hooks(
+    config: Config, data: Any, loss: Any, optimizer: Any, callbacks: Sequence[Any]
+) -> tuple[Config, dict[str, object]]:
+    """The configuration with the names of hooks that are given as objects, and the objects by these names."""
+    objects: dict[str, object] = {}
+
+    def named(value: object) -> str:
+        name = first = name_of(value)
+        while name in objects and objects[name] is not value:  # two objects of one class
+            name = f"{first}_{len(objects)}"
+        objects[name] = value
+        return name
+
+    single = {"data": data, "loss": loss, "optimizer": optimizer}
+    changes: dict[str, Any] = {key: named(value) for key, value in single.items() if value is not None}
+    if callbacks:
+        changes["callbacks"] = tuple(named(callback) for callback in callbacks)
+    return config.model_copy(update={"hooks": config.hooks.model_copy(update=changes)}), objects
 
 
 def _require_ranks(config: Config, world: int) -> None:

@@ -226,6 +226,11 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
             data["format"] = "auto"
         for key in set(_OF_SOURCE) - set(chosen):
             data.pop(key, None)
+    elif reader := folder.run.get("hooks", {}).get("data"):
+        raise ConfigError(
+            f"{folder.name} was trained on hooks.data ({reader}), code that an evaluation does not run: name a text by "
+            "data.path or data.dataset"
+        )
     if chosen.get("tokenizer") is None:
         data["tokenizer"] = folder.tokenizer
     config = config_from(sections)

@@ -91,6 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
         from shardwise.models import check_own
 
         check_own(config)
+    if config.hooks.any_named:
+        from shardwise.train.hooks import check_hooks
+
+        check_hooks(config)
     if arguments.dry_run:
         return _show(recipe, config, layout, on)
     if place is None:
@@ -148,6 +152,7 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
     problems: list[str] = []
     data, load = config.data, config.checkpoint.load
     is_built_in = data.path is None and data.blend is None and data.dataset in BUILT_IN_TEXTS
+    is_built_in = is_built_in and config.hooks.data is None
     if not is_built_in or data.tokenizer is not None or config.model.vocab_size < _ANY_TOKENIZER:
         from shardwise.data import opening
 

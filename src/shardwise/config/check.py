@@ -38,7 +38,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
         + _masking_problems(config)
     )
     problems += _resume_problems(config) + _trace_problems(config, is_new) + _document_problems(config)
-    problems += _mark_problems(config)
+    problems += _mark_problems(config) + _hook_problems(config)
     if layout is not None:
         problems += _profile_problems(config, layout)
     if layout is None or problems:
@@ -218,4 +218,40 @@ def _masking_problems(config: Config) -> list[str]:
         problems.append(f"data.max_predictions ({data.max_predictions}) {unused}")
     if data.masked_fraction != MASKED_FRACTION:
         problems.append(f"data.masked_fraction ({data.masked_fraction}) {unused}")
+    return problems
+
+
+def _hook_problems(config: Config) -> list[str]:
+    """Hooks that other keys leave no place for."""
+    hooks, model, data = config.hooks, config.model, config.data
+    problems = []
+    if hooks.data is not None and data.is_named:
+        problems.append(
+            f"{data.key} ({data.name}) must be left out with hooks.data ({hooks.data}), which reads the samples: set "
+            "it to null"
+        )
+    if hooks.data is not None and data.streaming:
+        problems.append(
+            f"data.streaming (true) must be false with hooks.data ({hooks.data}), whose samples have numbers"
+        )
+    is_own = ":" in model.family
+    for key, path in (("data", hooks.data), ("loss", hooks.loss)):
+        if path is not None and "mlm" in model.objectives:
+            problems.append(
+                f"hooks.{key} ({path}) must be left out with model.family {model.family}: it is for models that "
+                "predict the next token"
+            )
+    if hooks.loss is not None and is_own:
+        problems.append(
+            f"hooks.loss ({hooks.loss}) must be left out with model.family {model.family}, whose forward gives the loss"
+        )
+    if hooks.loss is not None and config.compile.enabled:
+        problems.append(f"compile.enabled (true) must be false with hooks.loss ({hooks.loss}), which is not compiled")
+    if hooks.optimizer is not None and config.optimizer.name != "adamw":
+        problems.append(
+            f"optimizer.name ({config.optimizer.name}) must be left out with hooks.optimizer ({hooks.optimizer})"
+        )
+    if hooks.optimizer is None and hooks.optimizer_options:
+        names = ", ".join(hooks.optimizer_options)
+        problems.append(f"hooks.optimizer_options ({names}) must be left out without hooks.optimizer")
     return problems

@@ -62,7 +62,7 @@ def recipe_name(recipe: str) -> str:
 
 def require_data(config: Config, recipe: str) -> None:
     """Raises ConfigError, with the comments of the recipe that name data for it, where nothing names data."""
-    if not config.data.is_named:
+    if not config.data.is_named and config.hooks.data is None:
         lines = re.findall(_DATA_COMMENT, recipe_text(recipe)) or ["For a trial:  data.dataset=python"]
         shown = "\n".join(f"  {line}" for line in lines)
         raise ConfigError(

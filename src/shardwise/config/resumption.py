@@ -12,7 +12,10 @@ from shardwise.errors import ConfigError
 
 _FIXED_SECTIONS = ("model", "data")
 _FREE_KEYS = ("data.workers",)
-_FIXED_KEYS = ("train.seed", "train.sequence_length", "train.dropout_mode", "optimizer.name")
+_FIXED_KEYS = (
+    "train.seed", "train.sequence_length", "train.dropout_mode", "optimizer.name", "hooks.data", "hooks.loss",
+    "hooks.optimizer",
+)  # fmt: skip
 
 
 def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

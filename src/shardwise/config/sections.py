@@ -14,6 +14,7 @@ from shardwise import units
 from shardwise.config.base import Section, reject
 from shardwise.config.compilation import CompileConfig
 from shardwise.config.data import DataConfig
+from shardwise.config.hooks import HooksConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel
 from shardwise.errors import ConfigError
@@ -419,6 +420,7 @@ class Config(Section):
         default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
     )
     compile: CompileConfig = Field(default_factory=CompileConfig, description="what is compiled, and where it is kept")
+    hooks: HooksConfig = Field(default_factory=HooksConfig, description="functions and classes of your own")
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how the ranks work together")
     log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from shardwise import hub
 from shardwise.config import Config, DataConfig, data_from
-from shardwise.data.formats import datasets, hdf5, megatron, stream, text
+from shardwise.data.formats import datasets, hdf5, megatron, own, stream, text
 from shardwise.data.formats.common import (
     Announce,
     PreparedData,
@@ -59,6 +59,8 @@ def prepare(
     Raises:
         DataError: when the text or the tokenizer is missing, unreadable or too small, or the cache cannot be written.
     """
+    if config.hooks.data is not None:
+        return own.open_data(config, cache_root(cache_dir), announce, any_size=any_size)
     format = checked_format(config)
     opener = stream if config.data.streaming else FORMATS[format]
     return opener.open_data(config, cache_root(cache_dir), announce, any_size=any_size)
@@ -122,7 +124,11 @@ def glance(config: Config) -> Glance:
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
     looks: dict[str, Callable[[], str]] = {}
-    if config.data.is_named:
+    format: DataFormat
+    if config.hooks.data is not None:
+        format = "megatron"  # as those, its samples are tokens
+        looks["data"] = lambda: own.glance(config)
+    elif config.data.is_named:
         try:
             format = checked_format(config)
         except ConfigError as error:

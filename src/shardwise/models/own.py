@@ -13,15 +13,10 @@ It also gets
 
 from __future__ import annotations
 
-import importlib
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import Parameter, signature
-from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -33,12 +28,12 @@ from shardwise.config import Config, OwnConfig
 from shardwise.errors import ConfigError, listing, nearest_name
 from shardwise.mesh import Group
 from shardwise.placement import of, placements
+from shardwise.user_code import error_text, load
 
 RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")
 """Arguments that the run gives. A class that does not take the last three is made after `torch.manual_seed(train.seed)`
 and then moved to its device and dtype."""
 
-_LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 _SHOWN = 4
 _STORED = ("float64", "float32", "float16", "bfloat16")
 
@@ -80,7 +75,7 @@ def build_own(
     except Exception as error:
         if devices.is_out_of_memory(error) or isinstance(error, dist.DistError):
             raise
-        raise ConfigError(f"model.family ({config.model.family}) cannot be built: {_error_text(error)}") from error
+        raise ConfigError(f"model.family ({config.model.family}) cannot be built: {error_text(error)}") from error
     if "device" not in constructor.names:
         _move(model, device)
     if "dtype" not in constructor.names:
@@ -112,53 +107,8 @@ def _import_class(family: str) -> type[nn.Module]:
     def is_model(value: object) -> bool:
         return isinstance(value, type) and issubclass(value, nn.Module)
 
-    module_name, _, name = family.partition(":")
-    try:
-        module = _import_module(module_name)
-    except Exception as error:
-        missing = str(error.name) if isinstance(error, ModuleNotFoundError) else None
-        if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise ConfigError(
-                f"model.family ({family}): there is no module {missing} in {Path.cwd()} nor among the installed "
-                "packages; start in the folder that holds it, or install it"
-            ) from error
-        raise ConfigError(f"model.family ({family}) cannot be imported: {_error_text(error)}") from error
-    model_class: Any = getattr(module, name, None)
-    where = f"model.family ({family}): {module.__file__ or module_name}"
-    if model_class is None:
-        near = nearest_name(name, [key for key, value in vars(module).items() if is_model(value)])
-        raise ConfigError(f"{where} lacks {name}" + (f"; did you mean {near}?" if near else ""))
-    if not is_model(model_class):
-        raise ConfigError(f"{where}: {name} must be a class derived from torch.nn.Module")
+    model_class = load("model.family", family, is_model, "a class derived from torch.nn.Module")
     return cast("type[nn.Module]", model_class)
-
-
-def _import_module(name: str) -> ModuleType:
-    """Import a module from the current directory or, if it is not there, from the installed packages.
-
-    The command `shardwise` does not search the current directory by itself. While the module is imported the directory
-    is searched first, as by `python -m`; afterwards last, so that no file in it replaces a module of a library.
-    """
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(here)
-        if here not in sys.path:
-            sys.path.append(here)
-
-
-def _error_text(error: Exception) -> str:
-    """The error, and where the user's own code raised it."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<")
-        and not any(Path(frame.filename).is_relative_to(library) for library in _LIBRARIES)
-    ]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
 
 
 # ---- its signatures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Unpack
 
 import torch
@@ -31,6 +32,7 @@ class ParallelLMHead(placement.PlacedModule):
 
     Attributes:
         chunk_losses: what `linear_cross_entropy` takes as `losses`.
+        own_loss: gives the sum of the losses of whole logits `[S, B, V]` and targets `[S, B]` instead; or None.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ParallelLMHead(placement.PlacedModule):
         self.group = group = sharing_group(type(self).__name__, options.get("group"))
         self.vocab_size = vocab_size
         self.chunk_losses = chunk_losses
+        self.own_loss: Callable[[Tensor, Tensor], Tensor] | None = None
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
         if tied_weight is not None:
@@ -94,6 +97,8 @@ class ParallelLMHead(placement.PlacedModule):
 
     def loss(self, x: Tensor, targets_SB: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
         """Sum of the tokens' cross-entropies, chunk by chunk. Targets are whole on every rank."""
+        if self.own_loss is not None:
+            return self.own_loss(self(x).float(), targets_SB)
         call_forward_pre_hooks(self)
         return linear_cross_entropy(
             x,

@@ -31,6 +31,7 @@ from shardwise.placement import of_or_whole, placements
 from shardwise.plan.parameters import parameter_count
 from shardwise.plan.partition import stage_plan
 from shardwise.storage.root import Root, StoreError
+from shardwise.train.hooks import own_optimizer, use_loss
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.opening import Run, raised_on_every_rank, versions
 from shardwise.train.record import Progress
@@ -63,6 +64,7 @@ def build_trainer(
         raise DataError(f"the training data hold less than one sample of {config.train.sequence_length} tokens")
     dtype = torch_dtype(precision.parameter)
     model = build_stages(config, layout, mesh, dtype=dtype)
+    use_loss(model, config)
     is_checkpoint = weights is not None and comm.broadcast_object((weights / MANIFEST).exists(), mesh.world)
     if weights is not None and not is_checkpoint:
         load_hugging_face(model, config.model, mesh, weights.local())
@@ -202,13 +204,12 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
 
 
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:
-    """AdamW or LAMB over data parallelism; gradients are summed, as the loss is already a global mean."""
+    """The optimizer over data parallelism; gradients are summed, as the loss is already a global mean."""
     o = config.optimizer
-    is_lamb = o.name == "lamb"
-    options: dict[str, Any] = {} if is_lamb else {"fused": devices.has_fused_adamw(mesh.device)}
+    optimizer_class, options = _optimizer_class(config, mesh)
     return ZeroRedundancyOptimizer(
         decay_groups(model.parameters(), o.weight_decay),
-        LAMB if is_lamb else torch.optim.AdamW,
+        optimizer_class,
         mesh=mesh,
         shard=o.zero == 1,
         average=False,
@@ -219,11 +220,19 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
         reduce_dtype=torch_dtype(precision.reduce),
         rounding=precision.rounding,
         rounding_seed=config.train.seed,
-        lr=o.lr,
-        betas=o.betas,
-        eps=o.eps,
         **options,
     )
+
+
+def _optimizer_class(config: Config, mesh: Mesh) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """AdamW, LAMB or the user's own class, with its arguments."""
+    if config.hooks.optimizer is not None:
+        return own_optimizer(config)
+    o = config.optimizer
+    options: dict[str, Any] = {"lr": o.lr, "betas": o.betas, "eps": o.eps}
+    if o.name == "lamb":
+        return LAMB, options
+    return torch.optim.AdamW, {**options, "fused": devices.has_fused_adamw(mesh.device)}
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:

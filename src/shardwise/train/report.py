@@ -28,7 +28,8 @@ from shardwise.config import Config, Layout, Precision
 from shardwise.cost import flops_per_token, model_flops_utilization
 from shardwise.hardware import peak_flops
 from shardwise.redaction import redacted
-from shardwise.runlog import JsonLines, RunDirectory, now
+from shardwise.runlog import RunDirectory, now
+from shardwise.train.hooks import Told
 from shardwise.train.picture import print_pipeline
 from shardwise.train.progress import ProgressLine, parts_of_loss
 from shardwise.train.rank_file import RankFile, process_seconds, where
@@ -81,7 +82,7 @@ class Reporter:
         self._rank_file = RankFile(run, rank, layout, device_name)
         self._waited = {"data": 0.0, "checkpoint": 0.0}
         self._spike, self._slow = Occurrence(_SPIKE, _SPIKE / 2), Occurrence(_SLOW, (1 + _SLOW) / 2)
-        self._metrics = JsonLines(run.metrics) if rank == 0 else None
+        self._metrics = Told(run.metrics, config) if rank == 0 else None
         self._curves: Scalars | None = None
         self._log: IO[str] | None = None
         self._consoles: list[Console] = []

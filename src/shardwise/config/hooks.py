@@ -1,0 +1,48 @@
+"""The section `hooks`: functions and classes of the user's own, in place of a part of a training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from shardwise.config.base import Section
+
+_PATH = r"^\w+(\.\w+)*:\w+$"
+
+
+class HooksConfig(Section):
+    """Your own functions and classes, each as package.module:Name (docs/hooks.md)."""
+
+    data: str | None = Field(
+        default=None,
+        pattern=_PATH,
+        description="package.module:Name, called with (config, part), gives the samples of a part instead of data.path",
+    )
+    loss: str | None = Field(
+        default=None,
+        pattern=_PATH,
+        description="package.module:Name, called with (logits, targets), gives the sum of the targets' losses",
+    )
+    optimizer: str | None = Field(
+        default=None,
+        pattern=_PATH,
+        description="package.module:Name, an elementwise class of torch.optim's kind, in place of optimizer.name",
+    )
+    optimizer_options: dict[str, Any] = Field(
+        default_factory=dict,
+        examples=[{"momentum": 0.9}],
+        description="arguments of that class that no key of the section optimizer gives",
+    )
+    callbacks: tuple[Annotated[str, Field(pattern=_PATH)], ...] = Field(
+        default=(),
+        strict=False,
+        examples=["[package.module:Name]"],
+        description="functions, or classes that are made without arguments: on rank 0 each is called with every event "
+        "that metrics.jsonl gets; if one returns True the run is asked to stop",
+    )
+
+    @property
+    def any_named(self) -> bool:
+        """Whether there is any hook."""
+        return self != HooksConfig()

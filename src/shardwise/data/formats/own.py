@@ -1,0 +1,174 @@
+"""Samples that an object of the user's own gives: `hooks.data=package.module:Name`.
+
+It is called as `Name(config, part)` with the part `train` or `eval`, and returns an object with `len(samples)` and
+`samples[number]`, such as a list or a torch `Dataset`; or None where there is no such part. A sample is a row of 2 to
+S + 1 token ids: the model reads all but the last, and predicts all but the first. A shorter one is padded. It is the
+same whenever and on whichever rank it is asked for; threads may ask at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardwise.config import Config
+from shardwise.data.cache import digest_of
+from shardwise.data.formats.common import Announce, PreparedData, needed_parts, tokenizer_in_cache, tokenizer_of_tokens
+from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
+from shardwise.data.samples.batch import Batch, Batches
+from shardwise.data.samples.causal import DocumentEnds, causal_batch
+from shardwise.data.samples.sampler import IntArray
+from shardwise.errors import DataError
+from shardwise.user_code import accepts, error_text, load
+
+
+class Samples(Protocol):
+    """What the object returns for a part."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The samples of a part, checked as they are read.
+
+    Attributes:
+        path: of the object, for messages.
+        length: S.
+        vocab_size: of the model.
+    """
+
+    samples: Samples
+    path: str
+    length: int
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def row(self, number: int) -> IntArray:
+        """The token ids of a sample.
+
+        Raises:
+            DataError: it cannot be read, or is no row of tokens.
+        """
+        try:
+            row = np.asarray(self.samples[number])
+        except Exception as error:
+            raise DataError(f"hooks.data ({self.path}): sample {number} cannot be read: {error_text(error)}") from error
+        found = None
+        if row.ndim != 1 or row.dtype.kind not in "iu":
+            found = f"{row.dtype} of shape {row.shape}"
+        elif not 2 <= len(row) <= self.length + 1:
+            found = f"{len(row)} of them"
+        elif row.min() < 0 or row.max() >= self.vocab_size:
+            found = f"ids from {row.min()} to {row.max()}"
+        if found is not None:
+            raise DataError(
+                f"hooks.data ({self.path}): sample {number} must be a row of 2 to train.sequence_length + 1 "
+                f"({self.length + 1}) whole numbers below model.vocab_size ({self.vocab_size}), and it is {found}"
+            )
+        return row.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class PreparedSamples(PreparedData):
+    """The samples of each part; None of a part that is not there."""
+
+    parts: Mapping[Part, Rows]
+
+    def count(self, part: Part) -> int:
+        return len(self.parts[part]) * self.parts[part].length if part in self.parts else 0
+
+    def beginning(self, part: Part, tokens: int) -> list[int]:
+        return [int(token) for token in self.parts[part].row(0)[:tokens]] if part in self.parts else []
+
+    def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+        if part not in self.parts:
+            return None
+        return SampleBatches(self.parts[part], config.train.seed, DocumentEnds.of(config, self.tokenizer_path))
+
+
+class SampleBatches(Batches):
+    """Batches of rows of tokens, shuffled in each epoch. Inputs: see `causal_batch`.
+
+    Args:
+        ends: what the end of a document changes.
+    """
+
+    objectives = ("lm",)
+
+    def __init__(self, rows: Rows, seed: int, ends: DocumentEnds | None) -> None:
+        super().__init__(len(rows), seed)
+        self.rows, self.ends = rows, ends
+
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        rows_BS = np.zeros((len(indices), self.rows.length + 1), dtype=np.int64)
+        targets_B = np.zeros(len(indices), dtype=np.int64)
+        for place, index in enumerate(indices.tolist()):
+            if index >= 0:
+                row = self.rows.row(index)
+                rows_BS[place, : len(row)] = row
+                targets_B[place] = len(row) - 1
+        return causal_batch(rows_BS, targets_B, samples, self.ends)
+
+
+def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedSamples:
+    """Opens the parts; only the tokenizer, where `data.tokenizer` names one, is kept in the cache `root`."""
+    path = config.hooks.data
+    assert path is not None
+    opener = load_reader(path)
+    problems: list[str] = []
+    tokenizer = tokenizer_of_tokens(config, (), problems)
+    if tokenizer is None and config.log.sample_prompt is not None:
+        problems.append(
+            f"log.sample_prompt ({config.log.sample_prompt!r}) needs data.tokenizer with hooks.data ({path})"
+        )
+    if problems:
+        raise DataError(problems)
+    parts: dict[Part, Rows] = {}
+    for part in PARTS[:2]:
+        try:
+            samples = opener(config, part)
+            number = 0 if samples is None else len(samples)
+        except Exception as error:
+            raise DataError(f"hooks.data ({path}): its {part} part cannot be opened: {error_text(error)}") from error
+        if number:
+            parts[part] = Rows(samples, path, config.train.sequence_length, config.model.vocab_size)
+        elif part in needed_parts(config) and not any_size:
+            raise DataError(f"hooks.data ({path}) must give at least one sample of the {PART_NAMES[part]} part")
+    ends = {part: [rows.row(0).tolist(), rows.row(len(rows) - 1).tolist()] for part, rows in parts.items()}
+    counts: dict[Part, int] = {part: len(rows) for part, rows in parts.items()}
+    return PreparedSamples(
+        tokenizer_path=tokenizer_in_cache(config, tokenizer, root),
+        fingerprint=digest_of({"counts": counts, "ends": ends}),
+        summary=f"{path}: {describe_sizes(counts)} samples",
+        parts=parts,
+    )
+
+
+def glance(config: Config) -> str:
+    """What gives the samples; it is not called."""
+    assert config.hooks.data is not None
+    load_reader(config.hooks.data)
+    return f"samples of hooks.data ({config.hooks.data})"
+
+
+def load_reader(path: str) -> Any:
+    """The function or class that opens a part.
+
+    Raises:
+        ConfigError: it cannot be imported, or cannot be called as it will be.
+    """
+    return load(
+        "hooks.data",
+        path,
+        lambda value: callable(value) and accepts(value, None, "train"),
+        "a function or class that takes (config, part)",
+    )

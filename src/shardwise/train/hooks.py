@@ -1,0 +1,175 @@
+"""Loss, optimizer and callbacks of the user's own (`hooks.*`): what each must be, and how a run calls it.
+
+The samples of `hooks.data` are data (`data/formats/own.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import device as devices
+from shardwise.config import Config
+from shardwise.data.formats.own import load_reader
+from shardwise.errors import ConfigError, RunError, listing
+from shardwise.launch import stopping
+from shardwise.optim.elementwise import require_elementwise
+from shardwise.parallel import ParallelLMHead
+from shardwise.runlog import JsonLines
+from shardwise.user_code import accepts, error_text, load
+
+Callback = Callable[[dict[str, Any]], object]
+_FROM_SECTION = ("lr", "betas", "eps", "weight_decay")
+"""Arguments that the section `optimizer` gives to a class that names them."""
+
+
+def check_hooks(config: Config) -> None:
+    """Import all hooks and check how they can be called, before ranks start.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    hooks, problems = config.hooks, []
+    for check in (
+        lambda: hooks.data is None or load_reader(hooks.data),
+        lambda: hooks.loss is None or _load_loss(hooks.loss),
+        lambda: hooks.optimizer is None or own_optimizer(config),
+        lambda: _callbacks(config),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+# ---- the loss
+
+
+def use_loss(model: nn.Module, config: Config) -> None:
+    """Have the head of a model, or of its last pipeline stage, compute the loss by `hooks.loss`."""
+    path = config.hooks.loss
+    if path is None:
+        return
+    function = _load_loss(path)
+
+    def loss(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
+        try:
+            value = function(logits_SBV, targets_SB)
+        except Exception as error:
+            if devices.is_out_of_memory(error):
+                raise
+            raise ConfigError(f"hooks.loss ({path}) failed: {error_text(error)}") from error
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            shown = (
+                f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            )
+            raise ConfigError(
+                f"hooks.loss ({path}) must return the sum of its targets' losses, one number, not {shown}"
+            )
+        return value
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.own_loss = loss
+
+
+def _load_loss(path: str) -> Any:
+    return load(
+        "hooks.loss",
+        path,
+        lambda value: callable(value) and not isinstance(value, type) and accepts(value, None, None),
+        "a function that takes (logits_SBV, targets_SB)",
+    )
+
+
+# ---- the optimizer
+
+
+def own_optimizer(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class of `hooks.optimizer`, and the arguments that it gets beside the parameters.
+
+    Raises:
+        ConfigError: it is no such class, takes other arguments, or does not update each element by itself.
+    """
+    path, section, own = config.hooks.optimizer, config.optimizer, config.hooks.optimizer_options
+    assert path is not None
+    optimizer_class: type[torch.optim.Optimizer] = load(
+        "hooks.optimizer",
+        path,
+        lambda value: isinstance(value, type) and issubclass(value, torch.optim.Optimizer),
+        "a class derived from torch.optim.Optimizer",
+    )
+    parameters = signature(optimizer_class).parameters
+    names = [name for name, one in parameters.items() if one.kind is not Parameter.VAR_KEYWORD][1:]
+    takes_any = len(names) + 1 < len(parameters)
+    problems = [
+        f"hooks.optimizer_options.{key}: set optimizer.{key}, which gives it" for key in _FROM_SECTION if key in own
+    ]
+    unknown = [key for key in own if key not in names and key not in _FROM_SECTION and not takes_any]
+    problems += [f"hooks.optimizer_options.{key}: {path} takes {listing(names) or 'none'}" for key in unknown]
+    if section.weight_decay and "weight_decay" not in names:
+        problems.append(
+            f"optimizer.weight_decay ({section.weight_decay}) must be 0 with hooks.optimizer ({path}), which takes none"
+        )
+    if problems:
+        raise ConfigError(problems)
+    options = {name: getattr(section, name) for name in _FROM_SECTION if name in names} | dict(own)
+    try:
+        require_elementwise(optimizer_class, options)
+    except Exception as error:
+        raise ConfigError(f"hooks.optimizer ({path}): {error_text(error)}") from error
+    return optimizer_class, options
+
+
+# ---- callbacks
+
+
+class Told(JsonLines):
+    """metrics.jsonl, whose every event the callbacks get too, on rank 0.
+
+    A callback that returns True asks the run to stop, as `shardwise stop` does.
+    """
+
+    def __init__(self, path: Path, config: Config) -> None:
+        super().__init__(path)
+        self._run = path.parent
+        self._callbacks = [(name, _made(name, callback)) for name, callback in _callbacks(config)]
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        super().write(record)
+        for path, callback in self._callbacks:
+            try:
+                stop = callback(dict(record))
+            except Exception as error:
+                self._callbacks = []  # what the run records of its failure must not fail again
+                raise RunError(f"hooks.callbacks ({path}) failed: {error_text(error)}") from error
+            if stop is True:
+                stopping.request(self._run, f"hooks.callbacks ({path})")
+
+
+def _callbacks(config: Config) -> Sequence[tuple[str, Any]]:
+    """The callbacks, each with its path: functions, and classes that are to be made."""
+
+    def is_callback(value: object) -> bool:
+        if not isinstance(value, type):
+            return callable(value) and accepts(value, None)
+        called = next((vars(base)["__call__"] for base in value.__mro__ if "__call__" in vars(base)), None)
+        return called is not None and accepts(value) and accepts(called, None, None)
+
+    wanted = "a function that takes (event), or a class without arguments whose objects do"
+    return [(path, load("hooks.callbacks", path, is_callback, wanted)) for path in config.hooks.callbacks]
+
+
+def _made(path: str, callback: Any) -> Callback:
+    try:
+        made: Callback = callback() if isinstance(callback, type) else callback
+    except Exception as error:
+        raise ConfigError(f"hooks.callbacks ({path}) cannot be made: {error_text(error)}") from error
+    return made

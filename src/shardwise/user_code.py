@@ -1,0 +1,113 @@
+"""Objects of the user's own that a configuration names as package.module:Name, and what their errors say."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardwise.errors import ConfigError, nearest_name
+
+_given: dict[str, object] = {}
+
+
+@contextmanager
+def given(objects: Mapping[str, object]) -> Iterator[None]:
+    """Inside, these names stand for these objects: a program gives a hook that no module need have."""
+    before = dict(_given)
+    _given.update(objects)
+    try:
+        yield
+    finally:
+        _given.clear()
+        _given.update(before)
+
+
+def name_of(value: object) -> str:
+    """What a configuration records of an object that a program gives: module:Name of it, or of its class."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    name = re.sub(r"\W+", "_", named.__qualname__)
+    return f"{named.__module__}:{name}"
+
+
+def load(key: str, path: str, is_wanted: Callable[[object], bool], wanted: str) -> Any:
+    """The object that `package.module:Name` names, from the current directory or an installed package.
+
+    Args:
+        key: the configuration's, for messages.
+        is_wanted: whether an object is of the kind that the key names.
+        wanted: that kind, after "must be".
+
+    Raises:
+        ConfigError: it cannot be imported, is not there, or is of another kind.
+    """
+    if path in _given:
+        value, where = _given[path], f"{key} ({path})"
+    else:
+        module_name, _, name = path.partition(":")
+        module = _import(key, path, module_name)
+        value, where = getattr(module, name, None), f"{key} ({path}): {module.__file__ or module_name}"
+        if value is None:
+            near = nearest_name(name, [other for other, one in vars(module).items() if is_wanted(one)])
+            raise ConfigError(f"{where} lacks {name}" + (f"; did you mean {near}?" if near else ""))
+        where += f": {name}"
+    if not is_wanted(value):
+        raise ConfigError(f"{where} must be {wanted}")
+    return value
+
+
+def accepts(function: Callable[..., Any], *arguments: object, **options: object) -> bool:
+    """Whether a function can be called with so many arguments; True where it does not tell."""
+    try:
+        inspect.signature(function).bind(*arguments, **options)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C
+        return True
+    return True
+
+
+def error_text(error: Exception) -> str:
+    """The error, and where the user's own code raised it."""
+    libraries = [Path(__file__).parent]
+    if (torch := sys.modules.get("torch")) is not None and torch.__file__:
+        libraries.append(Path(torch.__file__).parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<")
+        and not any(Path(frame.filename).is_relative_to(library) for library in libraries)
+    ]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _import(key: str, path: str, module_name: str) -> ModuleType:
+    """Import a module from the current directory or, if it is not there, from the installed packages.
+
+    The command `shardwise` does not search the current directory by itself. While the module is imported the directory
+    is searched first, as by `python -m`; afterwards last, so that no file in it replaces a module of a library.
+    """
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        missing = str(error.name) if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"{key} ({path}): there is no module {missing} in {here} nor among the installed packages; start in "
+                "the folder that holds it, or install it"
+            ) from error
+        raise ConfigError(f"{key} ({path}) cannot be imported: {error_text(error)}") from error
+    finally:
+        sys.path.remove(here)
+        if here not in sys.path:
+            sys.path.append(here)

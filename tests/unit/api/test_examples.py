@@ -1,0 +1,113 @@
+"""The examples that no other test runs: a notebook, hooks, and ZeRO-1 beside Accelerate.
+
+The notebook's cells are executed in their order in this process, as a kernel would, but without one: Jupyter's servers
+are no dependency of the tests.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwise
+from tests.arch.source import ROOT
+from tests.e2e.command import shardwise as run_command
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_notebook_runs() -> None:
+    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(notebook["cells"]):
+        assert cell.get("outputs", []) == [], f"cell {number} has outputs: clear them before a commit"
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+    assert len(names["losses"]) == names["config"].train.steps
+    assert names["losses"][-1] < names["losses"][0]
+    assert (Path(names["folder"]) / "model.safetensors").exists()
+
+
+def test_the_example_of_hooks_trains() -> None:
+    recipe = ROOT / "examples" / "own_hooks" / "hooks.yaml"
+    config = shardwise.load_recipe(recipe, train={"steps": 8, "eval_every": 4})
+    run = shardwise.train(config)
+    losses = [event["loss"] for event in run.metrics("eval")]
+    assert losses[-1] < 0.97 * losses[0]
+    assert run.config().hooks.optimizer == "examples.own_hooks.hooks:Lion"
+
+
+def final_loss(text: str) -> float:
+    (found,) = re.findall(r"final loss ([\d.]+)", text)
+    return float(found)
+
+
+def test_accelerate_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate")
+    from examples.accelerate_zero1 import main
+
+    main()
+    assert final_loss(capsys.readouterr().out) < 0.1
+
+
+@pytest.mark.slow
+def test_accelerate_in_two_processes_trains_alike_and_its_wrapped_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("accelerate")
+    from examples.accelerate_zero1 import main
+
+    main()
+    alone = final_loss(capsys.readouterr().out)
+    script = tmp_path / "both.py"
+    script.write_text(
+        f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from accelerate import Accelerator
+from examples.accelerate_zero1 import main
+from shardwise import ZeroRedundancyOptimizer
+accelerator = Accelerator(cpu=True)
+wrapped = accelerator.prepare(torch.nn.Linear(2, 2))
+try:
+    ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=0.1)
+except ValueError as error:
+    assert "wrapped in DistributedDataParallel" in str(error), error
+else:
+    raise AssertionError("a model that Accelerate wrapped was taken")
+main()
+""",
+        encoding="utf-8",
+    )
+    done = run_command(str(script), at=tmp_path, program=TORCHRUN)
+    assert done.code == 0, done.err
+    assert final_loss(done.out) == pytest.approx(alone, rel=1e-4)
+
+
+def test_the_code_of_the_page_runs_in_its_order() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "docs/python.md", "exec"), names)
+    assert len(names["run"].metrics()) == 4
+    assert names["done"] == 1
+    assert Path(names["saved"]).is_dir()
+
+
+def test_the_loop_with_layers_is_that_of_the_readme() -> None:
+    """`test_docs.py` runs it."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"```python\n{(ROOT / 'examples' / 'layers.py').read_text(encoding='utf-8')}```" in readme

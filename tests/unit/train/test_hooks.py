@@ -1,0 +1,256 @@
+"""Hooks: a reader, a loss, an optimizer and callbacks of the user's own train; what is wrong with one is a sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwise
+from shardwise.cli import main
+from shardwise.config import check_layout
+from shardwise.config.resumption import resume_problems
+from shardwise.data import prepare
+from shardwise.errors import ConfigError, DataError, RunError, StoppedError
+from shardwise.train.hooks import check_hooks, own_optimizer
+from tests import own_hooks
+from tests.dist.training import MODEL, make_config
+from tests.e2e.command import MINIATURE, within
+
+HERE = "tests.own_hooks"
+BERT = {**MODEL, "family": "bert"}
+BERT.pop("num_key_value_heads")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A recipe that trains in a moment, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    Path("small.yaml").write_text(MINIATURE)
+    return "small.yaml"
+
+
+def losses(run: shardwise.Run) -> list[float]:
+    return [event["loss"] for event in run.metrics() + run.metrics("eval")]
+
+
+def test_all_hooks_together_are_recorded_and_continued(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    own_hooks.Recorder.heard.clear()
+    hooks = {
+        "data": f"{HERE}:Reader",
+        "loss": f"{HERE}:cross_entropy",
+        "optimizer": f"{HERE}:SignMomentum",
+        "optimizer_options": {"momentum": 0.5},
+        "callbacks": [f"{HERE}:Recorder"],
+    }
+    # The vocabulary of 301 has no tokenizer here, so there is no sample either.
+    config = shardwise.load_recipe(recipe, data={"dataset": None}, hooks=hooks, train={"steps": 6})
+    first = shardwise.train(config.model_copy(update={"train": config.train.model_copy(update={"stop_after": 3})}))
+    assert own_hooks.Recorder.heard == [event["event"] for event in _events(first)]
+    assert first.config().hooks == config.hooks
+    whole = shardwise.train(config, run_dir="runs/whole")
+    resumed = shardwise.train(config, run_dir=first.path)  # the optimizer's own state came from the checkpoint
+    assert [event["loss"] for event in resumed.metrics()] == [event["loss"] for event in whole.metrics()]
+    # A stranger's checkpoint must not name code that an evaluation runs.
+    assert main(["evaluate", str(whole.path)]) == 2
+    assert f"was trained on hooks.data ({HERE}:Reader), code that an evaluation does not run" in capsys.readouterr().err
+
+
+def _events(run: shardwise.Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_objects_train_as_their_names_do_and_are_recorded(recipe: str) -> None:
+    config = shardwise.load_recipe(recipe)
+    heard: list[int] = []
+
+    def hear(event: dict[str, Any]) -> None:
+        heard.append(event.get("step", 0))
+
+    by_object = shardwise.train(config, loss=own_hooks.cross_entropy, callbacks=[hear, lambda event: None])
+    assert losses(by_object) == pytest.approx(losses(shardwise.train(config)), rel=1e-6)
+    assert max(heard) == config.train.steps
+    assert by_object.config().hooks.loss == f"{HERE}:cross_entropy"
+    assert len(set(by_object.config().hooks.callbacks)) == 2
+
+
+def test_a_callback_stops_a_run_with_a_checkpoint(recipe: str) -> None:
+    config = shardwise.load_recipe(recipe, train={"eval_every": 0})
+    with pytest.raises(StoppedError, match=r"hooks\.callbacks \(tests\.own_hooks:stop_at_2\)"):
+        shardwise.train(config, run_dir="runs/a", callbacks=[own_hooks.stop_at_2])
+    run = shardwise.Run("runs/a")
+    assert run.metrics()[-1]["step"] == 3  # the step after the one that it heard of
+    assert [Path(path).name for path in run.checkpoints()] == ["step-00000003"]
+    with pytest.raises(
+        RunError, match=r"hooks\.callbacks \(tests\.own_hooks:breaks\) failed: KeyError: 'loss' \(.*line"
+    ):
+        shardwise.train(config, callbacks=[own_hooks.breaks])
+
+
+def test_the_optimizer_gets_what_its_constructor_names() -> None:
+    hooks = {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"momentum": 0.5}}
+    found, options = own_optimizer(make_config(hooks=hooks))
+    assert found is own_hooks.SignMomentum
+    assert options == {"lr": 1e-3, "weight_decay": 0.01, "momentum": 0.5}  # neither betas nor eps
+
+
+# ---- what the reader gives
+
+
+def reader_config(name: str, **train: Any) -> Any:
+    return make_config(hooks={"data": f"{HERE}:{name}"}, train=train)
+
+
+def test_samples_are_padded_and_the_same_at_any_layout(tmp_path: Path) -> None:
+    config = reader_config("Reader", eval_every=5)
+    data = prepare(config, tmp_path)
+    batches = data.batches(config, "train")
+    assert batches is not None
+    assert batches.num_samples == 40
+    whole = batches.global_batch(0, 8)
+    parts = [batches.local_batch(0, 8, rank, 2, 2) for rank in range(2)]
+    assert sum(int(part.counts[0]) for rank in parts for part in rank) == int(whole.counts[0])
+    short = [column for column in range(8) if (whole.inputs["targets_SB"][:, column] == -100).any()]
+    assert short, "no sample of the batch is shorter"
+    for column in short:
+        assert (whole.inputs["targets_SB"][-5:, column] == -100).all()
+        assert (whole.inputs["targets_SB"][:-5, column] != -100).all()
+    ids, targets = whole.inputs["ids_SB"], whole.inputs["targets_SB"]
+    assert np.array_equal(ids[1:-5], targets[:-6])
+    assert (data.count("train"), data.count("eval")) == (40 * 16, 9 * 16)
+    assert data.beginning("train", 3) == [0, 1, 2]
+    assert prepare(config, tmp_path).fingerprint == data.fingerprint
+
+
+def test_a_part_may_be_missing_where_nothing_reads_it(tmp_path: Path) -> None:
+    config = reader_config("no_evaluation")
+    assert prepare(config, tmp_path).batches(config, "eval") is None
+    with pytest.raises(DataError, match="must give at least one sample of the evaluation part"):
+        prepare(reader_config("no_evaluation", eval_every=5), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sample", "found"),
+    [
+        ([1, 131], "ids from 1 to 131"),
+        ([-1, 4], "ids from -1 to 4"),
+        ([1.0, 2.0], "float64 of shape (2,)"),
+        ([[1, 2]], "int64 of shape (1, 2)"),
+        ([1], "1 of them"),
+        (list(range(18)), "18 of them"),
+        (None, "object of shape ()"),
+    ],
+    ids=str,
+)
+def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, tmp_path: Path) -> None:
+    config = reader_config("Reader")
+    own_hooks.given_rows = lambda config, part: [sample]  # type: ignore[attr-defined]
+    config = config.model_copy(update={"hooks": config.hooks.model_copy(update={"data": f"{HERE}:given_rows"})})
+    with pytest.raises(DataError) as caught:
+        prepare(config, tmp_path)
+    told = str(caught.value)
+    assert told.endswith(f"and it is {found}")
+    assert (
+        "sample 0 must be a row of 2 to train.sequence_length + 1 (17) whole numbers below model.vocab_size (131)"
+        in told
+    )
+
+
+# ---- what is refused before ranks start
+
+
+@pytest.mark.parametrize(
+    ("hooks", "problem"),
+    [
+        ({"data": "nowhere:Reader"}, "hooks.data (nowhere:Reader): there is no module nowhere"),
+        ({"data": f"{HERE}:Readr"}, "lacks Readr; did you mean Reader?"),
+        ({"data": f"{HERE}:of_one"}, "of_one must be a function or class that takes (config, part)"),
+        ({"loss": f"{HERE}:of_one"}, "of_one must be a function that takes (logits_SBV, targets_SB)"),
+        ({"optimizer": f"{HERE}:Reader"}, "Reader must be a class derived from torch.optim.Optimizer"),
+        ({"optimizer": f"{HERE}:Normalized"}, "optimizer_class Normalized cannot be sharded"),
+        (
+            {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"mass": 1, "lr": 2}},
+            "hooks.optimizer_options.mass: tests.own_hooks:SignMomentum takes lr, weight_decay and momentum",
+        ),
+        ({"optimizer_options": {"momentum": 1}}, "hooks.optimizer_options (momentum) must be left out"),
+        ({"optimizer": "torch.optim:Rprop"}, "optimizer.weight_decay (0.01) must be 0 with hooks.optimizer"),
+        ({"callbacks": [f"{HERE}:cross_entropy"]}, "cross_entropy must be a function that takes (event)"),
+        ({"callbacks": [f"{HERE}:Reader"]}, "Reader must be a function that takes (event), or a class"),
+    ],
+    ids=str,
+)
+def test_a_wrong_hook_is_one_sentence_with_its_key(hooks: dict[str, Any], problem: str) -> None:
+    config = make_config(hooks=hooks)
+
+    def check() -> None:
+        check_layout(config, 1)
+        check_hooks(config)
+
+    with pytest.raises(ConfigError) as caught:
+        check()
+    assert any(problem in text for text in caught.value.problems), caught.value
+    assert all("\n" not in text for text in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        (
+            {"data": {"dataset": "tiny"}, "hooks": {"data": "a:B"}},
+            r"data.dataset \(tiny\) must be left out with hooks.data",
+        ),
+        (
+            {"model": BERT, "hooks": {"data": "a:B"}},
+            "hooks.data .* must be left out with model.family bert",
+        ),
+        (
+            {"model": BERT, "hooks": {"loss": "a:b"}},
+            "hooks.loss .* must be left out with model.family bert",
+        ),
+        ({"compile": {"enabled": True}, "hooks": {"loss": "a:b"}}, "compile.enabled .* must be false with hooks.loss"),
+        ({"optimizer": {"name": "lamb"}, "hooks": {"optimizer": "a:B"}}, r"optimizer.name \(lamb\) must be left out"),
+        (
+            {"model": {"family": "a:B", "vocab_size": 9}, "hooks": {"loss": "a:b"}},
+            "hooks.loss .* whose forward gives the loss",
+        ),
+        ({"hooks": {"loss": "no path"}}, r"hooks.loss \('no path'\) must read package.module:Class"),
+        ({"hooks": {"callbacks": "a:b"}}, "hooks.callbacks .* must be a list"),
+    ],
+    ids=str,
+)
+def test_keys_that_leave_no_place_for_a_hook(sections: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_layout(make_config(**sections), 1)
+
+
+@pytest.mark.parametrize(("name", "problem"), [("mean_of_each", "one number, not torch.float32 of shape"),
+                                               ("fails", "failed: ValueError: I have no heart")])  # fmt: skip
+def test_a_loss_that_gives_no_sum_ends_the_run(recipe: str, name: str, problem: str) -> None:
+    config = shardwise.load_recipe(recipe, hooks={"loss": f"{HERE}:{name}"}, train={"eval_every": 0})
+    with pytest.raises(ConfigError, match=rf"hooks.loss \(tests.own_hooks:{name}\) .*{problem}"):
+        shardwise.train(config)
+
+
+def test_a_run_goes_on_with_its_hooks_alone() -> None:
+    def stored(**hooks: Any) -> dict[str, Any]:
+        return make_config(hooks=hooks).model_dump(mode="json")
+
+    for key in ("data", "loss", "optimizer"):
+        (problem,) = resume_problems(stored(), stored(**{key: "a:b"}))
+        assert f"hooks.{key} (a:b) must be null" in problem
+    assert not resume_problems(stored(), stored(callbacks=["a:b"]))
+
+
+def test_the_command_checks_hooks_and_its_dry_run_shows_them(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(MINIATURE)
+    (tmp_path / "mine.py").write_text("def rows(config, part):\n    return [[1, 2]]\n")
+    named = ["train", "small.yaml", "data.dataset=null", "--dry-run"]
+    shown = within(*named, "hooks.data=mine:rows", at=tmp_path)
+    assert shown.code == 0, shown.err
+    assert "samples of hooks.data (mine:rows)" in shown.out
+    refused = within(*named, "hooks.data=mine:row", at=tmp_path)
+    assert "lacks row; did you mean rows?" in refused.failed(2)
