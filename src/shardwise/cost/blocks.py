@@ -96,15 +96,15 @@ class Times:
     again: Parts = Parts()
 
 
-def _launched(parts: Parts, kernels: float, host: float) -> Parts:
+def _launched(parts: Parts, kernels: float, host: float, device: Device) -> Parts:
     """With the time that the device waits for the host, which starts kernel after kernel.
 
-    Where one of the two is much slower, it alone counts; where they are alike, each waits for the other at times.
+    Where one of the two is much slower, it alone counts; where they are alike, each waits for the other at times. A CPU
+    does one after the other.
     """
-    device = parts.matmul + parts.attention + parts.memory_bound + parts.tensor
-    return Parts(
-        parts.matmul, parts.attention, parts.memory_bound, _smooth(device, kernels * host) - device, parts.tensor
-    )
+    work, start = parts.matmul + parts.attention + parts.memory_bound + parts.tensor, kernels * host
+    waits = _smooth(work, start) - work if device.is_accelerator else start
+    return Parts(parts.matmul, parts.attention, parts.memory_bound, waits, parts.tensor)
 
 
 def _smooth(one: float, other: float) -> float:
@@ -139,8 +139,8 @@ def block(shape: Shape, device: Device, c: Constants, program: Program) -> Times
     touched_back = rates.passes(device, c, 1.5 * norms + 0.7 * adds + 1.5 * around)
     sent, sent_again = _tensor(s, device, c)
     count = program.kernels + kernels
-    ahead = _launched(Parts(forward, core, touched, 0.0, sent), count, c.host)
-    back = _launched(Parts(inputs + weights, core_back, touched_back, 0.0, sent), 1.6 * count, c.host)
+    ahead = _launched(Parts(forward, core, touched, 0.0, sent), count, c.host, device)
+    back = _launched(Parts(inputs + weights, core_back, touched_back, 0.0, sent), 1.6 * count, c.host, device)
     again = Parts()
     if s.recompute == "full":
         repeated = Parts(ahead.matmul, ahead.attention, ahead.memory_bound, ahead.launch, sent_again)
@@ -196,8 +196,8 @@ def head(shape: Shape, rows: int, device: Device, c: Constants, program: Program
     of = Group(s.tensor, s.inside)
     sums = 3 * rates.collective(device, c, of, 4.0 * s.tokens, reduces_all=True)
     whole = rates.collective(device, c, of, float(s.a * s.tokens * s.hidden), reduces_all=not s.sequence)
-    first = _launched(Parts(forward, 0.0, ahead, 0.0, sums), 20, c.host)
-    second = _launched(Parts(inputs + weights, 0.0, back, 0.0, whole), 20, c.host)
+    first = _launched(Parts(forward, 0.0, ahead, 0.0, sums), 20, c.host, device)
+    second = _launched(Parts(inputs + weights, 0.0, back, 0.0, whole), 20, c.host, device)
     if program.loss_ahead:
         return Times(first.plus(second), Parts(memory_bound=0.0), 0.0)
     return Times(first, second, weights)
@@ -210,8 +210,8 @@ def embedding(shape: Shape, device: Device, c: Constants) -> Times:
     sent = rates.collective(
         device, c, Group(s.tensor, s.inside), float(s.a * s.tokens * s.hidden), reduces_all=not s.sequence
     )
-    ahead = _launched(Parts(memory_bound=seconds, tensor=sent), 8, c.host)
-    back = _launched(Parts(memory_bound=2 * seconds, tensor=sent if s.sequence else 0.0), 8, c.host)
+    ahead = _launched(Parts(memory_bound=seconds, tensor=sent), 8, c.host, device)
+    back = _launched(Parts(memory_bound=2 * seconds, tensor=sent if s.sequence else 0.0), 8, c.host, device)
     return Times(ahead, back, 0.0)
 
 

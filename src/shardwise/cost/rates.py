@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -30,11 +30,13 @@ class Constants:
         fused_attention: the part of the peak that fused attention reaches in its forward pass.
         host: seconds that the host takes to start a kernel.
         step: seconds that the host takes beside kernels in a step.
-        wait: seconds that a program loses at each message if it waits for it, as its host cannot run ahead.
+        wait: seconds that a program loses at each message if it waits for it, as its host cannot run ahead; a rank on
+            a CPU loses them at each collective.
         node: the part of the bandwidth inside a node that collectives reach.
         network: the part of the bandwidth between nodes that collectives reach.
         update: the part of the memory's bandwidth that the optimizer reaches.
         overlap: the part of a backward pass behind which gradients can be reduced.
+        action: seconds that a pipeline's schedule takes beside each pass of a stage.
     """
 
     matmul: float
@@ -48,12 +50,19 @@ class Constants:
     network: float
     update: float
     overlap: float
+    action: float = 0.0
 
 
 @cache
 def fitted() -> Constants:
     """The constants as they were fitted."""
     return Constants(**json.loads(CONSTANTS.read_text(encoding="utf-8")))
+
+
+@cache
+def constants_of(device: Device) -> Constants:
+    """The constants as they were fitted, with those that were measured on the device."""
+    return replace(fitted(), **dict(device.constants))
 
 
 @lru_cache(maxsize=2**14)
@@ -119,11 +128,12 @@ def collective(device: Device, c: Constants, of: Group, size: float, *, reduces_
     if n == 1 or size == 0:
         return 0.0
     bandwidth, latency = _link(device, c, of)
+    waits = 0.0 if device.is_accelerator else c.wait
     if not reduces_all:
-        return size * (n - 1) / n / bandwidth + (n - 1) * latency
+        return size * (n - 1) / n / bandwidth + (n - 1) * latency + waits
     ring = 2 * (size * (n - 1) / n / bandwidth + (n - 1) * latency)
     tree = 2 * (size / (bandwidth * _TREE) + math.ceil(math.log2(n)) * latency)
-    return min(ring, tree)
+    return min(ring, tree) + waits
 
 
 def message(device: Device, c: Constants, size: float, *, inside: bool) -> float:
