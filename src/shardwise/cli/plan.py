@@ -3,6 +3,9 @@
 Nothing is measured and no device is needed: `--device h100:8 --nodes 16` names a cluster of 16 machines with 8 devices
 each, and a YAML file describes a device of your own. All layouts are tried; a key=value of a layout, such as
 parallel.tensor=8, keeps that value. docs/planner.md says how far predictions have been from published runs.
+
+--calibrate measures this machine and writes a device file, which --device takes. With a run's folder instead of a recipe,
+the run is compared with its prediction, and --write FILE writes the device with constants that explain the run.
 """
 
 from __future__ import annotations
@@ -33,22 +36,44 @@ _LEGEND = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="a shipped recipe's name, or a YAML file; or the folder of a run"
+    )
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe; a key of the layout is kept"
     )
-    parser.add_argument(
-        "--device", metavar="DEVICE[:N]", required=True, help="a device's name or YAML file, and how many a node has"
-    )
+    parser.add_argument("--device", metavar="DEVICE[:N]", help="a device's name or YAML file, and how many a node has")
     parser.add_argument("--nodes", metavar="N", type=int, help="machines (default: 1)")
     parser.add_argument("--budget", metavar="TIME", help="how many nodes train it in this time, such as '30 days'")
     parser.add_argument("--why", metavar=("A", "B"), nargs=2, type=int, help="what two layouts of the list differ by")
-    parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the best layout to FILE")
+    parser.add_argument(
+        "--write", metavar="FILE", type=Path, help="write the recipe with the best layout to FILE; of a run, a device"
+    )
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine and write a device file")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="of --calibrate (default: measured.yaml, which must not exist)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw time against memory, and a step's timeline")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.calibrate:
+        return _calibrate(arguments)
+    if arguments.output is not None:
+        raise ConfigError(f"-o ({arguments.output}) must go with --calibrate; a recipe is written by --write")
+    if arguments.recipe is None:
+        raise ConfigError("RECIPE must be named, or the folder of a run, or --calibrate given")
+    if arguments.device is None:
+        raise ConfigError("--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it")
+    if Path(arguments.recipe).is_dir():
+        from shardwise.cli.plan_run import compare
+
+        return compare(arguments)
     recipe: str = arguments.recipe
     config = load_config(recipe, arguments.overrides)
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
@@ -74,6 +99,19 @@ def run(arguments: argparse.Namespace) -> int:
 
         draw(found.plans, arguments.plot)
         output.progress(f"wrote {arguments.plot}")
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    given = ("recipe", "overrides", "device", "nodes", "budget", "why", "write", "plot")
+    if any(getattr(arguments, one) for one in given) or arguments.json:
+        raise ConfigError("--calibrate must go alone or with -o FILE: it measures this machine, whatever the recipe")
+    from shardwise.calibration.run import calibrate
+
+    target: Path = arguments.output or Path("measured.yaml")
+    output.progress("measuring this machine takes about a minute; other work on it makes the figures worse")
+    output.table(calibrate(target))
+    output.progress(f"wrote {target}; plan with: shardwise plan RECIPE --device {target}")
     return 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -31,11 +31,13 @@ class Constants:
         host: seconds that the host takes to start a kernel.
         step: seconds that the host takes beside kernels in a step.
         start: seconds before a collective moves its first byte.
-        wait: seconds that a program loses at each message if it waits for it, as its host cannot run ahead.
+        wait: seconds that a program loses at each message if it waits for it, as its host cannot run ahead; a rank on
+            a CPU loses them at each collective, in place of `start`.
         node: the part of the bandwidth inside a node that collectives reach.
         network: the part of the bandwidth between nodes that collectives reach.
         update: the part of the memory's bandwidth that the optimizer reaches.
         overlap: the part of a backward pass behind which gradients can be reduced.
+        action: seconds that a pipeline's schedule takes beside each pass of a stage.
     """
 
     matmul: float
@@ -50,12 +52,19 @@ class Constants:
     network: float
     update: float
     overlap: float
+    action: float = 0.0
 
 
 @cache
 def fitted() -> Constants:
     """The constants as they were fitted."""
     return Constants(**json.loads(CONSTANTS.read_text(encoding="utf-8")))
+
+
+@cache
+def constants_of(device: Device) -> Constants:
+    """The constants as they were fitted, with those that were measured on the device."""
+    return replace(fitted(), **dict(device.constants))
 
 
 @lru_cache(maxsize=2**14)
@@ -125,13 +134,14 @@ def collective(device: Device, c: Constants, of: Group, size: float, *, reduces_
     if n == 1 or size == 0:
         return 0.0
     bandwidth, latency = _link(device, c, of)
+    start = c.start if device.is_accelerator else c.wait
     if not reduces_all:
-        return c.start + size * (n - 1) / n / bandwidth + (n - 1) * latency
+        return start + size * (n - 1) / n / bandwidth + (n - 1) * latency
     ring = 2 * (size * (n - 1) / n / bandwidth + (n - 1) * latency)
     if of.inside >= n:
-        return c.start + ring
+        return start + ring
     tree = 2 * (size / (bandwidth * _TREE) + math.ceil(math.log2(n)) * latency)
-    return c.start + min(ring, tree)
+    return start + min(ring, tree)
 
 
 def message(device: Device, c: Constants, size: float, *, inside: bool) -> float:

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, OwnConfig, Precision
 from shardwise.cost import blocks, rates
 from shardwise.cost.blocks import Parts, Program, Shape, Times
-from shardwise.cost.rates import Constants, fitted, group
+from shardwise.cost.rates import Constants, constants_of, group
 from shardwise.cost.timeline import StageTimes, Timed, makespan, timeline
 from shardwise.devices import Cluster
 from shardwise.plan.buckets import bucket_bytes
@@ -21,6 +21,8 @@ from shardwise.plan.partition import stage_plan
 from shardwise.plan.stage import Stage
 
 _NO = Parts()
+# That a block of ours starts in its forward pass, as torch's dispatcher counts them on a CPU.
+_KERNELS, _ROTARY_KERNELS, _GATED_KERNELS = 18, 8, 5
 
 
 @dataclass(frozen=True)
@@ -71,18 +73,19 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StageWork:
-    """What a stage does with one micro-batch."""
+    """What a stage does with one micro-batch; `action`: seconds of the schedule beside each pass."""
 
     stage: Stage
     block: Times
     rest: tuple[Times, ...]
+    action: float = 0.0
 
     @cached_property
     def times(self) -> StageTimes:
         layers, rest = len(self.stage.layers), self.rest
         return StageTimes(
-            layers * self.block.forward.total + sum(one.forward.total for one in rest),
-            layers * self.block.backward.total + sum(one.backward.total for one in rest),
+            layers * self.block.forward.total + sum(one.forward.total for one in rest) + self.action,
+            layers * self.block.backward.total + sum(one.backward.total for one in rest) + self.action,
             layers * self.block.weight + sum(one.weight for one in rest),
         )
 
@@ -98,11 +101,11 @@ def step_time(
 
     Args:
         program: how it is computed; None: as this package does it.
-        constants: None: those that were fitted.
+        constants: None: those of the device, else those that were fitted.
     """
     if isinstance(config.model, OwnConfig):
         return None
-    c, how = constants or fitted(), program or ours(config, cluster)
+    c, how = constants or constants_of(cluster.device), program or ours(config, cluster)
     precision = config.precision.resolved(cluster.device.is_accelerator)
     micro_batches = layout.accumulation(config.train)
     works = stage_works(config, layout, cluster, how, c)
@@ -122,7 +125,7 @@ def step_time(
         matmul=m * kept.matmul,
         attention=m * kept.attention,
         memory_bound=m * kept.memory_bound,
-        launch=m * kept.launch,
+        launch=m * (kept.launch + sum(2 * work.action for work in of_ranks[longest])),
         head=m * head,
         recompute=m * again.total,
         tensor=m * kept.tensor,
@@ -136,7 +139,7 @@ def step_time(
 
 def least_time(config: Config, layout: Layout, cluster: Cluster) -> float:
     """Seconds that no schedule can beat: the work of the busiest rank, and the update."""
-    c, how = fitted(), ours(config, cluster)
+    c, how = constants_of(cluster.device), ours(config, cluster)
     works = stage_works(config, layout, cluster, how, c)
     busy = [0.0] * layout.pipeline
     for work in works:
@@ -148,7 +151,7 @@ def least_time(config: Config, layout: Layout, cluster: Cluster) -> float:
 
 def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> list[list[Timed]]:
     """What each pipeline rank does in a step, with the times that `step_time` adds up."""
-    c, how = fitted(), ours(config, cluster)
+    c, how = constants_of(cluster.device), ours(config, cluster)
     works = stage_works(config, layout, cluster, how, c)
     precision = config.precision.resolved(cluster.device.is_accelerator)
     sent = _message(config, layout, cluster, how, c, precision)
@@ -162,7 +165,10 @@ def ours(config: Config, cluster: Cluster) -> Program:
     fused = config.model.attention_dropout_p == 0 or (
         cluster.device.is_accelerator and config.train.dropout_mode == "fast"
     )
-    return Program(fused_attention=fused)
+    kernels = (
+        _KERNELS + (_ROTARY_KERNELS if config.model.rotary_dim else 0) + (_GATED_KERNELS if config.model.gated else 0)
+    )
+    return Program(fused_attention=fused, kernels=kernels, runs_ahead=cluster.device.is_accelerator)
 
 
 def stage_works(
@@ -175,8 +181,9 @@ def stage_works(
     block = blocks.block(shape, cluster.device, constants, program)
     first = blocks.embedding(shape, rows, cluster.device, constants, program)
     last = blocks.head(shape, rows, cluster.device, constants, program)
+    action = constants.action if layout.pipeline > 1 else 0.0
     return [
-        StageWork(stage, block, (*((first,) if stage.is_first else ()), *((last,) if stage.is_last else ())))
+        StageWork(stage, block, (*((first,) if stage.is_first else ()), *((last,) if stage.is_last else ())), action)
         for stage in stage_plan(config, layout)
     ]
 

@@ -35,8 +35,24 @@ _RANGES: dict[str, tuple[float, float]] = {
     "network.gb_per_second": (1e-3, 100_000),
     "network.latency_us": (0, 1e6),
 }
+CONSTANTS: dict[str, tuple[float, float]] = {
+    "matmul": (0.01, 10),
+    "depth": (0, 1e5),
+    "memory": (0.001, 10),
+    "fused_attention": (1e-4, 10),
+    "host": (0, 0.1),
+    "step": (0, 10),
+    "wait": (0, 10),
+    "node": (1e-3, 10),
+    "network": (1e-3, 10),
+    "update": (1e-3, 10),
+    "overlap": (0, 1),
+    "action": (0, 1),
+}
+"""What a file may say in its section `constants` in place of what was fitted (`cost.rates.Constants`), with ranges."""
 _WHOLE = ("processors", "devices_per_node")
 _TEXTS = ("name", "node_link.topology", "network.topology")
+_TYPES = ("cpu", "accelerator")
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,8 @@ class Device:
         processors: units that each take a tile of a matrix product.
         per_node: devices of a machine, which `node` links; `network` links the machines.
         sources: where each figure comes from.
+        is_accelerator: it computes while the host goes on; a rank on a CPU does one after the other.
+        constants: of `cost.rates.Constants`, those that were measured on this device.
     """
 
     key: str
@@ -75,10 +93,8 @@ class Device:
     node: Link
     network: Link
     sources: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def is_accelerator(self) -> bool:
-        return self.key != "cpu"
+    is_accelerator: bool = True
+    constants: tuple[tuple[str, float], ...] = ()
 
     def peak(self, dtype: DtypeName) -> float:
         """FLOP/s of matrix products without sparsity."""
@@ -128,7 +144,9 @@ def load_device(name: str) -> Device:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--device {name}: {error.strerror}") from None
-        return _device(path.stem, text, name)
+        except UnicodeDecodeError:
+            raise ConfigError(f"--device {name} must be a text file in UTF-8") from None
+        return parse_device(path.stem, text, name)
     key = _ALIASES.get(name.lower(), name.lower())
     names = device_names()
     if key not in names:
@@ -143,21 +161,30 @@ def load_device(name: str) -> Device:
 
 @cache
 def _shipped(key: str) -> Device:
-    return _device(key, (_FOLDER / f"{key}.yaml").read_text(encoding="utf-8"), f"{key}.yaml")
+    return parse_device(key, (_FOLDER / f"{key}.yaml").read_text(encoding="utf-8"), f"{key}.yaml")
 
 
-def _device(key: str, text: str, where: str) -> Device:
+def parse_device(key: str, text: str, where: str) -> Device:
+    """The device that a YAML text describes; `where` names the text in errors.
+
+    Raises:
+        ConfigError: with every figure that is missing, unknown or impossible.
+    """
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} must be YAML: {str(error).splitlines()[0]}") from None
     flat, problems = _flat(values if isinstance(values, dict) else {}), []
-    known = {*_RANGES, *_TEXTS}
+    constants = {f"constants.{one}": limits for one, limits in CONSTANTS.items()}
+    known = {*_RANGES, *_TEXTS, *constants, "type"}
     problems += [f"{where}: {one} is no figure of a device: leave it out" for one in flat if one not in known]
     problems += [f"{where}: {one} is missing" for one in (*_RANGES, *_TEXTS) if one not in flat]
     sources: list[tuple[str, str]] = []
     numbers: dict[str, Any] = {}
-    for one, (least, most) in _RANGES.items():
+    kind = flat.get("type", "accelerator")
+    if kind not in _TYPES:
+        problems.append(f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}")
+    for one, (least, most) in (_RANGES | {one: limits for one, limits in constants.items() if one in flat}).items():
         given = flat.get(one)
         value = given.get("value") if isinstance(given, dict) else given
         if isinstance(given, dict) and "source" in given:
@@ -185,6 +212,8 @@ def _device(key: str, text: str, where: str) -> Device:
         links[0],
         links[1],
         tuple(sources),
+        kind == "accelerator",
+        tuple((one, float(numbers[f"constants.{one}"])) for one in CONSTANTS if f"constants.{one}" in flat),
     )
 
 
@@ -198,7 +227,7 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     """The figures by their names; those of links with the link's name before."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and key in ("node_link", "network"):
+        if isinstance(value, dict) and key in ("node_link", "network", "constants"):
             flat |= {f"{key}.{inner}": one for inner, one in value.items()}
         else:
             flat[key] = value

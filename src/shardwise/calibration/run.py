@@ -1,0 +1,54 @@
+"""A calibration of this machine: its ranks measure, and the file is written."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from shardwise.calibration.fit import device_file, rows
+from shardwise.calibration.probes import Found
+from shardwise.devices.file import require_suffix, write_new
+from shardwise.errors import ConfigError
+from shardwise.hardware import accelerators
+from shardwise.launch.environment import joined
+from shardwise.launch.local import launch
+from shardwise.runlog import now
+
+_CPU_RANKS = 2
+
+
+def calibrate(target: Path) -> list[tuple[str, str]]:
+    """Measure this machine, and write its device file to `target`; returns what was measured.
+
+    Raises:
+        ConfigError: the file cannot be written, or ranks cannot be started here.
+    """
+    require_writable(target, "-o")
+    if joined() is not None:
+        raise ConfigError("--calibrate starts ranks of its own: call it outside of torchrun and srun")
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-calibration-"))
+    try:
+        command = [sys.executable, "-P", "-m", "shardwise.calibration.worker", str(folder)]
+        launch(command, accelerators()[1] or _CPU_RANKS, folder)
+        found = Found.read(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    write_new(target, device_file(found, datetime.date.fromisoformat(now()[:10])), "-o")
+    return list(rows(found))
+
+
+def require_writable(path: Path, option: str) -> None:
+    """Refuse a file before the work for it: one that is there, or that cannot be made.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    require_suffix(path, option)
+    write_new(path, "", option)
+    with contextlib.suppress(OSError):
+        os.unlink(path)

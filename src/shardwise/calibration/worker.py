@@ -1,0 +1,38 @@
+"""A rank of a calibration: `python -m shardwise.calibration.worker FOLDER`. Rank 0 writes what was found there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from shardwise.launch.environment import keep_own
+from shardwise.launch.rank import as_rank, enter_job
+
+
+def main() -> int:
+    keep_own()
+    with as_rank(enter_job(None)) as ending:
+        _work(Path(sys.argv[1]))
+    return ending.code
+
+
+def _work(folder: Path) -> None:
+    import torch
+
+    from shardwise import device as devices
+    from shardwise.calibration.measure import measured
+    from shardwise.mesh import Group, join, leave
+
+    device = devices.local_device()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    join(device)
+    world = Group.world()
+    found = measured(world, device)
+    if world.rank == 0:
+        found.write(folder)
+    leave()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Bytes of tensors as they are made and freed: what a rank holds itself, on any device and by no allocator's count."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveTensors(TorchDispatchMode):
+    """Bytes of the tensors that operators returned and that somebody still holds, now and at most."""
+
+    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._freed: deque[int] = deque()  # threads of collectives let go of tensors too, at any moment
+        for tensor in ignored:
+            self._add(tensor, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                self._add(tensor, tensor.untyped_storage().nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _add(self, tensor: Tensor, size: int) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+
+        def gone(_: object) -> None:
+            del self._held[key]
+            self._freed.append(size)
+
+        if key not in self._held:
+            self._held[key] = weakref.ref(storage, gone)
+            self._now += size
+
+    @property
+    def now(self) -> int:
+        while self._freed:
+            self._now -= self._freed.popleft()
+        return self._now
+
+    def settled(self) -> int:
+        """What is held once the thread that ran the last collective has let its tensors go."""
+        least = self.now
+        for _ in range(20):
+            time.sleep(0.001)
+            least = min(least, self.now)
+        return least
