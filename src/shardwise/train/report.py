@@ -235,9 +235,8 @@ class Reporter:
         }
         head = {"event": "step", "step": record.step, "time": now()}
         self._metrics.write({**head, **values, **counts, **rates, **seconds, **peak, **bubble, **scores, **facts})
-        self._scalars("train", record.step, {**values, **counts, **rates, **bubble, **seconds, **scores})
-        for prefix, numbers in _more_scalars(record, parts).items():
-            self._scalars(prefix, record.step, numbers)
+        of_training = {**values, **counts, **rates, **bubble, **seconds, **scores}
+        self._scalars(record.step, {"train": of_training, **_more_scalars(record, parts)})
         clock = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
             progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, clock)
@@ -263,7 +262,7 @@ class Reporter:
             return
         values = {"loss": loss, **_by_objective(losses or {}), "perplexity": perplexity}
         self._metrics.write({"event": "eval", "step": step, "time": now(), **values})
-        self._scalars("eval", step, values)
+        self._scalars(step, {"eval": values})
         shown = f" ({parts_of_loss(losses)})" if losses else ""
         self.message(f"evaluation at step {step:,}: loss {loss:.4f}{shown}, perplexity {perplexity:,.2f}")
 
@@ -348,9 +347,9 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.write({"event": event, "time": now(), **fields})
 
-    def _scalars(self, prefix: str, step: int, values: Mapping[str, float | None]) -> None:
+    def _scalars(self, step: int, values: Mapping[str, Mapping[str, float | None]]) -> None:
         if self._curves is not None:
-            self._curves.add(prefix, step, values)
+            self._curves.add(step, values)
 
     def _rates(self, samples_per_second: float) -> dict[str, float | None]:
         tokens_per_second = samples_per_second * self.config.train.sequence_length
@@ -410,7 +409,7 @@ class Reporter:
         return recorded[-1] if recorded else {}
 
 
-def _more_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
+def _more_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str, Mapping[str, float | None]]:
     """By prefix what is told besides: seconds by part, bytes sent and bytes held, and how slow the slowest rank is."""
     slow = record.straggler
     scores = {} if slow is None else {"relative": slow.relative, "own": slow.own}

@@ -80,9 +80,14 @@ class Scalars:
             with self._told(name):
                 self._trackers[name] = _begun(name, config, run, id_)
 
-    def add(self, prefix: str, step: int, values: Mapping[str, float | None]) -> None:
-        """Write the values that are known, as `prefix/name`."""
-        known = {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
+    def add(self, step: int, values: Mapping[str, Mapping[str, float | None]]) -> None:
+        """Write the values that are known, by prefix and name, as `prefix/name`: as one event, as each takes time."""
+        known = {
+            f"{prefix}/{name}": value
+            for prefix, named in values.items()
+            for name, value in named.items()
+            if value is not None
+        }
         if self._tensorboard is not None:
             self._tensorboard.add(known, step)
         for name, tracker in list(self._trackers.items()):

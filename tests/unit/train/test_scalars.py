@@ -31,7 +31,7 @@ from tests.unit.train.test_scalars import tracked
 told = []
 curves = Scalars(tracked(), RunDirectory(Path(sys.argv[1])), "0123456789abcdef", 1, told.append)
 for step in (1, 2):
-    curves.add("train", step, {"loss": 3.0 / step, "mfu": None})
+    curves.add(step, {"train": {"loss": 3.0 / step, "mfu": None}})
 curves.close()
 print(told)
 """
@@ -76,7 +76,7 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypa
     chosen: Any = config(tensorboard=False, trackers=["wandb"])
     curves = Scalars(chosen, RunDirectory(tmp_path), None, 1, told.append)
     for step in (1, 2):
-        curves.add("train", step, {"loss": 1.0})
+        curves.add(step, {"train": {"loss": 1.0}})
     curves.close()
     assert len(told) == 1
     assert told[0].startswith("log.trackers: wandb failed and records no more of this run (https://")
