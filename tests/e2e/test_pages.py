@@ -35,6 +35,7 @@ ELSEWHERE = {
     ("docs/outputs.md", ""): "tests/e2e/test_outputs_page.py::test_the_commands_print_what_the_page_shows",
     ("docs/own-model.md", ""): "tests/e2e/test_own_model.py::followed",
     ("docs/own-model.md", "Verify"): "tests/e2e/test_own_model.py::test_verify_compares_both_models",
+    ("docs/hooks.md", ""): "tests/unit/api/test_examples.py::test_the_command_of_the_page_on_hooks_trains",
     ("docs/compile.md", ""): "tests/e2e/test_compile.py::test_the_page_runs",
     ("docs/verify.md", ""): "tests/e2e/test_verify.py::test_the_page_runs",
     ("docs/data.md", "Text files"): "tests/e2e/test_text_files.py::test_the_page_runs",

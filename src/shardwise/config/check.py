@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig, OwnConfig
@@ -224,7 +226,11 @@ def _masking_problems(config: Config) -> list[str]:
 def _hook_problems(config: Config) -> list[str]:
     """Hooks that other keys leave no place for."""
     hooks, model, data = config.hooks, config.model, config.data
-    problems = []
+    problems = [
+        f"{key} ({path!r}) must read package.module:Name"
+        for key, path in hooks.paths.items()
+        if not re.fullmatch(r"\w+(\.\w+)*:\w+", path)
+    ]
     if hooks.data is not None and data.is_named:
         problems.append(
             f"{data.key} ({data.name}) must be left out with hooks.data ({hooks.data}), which reads the samples: set "

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
 from shardwise.config.base import Section
-
-_PATH = r"^\w+(\.\w+)*:\w+$"
 
 
 class HooksConfig(Section):
@@ -16,17 +14,14 @@ class HooksConfig(Section):
 
     data: str | None = Field(
         default=None,
-        pattern=_PATH,
         description="package.module:Name, called with (config, part), gives the samples of a part instead of data.path",
     )
     loss: str | None = Field(
         default=None,
-        pattern=_PATH,
         description="package.module:Name, called with (logits, targets), gives the sum of the targets' losses",
     )
     optimizer: str | None = Field(
         default=None,
-        pattern=_PATH,
         description="package.module:Name, an elementwise class of torch.optim's kind, in place of optimizer.name",
     )
     optimizer_options: dict[str, Any] = Field(
@@ -34,7 +29,7 @@ class HooksConfig(Section):
         examples=[{"momentum": 0.9}],
         description="arguments of that class that no key of the section optimizer gives",
     )
-    callbacks: tuple[Annotated[str, Field(pattern=_PATH)], ...] = Field(
+    callbacks: tuple[str, ...] = Field(
         default=(),
         strict=False,
         examples=["[package.module:Name]"],
@@ -43,6 +38,13 @@ class HooksConfig(Section):
     )
 
     @property
+    def paths(self) -> dict[str, str]:
+        """Every path that is given, with its key."""
+        single = {"data": self.data, "loss": self.loss, "optimizer": self.optimizer}
+        listed = {f"callbacks.{number}": path for number, path in enumerate(self.callbacks)}
+        return {f"hooks.{key}": path for key, path in {**single, **listed}.items() if path is not None}
+
+    @property
     def any_named(self) -> bool:
         """Whether there is any hook."""
-        return self != HooksConfig()
+        return bool(self.paths)

@@ -3,6 +3,7 @@
 import inspect
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.e2e.command import MINIATURE
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A recipe that trains in a moment, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -6,6 +6,7 @@ are no dependency of the tests.
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -40,10 +42,12 @@ def test_the_notebook_runs() -> None:
     assert (Path(names["folder"]) / "model.safetensors").exists()
 
 
-def test_the_example_of_hooks_trains() -> None:
-    recipe = ROOT / "examples" / "own_hooks" / "hooks.yaml"
-    config = shardwise.load_recipe(recipe, train={"steps": 8, "eval_every": 4})
-    run = shardwise.train(config)
+def test_the_command_of_the_page_on_hooks_trains(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^```sh\nshardwise (.*)\n```", page, re.MULTILINE)
+    run_command(*command.split(), "train.steps=8", "train.eval_every=4", at=tmp_path).succeeded()
+    run = shardwise.Run("runs/hooks")
     losses = [event["loss"] for event in run.metrics("eval")]
     assert losses[-1] < 0.97 * losses[0]
     assert run.config().hooks.optimizer == "examples.own_hooks.hooks:Lion"

@@ -1,6 +1,7 @@
 """Hooks: a reader, a loss, an optimizer and callbacks of the user's own train; what is wrong with one is a sentence."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     Path("small.yaml").write_text(MINIATURE)
     return "small.yaml"
 
@@ -217,7 +219,8 @@ def test_a_wrong_hook_is_one_sentence_with_its_key(hooks: dict[str, Any], proble
             {"model": {"family": "a:B", "vocab_size": 9}, "hooks": {"loss": "a:b"}},
             "hooks.loss .* whose forward gives the loss",
         ),
-        ({"hooks": {"loss": "no path"}}, r"hooks.loss \('no path'\) must read package.module:Class"),
+        ({"hooks": {"loss": "no path"}}, r"hooks.loss \('no path'\) must read package.module:Name"),
+        ({"hooks": {"callbacks": ["a:b", ""]}}, r"hooks.callbacks.1 \(''\) must read package.module:Name"),
         ({"hooks": {"callbacks": "a:b"}}, "hooks.callbacks .* must be a list"),
     ],
     ids=str,
@@ -245,12 +248,13 @@ def test_a_run_goes_on_with_its_hooks_alone() -> None:
     assert not resume_problems(stored(), stored(callbacks=["a:b"]))
 
 
-def test_the_command_checks_hooks_and_its_dry_run_shows_them(tmp_path: Path) -> None:
+def test_the_command_checks_hooks_and_its_dry_run_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "small.yaml").write_text(MINIATURE)
-    (tmp_path / "mine.py").write_text("def rows(config, part):\n    return [[1, 2]]\n")
+    (tmp_path / "hooked_rows.py").write_text("def rows(config, part):\n    return [[1, 2]]\n")
     named = ["train", "small.yaml", "data.dataset=null", "--dry-run"]
-    shown = within(*named, "hooks.data=mine:rows", at=tmp_path)
+    shown = within(*named, "hooks.data=hooked_rows:rows", at=tmp_path)
     assert shown.code == 0, shown.err
-    assert "samples of hooks.data (mine:rows)" in shown.out
-    refused = within(*named, "hooks.data=mine:row", at=tmp_path)
+    assert "samples of hooks.data (hooked_rows:rows)" in shown.out
+    refused = within(*named, "hooks.data=hooked_rows:row", at=tmp_path)
     assert "lacks row; did you mean rows?" in refused.failed(2)
