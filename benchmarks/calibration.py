@@ -16,7 +16,9 @@ from typing import Any
 
 import ranks
 from measure import median
-from report import Report, Table, target
+from report import ROOT, Report, Table, target
+
+sys.path.insert(0, str(ROOT))
 
 TENSOR, PIPELINE, DATA = (
     {"parallel.tensor": tensor, "parallel.pipeline": pipeline, "parallel.sequence": "false"}
@@ -74,10 +76,22 @@ def run(rounds: int) -> Report:
     ):
         targets.append(target(f"{text}, mean error", mean(values), limits[0], at_least=False))
         targets.append(target(f"{text}, worst error", max(values), limits[1] or limits[0], at_least=False))
-    ms = [(one["name"], *(f"{one[kind] * 1e3:.1f}" for kind in ("undisturbed", "median", "predicted")),
-           *(f"{one['predicted'] / one[kind] - 1:+.1%}" for kind in ("undisturbed", "median"))) for one in times]  # fmt: skip
-    kib = [(one["name"], *(f"{one[key] / 1024:,.1f}" for key in ("state", "expected_state", "peak", "expected_peak")),
-            *(f"{one[f'expected_{kind}'] / one[kind] - 1:+.2%}" for kind in ("state", "peak"))) for one in held]  # fmt: skip
+    ms = [
+        (
+            one["name"],
+            *(f"{one[kind] * 1e3:.1f}" for kind in ("undisturbed", "median", "predicted")),
+            *(f"{one['predicted'] / one[kind] - 1:+.1%}" for kind in ("undisturbed", "median")),
+        )
+        for one in times
+    ]
+    kib = [
+        (
+            one["name"],
+            *(f"{one[key] / 1024:,.1f}" for key in ("state", "expected_state", "peak", "expected_peak")),
+            *(f"{one[f'expected_{kind}'] / one[kind] - 1:+.2%}" for kind in ("state", "peak")),
+        )
+        for one in held
+    ]
     time_head = ("2 ranks, ms", "undisturbed", "median", "predicted", "off undisturbed", "off median")
     memory_head = ("KiB", "state", "predicted", "peak", "predicted", "state off", "peak off")
     return Report(
@@ -87,8 +101,8 @@ def run(rounds: int) -> Report:
         {"times": times, "memory": held, "device": found, "load": list(os.getloadavg())},
         targets,
         [
-            f"Seconds: of {rounds} rounds of {STEPS} steps by turns, the slower rank; undisturbed is what a tenth of the "
-            "steps do not exceed, which is also what the calibration takes: what else runs can only make a step longer. "
+            f"Seconds: of {rounds} rounds of {STEPS} steps by turns, the slower rank; undisturbed is what a tenth of "
+            "the steps do not exceed, as in the calibration: what else runs can only make a step longer. "
             f"Against medians the mean error is {mean(errors['median']):.0%}, the worst {max(errors['median']):.0%}. "
             f"Load averages at the end of the measurement: {', '.join(f'{one:.1f}' for one in os.getloadavg())}.",
             "Memory: of live tensors, as operators return them and let them go, in the second step. State: parameters, "
@@ -179,8 +193,8 @@ def held(recipe: str, overrides: list[str]) -> dict[str, float]:
     from shardwise.config import check_layout
     from shardwise.cost import expected_memory
     from shardwise.mesh import join
-    from shardwise.testing.live import LiveTensors
-    from shardwise.train.memory import memory_by_kind
+    from shardwise.train.memory import state_by_kind
+    from tests.live_tensors import LiveTensors
 
     torch.set_num_threads(1)
     join()
@@ -194,8 +208,7 @@ def held(recipe: str, overrides: list[str]) -> dict[str, float]:
         trainer.config, check_layout(trainer.config, mesh.world.size), pipeline_rank=mesh.pp.rank
     )
     assert expected is not None
-    kinds = memory_by_kind(trainer.model, trainer.optimizer, mesh.device)
-    state = sum(size for kind, size in kinds.items() if kind != "other")
+    state = sum(state_by_kind(trainer.model, trainer.optimizer).values())
     return {
         "state": state,
         "expected_state": expected.parameters + expected.gradients + expected.optimizer,

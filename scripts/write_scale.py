@@ -111,7 +111,7 @@ def row(plan: Plan) -> str:
 
 def main() -> None:
     """Write the page."""
-    years = [f"goodput, {one:g} year{"s" * (one > 1)}" for one in YEARS]
+    years = [f"goodput, {one:g} year{'s' * (one > 1)}" for one in YEARS]
     head = ("devices", "layout", "step", "MFU", "memory (messages)", "bubble", "communication", "checkpoint", *years)
     lines = [
         "# Scale on paper",

@@ -15,10 +15,10 @@ from shardwise.cost.case import Case
 from shardwise.models import build_model
 from shardwise.models.blocks import Context, run_blocks
 from shardwise.parallel import DropoutKey
-from shardwise.testing.live import LiveTensors
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FAMILIES, make_config, make_data
+from tests.live_tensors import LiveTensors
 
 TOLERANCE = 0.10
 RECOMPUTE = ("none", "selective", "full")

@@ -29,13 +29,13 @@ def measured(world: Group, device: torch.device) -> Found:
     products = {name: [_product(shape, name, device) for shape in shapes] for name in _DTYPES}
     source = torch.zeros(_COPIED, device=device)
     target = torch.empty_like(source)
-    copied = (2.0 * source.nbytes, typical(lambda: target.copy_(source), device))
-    one = torch.zeros(8, device=device)
+    copied = _slowest([typical(lambda: target.copy_(source), device)], world)
+    launch = _slowest([_launch(torch.zeros(8, device=device), device)], world)
     memory = devices.total_memory(device) or psutil.virtual_memory().total / world.size
     found = Found(
         devices.name(device), device.type, torch.__version__, torch.get_num_threads(), world.size, float(memory),
         _processors(device), shapes, {name: _slowest(seconds, world) for name, seconds in products.items()},
-        (copied[0], *_slowest(copied[1:], world)), *_slowest([_launch(one, device)], world),
+        (2.0 * source.nbytes, *copied), launch[0],
         [] if world.size == 1 else _sums(world, device), _steps(probes(world.size), world),
     )  # fmt: skip
     comm.barrier(world)

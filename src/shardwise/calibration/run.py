@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import shutil
 import sys
 import tempfile
@@ -51,4 +50,4 @@ def require_writable(path: Path, option: str) -> None:
     require_suffix(path, option)
     write_new(path, "", option)
     with contextlib.suppress(OSError):
-        os.unlink(path)
+        path.unlink()

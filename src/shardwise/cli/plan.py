@@ -4,8 +4,8 @@ Nothing is measured and no device is needed: `--device h100:8 --nodes 16` names 
 each, and a YAML file describes a device of your own. All layouts are tried; a key=value of a layout, such as
 parallel.tensor=8, keeps that value. docs/planner.md says how far predictions have been from published runs.
 
---calibrate measures this machine and writes a device file, which --device takes. With a run's folder instead of a recipe,
-the run is compared with its prediction, and --write FILE writes the device with constants that explain the run.
+--calibrate measures this machine and writes a device file, which --device takes. With a run's folder instead of a
+recipe, the run is compared with its prediction, and --write FILE writes the device with constants that explain the run.
 """
 
 from __future__ import annotations

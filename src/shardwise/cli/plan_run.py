@@ -9,11 +9,11 @@ from typing import Any
 
 from shardwise import units
 from shardwise.cli import output
+from shardwise.cli.plan_comparison import Comparison, compare_run, corrected
 from shardwise.config import config_from
 from shardwise.devices import cluster
 from shardwise.errors import ConfigError
 from shardwise.monitor.run import open_run
-from shardwise.planner.comparison import Comparison, compare_run, corrected
 
 
 def compare(arguments: argparse.Namespace) -> int:

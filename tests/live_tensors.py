@@ -18,7 +18,7 @@ class LiveTensors(TorchDispatchMode):
     """Bytes of the tensors that operators returned and that somebody still holds, now and at most."""
 
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self._now = 0
         self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._freed: deque[int] = deque()  # threads of collectives let go of tensors too, at any moment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardwise.config import Config, Layout, check_layout
@@ -105,11 +105,11 @@ def corrected(comparison: Comparison) -> dict[str, float]:
 
 
 def _of(time: StepTime, names: tuple[str, ...]) -> float:
-    return sum(getattr(time, name) for name in names)
+    return float(sum(getattr(time, name) for name in names))
 
 
-def _median(values: object) -> float | None:
-    known = [value for value in list(values)[_SKIPPED:] if math.isfinite(value)]  # type: ignore[call-overload]
+def _median(values: Iterable[float]) -> float | None:
+    known = [value for value in list(values)[_SKIPPED:] if math.isfinite(value)]
     return statistics.median(known) if known else None
 
 
