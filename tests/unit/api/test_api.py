@@ -16,6 +16,7 @@ import shardwise
 from shardwise.api import planning, runs
 from shardwise.errors import ConfigError
 from tests.e2e.command import MINIATURE
+from tests.e2e.command import shardwise as command
 
 
 @pytest.fixture
@@ -98,6 +99,32 @@ def test_a_training_in_this_process_and_its_folder(recipe: str) -> None:
     assert json.loads((Path(folder) / "config.json").read_text())["torch_dtype"] == "bfloat16"
     with pytest.raises(ConfigError, match=r"dtype \('int8'\) must be float32, bfloat16, float16 or None"):
         shardwise.export_checkpoint(run.path, "other", dtype="int8")
+
+
+PROGRAM = """
+import shardwise
+
+def loss(logits_SBV, targets_SB):
+    import torch
+    return torch.nn.functional.cross_entropy(logits_SBV.flatten(0, 1), targets_SB.flatten(), reduction="sum")
+
+events = []
+config = shardwise.load_recipe("small.yaml", parallel={"tensor": 2, "sequence": True})
+for name in ("first", "second"):
+    run = shardwise.train(config, run_dir=name, loss=loss, callbacks=[events.append])
+    print([event["loss"] for event in run.metrics()], len(events) > 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    command("program.py", at=tmp_path, program=program).succeeded()
+    wanted = [event["loss"] for event in shardwise.train(shardwise.load_recipe(recipe)).metrics()]
+    for name in ("first", "second"):
+        found = [event["loss"] for event in shardwise.Run(name).metrics()]
+        assert found == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize(
