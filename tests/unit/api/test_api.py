@@ -15,6 +15,7 @@ from torch import nn
 import shardwise
 from shardwise.api import planning, runs
 from shardwise.errors import ConfigError
+from tests.dist import own_models
 from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command
 
@@ -99,6 +100,13 @@ def test_a_training_in_this_process_and_its_folder(recipe: str) -> None:
     assert json.loads((Path(folder) / "config.json").read_text())["torch_dtype"] == "bfloat16"
     with pytest.raises(ConfigError, match=r"dtype \('int8'\) must be float32, bfloat16, float16 or None"):
         shardwise.export_checkpoint(run.path, "other", dtype="int8")
+
+
+def test_a_model_of_the_program_itself(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", own_models.Plain, raising=False)
+    values = shardwise.load_recipe(recipe, train={"steps": 2, "eval_every": 0}).model_dump(mode="json")
+    config = shardwise.load_recipe({**values, "model": {"family": "__main__:Mine", "vocab_size": 301}})
+    assert len(shardwise.train(config).metrics()) == 2
 
 
 PROGRAM = """
