@@ -56,6 +56,13 @@ def test_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
     assert config.compile.options == {"max_autotune": True}
 
 
+@pytest.mark.parametrize("value", [np.zeros(2), torch.zeros(2), object(), {1: 2}, {"a", "b"}, b"x", int], ids=repr)
+@pytest.mark.parametrize("key", ["train", "train.steps", "optimizer.lr", "data.path", "hooks.loss", "model"])
+def test_any_other_value_is_a_problem_and_no_traceback(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key.partition(".")[0]):
+        shardwise.load_recipe("llama2-tiny", **{key: value})
+
+
 def test_a_mapping_is_a_recipe_and_is_not_changed(recipe: str) -> None:
     values = shardwise.load_recipe(recipe).model_dump(mode="json")
     before = json.dumps(values)
