@@ -124,7 +124,8 @@ def _plain(value: Any) -> Any:
         return [_plain(inner) for inner in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return value.item() if hasattr(value, "item") and not isinstance(value, type) else value  # numpy's numbers
+    is_number = getattr(value, "ndim", None) == 0 and hasattr(value, "item")  # numpy's, or a tensor of one
+    return value.item() if is_number else value
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[str]:

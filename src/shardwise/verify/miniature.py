@@ -26,10 +26,10 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
 
     It keeps: the family and its keys; the ratio of query to key/value heads; by which of the tensor-parallel degrees
     heads, feed-forward width and vocabulary can be divided; ties, dropout, precision, optimizer, the form of the
-    schedule, and what document ends change. It is small in width, depth, vocabulary and sequence, and its warmup takes
-    one step. The learning rate is 1e-3 (LAMB: 1e-2): steps move the losses, and the differences that rounding makes,
-    which grow with it, stay small. The masks of dropout are those of `invariant`, as those of `fast` depend on the
-    layout. A model of the user's own keeps its keys, as their meaning is not known.
+    schedule, a loss of the user's own, and what document ends change. It is small in width, depth, vocabulary and
+    sequence, and its warmup takes one step. The learning rate is 1e-3 (LAMB: 1e-2): steps move the losses, and the
+    differences that rounding makes, which grow with it, stay small. The masks of dropout are those of `invariant`, as
+    those of `fast` depend on the layout. A model of the user's own keeps its keys, as their meaning is not known.
     """
     degrees = sorted({cell.tensor for cell in cells} | {1})
     model, optimizer, data = config.model, config.optimizer, config.data
@@ -69,6 +69,7 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
             "masked_fraction": data.masked_fraction,
             "max_predictions": None if data.max_predictions is None else min(data.max_predictions, length),
         },
+        "hooks": {"loss": config.hooks.loss},
     }
     return config_from(values)
 

@@ -15,7 +15,9 @@ from torch import nn
 import shardwise
 from shardwise.api import planning, runs
 from shardwise.errors import ConfigError
+from tests.dist import own_models
 from tests.e2e.command import MINIATURE
+from tests.e2e.command import shardwise as command
 
 
 @pytest.fixture
@@ -52,6 +54,13 @@ def test_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
     assert config.data.path == str(tmp_path / "corpus.jsonl")
     assert (config.optimizer.betas, config.optimizer.lr, config.train.steps) == ((0.9, 0.95), 0.5, 9)
     assert config.compile.options == {"max_autotune": True}
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), torch.zeros(2), object(), {1: 2}, {"a", "b"}, b"x", int], ids=repr)
+@pytest.mark.parametrize("key", ["train", "train.steps", "optimizer.lr", "data.path", "hooks.loss", "model"])
+def test_any_other_value_is_a_problem_and_no_traceback(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key.partition(".")[0]):
+        shardwise.load_recipe("llama2-tiny", **{key: value})
 
 
 def test_a_mapping_is_a_recipe_and_is_not_changed(recipe: str) -> None:
@@ -98,6 +107,39 @@ def test_a_training_in_this_process_and_its_folder(recipe: str) -> None:
     assert json.loads((Path(folder) / "config.json").read_text())["torch_dtype"] == "bfloat16"
     with pytest.raises(ConfigError, match=r"dtype \('int8'\) must be float32, bfloat16, float16 or None"):
         shardwise.export_checkpoint(run.path, "other", dtype="int8")
+
+
+def test_a_model_of_the_program_itself(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", own_models.Plain, raising=False)
+    values = shardwise.load_recipe(recipe, train={"steps": 2, "eval_every": 0}).model_dump(mode="json")
+    config = shardwise.load_recipe({**values, "model": {"family": "__main__:Mine", "vocab_size": 301}})
+    assert len(shardwise.train(config).metrics()) == 2
+
+
+PROGRAM = """
+import shardwise
+
+def loss(logits_SBV, targets_SB):
+    import torch
+    return torch.nn.functional.cross_entropy(logits_SBV.flatten(0, 1), targets_SB.flatten(), reduction="sum")
+
+events = []
+config = shardwise.load_recipe("small.yaml", parallel={"tensor": 2, "sequence": True})
+for name in ("first", "second"):
+    run = shardwise.train(config, run_dir=name, loss=loss, callbacks=[events.append])
+    print([event["loss"] for event in run.metrics()], len(events) > 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    command("program.py", at=tmp_path, program=program).succeeded()
+    wanted = [event["loss"] for event in shardwise.train(shardwise.load_recipe(recipe)).metrics()]
+    for name in ("first", "second"):
+        found = [event["loss"] for event in shardwise.Run(name).metrics()]
+        assert found == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize(

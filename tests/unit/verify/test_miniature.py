@@ -43,6 +43,13 @@ def test_it_keeps_what_decides_how_a_recipe_is_cut_and_computed(name: str) -> No
     assert bool(refused) == (len(found) < len(cells))
 
 
+def test_of_hooks_the_loss_stays() -> None:
+    """Data are random tokens, and rounding may turn what an optimizer of signs does."""
+    hooks = ("hooks.loss=mine:loss", "hooks.optimizer=mine:Lion", "hooks.data=mine:Reader", "data.dataset=null")
+    config, _ = small(load_config("llama2-tiny", hooks))
+    assert config.hooks.paths == {"hooks.loss": "mine:loss"}
+
+
 def test_every_cell_is_a_configuration_of_its_layout() -> None:
     config, cells = small(load_config("llama2-7b"))
     for cell in cells:
