@@ -19,7 +19,7 @@ _FITTED = (
     "matmul", "depth", "memory", "fused_attention", "host", "step", "wait", "node", "update", "overlap", "action",
 )  # fmt: skip
 _STEPS = (0.5, 0.2, 0.1, 0.03)
-_PULL = 0.01  # of a constant's distance from where it starts, in mean error: what no step tells stays there
+_PULL = 1e-3  # of a constant's distance from where it starts, in squared error: what no step tells stays there
 _START = {
     "matmul": 1.0,
     "depth": 30.0,
@@ -99,7 +99,7 @@ def _values(figures: Mapping[str, float], source: str, found: Found) -> dict[str
 def fitted_constants(found: Found, device: Device) -> Constants:
     """Those that predict the steps and matrix products best, from a start that single operations give."""
     start = replace(constants_of(load_device("cpu" if found.type == "cpu" else "h100")), **_START, host=found.launch)
-    return searched(start, lambda c: error(found, device, c) + _PULL * _distance(c, start))
+    return searched(start, lambda c: _mean_square(found, device, c) + _PULL * _distance(c, start))
 
 
 def searched(start: Constants, badness: Callable[[Constants], float]) -> Constants:
@@ -122,17 +122,27 @@ def searched(start: Constants, badness: Callable[[Constants], float]) -> Constan
 
 def error(found: Found, device: Device, constants: Constants) -> float:
     """The mean of |log(predicted / measured)| of the miniatures, which count more, and of the matrix products."""
-    on = Cluster(device, 1, found.ranks)
-    total = weight = 0.0
+    logs = _logs(found, device, constants)
+    return sum(weight * abs(log) for weight, log in logs) / sum(weight for weight, _ in logs)
+
+
+def _mean_square(found: Found, device: Device, constants: Constants) -> float:
+    """As `error`, of squares: a search one constant at a time stops early where sizes are added up."""
+    logs = _logs(found, device, constants)
+    return sum(weight * log * log for weight, log in logs) / sum(weight for weight, _ in logs)
+
+
+def _logs(found: Found, device: Device, constants: Constants) -> list[tuple[float, float]]:
+    """(weight, log(predicted / measured)) of all that was measured."""
+    on, logs = Cluster(device, 1, found.ranks), []
     for probe, measured in zip(probes(found.ranks), found.steps, strict=True):
         time = step_time(probe.config(), probe.layout(found.ranks), on, constants=constants)
         assert time is not None
-        total += _STEPS_WEIGHT * abs(math.log(time.total / measured))
-        weight += _STEPS_WEIGHT
+        logs.append((float(_STEPS_WEIGHT), math.log(time.total / measured)))
     for (m, n, k), measured in zip(found.shapes, found.products["float32"], strict=True):
         seconds = rates.matmul(device, constants, device.float32, m, n, k)
-        total += abs(math.log((seconds + found.launch) / measured)) / len(found.shapes)
-    return total / (weight + 1)
+        logs.append((1 / len(found.shapes), math.log((seconds + found.launch) / measured)))
+    return logs
 
 
 def _distance(constants: Constants, start: Constants) -> float:

@@ -59,7 +59,10 @@ def dump(values: Mapping[str, Any]) -> str:
 
 def _inline(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"{{value: {value['value']!r}, source: {_quoted(value['source'])}}}"
+        number = repr(value["value"])
+        if "e" in number and "." not in number:
+            number = number.replace("e", ".0e")  # YAML takes 2e-05 for a text
+        return f"{{value: {number}, source: {_quoted(value['source'])}}}"
     return _quoted(value)
 
 

@@ -1,0 +1,67 @@
+"""From what ranks measured to a device file, with measurements that a known device would give."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import replace
+
+import pytest
+
+from shardwise.calibration.fit import device_file
+from shardwise.calibration.probes import PRODUCTS, Found, probes, undisturbed
+from shardwise.cost import rates
+from shardwise.cost.rates import constants_of
+from shardwise.cost.step import step_time
+from shardwise.devices import Cluster, Device, load_device, parse_device
+
+DAY = datetime.date(2026, 1, 2)
+
+
+def machine() -> Device:
+    """A CPU with constants of its own."""
+    cpu = load_device("cpu")
+    figures = {"host": 2e-5, "memory": 0.5, "matmul": 0.8, "wait": 3e-4, "step": 1e-3, "action": 2e-4}
+    return replace(cpu, constants=tuple(figures.items()))
+
+
+def found(device: Device, ranks: int) -> Found:
+    """What that machine would measure."""
+    constants = constants_of(device)
+    seconds = []
+    for probe in probes(ranks):
+        time = step_time(probe.config(), probe.layout(ranks), Cluster(device, 1, ranks))
+        assert time is not None
+        seconds.append(time.total)
+    products = [rates.matmul(device, constants, device.float32, *shape) + constants.host for shape in PRODUCTS]
+    link = device.node
+    sums = [(size, 2 * (size / 2 / link.bandwidth + link.latency)) for size in (64.0, 2.0**24)]
+    return Found(
+        "a processor", "cpu", "2.13.0", 1, ranks, device.memory, 1, PRODUCTS,
+        {"float32": products, "bfloat16": products}, (2.0**29, 2.0**29 / device.memory_bandwidth), constants.host,
+        sums if ranks > 1 else [], seconds,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
+    measured = found(machine(), ranks)
+    text = device_file(measured, DAY)
+    device = parse_device("here", text, "here.yaml")
+    assert not device.is_accelerator
+    assert device.per_node == ranks
+    for probe, seconds in zip(probes(ranks), measured.steps, strict=True):
+        time = step_time(probe.config(), probe.layout(ranks), Cluster(device, 1, ranks))
+        assert time is not None
+        assert time.total == pytest.approx(seconds, rel=0.1), probe
+    sources = dict(device.sources)
+    assert sources["float32_tflops"] == f"measured 2026-01-02: torch 2.13.0, 1 thread(s), {ranks} rank(s)"
+    assert ("assumption" in sources["node_link.latency_us"]) == (ranks == 1)
+    if ranks == 2:
+        assert device.node.bandwidth == pytest.approx(machine().node.bandwidth, rel=0.02)
+        assert device.node.latency == pytest.approx(machine().node.latency, rel=0.02)
+
+
+def test_what_else_runs_makes_no_figure() -> None:
+    """Half of the steps are disturbed."""
+    assert undisturbed([1.0, 5.0] * 10) == 1.0
+    assert undisturbed([2.0]) == 2.0
