@@ -6,6 +6,7 @@ import datetime
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from shardwise.calibration.fit import device_file
 from shardwise.calibration.probes import PRODUCTS, Found, probes, undisturbed
@@ -13,6 +14,7 @@ from shardwise.cost import rates
 from shardwise.cost.rates import constants_of
 from shardwise.cost.step import step_time
 from shardwise.devices import Cluster, Device, load_device, parse_device
+from shardwise.devices.file import dump, figure
 
 DAY = datetime.date(2026, 1, 2)
 
@@ -65,3 +67,8 @@ def test_what_else_runs_makes_no_figure() -> None:
     """Half of the steps are disturbed."""
     assert undisturbed([1.0, 5.0] * 10) == 1.0
     assert undisturbed([2.0]) == 2.0
+
+
+@pytest.mark.parametrize("value", [2e-05, 1.5e-07, 0.25, 3e16])
+def test_figures_of_any_size_are_numbers_in_yaml(value: float) -> None:
+    assert yaml.safe_load(dump({"host": figure(value, "measured")}))["host"]["value"] == value
