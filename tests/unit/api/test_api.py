@@ -56,7 +56,11 @@ def test_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
     assert config.compile.options == {"max_autotune": True}
 
 
-@pytest.mark.parametrize("value", [np.zeros(2), torch.zeros(2), object(), {1: 2}, {"a", "b"}, b"x", int], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [np.zeros(2), torch.zeros(2), object(), {1: 2}, {"a", "b"}, b"x", int],
+    ids=["array", "tensor", "object", "number as key", "set", "bytes", "type"],
+)
 @pytest.mark.parametrize("key", ["train", "train.steps", "optimizer.lr", "data.path", "hooks.loss", "model"])
 def test_any_other_value_is_a_problem_and_no_traceback(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key.partition(".")[0]):
