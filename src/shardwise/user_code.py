@@ -53,7 +53,10 @@ def load(key: str, path: str, is_wanted: Callable[[object], bool], wanted: str) 
     else:
         module_name, _, name = path.partition(":")
         module = _import(key, path, module_name)
-        value, where = getattr(module, name, None), f"{key} ({path}): {module.__file__ or module_name}"
+        value, where = (
+            getattr(module, name, None),
+            f"{key} ({path}): {getattr(module, '__file__', None) or module_name}",
+        )
         if value is None:
             near = nearest_name(name, [other for other, one in vars(module).items() if is_wanted(one)])
             raise ConfigError(f"{where} lacks {name}" + (f"; did you mean {near}?" if near else ""))

@@ -115,6 +115,7 @@ def test_a_training_in_this_process_and_its_folder(recipe: str) -> None:
 
 def test_a_model_of_the_program_itself(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "Mine", own_models.Plain, raising=False)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # as in a notebook
     values = shardwise.load_recipe(recipe, train={"steps": 2, "eval_every": 0}).model_dump(mode="json")
     config = shardwise.load_recipe({**values, "model": {"family": "__main__:Mine", "vocab_size": 301}})
     assert len(shardwise.train(config).metrics()) == 2
