@@ -57,8 +57,8 @@ pages: env
 # The documentation as a site in build/site, with warnings as errors; `make docs` serves it at 127.0.0.1:8000.
 site: env
 	$(PYTHON_M) scripts.site
-	$(PYTHON_M) mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(PYTHON_M) mkdocs build --quiet
 
 docs: env
 	$(PYTHON_M) scripts.site
-	$(PYTHON_M) mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(PYTHON_M) mkdocs serve
