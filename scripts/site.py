@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "build" / "pages"
 SOURCES = (
-    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "benchmarks/README.md", "benchmarks/results",
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "benchmarks/README.md", "benchmarks/results",
     "tests/strict/README.md",
 )  # fmt: skip
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")

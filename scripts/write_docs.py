@@ -17,6 +17,7 @@ from shardwise.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
+MODEL_PAGE = ROOT / "docs" / "model-keys.md"
 DEVICES = ROOT / "docs" / "devices.md"
 RESULTS = ROOT / "benchmarks" / "results" / "devices.json"
 """What `make test-device` found (scripts/device_tests.py)."""
@@ -26,7 +27,21 @@ _BEGIN, _END = "<!-- tested:begin -->\n", "<!-- tested:end -->\n"
 INTRODUCTION = """\
 # Configuration
 
-All keys of a recipe. `shardwise train RECIPE key=value …` overrides them. `make pages` writes this page from the code.
+All keys of a recipe. `shardwise train RECIPE key=value …` overrides them. The keys of `model` have
+[a page of their own](model-keys.md). `make pages` writes both pages from the code.
+
+**In an editor**: `shardwise recipes --schema > recipe.schema.json` writes the JSON Schema of recipes. Make
+`# yaml-language-server: $schema=recipe.schema.json` the first line of a recipe beside it. Then editors that use the
+YAML language server (VS Code with the YAML extension, Neovim, Emacs, Helix) complete keys, show their meaning and mark
+wrong values. `shardwise train --dry-run` also checks what depends on several keys, such as whether a layout divides the
+heads.
+"""
+
+MODEL_INTRODUCTION = """\
+# Keys of the model
+
+The keys of the section `model`, for each family. The other sections are in [Configuration](configuration.md).
+`make pages` writes this page from the code.
 """
 
 NOTES = {
@@ -80,8 +95,19 @@ def rows(section: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
 
 
 def page() -> str:
-    parts = [INTRODUCTION]
-    for name, field in Config.model_fields.items():
+    """docs/configuration.md: every section but `model`."""
+    return page_of([name for name in Config.model_fields if name != "model"], INTRODUCTION)
+
+
+def model_page() -> str:
+    """docs/model-keys.md."""
+    return page_of(["model"], MODEL_INTRODUCTION)
+
+
+def page_of(names: list[str], introduction: str) -> str:
+    parts = [introduction]
+    for name in names:
+        field = Config.model_fields[name]
         parts.append(f"## {name}: {field.description}\n")
         if name in NOTES:
             parts.append(f"{NOTES[name]}\n")
@@ -111,3 +137,4 @@ def devices_page() -> str:
 if __name__ == "__main__":
     DEVICES.write_text(devices_page(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
+    MODEL_PAGE.write_text(model_page(), encoding="utf-8")

@@ -10,6 +10,20 @@ from contextlib import contextmanager
 
 from shardwise.redaction import redacted
 
+_CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
+"""Control characters but for tab and newline, and halves of characters that no terminal can print."""
+_ENDLESS = r"(\S{200})\S{400,}(\S{100})"
+
+
+def shown(text: str) -> str:
+    """A message without secrets, with control characters as escapes, and without the middle of endless words.
+
+    A wrong input is quoted in it: a terminal would obey its control characters, and thousands of letters would hide the
+    message.
+    """
+    visible = re.sub(_CONTROL, lambda found: ascii(found[0])[1:-1], redacted(text))
+    return re.sub(_ENDLESS, r"\1…\2", visible)
+
 
 class ShardwiseError(Exception):
     """An error whose text is for the user: shown without a traceback, and without secrets."""
@@ -17,7 +31,7 @@ class ShardwiseError(Exception):
     exit_code = 1
 
     def __init__(self, text: str = "") -> None:
-        super().__init__(redacted(text))
+        super().__init__(shown(text))
 
 
 class RunError(ShardwiseError):
@@ -41,7 +55,7 @@ class ConfigError(ShardwiseError, ValueError):
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         given = [problems] if isinstance(problems, str) else problems
-        self.problems: list[str] = [redacted(problem) for problem in given]
+        self.problems: list[str] = [shown(problem) for problem in given]
         Exception.__init__(self, self.problems)
 
     def __str__(self) -> str:

@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import shardwise as shardwise_package
-from scripts.write_docs import DEVICES, PAGE, devices_page, page
+from scripts.write_docs import DEVICES, MODEL_PAGE, PAGE, devices_page, model_page, page
 from shardwise.config import load_config
 from tests.arch.source import ROOT, config_fields, headings
 from tests.arch.test_audit import is_command
@@ -58,6 +59,7 @@ def test_make_targets_exist() -> None:
 
 def test_generated_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `make pages`"
+    assert MODEL_PAGE.read_text(encoding="utf-8") == model_page(), "run `make pages`"
     assert DEVICES.read_text(encoding="utf-8") == devices_page(), "run `make pages`"
 
 
@@ -124,3 +126,26 @@ def test_links_lead_somewhere() -> None:
         if not target.exists() or (anchor and anchor not in headings(target)):
             missing.append(f"{source.relative_to(ROOT)}: {link}#{anchor}")
     assert not missing
+
+
+def test_release_files_have_the_version() -> None:
+    version = shardwise_package.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == version
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})$", changelog, re.MULTILINE)
+    assert "## [Unreleased]" in changelog
+    assert not released or released[0][0] == version, f"the newest section of the changelog is {released[0]}"
+
+
+@pytest.mark.parametrize(
+    "form", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
+)
+def test_issue_forms_can_be_filled_in(form: Path) -> None:
+    """https://docs.github.com/en/communities/using-templates-to-encourage-useful-issues-and-pull-requests"""
+    found = yaml.safe_load(form.read_text(encoding="utf-8"))
+    assert found["name"]
+    assert found["description"]
+    assert all(part["type"] in ("textarea", "input") and part["attributes"]["label"] for part in found["body"])
+    assert len({part["id"] for part in found["body"]}) == len(found["body"])

@@ -1,8 +1,12 @@
-"""List the shipped recipes; with NAME print that recipe's commented YAML; with --write copy it to a file to edit."""
+"""List the shipped recipes; with NAME print that recipe's commented YAML; with --write copy it to a file to edit.
+
+--schema prints the JSON Schema of recipes, with which editors complete keys and check values.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from shardwise.cli import output
@@ -13,11 +17,19 @@ from shardwise.errors import ConfigError
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="a shipped recipe")
     parser.add_argument("--write", metavar="FILE", type=Path, help="copy the recipe to FILE, which must not exist yet")
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors")
 
 
 def run(arguments: argparse.Namespace) -> int:
     name: str | None = arguments.name
     target: Path | None = arguments.write
+    if arguments.schema:
+        if name is not None or target is not None:
+            raise ConfigError("--schema stands alone: it prints one schema for all recipes")
+        from shardwise.config.schema import recipe_schema  # pydantic's schemas take long to import
+
+        output.raw(json.dumps(recipe_schema(), indent=2))
+        return 0
     if name is None:
         if target is not None:
             raise ConfigError(

@@ -270,6 +270,7 @@ def _texts(details: Any, family: str = "") -> list[str]:
 _RULES = {
     "float_type": "must be a number",
     "string_type": "must be text; put it in quotes",
+    "path_type": "must be a path",
     "string_too_short": "must not be empty; null leaves it unset",
     "string_pattern_mismatch": "must read package.module:Class",
     "finite_number": "must be a finite number",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, TypeAlias, get_args
 
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, SerializationInfo
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, SerializationInfo
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from shardwise.config.base import Section, reject
@@ -76,6 +77,9 @@ class _ChosenByFamily:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         dump = core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True)
         return core_schema.no_info_plain_validator_function(_read, serialization=dump)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"type": "object"}  # config/schema.py says more
 
 
 AnyModel = Annotated[ModelConfig, _ChosenByFamily()]

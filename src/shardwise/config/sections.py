@@ -34,7 +34,7 @@ SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", "zbv", "dualp
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules in which rank r of p holds stages r and 2p-1-r."""
 _MAX_SEED = 2**63 - 1
-_BATCH_RULE = r"([1-9]\d*) per ([1-9]\d*) ranks?"  # patterns are compiled where they are used: a start is short
+BATCH_RULE = r"([1-9]\d*) per ([1-9]\d*) ranks?"  # patterns are compiled where they are used: a start is short
 # The password of a URL: what stands between the user's name and `@`. A colon with digits is a port. A password may
 # contain a slash, as the secret keys of S3 do.
 _PASSWORD = r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)"
@@ -132,7 +132,7 @@ class TrainConfig(Section):
     def _read_batch_rule(cls, values: Any, validate: Callable[[Any], TrainConfig]) -> TrainConfig:
         """Read `N per M ranks`: the global batch is N, until `Config.with_batch_for` knows the number of ranks."""
         given = values.get("global_batch") if isinstance(values, dict) else None
-        match = re.fullmatch(_BATCH_RULE, given) if isinstance(given, str) else None
+        match = re.fullmatch(BATCH_RULE, given) if isinstance(given, str) else None
         if match is None:
             return validate(values)
         rule = f"{match[1]} per {match[2]} rank{'' if match[2] == '1' else 's'}"
@@ -157,13 +157,13 @@ class TrainConfig(Section):
     @property
     def rule(self) -> tuple[int, int] | None:
         """(N, M) where the recipe gives the global batch as `N per M ranks`, and not as a number."""
-        match = re.fullmatch(_BATCH_RULE, self.batch_rule or "") if self._by_rule else None
+        match = re.fullmatch(BATCH_RULE, self.batch_rule or "") if self._by_rule else None
         return None if match is None else (int(match[1]), int(match[2]))
 
 
 def share_of(rule: str | None) -> Fraction | None:
     """Sequences for each rank by a rule `N per M ranks`; None for another text."""
-    match = re.fullmatch(_BATCH_RULE, rule or "")
+    match = re.fullmatch(BATCH_RULE, rule or "")
     return None if match is None else Fraction(int(match[1]), int(match[2]))
 
 

@@ -1,0 +1,73 @@
+"""The JSON Schema of a recipe, from which editors complete its keys and check their values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from shardwise.config.model import FAMILIES, OwnConfig
+from shardwise.config.sections import BATCH_RULE, Config
+
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_OWN = r":"
+"""What `model.family` contains if it names a class of the user's own."""
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The schema (draft 2020-12) of a recipe: every key with its description, type, bounds, choices and default.
+
+    It accepts what `load_config` reads and refuses unknown keys, wrong types and values out of range. What depends on
+    several keys, such as whether a layout divides the heads, is checked by `load_config` alone.
+    """
+    classes = (Config, *FAMILIES.values(), OwnConfig)
+    references, definitions = models_json_schema([(each, "validation") for each in classes])
+    schemas = definitions["$defs"]
+    names = {each: references[each, "validation"]["$ref"].rpartition("/")[2] for each in classes}
+    for family in FAMILIES.values():
+        _accept_other_spellings(schemas[names[family]], family.aliases)
+    _accept_batch_rule(schemas["TrainConfig"]["properties"])
+    recipe: dict[str, Any] = schemas.pop(names[Config])
+    recipe["properties"]["model"] = {
+        "description": Config.model_fields["model"].description,
+        "type": "object",
+        "properties": {
+            "family": {"anyOf": [{"enum": list(FAMILIES)}, {"type": "string", "pattern": _OWN}]},
+            "config": {"type": "string", "description": "a Hugging Face config.json, or the folder that holds one"},
+        },
+        # Keys beside `config` change the model of that file, which this schema cannot know.
+        "if": {"required": ["config"]},
+        "else": {
+            "required": ["family"],
+            "allOf": [
+                *(_chosen({"const": name}, names[family]) for name, family in FAMILIES.items()),
+                _chosen({"pattern": _OWN}, names[OwnConfig]),
+            ],
+        },
+    }
+    return {"$schema": _DIALECT, **recipe, "title": "A recipe of shardwise", "$defs": schemas}
+
+
+def _chosen(family: dict[str, Any], name: str) -> dict[str, Any]:
+    return {
+        "if": {"properties": {"family": family}, "required": ["family"]},
+        "then": {"$ref": f"#/$defs/{name}"},
+    }
+
+
+def _accept_batch_rule(train: dict[str, Any]) -> None:
+    number = train["global_batch"]
+    bounds = {key: number.pop(key) for key in ("type", "exclusiveMinimum") if key in number}
+    train["global_batch"] = {**number, "anyOf": [bounds, {"type": "string", "pattern": f"^{BATCH_RULE}$"}]}
+
+
+def _accept_other_spellings(schema: dict[str, Any], aliases: dict[str, str]) -> None:
+    """Let a key of Hugging Face's `config.json` that this family calls otherwise stand for its key."""
+    properties, spellings = schema["properties"], {name: [name] for name in schema.get("required", [])}
+    for other, name in aliases.items():
+        if name in properties:
+            properties[other] = {**properties[name], "description": f"another spelling of {name}"}
+            spellings.get(name, []).append(other)
+    schema["required"] = [name for name, found in spellings.items() if len(found) == 1]
+    if several := [found for found in spellings.values() if len(found) > 1]:
+        schema["allOf"] = [{"anyOf": [{"required": [each]} for each in found]} for found in several]

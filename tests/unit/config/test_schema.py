@@ -1,0 +1,102 @@
+"""The JSON Schema of recipes accepts what `load_config` reads and refuses what it refuses."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+
+from shardwise.cli import main
+from shardwise.config import load_config, recipe_names
+from shardwise.config.load import config_from, recipe_text
+from shardwise.config.schema import recipe_schema
+from shardwise.config.text import dump_yaml, parse_yaml
+from shardwise.errors import ConfigError
+from tests.arch.source import ROOT, config_fields
+
+SCHEMA = recipe_schema()
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+def places(values: Any) -> list[str]:
+    """The dotted paths at which the schema refuses `values`."""
+    return [".".join(map(str, error.absolute_path)) for error in VALIDATOR.iter_errors(values)]
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_and_its_resolved_configuration_fit(name: str) -> None:
+    assert not places(parse_yaml(recipe_text(name), name))
+    assert not places(parse_yaml(dump_yaml(load_config(name).model_dump(mode="json")), name))
+
+
+def test_recipes_of_the_pages_fit() -> None:
+    found = 0
+    for page in ROOT.glob("docs/**/*.md"):
+        for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+            values = parse_yaml(block, page.name)
+            if isinstance(values, dict) and set(values) <= set(SCHEMA["properties"]):
+                found += 1
+                wrong = [place for place in places(values) if place]  # a part of a recipe lacks sections
+                assert not wrong, f"{page.name}: {wrong}"
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"train": {"stepz": 3}}, "train"),
+        ({"train": {"steps": "many"}}, "train.steps"),
+        ({"train": {"steps": 0}}, "train.steps"),
+        ({"train": {"recompute": "some"}}, "train.recompute"),
+        ({"trian": {}}, ""),
+        ({"model": {"layer_norm_eps": 1e-5}}, "model"),
+        ({"model": {"hidden_size": -1}}, "model.hidden_size"),
+        ({"model": {"family": "lama"}}, "model.family"),
+        ({"parallel": {"tensor": True}}, "parallel.tensor"),
+        ({"parallel": 3}, "parallel"),
+    ],
+)
+def test_what_load_refuses_is_refused_at_its_place(change: dict[str, Any], place: str) -> None:
+    values = parse_yaml(recipe_text("llama2-tiny"), "")
+    for section, keys in change.items():
+        values[section] = {**values.get(section, {}), **keys} if isinstance(keys, dict) else keys
+    assert place in places(values)
+    with pytest.raises(ConfigError):
+        config_from(values)
+
+
+def test_every_key_has_its_description() -> None:
+    described = {
+        f"{section}.{key}"
+        for section, part in SCHEMA["properties"].items()
+        for key, value in SCHEMA["$defs"].get(part.get("$ref", "").rpartition("/")[2], {}).get("properties", {}).items()
+        if value.get("description")
+    }
+    assert described >= {key for key in config_fields() if not key.startswith("model.")}
+
+
+def test_a_model_by_its_file_or_of_ones_own_fits() -> None:
+    values = parse_yaml(recipe_text("llama2-tiny"), "")
+    assert not places({**values, "model": {"config": "folder/config.json", "hidden_size": 8}})
+    assert not places({**values, "model": {"family": "mine:Model", "vocab_size": 8, "anything": [1]}})
+    assert places({**values, "model": {"hidden_size": 8}}) == ["model"]
+
+
+def test_other_spellings_stand_for_a_key() -> None:
+    values = parse_yaml(recipe_text("gpt2"), "")
+    model = values["model"]
+    other = {"n_embd": model.pop("hidden_size"), **model}
+    assert not places({**values, "model": other})
+    assert places({**values, "model": model})
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == SCHEMA
+    assert main(["recipes", "gpt2", "--schema"]) == 2
+    assert "--schema" in capsys.readouterr().err
