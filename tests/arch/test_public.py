@@ -15,6 +15,8 @@ import shardwise
 FROZEN = Path(__file__).with_name("public.txt")
 ERRORS = {"train", "plan", "load_recipe", "load_checkpoint", "save_checkpoint", "export_checkpoint"}
 """Functions that read files, and say what they raise."""
+_SHAPE = r"`\[[^]`]*\]`"
+_SOURCE = r"arXiv:\d{4}\.\d{5}|`torch\.\w+|docs/[\w-]+\.md"
 
 
 def members(name: str) -> Iterator[tuple[str, object]]:
@@ -63,6 +65,28 @@ def test_what_is_public_is_documented_and_annotated(name: str) -> None:
         assert not bare, f"{path}: {bare} have no annotation"
         if not inspect.isclass(value):
             assert signature.return_annotation is not signature.empty, f"{path} says not what it returns"
+
+
+@pytest.mark.parametrize("name", sorted(set(shardwise.__all__) - {"plan", "train"}))
+def test_parameters_shapes_and_sources_are_documented(name: str) -> None:
+    """In the docstring of a function or method, or of its class: each parameter, and the shapes of tensors.
+
+    What computes (layers, losses, optimizers) also names the paper or the function of torch that it follows.
+    """
+    of_class = inspect.getdoc(getattr(shardwise, name)) or ""
+    computes = getattr(shardwise, name).__module__.startswith(("shardwise.parallel", "shardwise.optim"))
+    assert not computes or re.search(_SOURCE, of_class), f"{name} names no paper or function that it follows"
+    for path, value in members(name):
+        if isinstance(value, property):
+            value = value.fget
+        if not callable(value) or hasattr(value, "model_fields"):
+            continue
+        text, signature = f"{inspect.getdoc(value)} {of_class}", inspect.signature(value)
+        lacking = [p for p in signature.parameters if p not in ("self", "args") and not re.search(rf"\b{p}\b", text)]
+        assert not lacking, f"{path}: the docstring does not tell of {lacking}"
+        annotations = [p.annotation for p in signature.parameters.values()]
+        if any("Tensor" in str(each) for each in (*annotations, signature.return_annotation)):
+            assert re.search(_SHAPE, text), f"{path}: the docstring has no shape"
 
 
 @pytest.mark.parametrize("name", sorted(ERRORS))

@@ -72,7 +72,11 @@ class LAMB(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient, each as one tensor."""
+        """Update every parameter that has a gradient, each as one tensor.
+
+        Args:
+            closure: computes the loss again before the update, as in `torch.optim.Optimizer.step`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -118,12 +122,15 @@ class LAMB(torch.optim.Optimizer):
         return [i for i, group in enumerate(self.param_groups) if _adapts(group)]
 
     def trust_ratio(self, weight_norm: Tensor, direction_norm: Tensor) -> Tensor:
-        """‖w‖ / ‖u‖ elementwise, and 1 where either is 0."""
+        """`weight_norm` / `direction_norm`, ‖w‖ / ‖u‖, `[N]` of N tensors, and 1 where either is 0."""
         usable = (weight_norm > 0) & (direction_norm > 0)
         return torch.where(usable, weight_norm / direction_norm, 1.0)
 
     def direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
-        """Take the gradient into the moments, and write u to `out`, which may be the gradient's own memory."""
+        """Take the gradient of p, of the parameter group `group`, into the moments, and write u to `out`.
+
+        `out` has p's shape `[…]` and may be the gradient's own memory.
+        """
         assert p.grad is not None
         if p.grad.is_sparse or p.is_complex():
             raise RuntimeError("LAMB takes dense and real gradients: make embeddings with sparse=False")

@@ -145,7 +145,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     # ---- construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as `torch.optim.Optimizer` does; its parameters move into buckets of their own.
+        """Add `param_group`, as `torch.optim.Optimizer` does; its parameters move into buckets of their own.
 
         Collective, as making the optimizer is.
         """
@@ -281,7 +281,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         return 1.0 / self.group.size if self._average else 1.0
 
     def norms(self) -> tuple[Tensor, Tensor]:
-        """L2 norms of the whole model's gradient (before `step` clips) and parameters; reduces gradients first."""
+        """L2 norms `[]` of the whole model's gradient (before `step` clips) and parameters; reduces gradients first."""
         self.reduce_gradients()
         assert self._norms is not None
         return self._norms[0], self._norms[1]
@@ -295,7 +295,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | None, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip this step's gradients, in the norm over the whole model, and return the norm that they had.
+        """Clip this step's gradients, in the norm over the whole model, and return the norm `[]` that they had.
 
         Use it where a loop of a plain optimizer calls `torch.nn.utils.clip_grad_norm_`: that function sees this rank's
         gradients only, before they are reduced. It replaces the optimizer's own `max_norm` for this step. Reduces the
@@ -342,7 +342,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Reduce, clip, update, and share the new parameters. The gradients are 0 afterwards."""
+        """Reduce, clip, update, share the new parameters; gradients are 0 then. `closure` computes the loss before."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

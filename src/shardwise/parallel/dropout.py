@@ -51,8 +51,8 @@ class _Masks:
     def keep(self, rows: Tensor, width: int, p: float, place: Place, columns: Tensor | None = None) -> Tensor:
         """Which elements stay (`invariant` mode), each with probability 1 - p: booleans `[R, B, width]`.
 
-        Element j of row `rows[i]` of a sample has the number `rows[i] · width + j` there. With `columns`, only these of
-        each row are drawn.
+        Element j of row `rows[i]` of a sample has the number `rows[i] · width + j` at its `place` in the model. With
+        `columns`, only these of each row are drawn.
         """
         column = torch.arange(width, device=rows.device) if columns is None else columns
         stream_B1 = mixed(self.samples_B ^ self.stream(place, rows.device)).unsqueeze(1)
@@ -68,7 +68,7 @@ class _Masks:
         return keep
 
     def stream(self, place: Place, device: torch.device) -> Tensor:
-        """The number of a place's masks, without dims, on the device."""
+        """The number of a place's masks, `[]`, on the device."""
         raise NotImplementedError
 
 
@@ -81,9 +81,9 @@ class DropoutKey(_Masks):
     Attributes:
         seed: the run's seed.
         step: the optimizer step.
-        samples_B: each sample's number in the run, on the model's device.
+        samples_B: `[B]`, each sample's number in the run, on the model's device.
         first_sample: the first of these numbers, on the host.
-        mode: see above.
+        mode: `fast` or `invariant`, see docs/dropout-and-recompute.md.
     """
 
     seed: int
@@ -97,7 +97,10 @@ class DropoutKey(_Masks):
         return hashed(self.seed, self.step, *place)
 
     def seeded(self, device: torch.device, layer: int, site: int, shard: int) -> AbstractContextManager[None]:
-        """Inside, torch's generator of the device begins at a state of this place's own (`fast` mode)."""
+        """Inside, torch's generator of the device begins at a state of this place's own (`fast` mode).
+
+        The place is a `layer`, a `site` in it, and the `shard` of the activation that the rank has.
+        """
         return devices.seeded(device, self.number(self.first_sample, layer, site, shard))
 
     def stream(self, place: Place, device: torch.device) -> Tensor:
@@ -108,7 +111,7 @@ class DropoutKey(_Masks):
         return place.shard
 
     def dropped(self, x: Tensor, p: float, place: Place) -> Tensor:
-        """Dropout of x in `fast` mode."""
+        """Dropout of x `[…]` in `fast` mode: p is the probability of 0, and `place` where in the model it is."""
         with self.seeded(x.device, place.layer, place.site, place.shard):
             dropped: Tensor = torch.native_dropout(x, p, True)[0]
         return dropped
@@ -186,7 +189,7 @@ def define_dropout() -> None:
 class Dropout(nn.Module):
     """`y = x · keep / (1 - p)` on an activation `[S, B, H]`, or a rank's part of it, `[S/g, B, H]` or `[S, B, H/g]`.
 
-    Without a key, as in evaluation, y is x.
+    Without a key, as in evaluation, y is x. docs/dropout-and-recompute.md says how masks are drawn.
 
     Args:
         p: the probability that an element becomes 0.

@@ -88,7 +88,12 @@ class ReplicatedEmbedding(placement.PlacedModule):
     """A small embedding table, whole on every rank: positions, token types.
 
     With `sequence_parallel_enabled` each rank looks up its own part of the sequence: the table's gradient is then
-    partial over the group, which its placement says. No communication.
+    partial over the group, which its placement says. No communication. Indices `[…]` → `[…, H]`, as in
+    `torch.nn.Embedding`.
+
+    Args:
+        num_embeddings, embedding_dim: rows of the table, and H.
+        sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions`.
     """
 
     def __init__(

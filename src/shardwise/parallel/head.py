@@ -22,6 +22,8 @@ from shardwise.plan.parameters import vocabulary_rows
 class ParallelLMHead(placement.PlacedModule):
     """`logits = x Wᵀ + b` with W `[V, H]` cut along the vocabulary: rank r holds `ceil(V/g)` rows, the last padded.
 
+    The cut is that of arXiv:1909.08053 §3. Forward: x `[S, B, H]`, or `[S/g, B, H]` with `sequence_parallel_enabled`.
+
     Args:
         hidden_size: H.
         vocab_size: V.
@@ -96,7 +98,13 @@ class ParallelLMHead(placement.PlacedModule):
         return ids_by_rank.gather(0, by_rank.argmax(dim=0, keepdim=True))[0].view(x.shape[:-1])
 
     def loss(self, x: Tensor, targets_SB: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
-        """Sum of the tokens' cross-entropies, chunk by chunk. Targets are whole on every rank."""
+        """Sum of the tokens' cross-entropies, chunk by chunk, a float32 scalar.
+
+        Args:
+            x: as in the forward pass.
+            targets_SB: `[S, B]`, whole on every rank.
+            ignore_index: targets that have loss 0 and gradient 0.
+        """
         if self.own_loss is not None:
             return self.own_loss(self(x).float(), targets_SB)
         call_forward_pre_hooks(self)

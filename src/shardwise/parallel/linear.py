@@ -135,7 +135,7 @@ class _ColumnParallel(placement.PlacedModule):
         )
 
     def multiply(self, entered: Tensor) -> Tensor:
-        """`[…, I]`, whole on every rank of the group → all parts `[…, Σ local outputs]`. No communication."""
+        """`entered` `[…, I]`, whole on every rank of the group → all parts `[…, Σ local outputs]`. No communication."""
         y: Tensor = linear(entered, self.weight, self.bias)
         return y
 
@@ -169,7 +169,14 @@ class ColumnParallelLinear(_ColumnParallel):
 
     Forward: x `[S, B, I]`, or `[S/g, B, I]` with `sequence_parallel_enabled`; returns `[S, B, O/g]`, or `[S, B, O]`
     with `gather_output`. Communicates: with sequence parallelism an all-gather of x (its gradient: a reduce-scatter);
-    without, nothing (its gradient: an all-reduce); `gather_output` adds an all-gather of y.
+    without, nothing (its gradient: an all-reduce); `gather_output` adds an all-gather of y (arXiv:1909.08053 §3,
+    arXiv:2205.05198 §4.2).
+
+    Args:
+        input_size, output_size: I and O of the whole layer.
+        bias: whether there is a b.
+        gather_output: whether each rank gets all of y.
+        sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions` and `LinearOptions`.
 
     Raises:
         ValueError: `output_size` is not divisible by the group's size.
@@ -199,15 +206,16 @@ class ColumnParallelLinear(_ColumnParallel):
         return self.finish(self.project(x))
 
     def finish(self, local: Tensor) -> Tensor:
-        """`[…, O/g]` → the layer's output: as it is, or whole with `gather_output`."""
+        """`local` `[…, O/g]` → the layer's output: as it is, or whole with `gather_output`."""
         return self._parts(local)[0]
 
 
 class MergedColumnParallelLinear(_ColumnParallel):
     """Several column-parallel layers of one input in one matmul, such as a gated MLP's gate and up projections.
 
-    `output_sizes` and `names`: of each canonical layer; parts of one name are one layer. Returns one tensor a part,
-    each as `ColumnParallelLinear` would.
+    `output_sizes` and `names`: of each canonical layer; parts of one name are one layer. Forward: x `[S, B, I]`, or
+    `[S/g, B, I]` with `sequence_parallel_enabled`; returns one tensor a part, each as `ColumnParallelLinear` would. Its
+    `input_size`, `bias`, `gather_output` and `options` are as there (arXiv:1909.08053 §3).
     """
 
     def __init__(
@@ -231,6 +239,7 @@ class MergedColumnParallelLinear(_ColumnParallel):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x, as in `ColumnParallelLinear` → the output of each part, `[S, B, O/g]` or whole."""
         return self._parts(self.project(x))
 
 
@@ -243,7 +252,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
 
     Forward: x as in `ColumnParallelLinear`; returns q `[S, B, Q/g]`, k and v `[S, B, max(KV/g, head_dim)]`, or all
     whole with `gather_output`. `names`: canonical names of the three layers; the same three times where they are one,
-    with the rows of q, then k, then v, which is also what a layer is that is given no names.
+    with the rows of q, then k, then v, which is also what a layer is that is given no names. `input_size`, `bias`,
+    `sequence_parallel_enabled` and `options` are as there.
 
     Raises:
         ValueError: a size is no multiple of `head_dim`; the query heads are not divisible by the group's size; K/V
@@ -294,7 +304,14 @@ class RowParallelLinear(placement.PlacedModule):
     Forward: x `[S, B, I/g]` with `input_is_parallel`, else `[S, B, I]` which is split here; returns `[S, B, O]`, or
     `[S/g, B, O]` with `sequence_parallel_enabled`. Communicates: an all-reduce of y, or with sequence parallelism a
     reduce-scatter (its gradient: an all-gather). The bias is whole on every rank and added once, after the sum; with
-    sequence parallelism each rank sees part of the sequence, so its gradient is partial, which its placement says.
+    sequence parallelism each rank sees part of the sequence, so its gradient is partial, which its placement says
+    (arXiv:1909.08053 §3, arXiv:2205.05198 §4.2).
+
+    Args:
+        input_size, output_size: I and O of the whole layer.
+        bias: whether there is a b.
+        input_is_parallel: whether x is cut along I already, as a column-parallel layer leaves it.
+        sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions` and `LinearOptions`.
 
     Attributes:
         overlap: as in the column-parallel layers.
@@ -378,7 +395,8 @@ def set_overlap(model: nn.Module, how: Overlap | None) -> None:
 class ReplicatedLinear(placement.PlacedModule):
     """`Y = X Aᵀ + b`, whole on every rank, for small layers that all ranks compute alike. No communication.
 
-    x `[…, I]`, equal on every rank with a gradient that is equal too → `[…, O]`.
+    x `[…, I]`, equal on every rank with a gradient that is equal too → `[…, O]`. `input_size` and `output_size` are I
+    and O; `name` and `options` are as in the other layers, see `LayerOptions`. The math is that of `torch.nn.Linear`.
     """
 
     def __init__(

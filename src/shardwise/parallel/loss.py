@@ -165,7 +165,7 @@ def parallel_cross_entropy(
     vocab_size: int | None = None,
     **unknown: Never,
 ) -> Tensor:
-    """Loss of each token, in float32, from logits that are cut along the vocabulary.
+    """Loss of each token, in float32, from logits that are cut along the vocabulary (arXiv:1909.08053 §3).
 
     Args:
         vocab_parallel_logits: `[…, v]`, this rank's columns; left untouched.
@@ -174,6 +174,7 @@ def parallel_cross_entropy(
         group: the ranks that share the vocabulary.
         ignore_index: targets that have loss 0 and gradient 0.
         vocab_size: V, where the last columns are padding (default: none are).
+        unknown: none; another name than these is an error that suggests the right one.
 
     Returns:
         `[…]`, equal on all ranks. Communicates two small all-reduces forward, nothing backward.
@@ -274,9 +275,10 @@ def linear_cross_entropy(
     Tokens go through in chunks: logits, loss and both gradients of a chunk are computed before the next chunk begins,
     so that beyond inputs and gradients one chunk of logits is held. With sequence parallelism each chunk of x is
     gathered by itself: the whole hidden states are never held. The weight's gradient is summed in float32 and stays
-    live until the backward pass.
+    live until the backward pass. A loss in chunks of tokens follows arXiv:2411.09009.
 
     Args:
+        sequence_parallel_enabled: whether x is a rank's part of the sequence.
         x: `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
         weight: `[v, H]`, this rank's rows of the head.
         bias: `[v]`, likewise (default: none).

@@ -55,7 +55,14 @@ class _Norm(placement.PlacedModule):
 
 
 class RMSNorm(_Norm):
-    """`y = x / sqrt(mean(x²) + eps) · weight` (arXiv:1910.07467). x, y: `[…, H]`; no communication."""
+    """`y = x / sqrt(mean(x²) + eps) · weight` (arXiv:1910.07467). x, y: `[…, H]`; no communication.
+
+    Args:
+        normalized_shape: H.
+        eps: added to the mean square.
+        sequence_parallel_enabled: whether each rank has a part of the sequence; the gradients are then partial.
+        name, options: as in the other layers, see `LayerOptions`.
+    """
 
     weight: nn.Parameter
 
@@ -111,7 +118,14 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class LayerNorm(_Norm):
-    """`y = (x - mean) / sqrt(var + eps) · weight + bias` (arXiv:1607.06450). x, y: `[…, H]`; no communication."""
+    """`y = (x - mean) / sqrt(var + eps) · weight + bias` (arXiv:1607.06450). x, y: `[…, H]`; no communication.
+
+    Args:
+        normalized_shape: H.
+        eps: added to the variance.
+        sequence_parallel_enabled: whether each rank has a part of the sequence; the gradients are then partial.
+        name, options: as in the other layers, see `LayerOptions`.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter
