@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.config import ParallelConfig, Recompute
 from shardwise.cost.levels import Program, program
 from shardwise.plan.order import Action, action_order
 from shardwise.plan.stage import rank_of
 
-Floats = npt.NDArray[np.float64]
 _ROUNDING = 1e-12  # of a time
 _FEW = 12  # ranks for which arrays cost more than they save
 
@@ -119,13 +117,12 @@ class _Levels:
         steps = self._steps
         self._run(range(steps.body.stop if steps.repeats else len(steps.needs)))
         for left in reversed(range(steps.repeats)):
-            before = self._free.copy()
+            before = float(self._free[0])
             self._run(steps.body)
-            if self._grows_evenly(self._free - before):
-                held = self._sent[self._now : self._now + steps.reach, :-1]
-                more = left * (self._free[0] - before[0])
-                held += more
-                self._free += more
+            grown = float(self._free[0]) - before
+            if self._grows_evenly(grown):
+                self._sent[self._now : self._now + steps.reach, :-1] += left * grown
+                self._free += left * grown
                 break
         if steps.repeats:
             self._run(range(steps.body.stop, len(steps.needs)))
@@ -142,14 +139,12 @@ class _Levels:
             np.add(ready, self._until_free[level], out=free)
             self._now += 1
 
-    def _grows_evenly(self, grown: Floats) -> bool:
-        """Whether all that later levels need has grown by the same, up to rounding."""
-        steps, close = self._steps, _ROUNDING * self._free.max()
-        if np.ptp(grown) > close:
-            return False
-        last, period = slice(self._now, self._now + steps.reach), len(steps.body)
+    def _grows_evenly(self, grown: float) -> bool:
+        """Whether all that later levels need has grown by that since the last period, up to rounding."""
+        last, period = slice(self._now, self._now + self._steps.reach), len(self._steps.body)
         earlier = slice(last.start - period, last.stop - period)
-        return bool(abs(self._sent[last, :-1] - self._sent[earlier, :-1] - grown[0]).max() <= close)
+        off = abs(self._sent[last, :-1] - self._sent[earlier, :-1] - grown)
+        return bool(off.max() <= _ROUNDING * self._free[0])
 
 
 def _walk(
