@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.config.sections import V_SHAPED
+from shardwise.cost.levels import Program, program
 from shardwise.plan.order import Action, action_order
 from shardwise.plan.stage import rank_of
 
-_EXACT = 6_000
-"""Actions of all ranks up to which a step is simulated whole; of longer ones the steady middle is not repeated."""
+_ROUNDING = 1e-12  # of a time
+_FEW = 12  # ranks for which arrays cost more than they save
 
 
 @dataclass(frozen=True)
@@ -51,46 +53,30 @@ def makespan(
     message: float,
     recompute: Recompute,
 ) -> float:
-    """Seconds from the first forward pass to the end of the last backward pass.
+    """Seconds from the first forward pass to the end of the last backward pass; `timeline` ends then.
 
-    A schedule repeats itself in its middle: for many micro-batches two shorter steps are simulated, a round apart, and
-    what they differ by is added for each round that is missing.
+    In GPipe, each stage works without a gap from its first to its last micro-batch if no other one takes longer.
     """
-    p = parallel.pipeline
-    whole = 2 * micro_batches * len(stages)
-    if p == 1:
-        return micro_batches * sum(one.forward + one.backward for one in stages)
-    single = parallel.schedule in ("1f1b", "gpipe")
-    step = min(p, 4) if single else p
-    rounds = 12 if parallel.schedule in V_SHAPED else 3  # a V finds its steady state late
-    few = 2 * p + (micro_batches - 2 * p) % step if single else rounds * p + micro_batches % p
-    repeats = (micro_batches - few) // step
-    if repeats < 2 or (whole <= _EXACT) or (not single and micro_batches % p):
-        return _end(parallel, micro_batches, stages, message, recompute)
-    first = _end(parallel, few, stages, message, recompute)
-    second = _end(parallel, few + step, stages, message, recompute)
-    return first + repeats * (second - first)
+    if parallel.schedule == "gpipe" or parallel.pipeline == 1:
+        slowest = max(one.forward for one in stages) + max(one.backward for one in stages)
+        once = sum(one.forward + one.backward for one in stages) + 2 * (len(stages) - 1) * message
+        return once + (micro_batches - 1) * slowest
+    if parallel.schedule == "1f1b" and parallel.pipeline <= _FEW:
+        return _few_ranks_end(micro_batches, stages, message)
+    return _Levels(program(parallel, micro_batches, recompute), stages, message).end()
 
 
-def _end(
-    parallel: ParallelConfig, micro_batches: int, stages: Sequence[StageTimes], message: float, recompute: Recompute
-) -> float:
-    if parallel.schedule == "1f1b":
-        return _alternating_end(micro_batches, stages, message)
-    orders = [action_order(parallel, micro_batches, rank, recompute) for rank in range(parallel.pipeline)]
-    return _walk(parallel, orders, stages, message, None)
-
-
-def _alternating_end(micro_batches: int, stages: Sequence[StageTimes], message: float) -> float:
-    """The end of a step by 1F1B, ten times as fast as by a walk through its actions.
+def _few_ranks_end(micro_batches: int, stages: Sequence[StageTimes], message: float) -> float:
+    """The end of a step by 1F1B, in plain numbers.
 
     In round k each stage s does its backward pass k - p + s, which the next stage did in round k - 1, and then its
-    forward pass k, which the stage before did in the same round.
+    forward pass k, which the stage before did in the same round. Once all times grow by the same, they go on so: see
+    `_Levels`.
     """
-    p = len(stages)
+    p, k = len(stages), 0
     free, back = [0.0] * p, [-message] * (p + 1)
-    for k in range(micro_batches + p):
-        ahead = -message
+    while k < micro_batches + p:
+        ahead, before = -message, [*free, *back[:p]]
         for s, one in enumerate(stages):
             now = free[s]
             if p - s <= k < micro_batches + p - s:
@@ -98,7 +84,67 @@ def _alternating_end(micro_batches: int, stages: Sequence[StageTimes], message: 
             if k < micro_batches:
                 now = ahead = max(now, ahead + message) + one.forward
             free[s] = now
+        left, grown, close = micro_batches - 1 - k, free[0] - before[0], _ROUNDING * free[0]
+        if k > p and left > 0 and all(abs(b - a - grown) <= close for a, b in zip(before, free + back, strict=False)):
+            free, k = [one + left * grown for one in free], k + left
+            back[:p] = [one + left * grown for one in back[:p]]
+        k += 1
     return max(free)
+
+
+class _Levels:
+    """A program with its times, level by level.
+
+    Times of a period depend on the last ones by sums and maxima alone. So where a period ends as the one before it, but
+    for one number that all times have grown by, all further ones do: they are not simulated.
+    """
+
+    def __init__(self, steps: Program, stages: Sequence[StageTimes], message: float) -> None:
+        forward, backward, weight = np.array([(one.forward, one.backward, one.weight) for one in stages]).T
+        takes = np.concatenate([forward, backward, backward - weight, [0.0]])
+        cut = message * (np.diff(steps.ranks) != 0)
+        sent = np.concatenate([cut, [0.0], *[[0.0], cut] * 2, [0.0]])
+        self._steps = steps
+        self._until_sent = tuple((takes + sent)[steps.passes])
+        self._until_free = tuple(takes[steps.passes] + np.append(weight, 0.0)[steps.weights])
+        ranks = len(self._until_free[0])
+        self._late = np.bincount(steps.ranks, steps.late * weight, ranks)
+        rows = steps.reach + len(steps.needs) + steps.repeats * len(steps.body)
+        self._sent = np.zeros((rows, ranks + 1))
+        self._free, self._ready, self._now = np.zeros(ranks), np.empty(ranks), 0
+
+    def end(self) -> float:
+        steps = self._steps
+        self._run(range(steps.body.stop if steps.repeats else len(steps.needs)))
+        for left in reversed(range(steps.repeats)):
+            before = float(self._free[0])
+            self._run(steps.body)
+            grown = float(self._free[0]) - before
+            if self._grows_evenly(grown):
+                self._sent[self._now : self._now + steps.reach, :-1] += left * grown
+                self._free += left * grown
+                break
+        if steps.repeats:
+            self._run(range(steps.body.stop, len(steps.needs)))
+        return float((self._free + self._late).max())
+
+    def _run(self, levels: range) -> None:
+        """Do these levels: a pass starts when its rank is free and its input is there."""
+        steps, free, ready, width = self._steps, self._free, self._ready, self._sent.shape[1]
+        times = self._sent.reshape(-1)
+        for level in levels:
+            times[self._now * width :].take(steps.needs[level], out=ready, mode="clip")
+            np.maximum(ready, free, out=ready)
+            np.add(ready, self._until_sent[level], out=self._sent[self._now + steps.reach, :-1])
+            np.add(ready, self._until_free[level], out=free)
+            self._now += 1
+
+    def _grows_evenly(self, grown: float) -> bool:
+        """Whether all that later levels need has grown by that since the last period, up to rounding."""
+        last, period = slice(self._now, self._now + self._steps.reach), len(self._steps.body)
+        earlier = slice(last.start - period, last.stop - period)
+        off = abs(self._sent[last, :-1] - self._sent[earlier, :-1] - grown)
+        return bool(off.max() <= _ROUNDING * self._free[0])
 
 
 def _walk(

@@ -69,7 +69,7 @@ def test_the_steady_middle_is_repeated_exactly(schedule: str, virtual: int | Non
     stages = tuple(StageTimes(1 + 0.1 * (one == count - 1), 2.2, 0.9) for one in range(count))
     rows = timeline(parallel, 512, stages, 0.05, "none")
     whole = max(row[-1].end for row in rows)
-    assert makespan(parallel, 512, stages, 0.05, "none") == pytest.approx(whole, rel=2e-3)
+    assert makespan(parallel, 512, stages, 0.05, "none") == pytest.approx(whole, rel=1e-12)
     assert all(a.end <= b.start for row in rows for a, b in pairwise(row))
 
 
