@@ -42,9 +42,8 @@ def device_file(found: Found, today: datetime.date) -> str:
     values = _values(figures, source, found)
     device = parse_device("measured", dump(values), "the measured device")
     constants = fitted_constants(found, device)
-    steps = (
-        f"{source}; fitted to {len(found.steps)} miniature trainings, mean error {error(found, device, constants):.0%}"
-    )
+    off = error(found, device, constants)
+    steps = "; ".join((source, f"fitted to {len(found.steps)} miniature trainings, mean error {off:.0%}", *found.fewer))
     values["constants"] = {one: figure(getattr(constants, one), steps) for one in _FITTED}
     return dump(values)
 
@@ -161,4 +160,4 @@ def rows(found: Found) -> Sequence[tuple[str, str]]:
     ]
     if link is not None:
         lines.append((f"link between {found.ranks} ranks", f"{link[0]:.3g} GB/s, {link[1]:.3g} µs"))
-    return lines
+    return [*lines, *(("time was short", one) for one in found.fewer)]

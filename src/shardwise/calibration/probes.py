@@ -80,6 +80,7 @@ class Found:
         launch: seconds from the start of a kernel to that of the next.
         sums: (bytes, seconds) of all-reduces over all ranks; none on one rank.
         steps: seconds of a step of each of `probes`.
+        fewer: what was measured less often than planned, as time was short.
     """
 
     device: str
@@ -95,6 +96,7 @@ class Found:
     launch: float
     sums: Sequence[Sequence[float]]
     steps: Sequence[float]
+    fewer: Sequence[str]
 
     def write(self, folder: Path) -> None:
         """Put it into the folder of the calibration."""

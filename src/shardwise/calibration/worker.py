@@ -1,4 +1,7 @@
-"""A rank of a calibration: `python -m shardwise.calibration.worker FOLDER`. Rank 0 writes what was found there."""
+"""A rank of a calibration: `python -m shardwise.calibration.worker FOLDER UNTIL`. Rank 0 writes what was found there.
+
+UNTIL is the time at which it should end, in seconds since 1970.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from shardwise.launch.rank import as_rank, enter_job
 def main() -> int:
     keep_own()
     with as_rank(enter_job(None)) as ending:
-        _work(Path(sys.argv[1]))
+        _work(Path(sys.argv[1]), float(sys.argv[2]))
     return ending.code
 
 
-def _work(folder: Path) -> None:
+def _work(folder: Path, until: float) -> None:
     import torch
 
     from shardwise import device as devices
@@ -28,7 +31,7 @@ def _work(folder: Path) -> None:
         torch.set_num_threads(1)
     join(device)
     world = Group.world()
-    found = measured(world, device)
+    found = measured(world, device, until)
     if world.rank == 0:
         found.write(folder)
     leave()

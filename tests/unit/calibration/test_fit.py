@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from shardwise.calibration.fit import device_file
+from shardwise.calibration.fit import device_file, rows
 from shardwise.calibration.probes import PRODUCTS, Found, probes, undisturbed
 from shardwise.cost import rates
 from shardwise.cost.rates import constants_of
@@ -40,7 +40,7 @@ def found(device: Device, ranks: int) -> Found:
     return Found(
         "a processor", "cpu", "2.13.0", 1, ranks, device.memory, 1, PRODUCTS,
         {"float32": products, "bfloat16": products}, (2.0**29, 2.0**29 / device.memory_bandwidth), constants.host,
-        sums if ranks > 1 else [], seconds,
+        sums if ranks > 1 else [], seconds, [],
     )  # fmt: skip
 
 
@@ -61,6 +61,14 @@ def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
     if ranks == 2:
         assert device.node.bandwidth == pytest.approx(machine().node.bandwidth, rel=0.02)
         assert device.node.latency == pytest.approx(machine().node.latency, rel=0.02)
+
+
+def test_a_device_file_tells_what_was_measured_less_often() -> None:
+    short = replace(found(machine(), 1), fewer=["all-reduces 5 times in place of 20"])
+    text = device_file(short, DAY)
+    assert "; all-reduces 5 times in place of 20" in yaml.safe_load(text)["constants"]["matmul"]["source"]
+    assert ("time was short", "all-reduces 5 times in place of 20") in rows(short)
+    assert "in place of" not in device_file(replace(short, fewer=[]), DAY)
 
 
 def test_what_else_runs_makes_no_figure() -> None:
