@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch_private import has_data
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.hardware import accelerators
 
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -37,6 +37,7 @@ def local_device() -> torch.device:
             raise ConfigError(
                 f"torch {torch.__version__} must be able to use this machine's accelerators ({count} × {kind}), and "
                 "finds none: install a torch that is built for them, or their driver, or hide them to train on the CPU"
+                f"{see('runs#accelerator-not-usable')}"
             )
         return torch.device("cpu")
     count, local_rank = torch.accelerator.device_count(), os.environ.get("LOCAL_RANK")
@@ -44,12 +45,14 @@ def local_device() -> torch.device:
         raise ConfigError(
             f"LOCAL_RANK must be set to this rank's number on its machine, as torchrun does: it sees {count} "
             "accelerators, and the number says which one is its own"
+            f"{see('runs#local-rank')}"
         )
     index = int(local_rank or "0")
     if index >= count and (count > 1 or not any(name in os.environ for name in _HIDING)):
         raise ConfigError(
             f"LOCAL_RANK ({index}) must be less than the number of accelerators ({count}): two ranks cannot train on "
             "one; start fewer ranks on each machine"
+            f"{see('runs#local-rank')}"
         )
     index = min(index, count - 1)
     torch.accelerator.set_device_index(index)

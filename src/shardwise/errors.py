@@ -25,6 +25,16 @@ def shown(text: str) -> str:
     return re.sub(_ENDLESS, r"\1…\2", visible)
 
 
+def see(entry: str) -> str:
+    """The end of a message that has an entry in the troubleshooting guide: the entry's address, in parentheses.
+
+    Args:
+        entry: `PAGE#NAME`, a page of docs/troubleshooting and a heading on it.
+    """
+    page, name = entry.split("#")
+    return f" (docs/troubleshooting/{page}.md#{name})"
+
+
 class ShardwiseError(Exception):
     """An error whose text is for the user: shown without a traceback, and without secrets."""
 

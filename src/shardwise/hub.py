@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from shardwise.errors import ConfigError, listing, nearest_name
+from shardwise.errors import ConfigError, listing, nearest_name, see
 from shardwise.files import reason_of
 from shardwise.names import name_problem
 
@@ -416,21 +416,20 @@ def _refusal(error: Exception, wanted: HubFiles, site: str) -> str:
         error = error.__cause__
     is_dataset = wanted.repo_type == "dataset"
     page, tokens = f"{site}/{'datasets/' if is_dataset else ''}{wanted.repository}", f"{site}/settings/tokens"
-    key = f"{wanted.key} ({wanted.named})"
+    key, token = f"{wanted.key} ({wanted.named})", f"HF_TOKEN to a token of that account ({tokens})"
     if isinstance(error, errors.GatedRepoError):
-        return f"{key} is gated: accept its licence on {page}, then set HF_TOKEN to a token of that account ({tokens})"
+        return f"{key} is gated: accept its licence on {page}, then set {token}{see('data#gated-repository')}"
     if isinstance(error, errors.RevisionNotFoundError) and wanted.no_revision:
         return wanted.no_revision
     if isinstance(error, errors.RevisionNotFoundError):
         revision = "checkpoint.revision" if wanted.key == "checkpoint.load" else f"the revision of {wanted.key}"
         return f"{revision} ({wanted.revision}) must be a branch, tag or commit of {wanted.repository}: see {page}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        nowhere = f"there is no such folder in {Path.cwd()}, and on {site} no such repository"
-        if is_dataset:
-            nowhere = f"on {site} there is no such data set"
+        no_repository = f"there is no such folder in {Path.cwd()}, and on {site} no such repository"
+        nowhere = f"on {site} there is no such data set" if is_dataset else no_repository
         return (
             f"{key}: {nowhere} that this account may read: check the name, or accept the licence on {page} and set "
-            f"HF_TOKEN to a token of that account ({tokens}){wanted.hint}"
+            f"{token}{wanted.hint}"
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{site} cannot be reached"

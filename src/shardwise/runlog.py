@@ -39,7 +39,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.files import free_bytes, lock, open_own, reason_of, write_atomic
 from shardwise.redaction import recorded_variables, redacted_arguments
 from shardwise.units import size
@@ -87,6 +87,7 @@ def _making(path: Path) -> Iterator[None]:
         raise ConfigError(
             f"{path} cannot be made: {reason_of(error)}; start in a folder that can be written, with --run-dir "
             "in one too"
+            f"{see('runs#folder-not-writable')}"
         ) from None
 
 
@@ -216,6 +217,7 @@ class RunDirectory:
             raise ConfigError(
                 f"the free disk space under {self.path} ({size(free)}) must be at least what one checkpoint takes "
                 f"({size(needed)}): make room, or set --run-dir to another disk"
+                f"{see('runs#no-room-for-a-checkpoint')}"
             )
 
     def mark_latest(self, root: Path = RUNS) -> None:
@@ -329,6 +331,7 @@ class RunLock:
             raise ConfigError(
                 f"--run-dir ({self._run}) is in use by another run{who}: wait for its end, stop it by "
                 f"`shardwise stop {self._run}`, or choose another folder"
+                f"{see('runs#run-folder-in-use')}"
             )
         holder = {"host": platform.node(), "pid": os.getpid(), "started": datetime.now(UTC).isoformat("T", "seconds")}
         os.truncate(descriptor, 0)

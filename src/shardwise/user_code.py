@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise.errors import ConfigError, nearest_name
+from shardwise.errors import ConfigError, nearest_name, see
 
 _given: dict[str, object] = {}
 
@@ -108,8 +108,11 @@ def _import(key: str, path: str, module_name: str) -> ModuleType:
             raise ConfigError(
                 f"{key} ({path}): there is no module {missing} in {here} nor among the installed packages; start in "
                 "the folder that holds it, or install it"
+                f"{see('runs#own-code-not-found')}"
             ) from error
-        raise ConfigError(f"{key} ({path}) cannot be imported: {error_text(error)}") from error
+        raise ConfigError(
+            f"{key} ({path}) cannot be imported: {error_text(error)}{see('runs#own-code-fails')}"
+        ) from error
     finally:
         sys.path.remove(here)
         if here not in sys.path:

@@ -1,18 +1,58 @@
-"""docs/troubleshooting.md quotes messages as the tests that provoke them assert them."""
+"""docs/troubleshooting quotes messages as the code writes them and as tests assert them; messages name its entries."""
 
+import ast
 import re
+from collections.abc import Iterator
 
 import pytest
 
+from shardwise.errors import see
 from tests.arch.source import ROOT, config_fields
 
-PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-ENTRIES = dict(re.findall(r"^### (\S+)\n\n(.*?)(?=^##|\Z|^Next:)", PAGE, re.MULTILINE | re.DOTALL))
+FOLDER = ROOT / "docs/troubleshooting"
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
+ENTRIES = {
+    f"{page}#{name}": body
+    for page, text in PAGES.items()
+    for name, body in re.findall(r"^### (\S+)\n\n(.*?)(?=^##|\Z|^Next:)", text, re.MULTILINE | re.DOTALL)
+}
+
+
+def named(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Each entry that a statement's message names by `see`, with the constant text of the statement."""
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.stmt) and not isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            inner = [node for node in ast.walk(statement) if node is not statement and isinstance(node, ast.stmt)]
+            if inner:
+                continue
+            nodes = list(ast.walk(statement))
+            texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            for node in nodes:
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "see":
+                    (entry,) = node.args
+                    assert isinstance(entry, ast.Constant), "an address must be readable in the code"
+                    yield str(entry.value), "".join(texts)
+
+
+SITES: dict[str, list[str]] = {}
+for _path in sorted((ROOT / "src").rglob("*.py")):
+    for _entry, _text in named(ast.parse(_path.read_text(encoding="utf-8"))):
+        SITES.setdefault(_entry, []).append(_text)
 
 
 def test_there_are_entries() -> None:
-    assert len(ENTRIES) >= 15
-    assert len(ENTRIES) == PAGE.count("\n### "), "two entries have one address"
+    assert len(ENTRIES) >= 60
+    assert len(ENTRIES) == sum(text.count("\n### ") for text in PAGES.values()), "two entries have one address"
+
+
+def test_each_message_that_has_an_entry_names_it_and_each_address_leads_to_one() -> None:
+    assert set(SITES) == set(ENTRIES)
+
+
+def test_an_address_is_that_of_a_page() -> None:
+    for entry in ENTRIES:
+        path, _, name = see(entry).strip(" ()").partition("#")
+        assert f"\n### {name}\n" in (ROOT / path).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -22,12 +62,20 @@ def test_a_message_is_quoted_as_a_test_asserts_it(name: str) -> None:
     )
     assert found, f"{name} lacks its message, its test, its cause or its fix"
     asserted = (ROOT / found[2]).read_text(encoding="utf-8")
-    for part in found[1].split("…"):
-        assert part.strip(" ,(") in asserted, f"{found[2]} asserts no {part!r}, which {name} quotes"
+    for part in (part.strip(" ,;(") for part in found[1].split("…")):
+        assert part in asserted or part in asserted.replace("\\", ""), f"{found[2]} asserts no {part!r} of {name}"
 
 
 def test_its_keys_exist() -> None:
     sections = "|".join({key.partition(".")[0] for key in config_fields()})
-    named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)", PAGE))
-    assert named
-    assert named <= set(config_fields())
+    pages = [*PAGES.values(), (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")]
+    keys = {key for text in pages for key in re.findall(rf"`((?:{sections})\.[a-z_]+)", text)}
+    assert keys
+    assert keys <= {*config_fields(), "model.config"}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_message_is_quoted_as_the_code_writes_it(name: str) -> None:
+    quoted = ENTRIES[name].partition("\n")[0].removeprefix("> ")
+    parts = [part.strip(" ,;(") for part in quoted.split("…")]
+    assert any(part and part in text for text in SITES[name] for part in parts), f"no message of {name} has its quote"

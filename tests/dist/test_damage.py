@@ -275,4 +275,4 @@ def test_no_intact_checkpoint_is_one_error(root: Path, ranks: Any) -> None:
     text = str(said[0])
     assert text.startswith("RunError: none of the checkpoints is intact (step 2: ")
     assert "; step 1: " in text
-    assert text.endswith("restore one of them from a copy, or start again in another --run-dir")
+    assert text.endswith("or start again in another --run-dir (docs/troubleshooting/checkpoints.md#none-intact)")

@@ -113,7 +113,7 @@ def test_a_full_disk_costs_checkpoints_and_no_run(full: Ran) -> None:
     for text in full.warnings:
         assert "disk/run/checkpoints" in text
         assert re.search(BYTES, text), f"the bytes are missing: {text}"
-        assert text.endswith("; the run continues")
+        assert text.endswith("; the run continues (docs/troubleshooting/checkpoints.md#save-failed)")
 
 
 def test_it_is_found_beforehand_where_it_can_be(full: Ran) -> None:
@@ -122,6 +122,7 @@ def test_it_is_found_beforehand_where_it_can_be(full: Ran) -> None:
     for text in (middle, brim):
         assert ".partial/" in text
         assert "cannot be written: the disk is full; it needs " in text
+        assert ", free is " in text
 
 
 def test_the_checkpoints_that_were_there_are_intact_and_no_other_is_left(full: Ran) -> None:

@@ -36,8 +36,9 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     os.kill(ranks[1], signal.SIGKILL)
     err = outcome(job, timeout=SECONDS).failed(1)
     assert re.fullmatch(
-        r"shardwise: rank 1 was killed by SIGKILL \(often: out of memory\); its log: run/logs/rank-0001\.log; "
-        r"rank 0 lost the connection to another rank during [a-z ]+\n",
+        r"shardwise: rank 1 was killed by SIGKILL \(often: out of memory\); its log: run/logs/rank-0001\.log "
+        r"\(docs/troubleshooting/training\.md#killed-rank\); rank 0 lost the connection to another rank during [a-z ]+ "
+        r"\(docs/troubleshooting/training\.md#lost-connection\)\n",
         err,
     ), err
     assert not processes.alive(ranks[0]), "the other rank goes on without the killed one"
@@ -69,7 +70,7 @@ def test_a_rank_that_dies_in_a_pipeline_is_named_with_what_another_waited_for(tm
     # It waits for a message, between two of them for the other stage, or for what the step sums up.
     message = r"the gradient of x of micro-batch \d+ from stage 1 \(rank 1\)|another stage to take what was sent"
     lost = r"lost the connection to another rank during [a-z ]+"
-    assert re.search(rf"; rank 0 (waited for ({message}), and lost the connection|{lost})\n$", err), err
+    assert re.search(rf"; rank 0 (waited for ({message}), and lost the connection|{lost}) \S+\n$", err), err
     assert not processes.alive(ranks[0]), "the other rank goes on without the killed one"
 
 
@@ -151,7 +152,8 @@ def test_out_of_memory_names_phase_rank_bytes_and_remedies(tmp_path: Path) -> No
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
     )
     said = outcome(process).failed(1).splitlines()
-    assert said[0] == "shardwise: rank 0 ran out of memory on cpu during forward and backward, after step 0"
+    address = "(docs/troubleshooting/training.md#out-of-memory)"
+    assert said[0] == f"shardwise: rank 0 ran out of memory on cpu during forward and backward, after step 0 {address}"
     for kind in ("parameters", "gradients", "optimizer", "activations", "loss", "buffers"):
         assert f" {kind} " in said[2], f"the expected bytes of {kind} are missing: {said[2]}"
     assert said[3].startswith(f"what would help: train.micro_batch={samples // 2} (")

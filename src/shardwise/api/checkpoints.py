@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint_format.places import newest_intact
-from shardwise.errors import ConfigError, RunError, ShardwiseError
+from shardwise.errors import ConfigError, RunError, ShardwiseError, see
 from shardwise.storage.root import Root
 
 if TYPE_CHECKING:  # torch is imported by the functions that need it
@@ -62,7 +62,9 @@ def save_checkpoint(
     saver.wait()
     (saved,) = saver.finished()
     if saved.problem is not None:
-        raise RunError(f"the checkpoint of step {step:,} could not be saved: {saved.problem}")
+        raise RunError(
+            f"the checkpoint of step {step:,} could not be saved: {saved.problem}{see('checkpoints#not-saved')}"
+        )
     return saved.folder
 
 

@@ -13,7 +13,7 @@ from shardwise import comm
 from shardwise.config import FamilyConfig, ModelConfig, OwnConfig
 from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.config.model import FAMILIES
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.mesh import Group
 from shardwise.storage.root import Root
 
@@ -61,7 +61,9 @@ def config_problems(config: ModelConfig, folder: Root) -> list[str]:
         return []
     theirs = read_model(path)
     if theirs.family != config.family:
-        raise ConfigError(f"model.family ({config.family}) must be that of {path} ({theirs.family})")
+        raise ConfigError(
+            f"model.family ({config.family}) must be that of {path} ({theirs.family}){see('checkpoints#other-model')}"
+        )
     ours, wanted = _meaning(config), _meaning(theirs)
     differing = [key for key in ours if ours[key] != wanted[key]]
     problems = [f"model.{key} ({ours[key]}) must be that of {path} ({wanted[key]})" for key in differing]

@@ -19,7 +19,7 @@ from shardwise.checkpoint_format.tensors import StoredTensors, segments
 from shardwise.checkpoint_format.verify import non_finite_text
 from shardwise.checkpoint_format.writing import STREAM_BYTES
 from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.hub import check_weights
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.state import MASTER
@@ -111,7 +111,9 @@ def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
         not_finite[name] += count
     where = next(where for where, counts in everywhere if counts)  # machines may have folders of their own
     text = non_finite_text(not_finite)
-    raise ConfigError(f"checkpoint.load ({where}) must have finite weights, and it has {text}")
+    raise ConfigError(
+        f"checkpoint.load ({where}) must have finite weights, and it has {text}{see('checkpoints#weights-not-finite')}"
+    )
 
 
 def _shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...]]:

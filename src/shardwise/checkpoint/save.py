@@ -41,7 +41,7 @@ from shardwise.checkpoint_format.writing import (
     write_small,
 )
 from shardwise.config import Config
-from shardwise.errors import ShardwiseError, listing
+from shardwise.errors import ShardwiseError, listing, see
 from shardwise.hardware import available_memory
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
@@ -398,6 +398,7 @@ def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:
         raise StoreError(
             f"{staging} lacks {listing(missing[:3])} here, which another rank wrote: all ranks must write to one "
             "place, which all machines share, or to a URL: set checkpoint.path or --run-dir"
+            f"{see('checkpoints#disk-not-shared')}"
         )
 
 

@@ -7,7 +7,7 @@ import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.runlog import RunLock
 from shardwise.storage.root import Root
 
@@ -61,6 +61,7 @@ def require_own(root: Root, run: str | None, *, is_empty: bool) -> None:
         f"checkpoint.path ({root}) must be a run's own, and it is that of {other.folder} on {other.host}: choose "
         f"another checkpoint.path, give --run-dir that folder to continue it, or remove {root / OWNER} if that "
         "run is gone"
+        f"{see('checkpoints#place-of-another-run')}"
     )
 
 

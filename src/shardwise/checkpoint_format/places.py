@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwise.checkpoint_format.folders import Found, checkpoints, glance, step_of
 from shardwise.checkpoint_format.manifest import MANIFEST
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.hub import FOUND, INDEX, SINGLE, find, is_url, place_of_weights
 from shardwise.storage.reach import in_time
 from shardwise.storage.root import Root, StoreError
@@ -59,7 +59,9 @@ def locate(location: str) -> Place:
     if MANIFEST in names:
         return Place(root, True, location)
     if step_of(root.name) is not None:
-        raise ConfigError(f"{root} is no checkpoint: it has no {MANIFEST}, so it was not completed")
+        raise ConfigError(
+            f"{root} is no checkpoint: it has no {MANIFEST}, so it was not completed{see('checkpoints#not-completed')}"
+        )
     if _CONFIG in names and (configured := _configured(root)):
         return Place(reached(configured), False, configured)
     if _FOLDER in names:

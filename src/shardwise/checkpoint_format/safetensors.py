@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
+from shardwise.errors import see
 from shardwise.storage.root import DamageError, Root, StoreError
 from shardwise.units import size as size_text
 
@@ -88,7 +89,10 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
     (length,) = _LENGTH.unpack(raw)
     most = min(total - _LENGTH.size, MAX_HEADER_BYTES)
     if length > most and file.read(0, len(_POINTER)) == _POINTER:
-        raise StoreError(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its repository")
+        raise StoreError(
+            f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its repository"
+            f"{see('checkpoints#git-lfs-pointer')}"
+        )
     if length > most:
         raise DamageError(f"{file} is damaged: the length of its header ({length:,} bytes) must be at most {most:,}")
     try:

@@ -25,7 +25,7 @@ from shardwise.checkpoint_format.writing import (
     to_json,
     write_folder,
 )
-from shardwise.errors import ConfigError, RunError, listing
+from shardwise.errors import ConfigError, RunError, listing, see
 from shardwise.hub import INDEX
 from shardwise.storage.chunks import read_whole
 from shardwise.storage.root import Buffer, DamageError, Root
@@ -111,6 +111,7 @@ class Export:
             if target == "F16" and overflows(values, entry.dtype, target):
                 raise RunError(
                     f"{name} has values beyond the range of float16 (65,504): export to bfloat16 or float32 instead"
+                    f"{see('checkpoints#beyond-float16')}"
                 )
             yield cast(values, entry.dtype, target).tobytes()
 

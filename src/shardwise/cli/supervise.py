@@ -16,7 +16,7 @@ from shardwise.cli.train import with_batch
 from shardwise.cluster import slurm
 from shardwise.cluster.supervisor import Place, Supervisor, usable_nodes
 from shardwise.config import check_layout, load_config
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.launch import stopping
 from shardwise.runlog import RunLock
 
@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--run-dir ({run_path}) is gone, with all that this job has trained: put it back and submit again with "
             "that --run-dir, or submit a new run"
+            f"{see('jobs#run-folder-gone')}"
         )
     config = load_config(recipe, overrides)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.errors import ConfigError, RunError
+from shardwise.errors import ConfigError, RunError, see
 
 _SECONDS = 60
 _REQUEUE_TRIES, _REQUEUE_PAUSE = 6, 10.0
@@ -54,6 +54,7 @@ def require() -> None:
         raise ConfigError(
             f"{' and '.join(missing)} must be on the PATH: shardwise submits to SLURM from a machine that has its "
             "commands, or by --ssh HOST; `shardwise train` needs no SLURM"
+            f"{see('jobs#slurm-not-found')}"
         )
 
 
@@ -65,7 +66,7 @@ def submit(script: str, options: Sequence[str] = ()) -> str:
     """
     done = _run(["sbatch", "--parsable", *options], script)
     if done.returncode != 0:
-        raise ConfigError(f"SLURM refuses the job: {own_words(done.stderr)}")
+        raise ConfigError(f"SLURM refuses the job: {own_words(done.stderr)}{see('jobs#slurm-refuses')}")
     return done.stdout.strip().partition(";")[0]
 
 

@@ -16,7 +16,7 @@ from shardwise import cost, units
 from shardwise.cluster import slurm
 from shardwise.cluster.script import JobPlan
 from shardwise.config import Config, Layout, check_layout
-from shardwise.errors import ConfigError, listing
+from shardwise.errors import ConfigError, listing, see
 from shardwise.files import write_atomic
 from shardwise.hardware import device_memory
 from shardwise.redaction import redacted
@@ -96,6 +96,7 @@ def ranks_per_node(config: Config, nodes: tuple[int, int], gres: str | None) -> 
         raise ConfigError(
             f"launch.ranks_per_node must be set: the partition has no GPUs, and one copy of the model "
             f"({model_ranks} ranks) cannot be cut into {fewest} equal parts, one for each node"
+            f"{see('jobs#ranks-of-a-node')}"
         )
     return model_ranks // fewest
 
@@ -134,7 +135,10 @@ def check_run_folder(run_path: Path, config: Config) -> None:
     if RunLock.is_held(run_path):
         holder = RunLock.holder(run_path) or {}
         who = f" (process {holder['pid']} on {holder['host']})" if holder else ""
-        raise ConfigError(f"--run-dir ({run_path}) is in use by another run{who}: stop it, or choose another folder")
+        raise ConfigError(
+            f"--run-dir ({run_path}) is in use by another run{who}: stop it, or choose another folder"
+            f"{see('runs#run-folder-in-use')}"
+        )
     waiting = {job.id for job in submitted(run_path)}
     for job in slurm.jobs() if waiting and shutil.which("squeue") else []:
         if job.id in waiting:
@@ -144,7 +148,10 @@ def check_run_folder(run_path: Path, config: Config) -> None:
             )
     existing = run_path if run_path.is_dir() else _existing_parent(run_path)
     if not os.access(existing, os.W_OK):
-        raise ConfigError(f"--run-dir ({run_path}) must be in a folder that can be written: {existing} cannot")
+        raise ConfigError(
+            f"--run-dir ({run_path}) must be in a folder that can be written: {existing} cannot"
+            f"{see('runs#folder-not-writable')}"
+        )
     needed = cost.checkpoint_bytes(config, accelerator=True)
     if needed is not None and config.checkpoint.path is None:
         RunDirectory(existing).require_room(needed)
@@ -193,6 +200,7 @@ def _memory(job: JobPlan, total: int) -> str:
             f"the memory expected on each rank ({units.size(total)}) must be at most that of the device of launch.gres "
             f"({units.size(device)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "
             "train.recompute=full"
+            f"{see('runs#model-does-not-fit')}"
         )
     return f"{text}, of {units.size(device)}"
 
@@ -217,6 +225,7 @@ def _node_hours(job: JobPlan) -> str:
         raise ConfigError(
             f"launch.warning_seconds ({warning}) must be less than launch.time ({limit}, {seconds:,} s): SLURM would "
             "warn the job as it starts"
+            f"{see('jobs#warning-before-the-limit')}"
         )
     hours = seconds / 3600
     return f"{limit} for each start, {most * hours:,.1f} node-hours"

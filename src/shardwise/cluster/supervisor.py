@@ -20,7 +20,7 @@ from typing import NoReturn
 from shardwise.cluster import slurm
 from shardwise.cluster.attempt import Outcome, Watch
 from shardwise.config import Config
-from shardwise.errors import ConfigError, RunError, StoppedError
+from shardwise.errors import ConfigError, RunError, StoppedError, see
 from shardwise.files import reason_of
 from shardwise.launch import stopping
 from shardwise.launch.ending import first_step, last_step, newest_checkpoint
@@ -165,7 +165,9 @@ class Supervisor:
         """End an attempt that the time limit would end: SLURM would not queue the job again."""
         if self._watch is not None:
             warning = f"launch.warning_seconds={self._config.launch.warning_seconds}"
-            self._watch.end(f"the run did not save in time before the time limit ({warning})")
+            self._watch.end(
+                f"the run did not save in time before the time limit ({warning}){see('jobs#did-not-save-in-time')}"
+            )
 
     def _ending(self, outcome: Outcome, began: float) -> Ending:
         failure, how = outcome.failure, self._how(outcome)

@@ -19,7 +19,7 @@ import shardwise
 from shardwise import device as devices
 from shardwise.compilation.units import BLOCK, HEAD, UNROTATED, backend_of
 from shardwise.config import Config, FamilyConfig, Layout, OwnConfig
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.graph_cache import Facts
 from shardwise.models import check_own
 
@@ -100,6 +100,7 @@ def _compiler() -> str:
         raise ConfigError(
             f"compile.enabled (true) needs a C++ compiler on a CPU, and there is no {_compiler_name()}: install it "
             "(Debian: g++), name another one by CXX, or set compile.enabled=false"
+            f"{see('training#no-compiler')}"
         )
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     return said.partition("\n")[0]

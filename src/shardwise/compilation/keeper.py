@@ -21,7 +21,7 @@ from shardwise.compilation.facts import graph_facts, planned_graphs
 from shardwise.compilation.folders import WorkFolder, compiled_files, remove_left_over
 from shardwise.compilation.units import Compilation, Graph
 from shardwise.config import Config, Layout
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.files import cache_root, reason_of
 from shardwise.graph_cache import Facts, GraphCache, name_of, not_written
 from shardwise.mesh import Mesh
@@ -86,6 +86,7 @@ class Keeper:
                     problems.append(
                         f"the folder for temporary files ({tempfile.gettempdir()}) cannot be written: "
                         f"{reason_of(error)}; set TMPDIR to a folder with room"
+                        f"{see('training#folder-for-temporary-files')}"
                     )
             agree(problems + missing * config.compile.require_cached, mesh.world)
             made = None if self._folder is None else self._folder.path
@@ -157,6 +158,7 @@ class Keeper:
             raise ConfigError(
                 "compile.require_cached (true) allows no compilation, and the cached code did not fit and was removed: "
                 f"{listed}; run shardwise compile again, on a machine like this one"
+                f"{see('training#cached-code-does-not-fit')}"
             )
         if self._folder is not None:
             problem = self._keep({key for machine, key in compiled if machine == self._machine})

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwise._torch_private import compiler_counts, inductor_options_problem, prepare_compiler, trace_problem
 from shardwise.config import CompileConfig
-from shardwise.errors import ConfigError, listing, nearest_name
+from shardwise.errors import ConfigError, listing, nearest_name, see
 from shardwise.hardware import cpu_count
 from shardwise.mesh import Group
 from shardwise.models.attention import Attention
@@ -82,6 +82,7 @@ class Compilation:
             raise ConfigError(
                 f"compile.enabled (true) needs a model that torch.compile takes as one graph, and {where} is not: "
                 f"{problem}; change that line, or set compile.enabled=false"
+                f"{see('training#graph-break')}"
             ) from error
         after = compiler_counts()
         if after.graphs > before.graphs:

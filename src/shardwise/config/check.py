@@ -9,7 +9,7 @@ from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig, OwnConfig
 from shardwise.config.pipeline import pipeline_problems
 from shardwise.config.sections import SPLIT_BACKWARD, Config
-from shardwise.errors import ConfigError, listing
+from shardwise.errors import ConfigError, listing, see
 
 
 def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
@@ -187,6 +187,7 @@ def _schedule_problems(config: Config) -> list[str]:
         problems.append(
             f"data.split ({config.data.split!r}) must leave an evaluation part while train.eval_every is "
             f"{train.eval_every}: give it a weight, or set train.eval_every=0"
+            f"{see('data#no-evaluation-part')}"
         )
     return problems
 

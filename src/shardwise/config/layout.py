@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.config.sections import TrainConfig
-from shardwise.errors import ConfigError, listing, nearest_multiples
+from shardwise.errors import ConfigError, listing, nearest_multiples, see
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Layout:
             raise ConfigError(
                 f"the number of ranks ({self.world}) must be a multiple of {keys}: "
                 f"nearest {near} (--nproc, or the world size of torchrun)"
+                f"{see('runs#number-of-ranks')}"
             )
 
     @property
@@ -86,5 +87,6 @@ class Layout:
             raise ConfigError(
                 f"train.global_batch ({train.global_batch}) must be a multiple of train.micro_batch × data-parallel "
                 f"degree ({train.micro_batch} × {self.data} = {portion}): nearest {near}"
+                f"{see('runs#global-batch')}"
             )
         return train.global_batch // portion

@@ -18,7 +18,7 @@ from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.config.sections import Config
 from shardwise.config.text import parse_value, parse_yaml
-from shardwise.errors import ConfigError, listing, nearest_name
+from shardwise.errors import ConfigError, listing, nearest_name, see
 
 _RECIPES = Path(__file__).parent.parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
@@ -66,7 +66,8 @@ def require_data(config: Config, recipe: str) -> None:
         lines = re.findall(_DATA_COMMENT, recipe_text(recipe)) or ["For a trial:  data.dataset=python"]
         shown = "\n".join(f"  {line}" for line in lines)
         raise ConfigError(
-            f"{recipe_name(recipe)} must name its data by data.path, data.blend or data.dataset:\n{shown}"
+            f"{recipe_name(recipe)} must name its data by data.path, data.blend or data.dataset"
+            f"{see('runs#no-data-named')}:\n{shown}"
         )
 
 

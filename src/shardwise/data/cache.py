@@ -29,7 +29,7 @@ import numpy.typing as npt
 from shardwise.data.parts import PARTS, Part
 from shardwise.data.samples.batch import TokenArray
 from shardwise.data.samples.sentences import Sentences
-from shardwise.errors import DataError
+from shardwise.errors import DataError, see
 from shardwise.files import NoLocksError, lock, open_lock, reason_of, write_atomic
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
@@ -48,6 +48,7 @@ def writing(root: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"the data cache {root} cannot be written: {reason_of(error)}; set SHARDWISE_CACHE to a folder with room"
+            f"{see('data#cache-not-writable')}"
         ) from error
 
 
@@ -210,7 +211,10 @@ def open_or_build(
             (folder / "manifest.json").write_text(manifest, encoding="utf-8")
         if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
-    raise DataError(f"the data cache {root} returns other bytes than were written: set SHARDWISE_CACHE elsewhere")
+    raise DataError(
+        f"the data cache {root} returns other bytes than were written: set SHARDWISE_CACHE elsewhere"
+        f"{see('data#cache-returns-other-bytes')}"
+    )
 
 
 def open_or_build_tokens(

@@ -23,7 +23,7 @@ from shardwise.data.reading.datasets import is_saved
 from shardwise.data.reading.detect import DataFormat, detect
 from shardwise.data.samples.pairs import chunk_room
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import ConfigError, DataError, see
 from shardwise.files import cache_root
 
 
@@ -74,6 +74,7 @@ def checked_format(config: Config) -> DataFormat:
         raise DataError(
             f"data.split ({data.split}) holds nothing out, and train.eval_every ({config.train.eval_every}) "
             "asks for evaluations: give the second part a weight, such as data.split=95,5, or set train.eval_every=0"
+            f"{see('data#no-evaluation-part')}"
         )
     if in_pairs(config):
         chunk_room(config.train.sequence_length)

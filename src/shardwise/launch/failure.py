@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError, see
 from shardwise.files import write_atomic
 from shardwise.launch import stdio
 from shardwise.launch.environment import ERROR_FILE, Rank
@@ -171,7 +171,7 @@ def _ending(rank: int, code: int, logs: Path) -> str:
         return f"rank {rank} ended with exit code {code} and named no reason{where}"
     hint = _OWN_DEATHS.get(-code)
     name = signal_name(-code)
-    return f"rank {rank} was killed by {name}{f' ({hint})' if hint else ''}{where}"
+    return f"rank {rank} was killed by {name}{f' ({hint})' if hint else ''}{where}{see('training#killed-rank')}"
 
 
 def signal_name(number: int) -> str:

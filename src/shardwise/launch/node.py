@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.errors import RunError
+from shardwise.errors import RunError, see
 from shardwise.launch.environment import NODE
 
 BEAT_SECONDS = 1.0
@@ -117,7 +117,10 @@ class Control:
             self._socket = socket.create_connection((attempt.address, attempt.control), _JOIN_SECONDS)
         except OSError as error:
             place = f"{attempt.address}:{attempt.control}"
-            raise RunError(f"node {self._node.name} must reach the job's first node at {place}: {error}") from None
+            raise RunError(
+                f"node {self._node.name} must reach the job's first node at {place}: {error}"
+                f"{see('runs#first-node-not-reached')}"
+            ) from None
         self._socket.settimeout(attempt.silence)
         self.tell("joined", secret=attempt.secret, node=self._node.number, name=self._node.name)
         for work in (self._tell_beats, self._listen):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from shardwise.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError
+from shardwise.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError, see
 from shardwise.launch import guard, stdio, stopping
 from shardwise.launch.ending import what_is_saved
 from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
@@ -48,7 +48,10 @@ def enter_job(nproc: int | None) -> Rank | None:
     if place is None:
         return None
     if nproc is not None and nproc != place.world:
-        raise ConfigError(f"--nproc ({nproc}) must be left out inside a job: its world size is {place.world}")
+        raise ConfigError(
+            f"--nproc ({nproc}) must be left out inside a job: its world size is {place.world}"
+            f"{see('runs#nproc-in-a-job')}"
+        )
     guard.die_with_parent()
     return place
 
@@ -60,7 +63,10 @@ def check_accelerators(nproc: int, accelerators: int) -> None:
         ConfigError: with both numbers.
     """
     if 0 < accelerators < nproc:
-        raise ConfigError(f"--nproc ({nproc}) must be at most the number of accelerators ({accelerators})")
+        raise ConfigError(
+            f"--nproc ({nproc}) must be at most the number of accelerators ({accelerators})"
+            f"{see('runs#too-few-accelerators')}"
+        )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.runlog import JsonLines
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed"]
@@ -90,12 +90,20 @@ def decide(endings: Sequence[Ending], max_restarts: int) -> Decision:
     if last.how in ("preempted", "ended by SLURM"):
         return Decision(again=True, why="what SLURM ends is not counted")
     if last.exit_code == ConfigError.exit_code:
-        return Decision(again=False, why="the job is not started again: its input must be corrected first")
+        return Decision(
+            again=False,
+            why=f"the job is not started again: its input must be corrected first{see('jobs#input-is-wrong')}",
+        )
     if last.how == "failed" and _NOT_FINITE in last.text:
-        return Decision(again=False, why="the job is not started again: it would meet the same loss")
+        return Decision(
+            again=False, why=f"the job is not started again: it would meet the same loss{see('jobs#same-loss-again')}"
+        )
     former = [ending for ending in endings[:-1] if ending.how == "failed"]
     if last.how == "failed" and former and former[-1].root == last.root:
-        again = f"the job is not started again: the same failure came twice at step {last.step:,}"
+        again = (
+            f"the job is not started again: the same failure came twice at step {last.step:,}"
+            f"{see('jobs#same-failure-twice')}"
+        )
         return Decision(again=False, why=again)
     counted = 0
     for ending in reversed(endings):

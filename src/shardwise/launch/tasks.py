@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.launch.environment import keep_own
 from shardwise.launch.failure import Failure
 
@@ -129,6 +129,7 @@ def _first_host(task: _Task, variables: Mapping[str, str]) -> str:
         raise ConfigError(
             f"MASTER_ADDR must be set where mpirun starts ranks on several machines: the address of rank 0's machine, "
             f"as in mpirun -x MASTER_ADDR={socket.gethostname()}"
+            f"{see('runs#first-node-not-found')}"
         )
     return address_of(first_name(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")))
 
@@ -145,6 +146,7 @@ def address_of(name: str) -> str:
     raise ConfigError(
         f"MASTER_ADDR must be set to the address of the job's first node: its name ({name}) does not resolve on "
         f"{socket.gethostname()}, and `scontrol show node {name}` names no address"
+        f"{see('runs#first-node-not-found')}"
     )
 
 

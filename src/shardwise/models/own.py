@@ -25,7 +25,7 @@ from torch import nn
 
 from shardwise import device as devices
 from shardwise.config import Config, OwnConfig
-from shardwise.errors import ConfigError, listing, nearest_name
+from shardwise.errors import ConfigError, listing, nearest_name, see
 from shardwise.mesh import Group
 from shardwise.placement import of, placements
 from shardwise.user_code import error_text, load
@@ -75,7 +75,9 @@ def build_own(
     except Exception as error:
         if devices.is_out_of_memory(error) or isinstance(error, dist.DistError):
             raise
-        raise ConfigError(f"model.family ({config.model.family}) cannot be built: {error_text(error)}") from error
+        raise ConfigError(
+            f"model.family ({config.model.family}) cannot be built: {error_text(error)}{see('runs#own-code-fails')}"
+        ) from error
     if "device" not in constructor.names:
         _move(model, device)
     if "dtype" not in constructor.names:

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.files import reason_of
 from shardwise.monitor.lost import number
 from shardwise.monitor.run import STATES, Run
@@ -116,6 +116,7 @@ def serve(run: Run, port: int, host: str) -> None:
         raise ConfigError(
             f"--prometheus ({port}) must be a port of {host} that is free and open to you: {reason_of(error)}; "
             "choose another, or let --host name an address of this machine"
+            f"{see('runs#port-in-use')}"
         ) from None
 
 

@@ -20,7 +20,7 @@ from shardwise import comm
 from shardwise._torch_private import open_connections_to_others
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.sections import SINGLE_STAGE
-from shardwise.errors import LostPeerError
+from shardwise.errors import LostPeerError, see
 from shardwise.mesh import Mesh
 from shardwise.models import Stages
 from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, StepTiming, name_messages
@@ -116,7 +116,9 @@ class Pipeline:
             return None
         awaited = [text for stage in self.stages for text in stage.awaited]
         what = awaited[0] if awaited else "another stage to take what was sent"
-        lost = LostPeerError(f"rank {self._mesh.world.rank} waited for {what}, and lost the connection")
+        lost = LostPeerError(
+            f"rank {self._mesh.world.rank} waited for {what}, and lost the connection{see('training#lost-connection')}"
+        )
         lost.__cause__ = error
         return lost
 

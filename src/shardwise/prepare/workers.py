@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.errors import RunError
+from shardwise.errors import RunError, see
 from shardwise.hardware import cpu_count
 from shardwise.launch.environment import PARENT_PID
 from shardwise.launch.guard import die_with_parent
@@ -91,6 +91,7 @@ class Workers:
             raise RunError(
                 "a process that prepares data has ended early, perhaps because memory ran out: start the same command "
                 "again, it continues after what is finished"
+                f"{see('data#worker-ended')}"
             ) from None
 
 

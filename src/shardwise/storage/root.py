@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from shardwise.errors import ConfigError, RunError, listing
+from shardwise.errors import ConfigError, RunError, listing, see
 from shardwise.files import free_bytes, sync_folder, write_atomic
 from shardwise.names import name_problem
 from shardwise.redaction import redacted
@@ -43,11 +43,14 @@ _REFUSED = r"(?i)denied|forbidden|unauthorized|credentials|anonymous"
 _S3_ADVICE = {
     r"(?i)bucket (does|is) not|NoSuchBucket|invalid bucket": (
         "make the bucket, name one that is there, or set AWS_ENDPOINT_URL to the address of the server that has it"
+        f"{see('data#object-store-bucket')}"
     ),
-    r"(?i)endpoint|connect|answer": "set AWS_ENDPOINT_URL to the address of a server that answers here",
+    r"(?i)endpoint|connect|answer": (
+        f"set AWS_ENDPOINT_URL to the address of a server that answers here{see('data#object-store-address')}"
+    ),
     "": (
         "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to an account that may do this, and "
-        "AWS_ENDPOINT_URL to the address of a server that is not Amazon's"
+        f"AWS_ENDPOINT_URL to the address of a server that is not Amazon's{see('data#object-store-credentials')}"
     ),
 }
 """Pattern → advice: that of the first pattern that occurs in the reason of a failure."""
@@ -308,7 +311,10 @@ class Root:
             wanted = f"{size_text(needed)} ({needed:,} bytes)" if needed is not None else "more"
             left = f"{size_text(free)} ({free:,} bytes)" if free is not None else "none"
             reason = "its quota is used up" if number == errno.EDQUOT else "the disk is full"
-            text = f"{self} cannot be {verb}: {reason}; it needs {wanted}, free is {left}: make room on that disk"
+            text = (
+                f"{self} cannot be {verb}: {reason}; it needs {wanted}, free is {left}: make room on that disk"
+                f"{see('checkpoints#disk-full')}"
+            )
             return StoreError(text, out_of_space=True)
         if isinstance(error, FileNotFoundError) and (self.is_local or not str(error)):
             return StoreError(f"{self} cannot be {verb}: there is no such file or folder", missing=True)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import union
-from shardwise.errors import RunError
+from shardwise.errors import RunError, see
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import placements
 
@@ -41,7 +41,10 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
             ranks = [rank for rank, digest in zip(group.ranks, held, strict=True) if not digest.equal(held[usual])]
             problems.append(f"{entries[column][0]} on ranks {ranks} differs from rank {group.ranks[usual]}")
     if every_problem := union(problems, mesh.world):
-        raise RunError(f"step {step}: replicated parameters have drifted apart: {every_problem[0]}")
+        raise RunError(
+            f"step {step}: replicated parameters have drifted apart: {every_problem[0]}"
+            f"{see('training#drifted-parameters')}"
+        )
 
 
 def _digest(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from shardwise import device as devices
 from shardwise.config import Config, Layout, OwnConfig, check_layout
 from shardwise.cost.memory import expected_memory
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.train.record import Progress
 from shardwise.units import size
@@ -33,7 +33,7 @@ def out_of_memory_text(
     cause = str(error).strip().partition("\n")[0] or type(error).__name__
     return (
         f"rank {rank} ran out of memory on {devices.name(device)} during {progress.phase}, after step "
-        f"{progress.step:,}\nheld at most so far: {size(devices.peak_memory(device))}\n"
+        f"{progress.step:,}{see('training#out-of-memory')}\nheld at most so far: {size(devices.peak_memory(device))}\n"
         f"expected: {known}\n{_of_allocator(device)}"
         f"what would help: {_listed_remedies(config, layout, accelerator, pipeline_rank)}\ncause: {cause}"
     )
@@ -84,6 +84,7 @@ def require_accelerator(config: Config, layout: Layout, rank: int, device: torch
             "parallel.tensor_overlap (symmetric_memory) must be pieces or null where the tensor-parallel ranks "
             f"({layout.tensor}) are not on CUDA devices of one machine that read each other's memory: this one is "
             f"{devices.name(device)}"
+            f"{see('runs#symmetric-memory')}"
         )
     if device.type == "cpu":
         return None
@@ -100,7 +101,10 @@ def require_accelerator(config: Config, layout: Layout, rank: int, device: torch
     held = expected.parameters + expected.gradients + expected.optimizer
     rest = f"{size(total)} of {devices.name(device)}: {_listed_remedies(config, layout, True, pipeline_rank)}"
     if held > total:
-        raise ConfigError(f"memory of parameters, gradients and optimizer ({size(held)}) must be at most the {rest}")
+        raise ConfigError(
+            f"memory of parameters, gradients and optimizer ({size(held)}) must be at most the {rest}"
+            f"{see('runs#model-does-not-fit')}"
+        )
     return f"the expected memory ({size(expected.total)}) exceeds the {rest}"
 
 

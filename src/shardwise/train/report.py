@@ -26,6 +26,7 @@ from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.compilation.keeper import Settled
 from shardwise.config import Config, Layout, Precision
 from shardwise.cost import flops_per_token, model_flops_utilization
+from shardwise.errors import see
 from shardwise.hardware import peak_flops
 from shardwise.redaction import redacted
 from shardwise.runlog import RunDirectory, now
@@ -172,7 +173,7 @@ class Reporter:
             self.warning(f"what is left of other checkpoints could not be removed: {saved.warning}")
         if saved.problem is not None:
             then = "; the run continues" if continues else ""
-            self.warning(f"no checkpoint of step {saved.step:,}: {saved.problem}{then}")
+            self.warning(f"no checkpoint of step {saved.step:,}: {saved.problem}{then}{see('checkpoints#save-failed')}")
             return
         self._event(
             "checkpoint",
@@ -246,13 +247,13 @@ class Reporter:
         if self._spike.begins(record.loss_spike):
             self.warning(
                 f"step {record.step:,}: the loss ({record.loss:.4f}) is {record.loss_spike:.0f} standard deviations "
-                f"above the mean of the {SMOOTHED_STEPS} steps before"
+                f"above the mean of the {SMOOTHED_STEPS} steps before{see('training#loss-spike')}"
             )
-        slow = record.straggler
-        if slow is not None and self._slow.begins(slow.relative, slow.rank):
+        if (slow := record.straggler) is not None and self._slow.begins(slow.relative, slow.rank):
             self.warning(
                 f"rank {slow.rank}{where(self.run, slow.rank)} is slow: its own work, without waiting, takes "
                 f"{slow.relative:.1f} times that of the best rank of its stage, and {slow.own:.1f} times its own best"
+                f"{see('training#slow-rank')}"
             )
 
     def evaluation(self, step: int, loss: float, perplexity: float, losses: Mapping[str, float] | None = None) -> None:
@@ -276,9 +277,9 @@ class Reporter:
         misses = len(settled.graphs) - hits
         seconds = max(graph.seconds for graph in settled.graphs)
         self._event("compile", graphs=len(settled.graphs), hits=hits, misses=misses, seconds=seconds)
-        what = units.counted(len(settled.graphs), "graph")
         ranks = f" on {units.counted(self.layout.world, 'rank')}" if self.layout.world > 1 else ""
-        self.message(f"compile: {what}{ranks}: {hits:,} from the cache, {misses:,} compiled")
+        graphs = units.counted(len(settled.graphs), "graph") + ranks
+        self.message(f"compile: {graphs}: {hits:,} from the cache, {misses:,} compiled")
 
     def warning(self, text: str) -> None:
         """Print a warning above the progress line and record it."""

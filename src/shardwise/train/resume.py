@@ -25,7 +25,7 @@ from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.checkpoint_format.owner import require_own
 from shardwise.config import Config
 from shardwise.data import PreparedData
-from shardwise.errors import ConfigError, RunError, listing
+from shardwise.errors import ConfigError, RunError, listing, see
 from shardwise.mesh import Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.runlog import RunDirectory
@@ -104,6 +104,7 @@ def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping
     raise ConfigError(
         f"checkpoint.path ({root}) has no checkpoint, and the run in {directory.path} saved that of step {step:,} as "
         f"{place}: set checkpoint.path to where its checkpoints are, or start again in another --run-dir"
+        f"{see('checkpoints#place-changed')}"
     )
 
 
@@ -140,6 +141,7 @@ def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bo
         reason = f" ({problem})" if chosen else ""
         raise ConfigError(
             f"checkpoint.resume ({step}) must be the step of an intact checkpoint{reason}: {there} in {root}"
+            f"{see('checkpoints#step-not-there')}"
         )
     return chosen
 
@@ -152,6 +154,7 @@ def _occupied(root: Root, found: Found, config: Config) -> str:
     return (
         f"{key} ({root}) must be empty for a new run, it has a checkpoint of step {found.step}: {remedy} to continue "
         f"it, or choose another {key}, with checkpoint.load={found.folder} for the weights"
+        f"{see('checkpoints#place-not-empty')}"
     )
 
 
@@ -211,14 +214,16 @@ def restore_first(
             raise RunError(
                 f"the checkpoint of step {step:,} could not be used, and no older one is taken for it: {problem}; "
                 "start again when that is mended, or name an older one by checkpoint.resume=STEP"
+                f"{see('checkpoints#cannot-be-read-now')}"
             )
         skipped.append(f"step {step:,}: {problem}")
         then = "" if candidate.incomplete else "; it is set aside when the run continues"
-        reporter.warning(f"the checkpoint of step {step:,} was left out: {problem}{then}")
+        reporter.warning(f"the checkpoint of step {step:,} was left out: {problem}{then}{see('checkpoints#left-out')}")
     if skipped:
         raise RunError(
             f"none of the checkpoints is intact ({'; '.join(skipped)}): restore one of them from a copy, or start "
             "again in another --run-dir"
+            f"{see('checkpoints#none-intact')}"
         )
     return None
 
@@ -254,6 +259,7 @@ def require_same_data(manifest: Manifest, data: PreparedData) -> None:
             f"the data ({data.summary}) must be those that the run began with (fingerprint {before}, now "
             f"{data.fingerprint}): the files or the tokenizer changed; a new --run-dir with checkpoint.load takes only "
             "the weights"
+            f"{see('checkpoints#data-changed')}"
         )
 
 

@@ -15,7 +15,7 @@ from shardwise.checkpoint_format.folders import step_name
 from shardwise.compilation import Keeper
 from shardwise.config import Config, Layout, check_layout
 from shardwise.data import StreamBatches
-from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError
+from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError, see
 from shardwise.launch import heartbeat, stopping
 from shardwise.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.storage.root import Root
@@ -112,12 +112,16 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
         raise RunError(str(error)) from error
     except Exception as error:
         if comm.is_lost_connection(error):
-            text = f"rank {mesh.world.rank} lost the connection to another rank during {progress.phase}"
+            text = (
+                f"rank {mesh.world.rank} lost the connection to another rank during {progress.phase}"
+                f"{see('training#lost-connection')}"
+            )
             raise LostPeerError(text) from error
         if comm.is_shared_device(error):
             raise ConfigError(
                 f"rank {mesh.world.rank} must have an accelerator of its own, and shares {mesh.device} with another "
                 "rank: start at most one rank on each, and set LOCAL_RANK as torchrun does"
+                f"{see('runs#local-rank')}"
             ) from error
         if not devices.is_out_of_memory(error):
             raise

@@ -17,7 +17,7 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.config import Config
 from shardwise.data import StreamBatches
-from shardwise.errors import LostPeerError, RunError
+from shardwise.errors import LostPeerError, RunError, see
 from shardwise.launch import stopping
 from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh
@@ -124,7 +124,10 @@ class Checkpoints:
             if saved is finished[-1] and saved.problem is not None:
                 if saved.lost_peer:
                     raise LostPeerError(f"{saved.problem} while the checkpoint of step {saved.step:,} was saved")
-                raise RunError(f"the checkpoint of step {saved.step:,} could not be saved: {saved.problem}")
+                raise RunError(
+                    f"the checkpoint of step {saved.step:,} could not be saved: {saved.problem}"
+                    f"{see('checkpoints#not-saved')}"
+                )
             self.reporter.saved(saved)
 
     def __enter__(self) -> Checkpoints:

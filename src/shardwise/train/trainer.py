@@ -21,7 +21,7 @@ from shardwise import device as devices
 from shardwise.compilation import Compilation, Keeper
 from shardwise.config import Config, Layout, OwnConfig
 from shardwise.data import Batches
-from shardwise.errors import RunError
+from shardwise.errors import RunError, see
 from shardwise.inference.evaluation import evaluate_rounds, perplexity
 from shardwise.inference.micro_batch import MicroBatch
 from shardwise.mesh import Mesh
@@ -167,6 +167,7 @@ class Trainer:
             self.reporter.warning(
                 f"the first loss ({record.loss:.3g}) is far below that of a guess, ln(model.vocab_size) ({guess:.3g}): "
                 f"forward of {model.family} must return the sum of its targets' losses, not their mean"
+                f"{see('training#first-loss-too-low')}"
             )
 
     def step(self, ask: Callable[[], Sequence[float]] | None = None) -> StepRecord:
@@ -342,6 +343,7 @@ class Trainer:
         raise RunError(
             f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite; {where}. "
             "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
+            f"{see('training#loss-not-finite')}"
         )
 
     def _fault(self, loss: float) -> tuple[tuple[int, int, int], str]:

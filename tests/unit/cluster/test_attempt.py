@@ -14,6 +14,7 @@ import pytest
 
 from shardwise.cluster import attempt as attempts
 from shardwise.cluster.attempt import Outcome, Watch
+from shardwise.errors import see
 from shardwise.launch.failure import Failure
 from shardwise.launch.node import Attempt, Control, Node
 from shardwise.launch.on_node import launch_on_node
@@ -69,8 +70,8 @@ def test_the_cause_is_told_before_what_followed_from_it_on_another_node(tmp_path
     lost = {"rank": 0, "text": "rank 0 lost the connection to another rank", "exit_code": 1, "waited": True}
     ends = [{"code": 1, "reported": lost}, {"code": 1, "exit_codes": {"3": -9}}]
     outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, **ends[number]))
-    text = "rank 3 was killed by SIGKILL (often: out of memory); rank 0 lost the connection to another rank"
-    assert outcome.failure == Failure(3, text, 1)
+    killed = f"rank 3 was killed by SIGKILL (often: out of memory){see('training#killed-rank')}"
+    assert outcome.failure == Failure(3, f"{killed}; rank 0 lost the connection to another rank", 1)
     assert outcome.lost == ()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.errors import see
 from shardwise.launch.environment import ERROR_FILE
 from shardwise.launch.failure import Failure, read_failure, report_failure, root_cause, signal_name
 
@@ -36,18 +37,30 @@ WAITED = Failure(
 )
 
 
+def killed(rank: int, signal_name: str) -> str:
+    return f"rank {rank} was killed by {signal_name}{see('training#killed-rank')}"
+
+
 @pytest.mark.parametrize(
     ("reported", "exit_codes", "text"),
     [
         (REPORT, {0: 1, 1: -signal.SIGTERM}, REPORT.text),
-        (REPORT, {0: 1, 1: -signal.SIGKILL}, "rank 1 was killed by SIGKILL (often: out of memory)"),
-        (WAITED, {0: 1, 1: -signal.SIGKILL}, f"rank 1 was killed by SIGKILL (often: out of memory); {WAITED.text}"),
+        (REPORT, {0: 1, 1: -signal.SIGKILL}, killed(1, "SIGKILL (often: out of memory)")),
+        (
+            WAITED,
+            {0: 1, 1: -signal.SIGKILL},
+            killed(1, "SIGKILL (often: out of memory)") + f"; {WAITED.text}",
+        ),
         (WAITED, {0: 1, 1: 1, 2: 3}, f"rank 2 ended with exit code 3 and named no reason; {WAITED.text}"),
         (WAITED, {0: 1, 1: 1, 2: -signal.SIGTERM}, WAITED.text),
         (REPORT, {0: -signal.SIGSEGV, 1: 1}, REPORT.text),
         (REPORT, {0: 1, 1: -signal.SIGABRT}, REPORT.text),
-        (None, {1: -signal.SIGBUS, 0: 1}, "rank 1 was killed by SIGBUS (often: shared memory or a disk is full)"),
-        (None, {2: -signal.SIGTERM, 0: -signal.SIGTERM}, "rank 2 was killed by SIGTERM"),
+        (
+            None,
+            {1: -signal.SIGBUS, 0: 1},
+            killed(1, "SIGBUS (often: shared memory or a disk is full)"),
+        ),
+        (None, {2: -signal.SIGTERM, 0: -signal.SIGTERM}, killed(2, "SIGTERM")),
         (None, {5: 3}, "rank 5 ended with exit code 3 and named no reason"),
     ],
 )

@@ -113,7 +113,8 @@ sys.exit(1)
 """
     log = tmp_path / "logs" / "rank-0001.log"
     assert failure(tmp_path, command(tmp_path, body)) == (
-        f"1: rank 1 was killed by SIGKILL (often: out of memory); its log: {log}\n"
+        f"1: rank 1 was killed by SIGKILL (often: out of memory); its log: {log}"
+        " (docs/troubleshooting/training.md#killed-rank)\n"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.config import Config, check_layout, config_from
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 from shardwise.mesh import Group
 from shardwise.models import build_model, check_own
 from shardwise.placement import placements
@@ -125,7 +125,7 @@ def test_a_module_that_is_missing(family: str, missing: str, write: Write, tmp_p
     write(path="mine/other.py")
     assert problem(config(family)) == (
         f"model.family ({family}): there is no module {missing} in {tmp_path} nor among the installed packages; "
-        "start in the folder that holds it, or install it"
+        "start in the folder that holds it, or install it (docs/troubleshooting/runs.md#own-code-not-found)"
     )
 
 
@@ -133,10 +133,11 @@ def test_a_module_that_cannot_be_imported(write: Write, tmp_path: Path) -> None:
     where = f"({tmp_path / 'mine.py'}, line 3)"
     said = problem(config(write(head="\n\nimport no_such_package\nclass Model:\n")))
     assert said == (
-        "model.family (mine:Model) cannot be imported: ModuleNotFoundError: No module named 'no_such_package' " + where
+        "model.family (mine:Model) cannot be imported: ModuleNotFoundError: No module named 'no_such_package' "
+        f"{where}{see('runs#own-code-fails')}"
     )
     said = problem(config(write(head="\n\nraise OSError('no disk')\nclass Model:\n", path="failing.py")))
-    assert said.endswith(f"cannot be imported: OSError: no disk ({tmp_path / 'failing.py'}, line 3)")
+    assert f"cannot be imported: OSError: no disk ({tmp_path / 'failing.py'}, line 3) " in said
     said = problem(config(write(head="def broken(:\nclass Model:\n", path="broken.py")))
     assert "cannot be imported: SyntaxError" in said
     assert "(broken.py, line 1)" in said
@@ -400,7 +401,7 @@ def test_a_constructor_that_raises_is_told_with_the_users_own_line(write: Write,
     """
     assert unbuildable(config(write(failing))) == (
         "model.family (mine:Model) cannot be built: ValueError: query size (6) must be a multiple of head_dim (4) "
-        f"({tmp_path / 'mine.py'}, line 10)"
+        f"({tmp_path / 'mine.py'}, line 10){see('runs#own-code-fails')}"
     )
 
 

@@ -34,7 +34,8 @@ def test_bad_values_that_are_met_after_a_step_fail_the_run(step: int, code: int)
 def test_what_a_library_says_of_a_lost_rank_is_a_sentence() -> None:
     found = ends(RuntimeError("[…gloo/transport/tcp/pair.cc:537] … GLHF!"), Progress(phase="forward and backward"))
     assert isinstance(found, LostPeerError)
-    assert str(found) == "rank 0 lost the connection to another rank during forward and backward"
+    text = "rank 0 lost the connection to another rank during forward and backward"
+    assert str(found) == f"{text} (docs/troubleshooting/training.md#lost-connection)"
 
 
 def test_all_ranks_have_the_batch_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

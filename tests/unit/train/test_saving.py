@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from shardwise.checkpoint.save import Saved, Saver
-from shardwise.errors import LostPeerError, RunError
+from shardwise.errors import LostPeerError, RunError, see
 from shardwise.mesh import Mesh
 from shardwise.train.saving import Checkpoints
 from tests.unit.train.test_report import config, reporter
@@ -44,7 +44,7 @@ def test_a_run_that_fails_does_not_go_on_without_a_checkpoint(tmp_path: Path) ->
     with checkpoints(tmp_path, saved) as (saving, stream):
         with pytest.raises(RunError, match="a rank is gone"), saving:
             raise RunError("a rank is gone")
-        assert stream.getvalue() == f"warning: no checkpoint of step 24: {LOST}\n"
+        assert stream.getvalue() == f"warning: no checkpoint of step 24: {LOST}{see('checkpoints#save-failed')}\n"
 
 
 def test_a_last_checkpoint_that_another_rank_prevents_is_a_consequence(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import ConfigError, listing
+from shardwise.errors import ConfigError, listing, see
 from shardwise.files import reason_of
 
 
@@ -83,6 +83,7 @@ def load(path: Path) -> Any:
                 raise ConfigError(
                     f"{path} is refused: beside tensors and plain values its pickle names {listing(refused)}, by which "
                     "opening it could run code; none was run. Save it again without these objects"
+                    f"{see('checkpoints#pickle-refused')}"
                 )
         with torch.serialization.safe_globals([(kind, name) for name, kind in classes.items()]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)

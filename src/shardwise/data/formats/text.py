@@ -42,7 +42,7 @@ from shardwise.data.tokens.tokenizer import (
     train_tokenizer,
     user_tokenizer_digest,
 )
-from shardwise.errors import DataError, listing
+from shardwise.errors import DataError, listing, see
 from shardwise.units import count, counted, size
 
 # More text changes the merges of a small vocabulary little and costs memory and time.
@@ -151,7 +151,9 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> dict[st
     else:
         parts = encode_documents(pieces, tokenizer, document_marks(config.data, tokenizer), folder)
     if digest.hexdigest() != scan.content:
-        raise DataError(f"{source.name} changed while it was read: start again once it is complete")
+        raise DataError(
+            f"{source.name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
+        )
     digests = [scan.content]
     for part, facts in parts.items():
         if part == "test" and not config.data.split_names:

@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 from shardwise import hub
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading.text import first_line, optional_library, readable, require_sound
-from shardwise.errors import ConfigError, DataError, listing, nearest_name
+from shardwise.errors import ConfigError, DataError, listing, nearest_name, see
 from shardwise.names import name_problem
 
 TOKENS = "input_ids"
@@ -178,6 +178,7 @@ class _OnHub:
             raise DataError(
                 f"data.dataset ({self.repository}) is a loading script, of whose data the hub has converted only the "
                 f"beginning ({listing(partial)}): set data.path to a copy of its data"
+                f"{see('data#loading-script')}"
             )
         return files
 
@@ -287,6 +288,7 @@ class DataSet:
         raise DataError(
             f"{self.shown} has no column {self.data.text_key!r}: set data.text_key to the column that holds the text "
             f"or the tokens ({listing(columns) or 'there is none'})"
+            f"{see('data#no-such-field')}"
         )
 
     @cached_property

@@ -31,7 +31,7 @@ from shardwise.config import DataConfig
 from shardwise.data import cache
 from shardwise.data.reading.text import first_line, optional_library, readable
 from shardwise.data.samples.sampler import IntArray
-from shardwise.errors import DataError, listing
+from shardwise.errors import DataError, listing, see
 from shardwise.files import free_bytes
 from shardwise.units import counted, size
 
@@ -105,6 +105,7 @@ class Shard:
             raise DataError(
                 f"{path}: the sequences ({length} tokens) must have those of train.sequence_length "
                 f"({sequence_length}): set train.sequence_length={length}, or name other shards"
+                f"{see('data#length-of-shards')}"
             )
         return cls(path, rows, length, predictions, nbytes, chunked)
 

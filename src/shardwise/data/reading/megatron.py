@@ -33,7 +33,7 @@ import numpy.typing as npt
 from shardwise.data.cache import spread_digest
 from shardwise.data.reading.text import convert_command, readable
 from shardwise.data.samples.sampler import IntArray
-from shardwise.errors import DataError, listing
+from shardwise.errors import DataError, listing, see
 from shardwise.files import reason_of, sync_folder, to_disk
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -192,6 +192,7 @@ def _check_bin(bin_path: Path, idx_path: Path, expected: int) -> None:
         raise DataError(
             f"{bin_path} ({size} bytes) must have {expected} bytes, as {idx_path.name} says: it is "
             f"{'truncated' if size < expected else 'longer'}, or the two belong to different data; copy both again"
+            f"{see('data#bin-and-idx-differ')}"
         )
 
 

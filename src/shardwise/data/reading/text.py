@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from shardwise.errors import DataError, listing
+from shardwise.errors import DataError, listing, see
 from shardwise.files import reason_of
 
 Kind = Literal["text", "jsonl", "parquet"]
@@ -118,6 +118,7 @@ def _opened(path: Path | HubFile) -> Iterator[IO[bytes] | gzip.GzipFile]:
         except EOFError:
             raise DataError(
                 f"{path} is cut off: its {file.tell():,} bytes end before what gzip packed does; fetch or copy it again"
+                f"{see('data#file-cut-off')}"
             ) from None
         except (gzip.BadGzipFile, zlib.error) as error:
             raise DataError(
@@ -204,6 +205,7 @@ def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> 
         fields = ", ".join(sorted(record)) or "no fields"
         raise DataError(
             f"{where()} has no field {key!r}: set data.text_key to the field that holds the text ({fields})"
+            f"{see('data#no-such-field')}"
         )
     text = record[key]
     if not isinstance(text, str):
@@ -229,6 +231,7 @@ def _rows(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[t
                 raise DataError(
                     f"{path} must be a parquet file, and it is not or is cut off ({_first_sentence(error)}): leave it "
                     "out, or fetch or copy it again"
+                    f"{see('data#file-cut-off')}"
                 ) from None
             require_text(arrow, path, file.schema_arrow, key)
             if not file.metadata.num_rows:
@@ -258,6 +261,7 @@ def require_text(arrow: Any, path: object, schema: Any, key: str) -> None:
         raise DataError(
             f"{path} has no column {key!r}: set data.text_key to the column that holds the text "
             f"({listing(schema.names) or 'there is none'})"
+            f"{see('data#no-such-field')}"
         )
     type_, types = schema.field(key).type, arrow.types
     if types.is_dictionary(type_):

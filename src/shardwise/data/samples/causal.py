@@ -14,7 +14,7 @@ from shardwise.config import Config
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
 from shardwise.data.samples.sampler import IntArray
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, see
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class TokenBatches(Batches):
         least = 2 if tail else sequence_length + 1
         if len(tokens) < least:
             wanted = "2, one to read and one to predict" if tail else f"train.sequence_length + 1 ({least})"
-            raise ConfigError(f"the tokens ({len(tokens)}) must be at least {wanted}")
+            raise ConfigError(f"the tokens ({len(tokens)}) must be at least {wanted}{see('data#too-few-tokens')}")
         targets = len(tokens) - 1
         super().__init__(-(-targets // sequence_length) if tail else targets // sequence_length, seed)
         self.tokens = tokens

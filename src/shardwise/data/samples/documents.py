@@ -20,7 +20,7 @@ from shardwise.data.samples.causal import DocumentEnds, causal_batch
 from shardwise.data.samples.hashing import mix_integer
 from shardwise.data.samples.sampler import IntArray, SampleOrder
 from shardwise.data.samples.sentences import Sentences
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import ConfigError, DataError, see
 
 # Keeps the order of documents independent of that of samples, which is drawn from the seed itself.
 _DOCUMENT_ORDER = 0x646F63756D656E74
@@ -64,6 +64,7 @@ class Documents:
             raise DataError(
                 f"{self.file.bin_path}: token {place} ({tokens.flat[wrong]}), in document {document}, must be in 0 … "
                 f"{self._vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
+                f"{see('data#token-beyond-vocabulary')}"
             )
         return tokens
 
@@ -129,7 +130,9 @@ class DocumentBatches(Batches):
         self, documents: Documents, sequence_length: int, seed: int, *, ends: DocumentEnds | None = None
     ) -> None:
         if len(documents) <= sequence_length:
-            raise ConfigError(f"the tokens ({len(documents)}) must be at least {sequence_length + 1}")
+            raise ConfigError(
+                f"the tokens ({len(documents)}) must be at least {sequence_length + 1}{see('data#too-few-tokens')}"
+            )
         super().__init__((len(documents) - 1) // sequence_length, seed)
         self.documents = documents
         self.sequence_length, self.ends = sequence_length, ends

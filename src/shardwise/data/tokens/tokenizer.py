@@ -25,7 +25,7 @@ from shardwise.data.tokens.tokenizer_files import (
     TokenizerFiles,
     read_bytes,
 )
-from shardwise.errors import ConfigError, DataError, listing
+from shardwise.errors import ConfigError, DataError, listing, see
 
 if TYPE_CHECKING:
     import tokenizers
@@ -263,6 +263,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
         problems.append(
             f"the vocabulary of data.tokenizer {path} ({tokenizer.vocab_size}) must be at most model.vocab_size "
             f"({vocab_size}): set model.vocab_size={tokenizer.vocab_size}"
+            f"{see('data#vocabulary-too-small')}"
         )
     if pairs:
         names = {role: (files.named(f"{role}_token") or [usual])[0] for role, usual in PAIR_TOKENS.items()}
@@ -270,6 +271,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
             problems.append(
                 f"data.tokenizer {path} has no {listing(missing, 'or')}: model.family=bert needs "
                 f"{listing(names.values())}; other names are read from a {CONFIG} beside it"
+                f"{see('data#no-marks-of-pairs')}"
             )
         tokenizer.pair_names = names
     if problems:

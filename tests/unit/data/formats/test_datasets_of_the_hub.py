@@ -179,7 +179,7 @@ def test_of_a_loading_script_the_hubs_conversion_is_read(tmp_path: Path) -> None
         f"data.config {names}",
         f"data.config (de) {names}",
         "data.dataset (acme/tiny) is a loading script, of whose data the hub has converted only the beginning "
-        "(partial-train): set data.path to a copy of its data",
+        "(partial-train): set data.path to a copy of its data (docs/troubleshooting/data.md#loading-script)",
         "data.dataset (acme/tiny@main) is a loading script, and the hub converts that of the main branch alone: leave "
         "out @main",
     ]
@@ -260,7 +260,10 @@ def test_what_the_hub_refuses(user: User, site: Site) -> None:
     tiny = {"dataset": "acme/tiny"}
     cases = {
         f"data.dataset (acme/gated) is gated: accept its licence on {page}/gated, then set HF_TOKEN to a token of that "
-        f"account ({site.address}/settings/tokens)": {"dataset": "acme/gated", "config": "en"},
+        f"account ({site.address}/settings/tokens) (docs/troubleshooting/data.md#gated-repository)": {
+            "dataset": "acme/gated",
+            "config": "en",
+        },
         f"data.dataset (acme/private): on {site.address} there is no such data set that this account may read: check "
         f"the name, or accept the licence on {page}/private and set HF_TOKEN to a token of that account "
         f"({site.address}/settings/tokens)": {"dataset": "acme/private"},

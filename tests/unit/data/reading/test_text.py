@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardwise.data.reading.sources import PIECE_CHARACTERS, open_source
+from shardwise.errors import see
 from tests.unit.data.reading.test_sources import DataConfig, failure, read
 
 TEXTS = ["one\n", "two – zwei", "x" * (PIECE_CHARACTERS + 5), "four"]
@@ -65,6 +66,7 @@ def test_bad_gzip(tmp_path: Path) -> None:
     file.write_bytes(packed[:-9])
     assert failure(file) == (
         f"{file} is cut off: its {len(packed) - 9:,} bytes end before what gzip packed does; fetch or copy it again"
+        f"{see('data#file-cut-off')}"
     )
     file.write_bytes(packed[:10] + b"\xff" + packed[11:])
     assert failure(file).startswith(f"{file} is damaged before byte ")
@@ -102,6 +104,7 @@ def test_bad_parquet(tmp_path: Path) -> None:
     write_parquet(file, TEXTS, key="body")
     assert failure(file) == (
         f"{file} has no column 'text': set data.text_key to the column that holds the text (id and body)"
+        f"{see('data#no-such-field')}"
     )
     whole = file.read_bytes()
     for content in (b"", b"text", whole[:-1]):

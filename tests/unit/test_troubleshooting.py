@@ -1,0 +1,90 @@
+"""Messages of docs/troubleshooting that no other test provokes; each ends with the address of its entry."""
+
+import errno
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardwise.checkpoint import save
+from shardwise.checkpoint_format.manifest import FileEntry
+from shardwise.cluster import slurm
+from shardwise.compilation import keeper
+from shardwise.data import cache
+from shardwise.errors import ConfigError, DataError, RunError, see
+from shardwise.launch.node import Control
+from shardwise.runlog import RunDirectory
+from shardwise.storage.root import Root, StoreError
+from shardwise.train.resume import find_checkpoints
+from tests.dist.training import make_config
+from tests.stored import small_tensors, write_checkpoint
+
+
+def ends_with(entry: str) -> str:
+    """A pattern for the end of a message."""
+    return re.escape(see(entry)) + "$"
+
+
+def test_an_address_is_a_page_and_a_heading() -> None:
+    assert see("runs#port-in-use") == " (docs/troubleshooting/runs.md#port-in-use)"
+
+
+def test_the_first_node_is_not_reached() -> None:
+    attempt = SimpleNamespace(address="127.0.0.1", control=1, silence=1.0, secret="")
+    control = Control(SimpleNamespace(attempt=attempt, name="n1", number=1), dict)  # type: ignore[arg-type]
+    with (
+        pytest.raises(RunError, match=r"node n1 must reach the job's first node at 127.0.0.1:1: .* refused") as caught,
+        control,
+    ):
+        pass
+    assert str(caught.value).endswith(see("runs#first-node-not-reached"))
+
+
+def test_slurm_is_not_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    text = r"sbatch and squeue and scontrol must be on the PATH: shardwise submits to SLURM"
+    with pytest.raises(ConfigError, match=f"{text}.*{ends_with('jobs#slurm-not-found')}"):
+        slurm.require()
+
+
+def test_temporary_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def agree(problems: list[str], _: object) -> None:
+        if problems:
+            raise ConfigError(problems)
+
+    monkeypatch.setattr(keeper.Keeper, "_unpacked", full)
+    monkeypatch.setattr(keeper, "planned_graphs", lambda config: ())
+    monkeypatch.setattr(keeper, "agree", agree)
+    alone: Any = SimpleNamespace(world=SimpleNamespace(rank=0))
+    arguments: Any = (make_config(), None, alone, None, print)
+    text = r"the folder for temporary files \(.*\) cannot be written: No space left on device; set TMPDIR to a folder"
+    with pytest.raises(ConfigError, match=f"{text} with room{ends_with('training#folder-for-temporary-files')}"):
+        keeper.Keeper(*arguments)
+
+
+def test_a_cache_returns_other_bytes(tmp_path: Path) -> None:
+    text = "returns other bytes than were written: set SHARDWISE_CACHE elsewhere"
+    with pytest.raises(DataError, match=f"{text}{ends_with('data#cache-returns-other-bytes')}"):
+        cache.open_or_build(tmp_path, "tokens", "key", lambda entry: False, lambda folder: {})
+
+
+def test_the_ranks_write_to_disks_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save, "_SEEN_WITHIN_SECONDS", 0)
+    entry = FileEntry("weights.safetensors", 8, 1024, b"x" * 8)
+    text = "lacks weights.safetensors here, which another rank wrote: all ranks must write to one place"
+    with pytest.raises(StoreError, match=f"{text}.*{ends_with('checkpoints#disk-not-shared')}"):
+        save._require_all(Root.of(tmp_path), [entry])
+
+
+def test_checkpoints_are_elsewhere(tmp_path: Path) -> None:
+    """A run that is given another `checkpoint.path` would begin again."""
+    write_checkpoint(Root.of(tmp_path / "run/checkpoints"), 100, small_tensors(1), ranks=1)
+    elsewhere = make_config(checkpoint={"path": str(tmp_path / "empty")})
+    text = r"checkpoint.path \(.*/empty\) has no checkpoint, and the run in .*/run saved that of step 100 as "
+    with pytest.raises(ConfigError, match=f"{text}.*{ends_with('checkpoints#place-changed')}"):
+        find_checkpoints(elsewhere, RunDirectory(tmp_path / "run"), {"checkpoint": {}})
