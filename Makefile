@@ -1,5 +1,5 @@
 # What CI runs, and what a fresh machine needs: `make train` and `make test` set everything up themselves.
-.PHONY: test-packages env train test test-all test-device lint typecheck bench pages site docs
+.PHONY: test-packages env train test test-all test-device test-lowest test-newest lint typecheck bench pages site docs release-check
 .DEFAULT_GOAL := test
 
 # Tools run as modules: with a system torch, pip may find one already installed and then leaves no script in .venv.
@@ -38,6 +38,17 @@ test-all: env test-packages
 # The tests of devices on this machine's accelerator; DEVICE=strict or DEVICE=cpu chooses another (docs/devices.md).
 test-device: env
 	DEVICE=$(DEVICE) $(PYTHON_M) scripts.device_tests $(ARGS)
+
+# The fast tests with the oldest and with the newest version of every dependency, each in an environment of its own.
+test-lowest:
+	@scripts/test_range.sh lowest $(ARGS)
+
+test-newest:
+	@scripts/test_range.sh newest $(ARGS)
+
+# What a release publishes (CONTRIBUTING.md); ARGS=--draft before the changelog has its section.
+release-check: env
+	$(PYTHON_M) scripts.release_check $(ARGS)
 
 lint: env
 	$(PYTHON_M) ruff check
