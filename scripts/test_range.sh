@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Run the fast tests in an environment of its own, with the oldest or the newest version of every dependency:
-# `scripts/test_range.sh lowest|newest [PYTEST_ARGUMENTS]`. PYTHON names the interpreter, TORCH another torch (2.13.0).
-# Tools of the tests are the newest that fit; transformers and accelerate are left out where the range does not fit them.
+# `scripts/test_range.sh lowest|newest [PYTEST_ARGUMENTS]`. PYTHON names the interpreter, TORCH another torch.
+# The tests' own tools are the newest that fit. transformers, which brings a newer huggingface_hub, comes for the second
+# part of the tests. Counts of function calls at a command's start are those of constraints.txt, and are not compared.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly extras=datasets,hdf5,http,parquet,plot,s3,sentencepiece,trackio,wandb
-readonly tools=(pytest pytest-timeout pytest-xdist hypothesis jsonschema import-linter 'moto[s3,server]' 'setuptools<82')
+readonly tools=(pytest pytest-timeout pytest-xdist hypothesis jsonschema import-linter 'moto[s3,server]' 'setuptools<82' 'pyparsing<3.3')
 readonly end=${1:?usage: scripts/test_range.sh lowest|newest}
 shift
 case $end in
@@ -22,7 +23,9 @@ uv() { build/range/tools/bin/uv --quiet "$@"; }
 uv venv --clear --python "${PYTHON:-python3}" "$folder"
 uv pip install --python "$folder" --resolution "$resolution" --editable ".[$extras]" ${TORCH:+"torch==$TORCH"}
 uv pip install --python "$folder" "${tools[@]}"
-[ "$end" = lowest ] || uv pip install --python "$folder" 'transformers>=5' accelerate
 uv pip list --python "$folder" --format freeze >"$folder/versions.txt"
 printf 'make test-%s: %s packages, listed in %s\n' "$end" "$(wc -l <"$folder/versions.txt")" "$folder/versions.txt"
-"$folder/bin/python" -m pytest -n 3 --dist loadfile tests/unit tests/fake "$@"
+pytest() { "$folder/bin/python" -m pytest -n 3 --dist loadfile -k "not test_a_command_starts_with_little" "$@"; }
+pytest tests/unit/test_hub.py tests/unit/config/test_load.py tests/unit/data/reading "$@"
+uv pip install --python "$folder" 'transformers>=5' accelerate
+pytest tests/unit tests/fake "$@"

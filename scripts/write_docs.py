@@ -96,12 +96,14 @@ def rows(section: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
 
 def page() -> str:
     """docs/configuration.md: every section but `model`."""
-    return page_of([name for name in Config.model_fields if name != "model"], INTRODUCTION)
+    keys = page_of([name for name in Config.model_fields if name != "model"], INTRODUCTION)
+    return f"{keys}\nNext: [the keys of the model](model-keys.md), or [data](data.md), for what a run reads.\n"
 
 
 def model_page() -> str:
     """docs/model-keys.md."""
-    return page_of(["model"], MODEL_INTRODUCTION)
+    keys = page_of(["model"], MODEL_INTRODUCTION)
+    return f"{keys}\nNext: [your own model](own-model.md), if none of these families is yours.\n"
 
 
 def page_of(names: list[str], introduction: str) -> str:

@@ -148,6 +148,8 @@ def main() -> None:
         "these are a part.",
         "",
         *own_costs(),
+        "",
+        "Next: [the planner](planner.md), for what these predictions are worth, and to make your own.",
     ]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

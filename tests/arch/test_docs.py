@@ -19,12 +19,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-
-
+LOOP = (ROOT / "docs/training-loop.md").read_text(encoding="utf-8")
 SCRIPTS = {
-    found[1]: block for block in blocks("python") if (found := re.match(r"# (\w+\.py); run it with: torchrun", block))
+    found[1]: block
+    for block in re.findall(r"^```python\n(.*?)^```", LOOP, re.MULTILINE | re.DOTALL)
+    if (found := re.match(r"# (\w+\.py); run it with: torchrun", block))
 }
 
 
@@ -33,7 +32,7 @@ def test_there_is_something_to_check() -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_readme_script_trains(name: str, tmp_path: Path) -> None:
+def test_a_script_of_the_page_trains(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(SCRIPTS[name], encoding="utf-8")
     program = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     done = shardwise(name, at=tmp_path, program=program)
@@ -87,8 +86,28 @@ def test_the_site_has_every_page_in_its_menu_and_every_public_name() -> None:
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/tutorials").glob("*.md")), ids=lambda path: path.stem)
 def test_a_tutorial_says_where_its_data_and_names_are(page: Path) -> None:
     links = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
-    assert any(link.startswith("../data.md#") for link in links)
+    assert any(link.startswith(("../data.md#", "../data-formats.md#")) for link in links)
     assert "../porting.md" in links
+
+
+GENERATED = ("docs/api.md", "docs/configuration.md", "docs/model-keys.md")
+"""Pages that the code writes, which are as long as it has names."""
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_page_has_at_most_300_lines_and_says_what_to_read_next(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    if page.relative_to(ROOT).as_posix() not in GENERATED:
+        assert len(text.splitlines()) <= 300, "divide the page by topics"
+    *_, last = text.rstrip().split("\n\n")
+    assert last.startswith("Next: "), "the last paragraph must be 'Next: [page](page.md), …'"
+    links = re.findall(r"\]\(([^)#]+)", last)
+    assert links, "the next step must be a link"
+    assert all((page.parent / link).exists() for link in links), f"one of {links} leads nowhere"
 
 
 def test_the_number_of_recipes_is_right() -> None:

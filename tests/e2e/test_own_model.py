@@ -27,8 +27,10 @@ from tests.e2e.command import ALONE, Outcome, metrics, shardwise
 
 EXAMPLE = ROOT / "examples" / "own_model"
 PLAIN, SHARDED = ((EXAMPLE / name).read_text(encoding="utf-8") for name in ("plain.py", "sharded.py"))
-PAGE = (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8")
-STEPS, OPTIONAL = PAGE.split("## Dropout and recompute")
+STEPS, OPTIONAL = (
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("own-model.md", "own-model-options.md")
+)
+PAGE = STEPS + OPTIONAL
 MAX_CHANGED = 60
 RECIPE = "examples/own_model/own.yaml"
 

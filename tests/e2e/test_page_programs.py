@@ -14,15 +14,17 @@ from tests.e2e.test_pages import ELSEWHERE, PAGES
 
 LANGUAGES = ("python", "yaml", "diff", "json", "toml")
 PROGRAMS = {
-    ("README.md", "In your own training loop"): "tests/arch/test_docs.py::test_readme_script_trains",
     ("README.md", "Train"): "tests/e2e/test_page_programs.py::test_the_readme_loads_a_checkpoint_as_its_page_does",
     ("docs/cluster.md", "Submit to SLURM"): "tests/unit/config/test_schema.py::test_recipes_of_the_pages_fit",
     ("docs/planner.md", "Devices"): "tests/e2e/test_page_programs.py::test_an_own_device_of_the_page_is_read",
+    ("docs/own-model-options.md", ""): "tests/e2e/test_own_model.py::followed",
     ("docs/porting.md", "torch_xla's ZeRO-1"): "tests/unit/test_porting_page.py::test_the_call_of_torch_xla_works",
     ("docs/python.md", ""): "tests/unit/api/test_examples.py::test_the_code_of_the_page_runs_in_its_order",
+    ("docs/training-loop.md", ""): "tests/arch/test_docs.py::test_a_script_of_the_page_trains",
 }
 """Page and heading ("": the whole page) of blocks that the named test runs, beside the table `ELSEWHERE`."""
 HERE = {
+    ("README.md", "In your own training loop"),
     ("docs/communication.md", "Gradients, in your own loop"),
     ("docs/precision.md", "bfloat16 without masters: stochastic rounding"),
     ("docs/tutorials/zero1-gpt2-xl.md", "In a training loop of your own"),

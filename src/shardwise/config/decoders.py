@@ -41,12 +41,12 @@ class DecoderConfig(TransformerConfig):
     }
 
     num_key_value_heads: int = Field(
-        default_factory=lambda data: data["num_attention_heads"],
+        default_factory=lambda data: data.get("num_attention_heads", 1),  # pydantic < 2.13 asks where it was refused
         gt=0,
         description="key and value heads; default: as many as query heads",
     )
     head_dim: int = Field(
-        default_factory=lambda data: max(1, data["hidden_size"] // data["num_attention_heads"]),
+        default_factory=lambda data: max(1, data.get("hidden_size", 1) // data.get("num_attention_heads", 1)),
         gt=0,
         description="width of a head; default: hidden_size / num_attention_heads",
     )
@@ -149,7 +149,7 @@ class SmolLM3Config(DecoderConfig):
     attention_bias: AttentionBias = False
     mlp_bias: _MLPBias = False
     no_rope_layers: tuple[int, ...] = Field(
-        default_factory=lambda data: every_nth_without_rope(4, data["num_hidden_layers"]),
+        default_factory=lambda data: every_nth_without_rope(4, data.get("num_hidden_layers", 1)),
         strict=False,
         examples=[[1, 1, 1, 0]],
         description="for each block 1 with rotary positions, 0 without; default: every fourth has none",

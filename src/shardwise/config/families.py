@@ -232,7 +232,7 @@ class GPTConfig(MultiHeadConfig):
 
     family: Literal["gpt"] = Field(description="the architecture")
     intermediate_size: int = Field(
-        default_factory=lambda data: 4 * data["hidden_size"],
+        default_factory=lambda data: 4 * data.get("hidden_size", 1),
         gt=0,
         description="width of the feed-forward layer; default: 4 × hidden_size",
     )

@@ -4,6 +4,7 @@ import inspect
 import json
 import signal
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_a_training_in_this_process_and_its_folder(recipe: str) -> None:
     assert [Path(path).name for path in run.checkpoints()] == ["step-00000004", "step-00000002"]
     environment = shardwise.Run("runs/latest").environment()
     assert environment is not None
-    assert environment["versions"]["torch"] == torch.__version__
+    assert environment["versions"]["torch"] == version("torch")
     done = shardwise.train(config, run_dir=run.path)  # a finished run is returned, and not trained again
     assert len(done.metrics("start")) == 1
 

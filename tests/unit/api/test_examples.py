@@ -111,7 +111,7 @@ def test_the_code_of_the_page_runs_in_its_order() -> None:
     assert Path(names["saved"]).is_dir()
 
 
-def test_the_loop_with_layers_is_that_of_the_readme() -> None:
+def test_the_loop_with_layers_is_that_of_its_page() -> None:
     """`test_docs.py` runs it."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"```python\n{(ROOT / 'examples' / 'layers.py').read_text(encoding='utf-8')}```" in readme
+    page = (ROOT / "docs/training-loop.md").read_text(encoding="utf-8")
+    assert f"```python\n{(ROOT / 'examples' / 'layers.py').read_text(encoding='utf-8')}```" in page
