@@ -33,7 +33,9 @@ START = Constants(
     network=0.94, update=0.7, overlap=0.8,
 )  # fmt: skip
 _SHARES = ("matmul", "memory", "update")
-_STEPS = (0.3, 0.1, 0.03, 0.01)
+STEPS = (0.3, 0.1, 0.03, 0.01)
+TOLERANCE = 1e-5
+"""How much smaller an error must be."""
 _WEIGHT = 5  # of a time of a layer, in rows
 
 
@@ -65,10 +67,10 @@ def improved(best: Constants, least: float, rows: Sequence[published.Row], step:
 def fit(rows: Sequence[published.Row]) -> tuple[Constants, float]:
     """The constants, and their error."""
     best, least = START, error(START, rows)
-    for step in _STEPS:
+    for step in STEPS:
         while True:
             after, found = improved(best, least, rows, step)
-            if found > least - 1e-5:
+            if found > least - TOLERANCE:
                 break
             best, least = after, found
     return best, least

@@ -125,6 +125,18 @@ def test_published_runs() -> None:
     assert planner.report() == planner.RESULT.read_text(encoding="utf-8")
 
 
+def test_the_fit_ends_at_the_committed_constants() -> None:
+    """No step of the search that `scripts/fit_planner.py` makes leads to a smaller error from there."""
+    import fit_planner
+    import published
+
+    rows, best = published.fitting_rows(), fitted()
+    least = fit_planner.error(best, rows)
+    _, found = fit_planner.improved(best, least, rows, fit_planner.STEPS[-1])
+    assert found > least - fit_planner.TOLERANCE
+
+
+@pytest.mark.slow
 def test_the_fit_is_repeated() -> None:
     """`scripts/fit_planner.py` gives the constants that are committed, from its start and the rows of the split."""
     import fit_planner
