@@ -312,10 +312,13 @@ class _NamedWork:
 def open_connections_to_others(stages: Iterable[Any]) -> None:
     """Keep a rank with two neighbouring stages from sending to itself when a schedule opens its connections.
 
-    Releases before torch 2.13 send from each stage to the next, even on the same rank, which gloo refuses.
+    Releases before torch 2.13 send from each stage to the next, even on the same rank, which gloo refuses. torch 2.15
+    opens no connections by messages.
     """
     for stage in stages:
-        plain = stage._get_init_p2p_neighbors_ops
+        plain = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+        if plain is None:
+            return
 
         def to_others(plain: Callable[[], list[Any]] = plain, here: int = stage.group_rank) -> list[Any]:
             return [op for op in plain() if op.group_peer != here]
@@ -327,7 +330,8 @@ def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
     """Let a pipeline schedule's first step skip the messages that open its connections.
 
     This is for a process group that delivers nothing. In torch 2.13 the stages exchange whether they know their shapes,
-    and read the answer; here every stage does. Releases before it send numbers that nobody reads.
+    and read the answer; here every stage does. Releases before it send numbers that nobody reads. torch 2.15 knows this
+    process group.
     """
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining._utils import InferenceMode
@@ -337,6 +341,7 @@ def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
                 stage._inference_mode = InferenceMode.STATIC
 
         schedule._warmup_p2p = answered
-    else:
-        for stage in stages:
+        return
+    for stage in stages:
+        if hasattr(stage, "_get_init_p2p_neighbors_ops"):
             stage._get_init_p2p_neighbors_ops = list

@@ -191,7 +191,8 @@ class _Stage(PipelineStage):
         self._x_bytes = x.numel() * x.element_size()
         self._on_reduction = on_reduction
         # torch drops the outputs between the two parts of a backward pass. In torch 2.11 an autograd function written
-        # in Python at which the second part begins (the loss) then is freed too early, so its graph is held here.
+        # in Python at which the second part begins (the loss) then is freed too early, so its graph is held here. torch
+        # 2.15 keeps outputs elsewhere, and needs none of this.
         self._graphs: dict[int, list[Any]] = {}
         self.awaited: list[str] = []
         """Names of the messages that this rank has asked for and not yet used, the oldest first."""
@@ -205,7 +206,7 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self._arrived(self._name("the gradient of x", bwd_chunk_id, 1))
         kind = BACKWARD if options.get("full_backward", True) else INPUT
-        if kind == INPUT and self.dw_builder is None:
+        if kind == INPUT and self.dw_builder is None and hasattr(self, "fwd_cache"):
             outputs = self.fwd_cache[bwd_chunk_id][0] if options.get("loss") is None else (options["loss"],)
             self._graphs[bwd_chunk_id] = [output.grad_fn for output in outputs]
         with self._clock.time(kind, self.stage_index, bwd_chunk_id), self._module.remembering():
