@@ -11,7 +11,7 @@ from plain import Decoder as Plain
 from sharded import Decoder as Sharded
 
 from shardwise import Mesh, ZeroRedundancyOptimizer
-from shardwise.checkpoint import canonical
+from shardwise.checkpoint import canonical_tensors
 
 SIZES = {
     "vocab_size": 301,
@@ -27,7 +27,7 @@ mesh = Mesh(tensor=int(sys.argv[1]) if len(sys.argv) > 1 else 1, device="cpu")
 torch.manual_seed(0)
 sharded = Sharded(**SIZES, group=mesh.tp, sequence_parallel=mesh.tp.size > 1)
 plain = Plain(**SIZES)
-plain.load_state_dict(dict(canonical(sharded)))  # the names are plain.py's, the tensors whole
+plain.load_state_dict(dict(canonical_tensors(sharded)))  # the names are plain.py's, the tensors whole
 tokens = torch.randint(SIZES["vocab_size"], (8, 33))
 ids, targets = tokens[:, :-1], tokens[:, 1:]
 mine = slice(mesh.dp.rank, None, mesh.dp.size)  # this replica's part of the batch

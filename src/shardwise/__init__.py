@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shardwise.api.planning import plan
     from shardwise.api.recipes import load_recipe
     from shardwise.api.runs import Run, train
+    from shardwise.checkpoint import canonical_tensors
     from shardwise.config import Config
     from shardwise.mesh import Group, Mesh
     from shardwise.optim import LAMB, ZeroRedundancyOptimizer
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
         DropoutKey,
         GQAQKVColumnParallelLinear,
         LayerNorm,
+        LayerOptions,
+        LinearOptions,
         MergedColumnParallelLinear,
         ParallelEmbedding,
         ParallelLMHead,
+        QueryKeyNorm,
         ReplicatedEmbedding,
         ReplicatedLinear,
         RMSNorm,
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
         linear_cross_entropy,
         parallel_cross_entropy,
     )
+    from shardwise.placement import Init, Piece, PlacedModule, make_parameter
 
 __version__ = "0.1.0"
 
@@ -42,21 +47,29 @@ __all__ = [
     "DropoutKey",
     "GQAQKVColumnParallelLinear",
     "Group",
+    "Init",
     "LayerNorm",
+    "LayerOptions",
+    "LinearOptions",
     "MergedColumnParallelLinear",
     "Mesh",
     "ParallelEmbedding",
     "ParallelLMHead",
+    "Piece",
+    "PlacedModule",
+    "QueryKeyNorm",
     "RMSNorm",
     "ReplicatedEmbedding",
     "ReplicatedLinear",
     "RowParallelLinear",
     "Run",
     "ZeroRedundancyOptimizer",
+    "canonical_tensors",
     "export_checkpoint",
     "linear_cross_entropy",
     "load_checkpoint",
     "load_recipe",
+    "make_parameter",
     "parallel_cross_entropy",
     "plan",
     "save_checkpoint",
@@ -68,11 +81,16 @@ _HOME = {
     "ZeroRedundancyOptimizer": "shardwise.optim",
     "Config": "shardwise.config",
     "Group": "shardwise.mesh",
+    "Init": "shardwise.placement",
     "Mesh": "shardwise.mesh",
+    "Piece": "shardwise.placement",
+    "PlacedModule": "shardwise.placement",
     "Run": "shardwise.api.runs",
+    "canonical_tensors": "shardwise.checkpoint",
     "export_checkpoint": "shardwise.api.checkpoints",
     "load_checkpoint": "shardwise.api.checkpoints",
     "load_recipe": "shardwise.api.recipes",
+    "make_parameter": "shardwise.placement",
     "save_checkpoint": "shardwise.api.checkpoints",
 }
 _CALLABLE = ("plan", "train")

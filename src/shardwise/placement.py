@@ -31,7 +31,13 @@ SEEDED_ROWS = 64
 
 @dataclass(frozen=True)
 class Init:
-    """How a canonical tensor is drawn at step 0: normal with standard deviation `std`, or a constant."""
+    """How a canonical tensor is drawn at step 0; made by `Init.normal` or `Init.constant`.
+
+    Attributes:
+        kind: `normal` or `constant`.
+        std: standard deviation of a normal tensor.
+        value: every element of a constant tensor.
+    """
 
     kind: Literal["normal", "constant"]
     std: float = 0.0
@@ -39,16 +45,18 @@ class Init:
 
     @staticmethod
     def normal(std: float) -> Init:
+        """Normal with mean 0 and standard deviation `std`."""
         return Init("normal", std=std)
 
     @staticmethod
     def constant(value: float) -> Init:
+        """Every element is `value`."""
         return Init("constant", value=value)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a local parameter that belongs to one canonical tensor.
+    """The part of a local parameter that belongs to one canonical tensor; made by `rows`, `columns` or `replicated`.
 
     Attributes:
         name: canonical name; an empty prefix (`.weight`) is completed with the module's path by `placements`.
@@ -70,13 +78,84 @@ class Piece:
     partial: bool = False
     transposed: bool = False
 
+    @classmethod
+    def rows(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        group: Group,
+        init: Init,
+        *,
+        at: int = 0,
+        copies: int = 1,
+        per_rank: int | None = None,
+    ) -> Piece:
+        """The piece of a canonical tensor that is cut along dim 0, at row `at` of the local tensor.
+
+        The g ranks form g / `copies` runs of neighbours; each run's members hold the same `ceil(rows · copies / g)`
+        rows, or `per_rank` of them where that is more. The last runs may hold fewer, down to none: the local tensor is
+        padded there. The gradient of a box with copies is partial.
+
+        Args:
+            name: canonical name; one that begins with a dot (`.weight`) is completed with the module's path.
+            shape: `[rows, …]`, canonical.
+            group: the ranks over which it is cut.
+            init: how the canonical tensor is drawn.
+            at: row of the local tensor at which the piece begins.
+            copies: neighbouring ranks that hold the same rows, such as those of one K/V head.
+            per_rank: rows of each run; None takes the fewest that hold all.
+        """
+        parts = group.size // copies
+        per_rank = per_rank or -(-shape[0] // parts)
+        start = min(group.rank // copies * per_rank, shape[0])
+        held = min(per_rank, shape[0] - start)
+        rest, zeros = shape[1:], (0,) * len(shape[1:])
+        return cls(
+            name,
+            shape,
+            Box((start, *zeros), (held, *rest)),
+            Box((at, *zeros), (held, *rest)),
+            init,
+            group.split(copies) if copies > 1 else Group(),
+            partial=copies > 1,
+        )
+
+    @classmethod
+    def columns(cls, name: str, shape: tuple[int, int], group: Group, init: Init) -> Piece:
+        """The piece of a canonical matrix that is cut along dim 1 into equal parts, one for each rank.
+
+        Args:
+            name, group, init: as in `rows`.
+            shape: `[rows, columns]`, canonical.
+
+        Raises:
+            ValueError: the columns are not divisible by the group's size.
+        """
+        if shape[1] % group.size:
+            raise ValueError(f"columns of {name} ({shape[1]}) must be divisible by the group's size ({group.size})")
+        width = shape[1] // group.size
+        return cls(name, shape, Box((0, group.rank * width), (shape[0], width)), Box.whole((shape[0], width)), init)
+
+    @classmethod
+    def replicated(cls, name: str, shape: tuple[int, ...], group: Group, init: Init, *, partial: bool) -> Piece:
+        """The piece of a canonical tensor that every rank of the group holds whole.
+
+        Args:
+            name, group, init: as in `rows`.
+            shape: canonical, and of the local tensor.
+            partial: whether the backward pass of each rank gives only a part of the gradient, because the parameter
+                meets only a part of the activations there: a part of the sequence, of the heads or of the width.
+        """
+        whole = Box.whole(shape)
+        return cls(name, shape, whole, whole, init, group, partial and group.size > 1)
+
     def of(self, local: Tensor) -> Tensor:
-        """This piece of a local tensor as a writable view, oriented as the canonical tensor is: shape `box.size`."""
+        """This piece of the tensor `local` as a writable view `[*box.size]`, oriented as the canonical tensor is."""
         held = local[self.local.slices]
         return held.t() if self.transposed else held
 
     def canonical(self, box: Box) -> Box:
-        """A box of the local tensor, inside this piece, as a box of the canonical tensor."""
+        """`box` of the local tensor, inside this piece, as a box of the canonical tensor."""
         inside = box.relative_to(self.local)
         start, size = (inside.start[::-1], box.size[::-1]) if self.transposed else (inside.start, box.size)
         return Box(tuple(a + b for a, b in zip(start, self.box.start, strict=True)), size)
@@ -87,7 +166,10 @@ class Piece:
         return replace(self, shape=self.shape[::-1], box=turned, transposed=not self.transposed)
 
     def within(self, rows: int, at: int) -> Piece:
-        """The same part, for a canonical tensor of `rows` rows in which this piece's tensor begins at row `at`."""
+        """The same part, for a canonical tensor of `rows` rows in which this piece's tensor begins at row `at`.
+
+        Several layers that are one canonical tensor, such as a fused QKV weight, get their rows by it.
+        """
         start = (self.box.start[0] + at, *self.box.start[1:])
         return replace(self, shape=(rows, *self.shape[1:]), box=Box(start, self.box.size))
 
@@ -103,50 +185,6 @@ class Placement:
     def numel(self) -> int:
         """Elements that belong to the model: the local tensor without its padding."""
         return sum(piece.box.numel for piece in self.pieces)
-
-
-def rows(
-    name: str,
-    shape: tuple[int, ...],
-    group: Group,
-    init: Init,
-    *,
-    at: int = 0,
-    copies: int = 1,
-    per_rank: int | None = None,
-) -> Piece:
-    """The piece of a canonical tensor cut along dim 0, the rest whole, at row `at` of the local tensor.
-
-    The g ranks form g / `copies` runs of neighbours; each run's members hold the same `ceil(rows · copies / g)` rows,
-    or `per_rank` of them where that is more. The last runs may hold fewer, down to none: the local tensor is padded
-    there. The gradient of a box with copies is partial.
-    """
-    parts = group.size // copies
-    per_rank = per_rank or -(-shape[0] // parts)
-    start = min(group.rank // copies * per_rank, shape[0])
-    held = min(per_rank, shape[0] - start)
-    rest, zeros = shape[1:], (0,) * len(shape[1:])
-    return Piece(
-        name,
-        shape,
-        Box((start, *zeros), (held, *rest)),
-        Box((at, *zeros), (held, *rest)),
-        init,
-        group.split(copies) if copies > 1 else Group(),
-        partial=copies > 1,
-    )
-
-
-def columns(name: str, shape: tuple[int, int], group: Group, init: Init) -> Piece:
-    """The piece of a canonical matrix cut along dim 1 into equal parts."""
-    width = shape[1] // group.size
-    return Piece(name, shape, Box((0, group.rank * width), (shape[0], width)), Box.whole((shape[0], width)), init)
-
-
-def replicated(name: str, shape: tuple[int, ...], group: Group, init: Init, *, partial: bool) -> Piece:
-    """The piece of a canonical tensor that every rank of the group holds whole."""
-    whole = Box.whole(shape)
-    return Piece(name, shape, whole, whole, init, group, partial and group.size > 1)
 
 
 # ---- the record on a parameter
@@ -176,7 +214,7 @@ def make_parameter(
     """A local parameter with its record, drawn as the record says; elements that no piece covers are 0.
 
     Args:
-        shape: of the local tensor.
+        shape: of the local tensor, such as `[rows / g, columns]`.
         pieces: its record.
         group: the ranks over which the canonical tensors are cut or copied.
         seed: the run's seed, from which each canonical tensor draws by its name: the same global tensor at any layout.
@@ -191,9 +229,9 @@ def make_parameter(
 
 
 class PlacedModule(nn.Module):
-    """A layer whose parameters keep their records where torch replaces them.
+    """A `torch.nn.Module` whose parameters keep their records where torch replaces them.
 
-    `to_empty` and `load_state_dict(…, assign=True)` do so.
+    `to_empty` and `load_state_dict(…, assign=True)` do so. Derive each layer from it that calls `make_parameter`.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PlacedModule:

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import is_typeddict
 
 import pytest
 
@@ -23,7 +24,7 @@ def members(name: str) -> Iterator[tuple[str, object]]:
     """A public object, and the public methods and properties of a class that is not pydantic's."""
     value = getattr(shardwise, name)
     yield name, value
-    if not inspect.isclass(value) or hasattr(value, "model_fields"):
+    if not inspect.isclass(value) or hasattr(value, "model_fields") or is_typeddict(value):
         return
     for member, raw in inspect.getmembers_static(value):
         own = next(base for base in value.__mro__ if member in vars(base)).__module__.startswith("shardwise")
@@ -36,7 +37,13 @@ def described(name: str, value: object) -> str:
         return f"{name} -> {inspect.signature(value.fget).return_annotation}"
     if hasattr(value, "model_fields"):
         return f"{name}: sections {', '.join(value.model_fields)}"
+    if is_typeddict(value):
+        return f"{name}: keywords {', '.join(sorted(value.__optional_keys__))}"
     return re.sub(r" at 0x\w+", "", f"{name}{inspect.signature(value)}") if callable(value) else name
+
+
+def has_signature(value: object) -> bool:
+    return callable(value) and not hasattr(value, "model_fields") and not is_typeddict(value)
 
 
 def current() -> str:
@@ -53,7 +60,7 @@ def test_what_is_public_is_documented_and_annotated(name: str) -> None:
     for path, value in members(name):
         if isinstance(value, property):
             value = value.fget
-        if not callable(value) or hasattr(value, "model_fields"):
+        if not has_signature(value):
             continue
         assert inspect.getdoc(value), f"{path} has no docstring"
         signature = inspect.signature(value)
@@ -74,19 +81,30 @@ def test_parameters_shapes_and_sources_are_documented(name: str) -> None:
     What computes (layers, losses, optimizers) also names the paper or the function of torch that it follows.
     """
     of_class = inspect.getdoc(getattr(shardwise, name)) or ""
-    computes = getattr(shardwise, name).__module__.startswith(("shardwise.parallel", "shardwise.optim"))
+    home = getattr(shardwise, name)
+    computes = home.__module__.startswith(("shardwise.parallel", "shardwise.optim")) and has_signature(home)
     assert not computes or re.search(_SOURCE, of_class), f"{name} names no paper or function that it follows"
     for path, value in members(name):
         if isinstance(value, property):
             value = value.fget
-        if not callable(value) or hasattr(value, "model_fields"):
+        if not has_signature(value):
             continue
         text, signature = f"{inspect.getdoc(value)} {of_class}", inspect.signature(value)
-        lacking = [p for p in signature.parameters if p not in ("self", "args") and not re.search(rf"\b{p}\b", text)]
+        own = [p for p in signature.parameters if p not in ("self", "cls", "args", "kwargs")]
+        lacking = [p for p in own if not re.search(rf"\b{p}\b", text)]
         assert not lacking, f"{path}: the docstring does not tell of {lacking}"
         annotations = [p.annotation for p in signature.parameters.values()]
         if any("Tensor" in str(each) for each in (*annotations, signature.return_annotation)):
             assert re.search(_SHAPE, text), f"{path}: the docstring has no shape"
+
+
+def test_keywords_that_layers_share_are_documented() -> None:
+    groups = [value for name in shardwise.__all__ if is_typeddict(value := getattr(shardwise, name))]
+    text = "\n".join(inspect.getdoc(group) or "" for group in groups)
+    keywords = {key for group in groups for key in group.__optional_keys__}
+    assert "group" in keywords
+    lacking = [key for key in sorted(keywords) if not re.search(rf"^ *[\w, ]*\b{key}\b[\w, ]*:", text, re.MULTILINE)]
+    assert not lacking, f"no docstring tells of {lacking}"
 
 
 @pytest.mark.parametrize("name", sorted(ERRORS))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.checkpoint import canonical, export_hugging_face
+from shardwise.checkpoint import canonical_tensors, export_hugging_face
 from shardwise.checkpoint_format import writing
 from shardwise.config import Config, config_from
 from shardwise.inference import Generator
@@ -77,7 +77,7 @@ def digests(chosen: Config) -> dict[str, str]:
     model, _ = build(chosen)
     return {
         name: f"{tuple(tensor.shape)} {hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()}"
-        for name, tensor in canonical(model)
+        for name, tensor in canonical_tensors(model)
     }
 
 

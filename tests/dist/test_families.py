@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint import canonical
+from shardwise.checkpoint import canonical_tensors
 from shardwise.config import BertConfig, GPTConfig, GPTNeoXConfig
 from shardwise.models import GPT, Bert, GPTNeoX
 from shardwise.placement import placements
@@ -160,7 +160,7 @@ def train(case: str, tp: int, sequence: bool, recompute: str = "none") -> Result
                 assert parameter.grad is not None
                 here = piece.of(parameter.grad)
                 here.copy_(comm.all_reduce_(here.clone(), piece.copies))
-    return logits, losses.tolist(), {name: tensor.clone() for name, tensor in canonical(model, gradient)}
+    return logits, losses.tolist(), {name: tensor.clone() for name, tensor in canonical_tensors(model, gradient)}
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:

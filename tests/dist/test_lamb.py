@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise import LAMB, ColumnParallelLinear, Mesh, RowParallelLinear, ZeroRedundancyOptimizer
 from shardwise.mesh import Group
 from shardwise.models import build_model
-from shardwise.placement import Init, make_parameter, placements, rows
+from shardwise.placement import Init, Piece, make_parameter, placements
 from shardwise.train.build import build_trainer, decay_groups
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random
@@ -159,7 +159,7 @@ class Stage(nn.Module):
         )
         self.nameless = RowParallelLinear(12, 8, group=mesh.tp, init=Init.normal(1.0 + 2.0 * mesh.pp.rank))
         self.plain = nn.Linear(5, 3)
-        piece = replace(rows("tied.weight", (6, 4), mesh.tp, Init.normal(0.1)), copies=mesh.pp, partial=True)
+        piece = replace(Piece.rows("tied.weight", (6, 4), mesh.tp, Init.normal(0.1)), copies=mesh.pp, partial=True)
         self.tied = make_parameter(piece.local.size, (piece,), mesh.tp, seed=1)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint import canonical
+from shardwise.checkpoint import canonical_tensors
 from shardwise.config import Config, check_layout
 from shardwise.models import Llama, Stages, build_stages
 from shardwise.pipeline import relay
@@ -167,7 +167,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
                 assert parameter.grad is not None
                 summed = comm.all_reduce_(parameter.grad[piece.local.slices].clone(), piece.copies)
                 parameter.grad[piece.local.slices] = summed
-    return {name: tensor.clone() for name, tensor in canonical(model, gradient)}
+    return {name: tensor.clone() for name, tensor in canonical_tensors(model, gradient)}
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:

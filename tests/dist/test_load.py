@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shardwise.checkpoint import canonical, export_hugging_face, load_hugging_face
+from shardwise.checkpoint import canonical_tensors, export_hugging_face, load_hugging_face
 from shardwise.checkpoint_format.tensors import StoredTensors
 from shardwise.config import Config, check_layout, config_from
 from shardwise.errors import ConfigError
@@ -132,7 +132,7 @@ def weights_and_masters(folder: Path) -> dict[str, torch.Tensor]:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return {name: tensor.clone() for name, tensor in canonical(model)}
+    return {name: tensor.clone() for name, tensor in canonical_tensors(model)}
 
 
 def test_weights_are_cast_and_the_optimizer_starts_from_them(ranks: Any, tmp_path: Path) -> None:

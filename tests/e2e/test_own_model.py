@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shardwise.checkpoint import canonical
+from shardwise.checkpoint import canonical_tensors
 from shardwise.checkpoint.load import load_hugging_face
 from shardwise.config import Config, load_config
 from shardwise.data import make_batches, prepare
@@ -203,7 +203,7 @@ def reloaded(recipe: Path, folder: Path, tensor: int) -> dict[str, Tensor]:
     own = load_config(str(recipe), [f"parallel.tensor={tensor}", "train.seed=9"])
     model = build_model(own, dense.mesh(tensor).tp, sequence_parallel=tensor > 1)
     load_hugging_face(model, own.model, dense.mesh(tensor), folder)
-    return {name: whole.clone() for name, whole in canonical(model)}
+    return {name: whole.clone() for name, whole in canonical_tensors(model)}
 
 
 @pytest.mark.parametrize("tensor", [1, pytest.param(4, marks=pytest.mark.slow)])
@@ -279,7 +279,7 @@ def test_what_only_the_ranks_can_see_is_told_once(tmp_path: Path) -> None:
     assert head in SHARDED
     sharded.write_text(SHARDED.replace(head, "nn.Linear(hidden_size, vocab_size)"))
     said = shardwise("train", RECIPE, "parallel.tensor=2", at=tmp_path).failed(2)
-    text = "needs layers of shardwise, or placement.make_parameter, for head.weight and head.bias"
+    text = "needs layers of shardwise, or shardwise.make_parameter, for head.weight and head.bias"
     assert said.count(text) == said.count("shardwise: ") == 1, said
 
 

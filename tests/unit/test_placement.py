@@ -84,7 +84,7 @@ def test_rows_tile_the_tensor(degree: int, rows: int, tail: int) -> None:
     shape = (rows, *(3,) * tail)
     for copies in (c for c in range(1, degree + 1) if degree % c == 0):
         pieces = [
-            placement.rows("w", shape, pretend_group(rank, degree), NORMAL, at=5, copies=copies)
+            placement.Piece.rows("w", shape, pretend_group(rank, degree), NORMAL, at=5, copies=copies)
             for rank in range(degree)
         ]
         held = times_held(pieces, shape)
@@ -104,29 +104,29 @@ def test_rows_tile_the_tensor(degree: int, rows: int, tail: int) -> None:
 def test_columns_and_replicated_tile_the_tensor(degree: int) -> None:
     shape = (5, 3 * degree)
     groups = [pretend_group(rank, degree) for rank in range(degree)]
-    cut = [placement.columns("w", shape, group, NORMAL) for group in groups]
+    cut = [placement.Piece.columns("w", shape, group, NORMAL) for group in groups]
     assert bool((times_held(cut, shape) == 1).all()), f"columns over {degree} ranks overlap or leave a gap"
     assert all(piece.local == Box.whole((5, 3)) and not piece.partial for piece in cut)
     for partial in (False, True):
-        whole = [placement.replicated("w", shape, group, NORMAL, partial=partial) for group in groups]
+        whole = [placement.Piece.replicated("w", shape, group, NORMAL, partial=partial) for group in groups]
         assert bool((times_held(whole, shape) == degree).all())
         assert all(piece.copies is group for piece, group in zip(whole, groups, strict=True))
         assert all(piece.partial == (partial and degree > 1) for piece in whole)
 
 
 def test_an_odd_number_of_rows_is_padded_at_the_end() -> None:
-    held = [placement.rows("w", (9, 2), pretend_group(rank, 4), NORMAL).box for rank in range(4)]
+    held = [placement.Piece.rows("w", (9, 2), pretend_group(rank, 4), NORMAL).box for rank in range(4)]
     assert [(box.start[0], box.size[0]) for box in held] == [(0, 3), (3, 3), (6, 3), (9, 0)]
 
 
 # ---- drawing
 
 CUTS: dict[str, Callable[[Group, Init], Piece]] = {
-    "rows": lambda group, init: placement.rows("w", (144, 24), group, init),
-    "padded rows": lambda group, init: placement.rows("w", (131, 24), group, init),
-    "columns": lambda group, init: placement.columns("w", (131, 24), group, init),
-    "replicated": lambda group, init: placement.replicated("w", (131, 24), group, init, partial=True),
-    "copied rows": lambda group, init: placement.rows("w", (12, 24), group, init, copies=2 - group.size % 2),
+    "rows": lambda group, init: placement.Piece.rows("w", (144, 24), group, init),
+    "padded rows": lambda group, init: placement.Piece.rows("w", (131, 24), group, init),
+    "columns": lambda group, init: placement.Piece.columns("w", (131, 24), group, init),
+    "replicated": lambda group, init: placement.Piece.replicated("w", (131, 24), group, init, partial=True),
+    "copied rows": lambda group, init: placement.Piece.rows("w", (12, 24), group, init, copies=2 - group.size % 2),
 }
 
 
@@ -156,7 +156,7 @@ def test_shards_differ_and_the_spread_is_the_whole_tensors() -> None:
     shards = []
     for rank in range(4):
         group = pretend_group(rank, 4)
-        piece = placement.rows("w", (4 * SEEDED_ROWS, 256), group, NORMAL)
+        piece = placement.Piece.rows("w", (4 * SEEDED_ROWS, 256), group, NORMAL)
         shards.append(placement.make_parameter((SEEDED_ROWS, 256), (piece,), group, seed=1).detach())
     for a, b in itertools.combinations(range(4), 2):
         assert not torch.equal(shards[a], shards[b]), f"shards {a} and {b} are the same"
@@ -168,7 +168,7 @@ def test_shards_differ_and_the_spread_is_the_whole_tensors() -> None:
 
 def test_blocks_rows_names_and_seeds_draw_differently() -> None:
     def draw(seed: int, name: str, rows: int = 2 * SEEDED_ROWS) -> Tensor:
-        piece = placement.rows(name, (rows, 8), Group(), NORMAL)
+        piece = placement.Piece.rows(name, (rows, 8), Group(), NORMAL)
         return placement.make_parameter((rows, 8), (piece,), Group(), seed=seed).detach()
 
     first = draw(1, "a")
@@ -191,7 +191,7 @@ def test_drawing_leaves_torchs_generator_alone() -> None:
 
 
 def test_the_meta_device_draws_nothing() -> None:
-    piece = placement.rows("w", (4, 2), Group(), NORMAL)
+    piece = placement.Piece.rows("w", (4, 2), Group(), NORMAL)
     made = placement.make_parameter((4, 2), (piece,), Group(), seed=1, device="meta")
     assert made.is_meta
     assert placement.of(made) == Placement((piece,), placement.of(made).group)  # type: ignore[union-attr]

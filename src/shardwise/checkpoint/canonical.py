@@ -42,16 +42,21 @@ def held_tensors(
     return parameters
 
 
-def canonical(
+def canonical_tensors(
     model: nn.Module,
     take: Callable[[nn.Parameter], Tensor] = lambda p: p.detach(),
     pipeline: Group | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each canonical tensor once, whole, on every rank: `take` of a parameter gives the local tensor to put together.
+    """Each canonical tensor of a model once: its name, and the whole tensor, on every rank.
 
-    Collective over each parameter's group, as its placement says. Holds one parameter of all its ranks at a time.
-    `pipeline`: collective over its ranks too, which all get the tensors of all their stages; without it each has those
-    of its own.
+    Collective over each parameter's group, as its placement says. Holds one parameter of all its ranks at a time. A
+    tied head has no tensor of its own: its weight is the embedding's.
+
+    Args:
+        model: its parameters are local tensors, of any shape; a tensor comes in its canonical shape, such as `[O, I]`.
+        take: gives the local tensor to put together from a parameter, such as its gradient.
+        pipeline: ranks whose stages make up the model: collective over them too, and all get the tensors of all stages.
+            Without it each has those of its own.
     """
     ranks = pipeline or Group()
     local = _by_place(model)

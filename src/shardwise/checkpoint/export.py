@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint.canonical import canonical, held_tensors
+from shardwise.checkpoint.canonical import canonical_tensors, held_tensors
 from shardwise.checkpoint.dtypes import DTYPE_NAMES
 from shardwise.checkpoint_format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
 from shardwise.config import ModelConfig, OwnConfig
@@ -38,7 +38,7 @@ def export_hugging_face(
         StoreError: it cannot be written: out of space, or the like.
     """
     if mesh.dp.rank == 0:
-        tensors, parameters = canonical(model, pipeline=mesh.pp), held_tensors(model, mesh.pp)
+        tensors, parameters = canonical_tensors(model, pipeline=mesh.pp), held_tensors(model, mesh.pp)
         if mesh.world.rank == 0:
             beside = model_files(config, next(model.parameters()).dtype, tokenizer)
             weights = [

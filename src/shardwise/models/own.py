@@ -217,13 +217,16 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
     dtype_of = {path: str(p.dtype).removeprefix("torch.") for path, p in model.named_parameters()}
     odd = [f"{path} ({dtype})" for path, dtype in dtype_of.items() if dtype not in _STORED]
     unplaced = [path for path, p in trainable.items() if group.size > 1 and of(p) is None]
+    alike = [path for path, m in model.named_modules() if group.size > 1 and isinstance(m, nn.Dropout) and m.p]
     names = Counter(name for _, _, record in placements(model) for name in {piece.name for piece in record.pieces})
     parameters = dict(model.named_parameters(remove_duplicate=False))
     problems = {
         f"the dtype of {{}} must be {listing(_STORED, 'or')}, which checkpoints have: register it as a buffer with "
         "persistent=False": odd,
-        f"parallel.tensor ({group.size}) needs layers of shardwise, or placement.make_parameter, for {{}}: nothing "
+        f"parallel.tensor ({group.size}) needs layers of shardwise, or shardwise.make_parameter, for {{}}: nothing "
         "says which part of them a rank holds": unplaced,
+        f"parallel.tensor ({group.size}) needs shardwise.Dropout in place of torch.nn.Dropout for {{}}, which would "
+        "drop the same elements of each rank's part": alike,
         "several parameters have the name {}: give their layers other names": [
             name for name, count in names.items() if count > 1
         ],

@@ -6,6 +6,8 @@ from shardwise.parallel.head import ParallelLMHead
 from shardwise.parallel.linear import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
+    LayerOptions,
+    LinearOptions,
     MergedColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
@@ -19,6 +21,8 @@ __all__ = [
     "DropoutKey",
     "GQAQKVColumnParallelLinear",
     "LayerNorm",
+    "LayerOptions",
+    "LinearOptions",
     "MergedColumnParallelLinear",
     "ParallelEmbedding",
     "ParallelLMHead",

@@ -52,7 +52,7 @@ class ParallelEmbedding(placement.PlacedModule):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
         shape, rows = (num_embeddings, embedding_dim), vocabulary_rows(num_embeddings, group.size, row_multiple)
-        piece = placement.rows(full_name(name, "weight", seed), shape, group, init, per_rank=rows)
+        piece = placement.Piece.rows(full_name(name, "weight", seed), shape, group, init, per_rank=rows)
         self.weight = placement.make_parameter((rows, embedding_dim), (piece,), group, **where)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class ReplicatedEmbedding(placement.PlacedModule):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
         shape = (num_embeddings, embedding_dim)
-        piece = placement.replicated(
+        piece = placement.Piece.replicated(
             full_name(name, "weight", seed), shape, group, init, partial=sequence_parallel_enabled
         )
         self.weight = placement.make_parameter(shape, (piece,), group, **where)

@@ -61,11 +61,11 @@ class ParallelLMHead(placement.PlacedModule):
             rows, self.weight = tied_weight.shape[0], tied_weight
         else:
             shape, rows = (vocab_size, hidden_size), vocabulary_rows(vocab_size, group.size, row_multiple)
-            piece = placement.rows(full_name(name, "weight", seed), shape, group, init, per_rank=rows)
+            piece = placement.Piece.rows(full_name(name, "weight", seed), shape, group, init, per_rank=rows)
             self.weight = placement.make_parameter((rows, hidden_size), (piece,), group, **where)
         self.bias = None
         if bias_name is not None:
-            piece = placement.rows(bias_name, (vocab_size,), group, Init.constant(0.0), per_rank=rows)
+            piece = placement.Piece.rows(bias_name, (vocab_size,), group, Init.constant(0.0), per_rank=rows)
             self.bias = placement.make_parameter((rows,), (piece,), group, **where)
 
     def forward(self, x: Tensor) -> Tensor:

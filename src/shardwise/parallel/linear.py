@@ -32,15 +32,16 @@ class TensorOptions(TypedDict, total=False):
 
 
 class LayerOptions(TensorOptions, total=False):
-    """Keywords that every sharded layer takes.
+    """Keywords that every sharded layer takes beside its own arguments.
 
     Attributes:
         group: the ranks that share the layer (a `Group` such as `mesh.tp`, a process group, or one axis of a
             `DeviceMesh`). Without it a layer is whole on every rank, and a job of several ranks warns; `Group()` asks
             for a whole layer.
-        seed: the run's seed; the weights are then a function of (seed, name) at any layout. None draws from torch's
-            generator.
-        init: how the weight is drawn (default: normal, std 0.02).
+        seed: the run's seed; the weights are then a function of (seed, name) at any layout, and the layer needs a name.
+            None draws from torch's generator.
+        init: how the weight is drawn, such as `Init.normal(0.01)` (default: `Init.normal(0.02)`). Norms begin at
+            1 and biases at 0, whatever it is.
         device, dtype: of the local tensors.
     """
 
@@ -49,7 +50,7 @@ class LayerOptions(TensorOptions, total=False):
 
 
 class LinearOptions(LayerOptions, total=False):
-    """Keywords that every linear layer takes.
+    """Keywords that every linear layer takes: those of `LayerOptions`, and one more.
 
     Attributes:
         transposed: the canonical weight is `[in, out]`, as that of GPT-2's `Conv1D`; the local one is `[out, in]`
@@ -66,8 +67,12 @@ def tensor_options(
 
     Raises:
         ArgumentError: a keyword that the layer does not take.
+        ValueError: `init` is no `Init`.
     """
     refuse_unknown(type(layer), options, known)
+    init = options.get("init", DEFAULT_INIT)
+    if not isinstance(init, Init):
+        raise ValueError(f"init ({init!r}) must be a shardwise.Init, such as shardwise.Init.normal(0.02)")
     return {"seed": options.get("seed"), "device": options.get("device"), "dtype": options.get("dtype")}
 
 
@@ -117,7 +122,7 @@ class _ColumnParallel(placement.PlacedModule):
         def pieces(leaf: str, tail: tuple[int, ...], how: Init) -> tuple[placement.Piece, ...]:
             made = []
             for i, (name, size, copies) in enumerate(parts):
-                piece = placement.rows(
+                piece = placement.Piece.rows(
                     full_name(name, leaf, seed), (size, *tail), group, how, at=sum(self._sizes[:i]), copies=copies
                 )
                 # Rows of the canonical layer of this name: parts of one name follow each other in it.
@@ -229,6 +234,8 @@ class MergedColumnParallelLinear(_ColumnParallel):
         sequence_parallel_enabled: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
+        if len(names) != len(output_sizes):
+            raise ValueError(f"names ({len(names)}) must be as many as output_sizes ({len(output_sizes)})")
         super().__init__(
             input_size,
             [(name, size, 1) for name, size in zip(names, output_sizes, strict=True)],
@@ -283,6 +290,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         if kv_heads % size and size % kv_heads:
             raise ValueError(f"K/V heads ({kv_heads}) must divide the group's size ({size}) or be divisible by it")
         copies = max(size // kv_heads, 1)
+        if len(names) != 3:
+            raise ValueError(f"names ({len(names)}) must be 3: those of the query, the key and the value layer")
         q_name, k_name, v_name = names
         super().__init__(
             input_size,
@@ -343,12 +352,12 @@ class RowParallelLinear(placement.PlacedModule):
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
-        piece = placement.columns(full_name(name, "weight", seed), (output_size, input_size), group, init)
+        piece = placement.Piece.columns(full_name(name, "weight", seed), (output_size, input_size), group, init)
         piece = piece.transpose() if options.get("transposed", False) else piece
         self.weight = placement.make_parameter((output_size, input_size // group.size), (piece,), group, **where)
         self.bias = None
         if bias:
-            piece = placement.replicated(
+            piece = placement.Piece.replicated(
                 full_name(name, "bias", seed),
                 (output_size,),
                 group,
@@ -407,7 +416,7 @@ class ReplicatedLinear(placement.PlacedModule):
         where = tensor_options(self, options)
 
         def make(leaf: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:
-            piece = placement.replicated(full_name(name, leaf, seed), shape, group, how, partial=False)
+            piece = placement.Piece.replicated(full_name(name, leaf, seed), shape, group, how, partial=False)
             return placement.make_parameter(shape, (piece,), group, **where)
 
         self.weight = make("weight", (output_size, input_size), init)

@@ -20,7 +20,17 @@ from shardwise._torch_private import onednn_linear
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x weightᵀ + bias`: x `[…, K]`, weight `[N, K]` → `[…, N]`; any strides."""
+    """`x weightᵀ + bias`: x `[…, K]`, weight `[N, K]` → `[…, N]`; any strides.
+
+    Raises:
+        ValueError: x has another width than the rank's weight takes.
+    """
+    if x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"the width of a layer's input ({x.shape[-1]}) must be that of this rank's weight ({weight.shape[-1]}): a "
+            "layer with input_is_parallel=True takes what a column-parallel layer with gather_output=False returns, "
+            "every other layer the whole width"
+        )
     if not _by_onednn(x, weight):
         return F.linear(x, weight, bias)
     y = cast(Tensor, _Linear.apply(x, weight))  # type: ignore[no-untyped-call]

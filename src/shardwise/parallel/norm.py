@@ -35,7 +35,7 @@ class _Norm(placement.PlacedModule):
         seed = options.get("seed")
         self.normalized_shape, self.eps = (normalized_shape,), eps
         for leaf, value in leaves.items():
-            piece = placement.replicated(
+            piece = placement.Piece.replicated(
                 full_name(name, leaf, seed),
                 self.normalized_shape,
                 group,
@@ -148,15 +148,21 @@ class LayerNorm(_Norm):
 
 
 class QueryKeyNorm(placement.PlacedModule):
-    """RMSNorm of queries and keys, `over` each head by itself or all heads at once.
+    """RMSNorm (arXiv:1910.07467) of queries and keys before attention (arXiv:2302.05442 §2).
 
-    Forward: q `[S, B, n, d]` and k `[S, B, m, d]`, the heads that this rank has → the same, normalised. `sizes`: n·d
-    and m·d of the whole model. `names`: canonical names of the two layers.
+    Forward: q `[S, B, n, d]` and k `[S, B, m, d]`, the heads that this rank has → the same shapes, normalised.
 
-    `head`: weights `[d]`, whole on every rank. A rank sees its own heads alone, so that their gradients are partial
-    over the group at any layout; no communication. `all_heads`: weights `[n·d]` and `[m·d]`, cut as the rows of the
-    projections are, with copies of key heads where ranks share one. Communicates an all-reduce of the sums of squares,
-    `[2, S, B]` in float32, forward, and one of their gradients.
+    Args:
+        sizes: n·d and m·d of the whole model.
+        eps: added to the mean square.
+        head_dim: d.
+        over: what is normalised together. `head`: each head by itself, with weights `[d]` that are whole on every rank.
+            A rank sees only its own heads, so that the gradients are partial over the group, with and without sequence
+            parallelism; no communication. `all_heads`: all heads of a token, with weights `[n·d]` and `[m·d]` that are
+            cut as the rows of the projections are, with copies of key heads where ranks share one. Communicates an
+            all-reduce of the sums of squares, `[2, S, B]` in float32, forward, and one of their gradients.
+        names: canonical names of the two layers, without `.weight`.
+        options: as in the other layers, see `LayerOptions`.
     """
 
     def __init__(
@@ -178,9 +184,9 @@ class QueryKeyNorm(placement.PlacedModule):
     def _weight(self, name: str, size: int, head_dim: int, options: LayerOptions) -> nn.Parameter:
         group, one, full = self.group, Init.constant(1.0), full_name(name, "weight", options.get("seed"))
         if self.over == "head":
-            piece = placement.replicated(full, (head_dim,), group, one, partial=True)
+            piece = placement.Piece.replicated(full, (head_dim,), group, one, partial=True)
         else:
-            piece = placement.rows(full, (size,), group, one, copies=max(group.size * head_dim // size, 1))
+            piece = placement.Piece.rows(full, (size,), group, one, copies=max(group.size * head_dim // size, 1))
         return placement.make_parameter(piece.box.size, (piece,), group, **tensor_options(self, options))
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

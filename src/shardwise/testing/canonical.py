@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint import canonical
+from shardwise.checkpoint import canonical_tensors
 from shardwise.mesh import Group
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.train.record import StepRecord
@@ -15,7 +15,7 @@ from shardwise.train.trainer import Trainer
 
 def canonical_weights(model: nn.Module, pipeline: Group | None = None) -> dict[str, Tensor]:
     """All canonical weights, on every rank; without `pipeline` those of this rank's stages."""
-    return {name: tensor.clone() for name, tensor in canonical(model, pipeline=pipeline)}
+    return {name: tensor.clone() for name, tensor in canonical_tensors(model, pipeline=pipeline)}
 
 
 def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Tensor]:
@@ -24,7 +24,7 @@ def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) ->
     for bucket in optimizer.buckets:
         if bucket.sharded:
             comm.all_gather(bucket.gradient, bucket.group, out=bucket.gradients)
-    return {name: tensor.clone() for name, tensor in canonical(model, _gradient)}
+    return {name: tensor.clone() for name, tensor in canonical_tensors(model, _gradient)}
 
 
 def step_with_gradients(trainer: Trainer) -> tuple[StepRecord, dict[str, Tensor]]:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from shardwise.checkpoint import canonical, export_hugging_face
+from shardwise.checkpoint import canonical_tensors, export_hugging_face
 from shardwise.config import LlamaConfig
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.mesh import Mesh
@@ -111,7 +111,7 @@ def test_shards_have_an_index_and_stay_small(tmp_path: Path) -> None:
     assert len(names) >= 4
     assert names == [f"model-{i + 1:05}-of-{len(names):05}.safetensors" for i in range(len(names))]
     assert sorted(set(index["weight_map"].values())) == names
-    whole = dict(canonical(model))
+    whole = dict(canonical_tensors(model))
     found = stored(folder)
     assert set(index["weight_map"]) == set(found) == set(whole)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())

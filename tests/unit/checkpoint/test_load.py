@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shardwise.checkpoint import canonical, differ_in_tokens, export_hugging_face, load_hugging_face
+from shardwise.checkpoint import canonical_tensors, differ_in_tokens, export_hugging_face, load_hugging_face
 from shardwise.config import FamilyConfig, OwnConfig, config_from
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
@@ -33,16 +33,16 @@ def load(folder: Path, **changes: Any) -> Weights:
     """The canonical tensors of a model into which the folder was loaded."""
     model, config, mesh = build(described(folder), **changes)
     load_hugging_face(model, config, mesh, folder)
-    return dict(canonical(model))
+    return dict(canonical_tensors(model))
 
 
 def problems(folder: Path, **changes: Any) -> list[str]:
     """All problems of the folder, with its name left out; the model keeps its weights."""
     model, config, mesh = build(described(folder), **changes)
-    before = {name: tensor.clone() for name, tensor in canonical(model)}
+    before = {name: tensor.clone() for name, tensor in canonical_tensors(model)}
     with pytest.raises(ConfigError) as caught:
         load_hugging_face(model, config, mesh, folder)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in canonical(model))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in canonical_tensors(model))
     return [problem.replace(str(folder), "FOLDER") for problem in caught.value.problems]
 
 
@@ -162,7 +162,7 @@ def test_without_a_config_names_and_shapes_decide(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     model, _, mesh = build(config)
     load_hugging_face(model, config, mesh, tmp_path)
-    assert_equal(dict(canonical(model)), weights)
+    assert_equal(dict(canonical_tensors(model)), weights)
 
 
 def test_every_missing_unexpected_and_misshapen_tensor_in_one_error(tmp_path: Path) -> None:

@@ -426,11 +426,26 @@ def test_under_tensor_parallelism_every_parameter_says_what_it_is_a_part_of(writ
     """
     family = write(whole)
     assert unbuildable(config(family), pretend_group(0, 2)) == (
-        "model.family (mine:Model): parallel.tensor (2) needs layers of shardwise, or placement.make_parameter, for "
+        "model.family (mine:Model): parallel.tensor (2) needs layers of shardwise, or shardwise.make_parameter, for "
         "layers.0.weight, layers.0.bias, layers.1.weight, layers.1.bias and 2 more: nothing says which part of them a "
         "rank holds"
     )
     assert isinstance(build(config(family)), nn.Module), "alone they are whole"
+
+
+def test_dropout_of_torch_is_refused_under_tensor_parallelism(write: Write) -> None:
+    dropping = """
+    def __init__(self, vocab_size, group=None):
+        super().__init__()
+        self.layer = sw.RMSNorm(3, group=group)
+        self.drop = nn.ModuleList(nn.Dropout(p) for p in (0.1, 0.0, 0.2))
+    """
+    family = write(dropping)
+    assert unbuildable(config(family), pretend_group(0, 2)) == (
+        "model.family (mine:Model): parallel.tensor (2) needs shardwise.Dropout in place of torch.nn.Dropout for "
+        "drop.0 and drop.2, which would drop the same elements of each rank's part"
+    )
+    assert isinstance(build(config(family)), nn.Module), "alone it has the whole of each activation"
 
 
 def test_two_parameters_of_one_name_would_be_saved_once(write: Write) -> None:

@@ -66,7 +66,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "padding row": (lambda: ParallelEmbedding(8, 4, 8), "padding_idx (8) must be in [-8, 8)"),
     "names": (
         lambda: MergedColumnParallelLinear(8, (8, 8), names=("a",)),
-        "zip() argument",
+        "names (1) must be as many as output_sizes (2)",
+    ),
+    "init": (
+        lambda: RMSNorm(8, init=0.01),  # type: ignore[arg-type]
+        "init (0.01) must be a shardwise.Init, such as shardwise.Init.normal(0.02)",
+    ),
+    "columns": (
+        lambda: placement.Piece.columns("w", (4, 10), FOUR, Init.constant(0)),  # type: ignore[arg-type, return-value]
+        "columns of w (10) must be divisible by the group's size (4)",
     ),
 }
 
@@ -77,6 +85,15 @@ def test_sizes_that_cannot_be_cut_are_refused(case: str) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011  the text is compared below
         make()
     assert message in str(refusal.value)
+
+
+def test_an_input_of_another_width_is_refused_with_what_the_layer_takes() -> None:
+    """Most often because a column-parallel layer gathers its output, as it does by default."""
+    first = ColumnParallelLinear(8, 16)
+    second = RowParallelLinear(32, 8, input_is_parallel=True)
+    text = r"a layer's input \(16\) must be that of this rank's weight \(32\): .*gather_output=False"
+    with pytest.raises(ValueError, match=text):
+        second(first(torch.zeros(3, 1, 8)))
 
 
 NAMELESS: dict[str, Callable[[], nn.Module]] = {
