@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -87,9 +88,19 @@ def error_text(error: Exception) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith("<")
         and not any(Path(frame.filename).is_relative_to(library) for library in libraries)
+        and not _is_pythons(Path(frame.filename))
     ]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
+
+
+def _is_pythons(file: Path) -> bool:
+    """Whether a file is of the standard library; installed packages lie below it, and may be the user's own."""
+    standard = Path(sysconfig.get_path("stdlib"))
+    return file.is_relative_to(standard) and file.relative_to(standard).parts[0] not in (
+        "site-packages",
+        "dist-packages",
+    )
 
 
 def _import(key: str, path: str, module_name: str) -> ModuleType:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.config import Config, load_with
+from shardwise.errors import ConfigError
 
 
-def load_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any], /, **overrides: Any) -> Config:
+def load_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any] | Config, /, **overrides: Any) -> Config:
     """The checked configuration of a recipe, with keys replaced.
 
         load_recipe("llama2-tiny", train={"steps": 100}, parallel={"tensor": 2})
@@ -20,7 +21,8 @@ def load_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any], /, **overrid
     `config.json`. Paths, tuples and numbers of numpy are taken as the text, lists and numbers that YAML would have.
 
     Args:
-        recipe: a shipped recipe's name (`shardwise recipes` lists them), a YAML file, or a mapping of sections.
+        recipe: a shipped recipe's name (`shardwise recipes` lists them), a YAML file, a mapping of sections, or a
+            configuration, of which a changed copy is returned.
         overrides: sections with keys, or dotted keys. docs/configuration.md has all of them.
 
     Returns:
@@ -29,4 +31,8 @@ def load_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any], /, **overrid
     Raises:
         ConfigError: there is no such recipe, or a key or value is wrong; every problem at once, with dotted keys.
     """
-    return load_with(recipe if isinstance(recipe, Mapping) else os.fspath(recipe), overrides)
+    if isinstance(recipe, Config):
+        recipe = recipe.model_dump(mode="json", exclude_unset=True)
+    if not isinstance(recipe, Mapping | str | os.PathLike):
+        raise ConfigError(f"recipe ({recipe!r}) must be a recipe's name, a YAML file or a mapping of sections")
+    return load_with(recipe if isinstance(recipe, Mapping) else str(os.fspath(recipe)), overrides)

@@ -15,7 +15,8 @@ from shardwise.checkpoint_format.places import all_of, locate
 from shardwise.config import Config, config_from, parse_yaml
 from shardwise.errors import ConfigError
 from shardwise.launch import stopping
-from shardwise.launch.environment import keep_own
+from shardwise.launch.environment import is_one_of_several_tasks, keep_own
+from shardwise.launch.tasks import adopt_task
 from shardwise.runlog import RunDirectory
 from shardwise.user_code import given, name_of
 
@@ -129,7 +130,10 @@ def train(
     from shardwise.launch.rank import enter_job
     from shardwise.train.run import run
 
+    _require_arguments(config, run_dir, name, callbacks)
     keep_own()
+    if is_one_of_several_tasks():
+        adopt_task()
     place = enter_job(None)
     world, path = 1 if place is None else place.world, None if run_dir is None else Path(run_dir)
     config, objects = _with_hooks(config, data, loss, optimizer, callbacks)
@@ -146,6 +150,20 @@ def train(
         path = prepare_run(held, config, name, path, place)
         with _signals_restored():
             return Run(run(config, path, name))
+
+
+def _require_arguments(config: object, run_dir: object, name: str, callbacks: object) -> None:
+    problems = []
+    if not isinstance(config, Config):
+        problems.append(f"config ({config!r}) must be a shardwise.Config, as shardwise.load_recipe(RECIPE) returns it")
+    if run_dir is not None and not os.fspath(run_dir):  # type: ignore[call-overload]
+        problems.append("run_dir ('') must be a folder's path; None names a new one")
+    if not name or Path(name).name != name:
+        problems.append(f"name ({name!r}) must be a folder's name without a path; run_dir takes a path")
+    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
+        problems.append(f"callbacks ({callbacks!r}) must be a list, such as [function]")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_own_code(config: Config) -> None:

@@ -24,7 +24,12 @@ def collective() -> Check:
     """Start two ranks on this machine, which sum a tensor: on two accelerators, or on the CPU."""
     from shardwise.launch.local import EndedError, launch
 
-    with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as name:
+    try:
+        made = tempfile.TemporaryDirectory(prefix="shardwise-doctor-")
+    except OSError as error:
+        found = f"temporary files cannot be written: {error.strerror}"
+        return Check("collective", "wrong", found, "set TMPDIR to a folder with room that you can write")
+    with made as name:
         folder = Path(name)
         try:
             launch([sys.executable, "-P", "-m", "shardwise.doctor.collective", name], 2, folder)

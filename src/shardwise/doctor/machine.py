@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardwise.doctor.check import Check, ok
 from shardwise.files import NoLocksError, cache_root, free_bytes, lock, reason_of
 from shardwise.hardware import accelerators, available_memory, cpu_count
-from shardwise.launch.environment import joined, unjoined
+from shardwise.launch.environment import is_one_of_several_tasks, joined, unjoined
 from shardwise.units import counted, size
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Che
             return Check("threads", "warning", found, fix)
         return ok("threads", f"{here}; the ranks share them, as OMP_NUM_THREADS is not set")
     if not value.isdecimal() or int(value) < 1:
-        return Check("threads", "wrong", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
+        return Check("threads", "warning", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
     if int(value) > usable:
         return Check("threads", "warning", f"OMP_NUM_THREADS ({value}) must be at most the CPUs ({usable})", fix)
     return ok("threads", f"{here}; OMP_NUM_THREADS {value}")
@@ -196,4 +196,6 @@ def launcher(variables: Mapping[str, str]) -> Check:
         return Check("launcher", "wrong", problem, mend)
     if place_in_job is not None:
         return ok("launcher", f"this is rank {place_in_job.rank} of {place_in_job.world}")
+    if is_one_of_several_tasks(variables):
+        return ok("launcher", "this is one of several tasks of srun or mpirun, which `shardwise train` joins")
     return ok("launcher", "none: `shardwise train` starts the local ranks itself")

@@ -64,10 +64,16 @@ def joined(variables: Mapping[str, str] = os.environ) -> Rank | None:
 
 def unjoined(variables: Mapping[str, str] = os.environ) -> str | None:
     """Why this process, one of several that a launcher started, cannot join them; None where it is alone."""
-    names = (*_PLACE, *_RENDEZVOUS)
-    missing = [name for name in names if name not in variables]
-    if "RANK" in variables or variables.get("WORLD_SIZE", "1") != "1":
-        return f"{' and '.join(missing)} must be set beside RANK or WORLD_SIZE, as torchrun does" if missing else None
+    if "RANK" not in variables and variables.get("WORLD_SIZE", "1") == "1":
+        return None
+    missing = [name for name in (*_PLACE, *_RENDEZVOUS) if name not in variables]
+    if missing:
+        return f"{' and '.join(missing)} must be set beside RANK or WORLD_SIZE, as torchrun does"
+    for name in _PLACE:
+        if not variables[name].isdecimal():
+            return f"{name} ({variables[name]!r}) must be a whole number, as torchrun sets it"
+    if int(variables["RANK"]) >= int(variables["WORLD_SIZE"]):
+        return f"RANK ({variables['RANK']}) must be less than WORLD_SIZE ({variables['WORLD_SIZE']})"
     return None
 
 

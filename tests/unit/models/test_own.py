@@ -437,7 +437,7 @@ def test_dropout_of_torch_is_refused_under_tensor_parallelism(write: Write) -> N
     dropping = """
     def __init__(self, vocab_size, group=None):
         super().__init__()
-        self.layer = sw.RMSNorm(3, group=group)
+        self.layer = sw.RMSNorm(3, group=group, seed=1, name="layer")
         self.drop = nn.ModuleList(nn.Dropout(p) for p in (0.1, 0.0, 0.2))
     """
     family = write(dropping)
