@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise.api.runs import Run, train
     from shardwise.checkpoint import canonical_tensors
     from shardwise.config import Config
+    from shardwise.errors import ConfigError, RunError, ShardwiseError, StoppedError
     from shardwise.mesh import Group, Mesh
     from shardwise.optim import LAMB, ZeroRedundancyOptimizer
     from shardwise.parallel import (
@@ -43,6 +44,7 @@ __all__ = [
     "LAMB",
     "ColumnParallelLinear",
     "Config",
+    "ConfigError",
     "Dropout",
     "DropoutKey",
     "GQAQKVColumnParallelLinear",
@@ -63,6 +65,9 @@ __all__ = [
     "ReplicatedLinear",
     "RowParallelLinear",
     "Run",
+    "RunError",
+    "ShardwiseError",
+    "StoppedError",
     "ZeroRedundancyOptimizer",
     "canonical_tensors",
     "export_checkpoint",
@@ -80,12 +85,16 @@ _HOME = {
     "LAMB": "shardwise.optim",
     "ZeroRedundancyOptimizer": "shardwise.optim",
     "Config": "shardwise.config",
+    "ConfigError": "shardwise.errors",
     "Group": "shardwise.mesh",
     "Init": "shardwise.placement",
     "Mesh": "shardwise.mesh",
     "Piece": "shardwise.placement",
     "PlacedModule": "shardwise.placement",
     "Run": "shardwise.api.runs",
+    "RunError": "shardwise.errors",
+    "ShardwiseError": "shardwise.errors",
+    "StoppedError": "shardwise.errors",
     "canonical_tensors": "shardwise.checkpoint",
     "export_checkpoint": "shardwise.api.checkpoints",
     "load_checkpoint": "shardwise.api.checkpoints",

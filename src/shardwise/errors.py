@@ -36,7 +36,16 @@ def see(entry: str) -> str:
 
 
 class ShardwiseError(Exception):
-    """An error whose text is for the user: shown without a traceback, and without secrets."""
+    """An error whose text is for the user: the base of all that shardwise raises on purpose.
+
+    The command line shows the text without a traceback. Secrets are hidden in it.
+
+    Args:
+        text: what is wrong and how to mend it.
+
+    Attributes:
+        exit_code: of the command line.
+    """
 
     exit_code = 1
 
@@ -45,7 +54,7 @@ class ShardwiseError(Exception):
 
 
 class RunError(ShardwiseError):
-    """A run that had started and failed (exit code 1)."""
+    """A run that had started and failed (exit code 1); `text` says why."""
 
 
 class LostPeerError(RunError):
@@ -53,13 +62,20 @@ class LostPeerError(RunError):
 
 
 class StoppedError(ShardwiseError):
-    """A run that stopped on request, after it completed a checkpoint (exit code 75: safe to start again)."""
+    """A run that stopped on request, after it completed a checkpoint (exit code 75); `text` says how to continue it."""
 
     exit_code = 75
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """The configuration or the input is wrong and no step was taken (exit code 2); carries every problem found."""
+    """The configuration or the input is wrong and no step was taken (exit code 2). It is a `ValueError` too.
+
+    Args:
+        problems: one, or all that were found.
+
+    Attributes:
+        problems: each in a sentence.
+    """
 
     exit_code = 2
 

@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.checkpoint_format.places import all_of, locate
 from shardwise.config import Config, config_from, parse_yaml
 from shardwise.errors import ConfigError
-from shardwise.launch import stopping
+from shardwise.launch import stdio, stopping
 from shardwise.launch.environment import is_one_of_several_tasks, keep_own
 from shardwise.launch.tasks import adopt_task
 from shardwise.runlog import RunDirectory
@@ -106,7 +106,7 @@ def train(
     is not cut is data parallelism. It starts no processes: `shardwise train` does, on the command line.
 
     Ctrl-C, SIGTERM and `shardwise stop` end the run after the step under way, with a checkpoint. The signal handlers of
-    the program are back afterwards.
+    the program are back afterwards, and so is the output of ranks above 0, which goes to `logs/` while they train.
 
     Args:
         config: as `load_recipe` gives it.
@@ -148,7 +148,7 @@ def train(
         if path is not None and is_finished(held, config, path, place):
             return Run(path)
         path = prepare_run(held, config, name, path, place)
-        with _signals_restored():
+        with stdio.restored(), _signals_restored():
             return Run(run(config, path, name))
 
 

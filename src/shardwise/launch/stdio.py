@@ -7,6 +7,8 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +35,23 @@ def redirect(rank: int, log_path: Path) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     os.close(descriptor)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """After the `with` statement, stdout and stderr go where they went before, whatever was redirected inside."""
+    global _terminal
+    before = [(stream, target, os.dup(target)) for stream, target in ((sys.stdout, 1), (sys.stderr, 2))]
+    try:
+        yield
+    finally:
+        for stream, target, kept in before:
+            stream.flush()
+            os.dup2(kept, target)
+            os.close(kept)
+        if _terminal is not None:
+            os.close(_terminal)
+            _terminal = None
 
 
 def tell_past_log(text: str) -> None:

@@ -77,6 +77,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             if stopped_by is not None:
                 _stop(here, stopped_by, reporter)
             _finish(here, trainer, reporter)
+        comm.barrier(mesh.world)  # a program reads the results on any rank
     leave()
     return here.folder.directory.path
 

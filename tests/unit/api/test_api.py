@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import signal
 import sys
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from torch import nn
 import shardwise
 from shardwise.api import planning, runs
 from shardwise.errors import ConfigError
+from shardwise.launch import guard
 from tests.dist import own_models
 from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command
@@ -133,15 +135,52 @@ events = []
 config = shardwise.load_recipe("small.yaml", parallel={"tensor": 2, "sequence": True})
 for name in ("first", "second"):
     run = shardwise.train(config, run_dir=name, loss=loss, callbacks=[events.append])
-    print([event["loss"] for event in run.metrics()], len(events) > 0)
+    print("loss", run.results()["final_loss"])
 """
 
 
-@pytest.mark.slow
+def test_a_task_of_mpirun_is_a_rank(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each task would train by itself, and write to one folder."""
+    monkeypatch.setattr(guard, "die_with_parent", lambda: None)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "SIZE": "2", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what the task sets is removed afterwards
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match=r"the number of ranks \(2\) must be a multiple of .*4"):
+        shardwise.train(shardwise.load_recipe(recipe, parallel={"tensor": 2, "pipeline": 2}))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "config": ({"config": "llama2-tiny"}, r"config \('llama2-tiny'\) must be a shardwise.Config"),
+    "run_dir": ({"run_dir": ""}, r"run_dir \(''\) must be a folder's path"),
+    "no name": ({"name": ""}, r"name \(''\) must be a folder's name"),
+    "path as name": ({"name": "runs/a"}, r"name \('runs/a'\) must be a folder's name without a path; run_dir takes"),
+    "callbacks": ({"callbacks": print}, r"callbacks \(<built-in function print>\) must be a list"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_arguments_of_a_training_are_refused(case: str, recipe: str) -> None:
+    arguments, text = REFUSED[case]
+    with pytest.raises(ConfigError, match=text):
+        shardwise.train(**{"config": shardwise.load_recipe(recipe), **arguments})
+    assert not Path("runs").exists()
+
+
+def test_a_configuration_is_changed_into_another(recipe: str) -> None:
+    config = shardwise.load_recipe(recipe)
+    assert shardwise.load_recipe(config, train={"steps": 7}) == shardwise.load_recipe(recipe, train={"steps": 7})
+    with pytest.raises(ConfigError, match=r"recipe \(None\) must be a recipe's name"):
+        shardwise.load_recipe(None)  # type: ignore[arg-type]
+
+
 def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     program = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    command("program.py", at=tmp_path, program=program).succeeded()
+    done = command("program.py", at=tmp_path, program=program).succeeded()
+    told = re.findall(r"^loss 5\.", done.out, re.MULTILINE)
+    assert len(told) == 4, "a rank has no results, or what it prints after a training is not seen"
     wanted = [event["loss"] for event in shardwise.train(shardwise.load_recipe(recipe)).metrics()]
     for name in ("first", "second"):
         found = [event["loss"] for event in shardwise.Run(name).metrics()]

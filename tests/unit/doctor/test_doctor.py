@@ -1,5 +1,6 @@
 """`shardwise doctor`: what each check says of a machine that is well, and of one that is not."""
 
+import errno
 import json
 import os
 import socket
@@ -67,8 +68,8 @@ def test_a_package_that_is_not_installed_says_so() -> None:
         ("16", 8, None, "warning", "OMP_NUM_THREADS (16) must be at most the CPUs (8)"),
         ("4", 8, 2.0, "warning", "OMP_NUM_THREADS (4) must be at most the CPUs (2)"),
         (None, 8, 2.0, "warning", "8 CPUs, limited to 2 by cgroup: each rank would start a thread on every CPU"),
-        ("many", 8, None, "wrong", "OMP_NUM_THREADS ('many') must be a whole number above 0"),
-        ("0", 8, None, "wrong", "OMP_NUM_THREADS ('0') must be a whole number above 0"),
+        ("many", 8, None, "warning", "OMP_NUM_THREADS ('many') must be a whole number above 0"),
+        ("0", 8, None, "warning", "OMP_NUM_THREADS ('0') must be a whole number above 0"),
     ],
 )
 def test_threads(value: str | None, cpus: int, limit: float | None, status: str, text: str) -> None:
@@ -124,6 +125,7 @@ def test_accelerators_that_a_run_would_not_use(tmp_path: Path, monkeypatch: pyte
 def test_variables_of_a_launcher_that_is_not_there() -> None:
     assert machine.launcher({}).status == "ok"
     assert machine.launcher({"WORLD_SIZE": "2"}).status == "wrong"
+    assert "several tasks of srun or mpirun" in machine.launcher({"OMPI_COMM_WORLD_SIZE": "2"}).found
     assert machine.memory(2**20).status == "warning"
 
 
@@ -135,6 +137,16 @@ def test_a_collective_that_fails_is_told_without_a_traceback(monkeypatch: pytest
     found = ranks.collective()
     assert (found.status, found.found) == ("wrong", "rank 1 failed: RuntimeError: connection refused")
     assert "GLOO_SOCKET_IFNAME" in found.mend
+
+
+def test_no_room_for_temporary_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", full)
+    found = ranks.collective()
+    assert (found.status, found.found) == ("wrong", "temporary files cannot be written: No space left on device")
+    assert found.mend.startswith("set TMPDIR")
 
 
 def test_two_ranks_sum_a_tensor() -> None:

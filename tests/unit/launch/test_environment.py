@@ -65,5 +65,7 @@ def test_a_place_that_is_half_given_is_refused() -> None:
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert unjoined({}) is None
     assert unjoined(torchrun) is None
+    assert unjoined({**torchrun, "RANK": "2"}) == "RANK (2) must be less than WORLD_SIZE (2)"
+    assert unjoined({**torchrun, "LOCAL_RANK": "b"}) == "LOCAL_RANK ('b') must be a whole number, as torchrun sets it"
     del torchrun["LOCAL_RANK"]
     assert (unjoined(torchrun) or "").startswith("LOCAL_RANK must be set")
