@@ -101,9 +101,8 @@ def text(results: dict[str, Any]) -> str:
         f"The measured model is a GPT-2 XL with {model['num_hidden_layers']} blocks and a width of "
         f"{model['hidden_size']}, but with all {model['num_attention_heads']} heads and {model['vocab_size']:,} "
         f"tokens. It has {results['parameters']:,} parameters in mixed precision (bfloat16 weights, float32 gradients, "
-        "masters and moments). The memory is that of live tensors after two steps, on the rank with most. It agrees with "
-        "what `shardwise.cost` expects "
-        f"{agreement}.\n"
+        "masters and moments). The memory is that of live tensors after two steps, on the rank with most. It agrees "
+        f"with what `shardwise.cost` expects {agreement}.\n"
         f"{describe(results['environment'])}"
     )
 
