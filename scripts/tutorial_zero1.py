@@ -98,10 +98,11 @@ def text(results: dict[str, Any]) -> str:
     columns = ("on each rank", *KINDS, "together", "expected", "of ZeRO-1 off")
     return (
         f"{Table(columns, rows).markdown()}\n\n"
-        f"Measured on a GPT-2 XL of {model['num_hidden_layers']} layers, {model['hidden_size']} wide, with its own "
-        f"{model['num_attention_heads']} heads and {model['vocab_size']:,} tokens: {results['parameters']:,} "
-        "parameters in mixed precision (bfloat16 weights, float32 gradients, masters and moments). Memory of live "
-        f"tensors after two steps, of the rank with most. It is what `shardwise.cost` expects, {agreement}.\n"
+        f"The measured model is a GPT-2 XL with {model['num_hidden_layers']} blocks and a width of "
+        f"{model['hidden_size']}, but with all {model['num_attention_heads']} heads and {model['vocab_size']:,} "
+        f"tokens. It has {results['parameters']:,} parameters in mixed precision (bfloat16 weights, float32 gradients, "
+        "masters and moments). The memory is that of live tensors after two steps, on the rank with most. It agrees "
+        f"with what `shardwise.cost` expects {agreement}.\n"
         f"{describe(results['environment'])}"
     )
 

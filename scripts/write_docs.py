@@ -27,33 +27,45 @@ _BEGIN, _END = "<!-- tested:begin -->\n", "<!-- tested:end -->\n"
 INTRODUCTION = """\
 # Configuration
 
-All keys of a recipe. `shardwise train RECIPE key=value …` overrides them. The keys of `model` have
-[a page of their own](model-keys.md). `make pages` writes both pages from the code.
+This page lists all keys of a recipe except those of `model`, which have [a page of their own](model-keys.md). Set a
+key in the recipe, or on the command line: `shardwise train RECIPE key=value …`. The default `required` means that a
+recipe must set the key, and `derived` that the default depends on other keys. `make pages` writes both pages from the
+code.
 
-**In an editor**: `shardwise recipes --schema > recipe.schema.json` writes the JSON Schema of recipes. Make
-`# yaml-language-server: $schema=recipe.schema.json` the first line of a recipe beside it. Then editors that use the
-YAML language server (VS Code with the YAML extension, Neovim, Emacs, Helix) complete keys, show their meaning and mark
-wrong values. `shardwise train --dry-run` also checks what depends on several keys, such as whether a layout divides the
-heads.
+**In an editor**: `shardwise recipes --schema > recipe.schema.json` writes the JSON Schema of recipes. Put the line
+`# yaml-language-server: $schema=recipe.schema.json` at the top of a recipe in the same folder. Then editors that use
+the YAML language server (VS Code with the YAML extension, Neovim, Emacs, Helix) complete keys, show their meaning and
+mark wrong values. `shardwise train --dry-run` also checks rules about several keys together, such as whether
+`parallel.tensor` divides the number of heads.
 """
 
 MODEL_INTRODUCTION = """\
 # Keys of the model
 
-The keys of the section `model`, for each family. The other sections are in [Configuration](configuration.md).
-`make pages` writes this page from the code.
+This page lists the keys of the section `model` for each family of models. The other sections are in
+[Configuration](configuration.md). The default `required` means that a recipe must set the key, and `derived` that the
+default depends on other keys. `make pages` writes this page from the code.
 """
 
 NOTES = {
     "model": """\
-`model.config=PATH` reads a Hugging Face `config.json`, or the folder that holds one, in place of the recipe's model; \
-`model.*` keys given with it change single values. A field that no family here supports is an error that names it.""",
+`model.config=PATH` takes the model from a Hugging Face `config.json`, or from the folder that holds one, in place of
+the recipe's model. `model.*` keys that are given with it change single values. A file with a field that no family here
+supports is refused, and the message names the field.""",
+    "precision": """\
+[Precision](precision.md) says which dtype each mode has for what.""",
+    "hooks": """\
+[Hooks](hooks.md) says what each function and class is called with, and what it must return.""",
+    "launch": """\
+`launch.timeout` is for every run; all other keys are for `shardwise submit` ([several machines](cluster.md)).""",
     "optimizer": """\
-No step has a learning rate of 0. Step s of the warmup has `lr · s / warmup_steps`, so its last step has `lr`; without \
-warmup, step 1 has it. The decay would reach `min_lr` one step after the run's last. With `constant_steps`, step \
-`train.steps - constant_steps + 1` is the first with `min_lr`, and all later ones have it too. The table has rates of \
-100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0: here, in `transformers`, and in NeMo as \
-neuronx-nemo-megatron has it.
+No step of the warmup or the decay has a learning rate of 0. Step s of the warmup has the rate `lr · s / warmup_steps`,
+so the last step of the warmup has `lr`; without warmup, step 1 has `lr`. The decay would reach `min_lr` one step after
+the last step of the run. With `constant_steps`, the decay ends earlier: the last `constant_steps` steps of the run all
+have `min_lr`, which is 0 by default.
+
+The table compares the rates of a run of 100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0: those of shardwise
+(`cosine`, `linear`), of `transformers` (`get_…_with_warmup`), and of NeMo as neuronx-nemo-megatron has it.
 
 | rate of step | 1 | 2 | 10 | 11 | 80 | 81 | 99 | 100 |
 |---|---|---|---|---|---|---|---|---|
@@ -65,15 +77,17 @@ neuronx-nemo-megatron has it.
 | `cosine`, `constant_steps=20` | 0.1000 | 0.2000 | 1.0000 | 0.9995 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
 | NeMo's, `constant_steps=20` | 0.0909 | 0.1818 | 0.9091 | 1.0000 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
 
-- `transformers` begins with an update of rate 0. Its step s + 1, in a run of one step more, has the rate that step s \
-has here. Without warmup, all rates are the same.
-- NeMo's warmup reaches the peak one step later than its `warmup_steps` says. If `optimizer.warmup_steps` is larger by \
-1, all rates are the same, with and without `constant_steps`. Without warmup, they are the same as it is. In \
-NVIDIA's own NeMo, a run with `constant_steps` begins with an update of rate 0, as in `transformers`.""",
+- The first update of `transformers` has the rate 0. In a run that is one step longer, its step s + 1 has the rate that
+  step s has here. Without warmup, all rates are equal to those here.
+- NeMo's warmup reaches the peak one step later than its `warmup_steps` says. To get NeMo's rates, with or without
+  `constant_steps`, set `optimizer.warmup_steps` to NeMo's number plus 1. Without warmup, all rates are equal to those
+  here. In NVIDIA's own NeMo, the first update of a run with `constant_steps` has the rate 0, as in `transformers`.""",
 }
 
 
 def default_of(field: FieldInfo) -> str:
+    if field.default_factory is dict:
+        return "`{}`"
     if field.default_factory is not None:
         return "derived"
     if field.default is PydanticUndefined:

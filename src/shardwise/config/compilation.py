@@ -30,14 +30,14 @@ class CompileConfig(Section):
     cache_dir: Path | None = Field(
         default=None,
         strict=False,
-        description="the folder of compiled graphs, which runs and `shardwise compile` share; null = compile in "
-        "$SHARDWISE_CACHE or ~/.cache/shardwise",
+        description="the folder of compiled graphs, which runs and `shardwise compile` share; null = the folder "
+        "`compile` in $SHARDWISE_CACHE or ~/.cache/shardwise",
     )
     cache_gib: float = Field(
         default=20.0,
         gt=0,
-        description="most that the folder holds, in GiB: the graphs that were used longest ago are removed",
+        description="largest size of that folder in GiB; above it, the graphs that were used longest ago are removed",
     )
     require_cached: bool = Field(
-        default=False, description="refuse to train, before the first step, where a graph is not in that folder"
+        default=False, description="refuse to train, before the first step, if a graph is not in that folder"
     )

@@ -40,13 +40,13 @@ class DataConfig(Section):
         default=None,
         min_length=1,
         description="your own text file, .jsonl, .parquet or a directory of them; a directory that save_to_disk of "
-        "datasets wrote; the PREFIX of a Megatron PREFIX.bin and PREFIX.idx; or BERT's HDF5 shards: one, their folder "
-        "or a glob",
+        "the library datasets wrote; the PREFIX of a Megatron PREFIX.bin and PREFIX.idx; or BERT's HDF5 shards: one, "
+        "their folder or a glob",
     )
     blend: tuple[float | str, ...] | None = Field(
         default=None,
         strict=False,
-        description="weights and prefixes of several Megatron data sets, in turn: [0.7, PREFIX, 0.3, PREFIX2]",
+        description="weights and prefixes of several Megatron data sets, alternating: [0.7, PREFIX, 0.3, PREFIX2]",
     )
     format: Literal["auto", "text", "jsonl", "parquet", "datasets", "megatron", "hdf5"] = Field(
         default="auto",
@@ -56,50 +56,53 @@ class DataConfig(Section):
     text_key: str = Field(
         default="text",
         min_length=1,
-        description="the field of a .jsonl, or the column of a .parquet or data set, that holds the text; a column of "
-        "lists of integers holds tokens; without a column of text, it is input_ids",
+        description="the field of a .jsonl, or the column of a .parquet or data set, that holds the text; in a data "
+        "set it may hold tokens (lists of integers) instead, and if it has no column text, input_ids is read",
     )
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="your own: a tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt, the folder "
-        "of one, or a hub id (ID or ID@REVISION); null = byte-level BPE of model.vocab_size trained on the data, "
-        "and none where the data are tokens",
+        description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt, the folder of one, "
+        "or a hub id (ID or ID@REVISION); null = a byte-level BPE of model.vocab_size that is trained on the data, or "
+        "none if the data are tokens",
     )
     split: str = Field(
         default="95,5",
-        description="weights of the training and evaluation parts, and of a test part of Megatron data and of HDF5 "
-        "shards: 980,10,10; or a data set's own splits for these parts: train,validation,test",
+        description="weights of the training and evaluation parts; Megatron data and HDF5 shards may have a test part "
+        "too: 980,10,10; or the names of a data set's own splits for these parts: train,validation,test",
     )
     streaming: bool = Field(
         default=False,
-        description="tokenize text during training, for data too large to prepare: text files, .jsonl, .parquet, "
-        "save_to_disk or a hub data set, with a tokenizer",
+        description="tokenize text during training, for data that are too large to prepare: text files, .jsonl, "
+        ".parquet, save_to_disk or a hub data set; needs data.tokenizer",
     )
     shuffle_buffer: int = Field(
         default=SHUFFLE_BUFFER,
         gt=0,
-        description="documents of a stream that are in memory and shuffled at once; evaluations read at most this many",
+        description="documents of a stream that are held in memory and shuffled together; an evaluation reads at most "
+        "this many",
     )
     masked_fraction: float = Field(
         default=MASKED_FRACTION,
         gt=0,
         le=1,
-        description="part of a sequence's tokens that BERT predicts; HDF5 shards are masked already",
+        description="fraction of a sequence's tokens that BERT predicts; no effect on HDF5 shards, which are masked "
+        "already",
     )
     max_predictions: int | None = Field(
         default=None,
         gt=0,
-        description="most tokens of a sequence that BERT predicts; null = ⌈masked_fraction × sequence length⌉",
+        description="the most tokens that BERT predicts in a sequence; null = ⌈masked_fraction × sequence length⌉",
     )
     append_eod: bool | None = Field(
         default=None,
-        description="close each document of text by the tokenizer's end of document; null = the family's own: true, "
-        "and for bert, whose sentences are paired, neither key may be set",
+        description="append the tokenizer's end-of-document token to each document of text; null = true; must be null "
+        "for bert, whose sentences are paired",
     )
     prepend_bos: bool | None = Field(
         default=None,
-        description="begin each document of text with the tokenizer's begin of text, such as <s>; null = false",
+        description="put the tokenizer's begin-of-text token, such as <s>, before each document of text; null = "
+        "false; must be null for bert",
     )
     eod_mask_loss: bool = Field(
         default=False, description="the token after the end of a document is not predicted (causal models)"
@@ -119,7 +122,7 @@ class DataConfig(Section):
     workers: int = Field(
         default=1,
         ge=1,
-        description="threads that read ahead, each a global batch, on one rank of each tensor-parallel group",
+        description="threads that read data ahead, one global batch each, on one rank of each tensor-parallel group",
     )
 
     @field_validator("blend", mode="before")

@@ -114,7 +114,7 @@ class Qwen2Config(DecoderConfig):
 
 
 class Qwen3Config(DecoderConfig):
-    """Qwen3: a Llama with RMSNorm of each query and key head."""
+    """Qwen3: a Llama with RMSNorm on each query and key head."""
 
     query_key_norm: ClassVar[NormedWidth] = "head"
     mlp_bias: ClassVar[bool] = False
@@ -126,7 +126,7 @@ class Qwen3Config(DecoderConfig):
 
 
 class Olmo2Config(DecoderConfig):
-    """OLMo 2: a Llama with RMSNorm of what attention and MLP add, and of queries and keys over all heads at once."""
+    """OLMo 2: a Llama with RMSNorm on the outputs of attention and MLP, and on queries and keys over all heads."""
 
     norm_place: ClassVar[NormPlace] = "output"
     query_key_norm: ClassVar[NormedWidth] = "all_heads"
@@ -138,7 +138,7 @@ class Olmo2Config(DecoderConfig):
 
 
 class SmolLM3Config(DecoderConfig):
-    """SmolLM3: a Llama of which some blocks, every fourth by default, have no rotary positions."""
+    """SmolLM3: a Llama in which some blocks, every fourth by default, have no rotary positions."""
 
     derived: ClassVar[tuple[str, ...]] = (*DecoderConfig.derived, "no_rope_layers")
 
@@ -152,7 +152,7 @@ class SmolLM3Config(DecoderConfig):
         default_factory=lambda data: every_nth_without_rope(4, data.get("num_hidden_layers", 1)),
         strict=False,
         examples=[[1, 1, 1, 0]],
-        description="for each block 1 with rotary positions, 0 without; default: every fourth has none",
+        description="for each block: 1 = with rotary positions, 0 = without; default: every fourth block has none",
     )
 
     @model_validator(mode="before")

@@ -238,18 +238,20 @@ class GPTConfig(MultiHeadConfig):
     )
     max_position_embeddings: _LearnedPositions = 1024
     tie_word_embeddings: Tied = True
-    activation_function: GELUName = Field(default="gelu_new", description=f"of the feed-forward layer: {_GELUS}")
+    activation_function: GELUName = Field(
+        default="gelu_new", description=f"activation of the feed-forward layer: {_GELUS}"
+    )
     layer_norm_epsilon: _NormEpsilon = 1e-5
     embd_pdrop: float = Field(default=0.1, ge=0, lt=1, description="dropout of the embeddings")
-    resid_pdrop: float = Field(default=0.1, ge=0, lt=1, description="dropout of what attention and MLP add")
+    resid_pdrop: float = Field(default=0.1, ge=0, lt=1, description="dropout of the outputs of attention and MLP")
     attn_pdrop: ProbabilityDropout = 0.1
     ffn_dropout: _FeedForwardDropout = 0.0
 
 
 class GPTNeoXConfig(MultiHeadConfig):
-    """GPT-NeoX and Pythia: partly rotary heads, attention and feed-forward layer side by side, biases.
+    """GPT-NeoX and Pythia: partly rotary heads, attention and feed-forward layer in parallel, biases.
 
-    Older Hugging Face files spell rope_theta as rotary_emb_base; that is read too.
+    Older Hugging Face files call rope_theta rotary_emb_base; this name is read too.
     """
 
     fused_query_key_value: ClassVar[bool] = True
@@ -268,17 +270,22 @@ class GPTNeoXConfig(MultiHeadConfig):
     family: Literal["gpt_neox"] = Field(description="the architecture")
     max_position_embeddings: Longest = 2048
     tie_word_embeddings: Tied = False
-    hidden_act: GELUName = Field(default="gelu", description=f"of the feed-forward layer: {_GELUS}")
+    hidden_act: GELUName = Field(default="gelu", description=f"activation of the feed-forward layer: {_GELUS}")
     layer_norm_eps: _NormEpsilon = 1e-5
-    rotary_pct: float = Field(default=0.25, gt=0, le=1, description="leading part of each head that is rotary")
+    rotary_pct: float = Field(
+        default=0.25, gt=0, le=1, description="fraction of each head's dimensions, the first ones, that are rotary"
+    )
     rope_theta: RotaryBase = 10000.0
     rope_scaling: RopeScaling = None
     use_parallel_residual: bool = Field(
         default=True,
-        description="attention and MLP read the same x, both add to it; false = one after the other",
+        description="attention and MLP read the same input, and both outputs are added to it; false = MLP reads the "
+        "result of attention",
     )
     attention_bias: AttentionBias = True
-    hidden_dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout of embeddings, attention and MLP")
+    hidden_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="dropout of the embeddings and of the outputs of attention and MLP"
+    )
     attention_dropout: ProbabilityDropout = 0.0
     ffn_dropout: _FeedForwardDropout = 0.0
 
@@ -324,12 +331,19 @@ class BertConfig(MultiHeadConfig):
     tie_word_embeddings: Literal[True] = Field(default=True, description="the masked-token head shares the embedding")
     type_vocab_size: int = Field(default=2, gt=0, description="token types: first and second sentence")
     pad_token_id: int = Field(
-        default=0, ge=0, description="padding token, whose embedding learns through the output head alone"
+        default=0,
+        ge=0,
+        description="id of the padding token, whose embedding gets gradients only through the output head",
     )
-    hidden_act: GELUName = Field(default="gelu", description=f"of the feed-forward layer and head: {_GELUS}")
+    hidden_act: GELUName = Field(
+        default="gelu", description=f"activation of the feed-forward layer and of the head: {_GELUS}"
+    )
     layer_norm_eps: _NormEpsilon = 1e-12
     hidden_dropout_prob: float = Field(
-        default=0.1, ge=0, lt=1, description="dropout of embeddings, attention and feed-forward layer"
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="dropout of the embeddings and of the outputs of attention and feed-forward layer",
     )
     attention_probs_dropout_prob: ProbabilityDropout = 0.1
 

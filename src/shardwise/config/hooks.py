@@ -14,27 +14,30 @@ class HooksConfig(Section):
 
     data: str | None = Field(
         default=None,
-        description="package.module:Name, called with (config, part), gives the samples of a part instead of data.path",
+        description="package.module:Name of a function or class; called with (config, part), it returns the samples "
+        "of that part, in place of data.path",
     )
     loss: str | None = Field(
         default=None,
-        description="package.module:Name, called with (logits, targets), gives the sum of the targets' losses",
+        description="package.module:Name of a function; called with (logits, targets), it returns the sum of the "
+        "targets' losses",
     )
     optimizer: str | None = Field(
         default=None,
-        description="package.module:Name, an elementwise class of torch.optim's kind, in place of optimizer.name",
+        description="package.module:Name of an optimizer class that updates each element by itself, in place of "
+        "optimizer.name",
     )
     optimizer_options: dict[str, Any] = Field(
         default_factory=dict,
         examples=[{"momentum": 0.9}],
-        description="arguments of that class that no key of the section optimizer gives",
+        description="further arguments of that class, beside those that keys of the section optimizer give",
     )
     callbacks: tuple[str, ...] = Field(
         default=(),
         strict=False,
         examples=["[package.module:Name]"],
-        description="functions, or classes that are made without arguments: on rank 0 each is called with every event "
-        "that metrics.jsonl gets; if one returns True the run is asked to stop",
+        description="package.module:Name of functions, or of classes that are made without arguments; on rank 0 each "
+        "is called with every event that metrics.jsonl gets; if one returns True, the run is asked to stop",
     )
 
     @property

@@ -19,25 +19,26 @@ class LaunchConfig(Section):
     timeout: float = Field(
         default=600.0,
         gt=0,
-        description="seconds after which a rank gives up a collective that another rank does not call; the preparation "
-        "of data is not bounded",
+        description="seconds after which a rank gives up a collective that another rank does not call; the "
+        "preparation of data has no time limit",
     )
     nodes: int | str | None = Field(
         default=None,
         examples=["2-4"],
-        description="machines of a submitted job, or the fewest and the most of them; null = --nodes must be given",
+        description="number of machines of a submitted job, or the fewest and the most of them, such as 2-4; null = "
+        "--nodes must be given",
     )
     ranks_per_node: int | None = Field(
         default=None,
         gt=0,
         description="ranks on each machine; null = one for each GPU of launch.gres, or of the partition's machines; "
-        "where there are none, one copy of the model over all machines",
+        "if they have no GPUs, the ranks of one copy of the model are divided over all machines",
     )
     max_restarts: int = Field(
         default=100,
         ge=0,
         description="how often a submitted job starts again after a crash or a time limit while its newest checkpoint "
-        "stays the same; what SLURM ends, by preemption or as a machine is lost, is not counted",
+        "stays the same; starts after a preemption or the loss of a machine are not counted",
     )
     partition: str | None = Field(default=None, description="SLURM's partition; null = the cluster's default")
     account: str | None = Field(default=None, description="SLURM's account; null = the user's default")
@@ -48,7 +49,7 @@ class LaunchConfig(Section):
     )
     constraint: str | None = Field(default=None, description="features that the machines must have")
     gres: str | None = Field(
-        default=None, examples=["gpu:8", "gpu:h100:8"], description="what SLURM reserves on each machine"
+        default=None, examples=["gpu:8", "gpu:h100:8"], description="what SLURM reserves on each machine, such as gpu:8"
     )
     exclusive: bool = Field(default=True, description="give the job whole machines")
     warning_seconds: int = Field(
@@ -64,8 +65,8 @@ class LaunchConfig(Section):
     environment: dict[str, str] = Field(
         default_factory=dict,
         examples=[{"NCCL_DEBUG": "WARN"}],
-        description="environment variables of the job, which its script shows; it also inherits those of your shell, "
-        "where secrets belong",
+        description="environment variables of the job, which its script shows; the job also inherits the variables of "
+        "your shell, where secrets belong",
     )
 
     @field_validator("partition", "account", "constraint", "gres", mode="after")

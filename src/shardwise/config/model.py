@@ -28,16 +28,21 @@ class OwnConfig(Section):
     family: str = Field(pattern=r"^\w+(\.\w+)*:\w+$", description="your class: package.module:Class")
     vocab_size: int = Field(gt=0, description="rows of the embedding and of the output head")
     max_position_embeddings: int | None = Field(
-        default=None, gt=0, description="longest sequence, checked against train.sequence_length; null = any"
+        default=None, gt=0, description="longest sequence; train.sequence_length must not exceed it; null = any"
     )
     num_attention_heads: int | None = Field(
         default=None, gt=0, description="query heads, which parallel.tensor must divide; null = not checked"
     )
     num_key_value_heads: int | None = Field(
-        default=None, gt=0, description="key and value heads, checked likewise; null = as many as query heads"
+        default=None,
+        gt=0,
+        description="key and value heads, which parallel.tensor must divide or be a multiple of; null = as many as "
+        "query heads",
     )
     intermediate_size: int | None = Field(
-        default=None, gt=0, description="width of the feed-forward layer, checked likewise; null = not checked"
+        default=None,
+        gt=0,
+        description="width of the feed-forward layer, which parallel.tensor must divide; null = not checked",
     )
 
 

@@ -54,27 +54,26 @@ class ParallelConfig(Section):
     virtual_stages: int | None = Field(
         default=None,
         gt=0,
-        description="stages on each rank; null = 1 with gpipe and 1f1b, which have no others, else 2",
+        description="stages on each rank; null = 1 with gpipe and 1f1b, which allow no other number, else 2",
     )
     stages: tuple[int, ...] | None = Field(
         default=None,
         strict=False,
         examples=[[7, 7, 7, 7]],
-        description="blocks of each stage, first to last; null = balanced by work, or equal parts if the schedule has "
-        "several stages on a rank",
+        description="number of blocks of each stage, first to last; null = divided by compute cost, or equally if the "
+        "schedule has several stages on a rank",
     )
     vocab_multiple: int = Field(
         default=1,
         gt=0,
-        description="a rank's rows of embedding and output head are padded to a multiple of this; padding is no "
-        "parameter and has neither probability nor gradient",
+        description="the rows of the embedding and of the output head on each rank are padded to a multiple of this; "
+        "padding rows are not parameters and have neither probability nor gradient",
     )
-
     tensor_overlap: TensorOverlap | None = Field(
         default=None,
-        description="how the collectives of tensor-parallel layers run behind their matmuls: pieces = a quarter of the "
-        "sequence at a time, symmetric_memory = by torch's CUDA operators over NVLink, with sequence; null = in turn "
-        "with them; no effect with TP 1",
+        description="how tensor-parallel layers communicate behind their matmuls: pieces = a quarter of the sequence "
+        "at a time, symmetric_memory = by torch's CUDA operators over NVLink, needs sequence; null = they communicate "
+        "first, then compute; no effect with TP 1",
     )
 
     @property
@@ -104,24 +103,24 @@ class TrainConfig(Section):
     )
     global_batch: int = Field(
         gt=0,
-        description="sequences per optimizer step, over all ranks; or N per M ranks, which becomes a number when a new "
-        "run starts, and stays that when it is resumed by the same rule on other ranks",
+        description="sequences per optimizer step, over all ranks; or a rule, N per M ranks, from which the start of "
+        "a new run computes the number; resumed with the same rule, a run keeps its number on any ranks",
     )
     batch_rule: str | None = Field(
         default=None,
-        description="the rule that gave global_batch its number, as a run stores it; a rule is given as global_batch",
+        description="the rule that gave global_batch its number, as a run stores it; to set a rule, use global_batch",
     )
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
     recompute: Recompute = Field(
         default="none",
-        description="what the backward pass recomputes: selective = the attention core, full = each block",
+        description="what the backward pass computes again: selective = the attention core, full = each block",
     )
     dropout_mode: DropoutMode = Field(
         default="fast",
-        description="fast = masks from each rank's generator; invariant = the same masks in every layout, which takes "
-        "more time and memory",
+        description="fast = masks from each device's generator; invariant = the same masks in every layout, which "
+        "takes more time and memory",
     )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
@@ -174,22 +173,22 @@ class OptimizerConfig(Section):
     lr: float = Field(gt=0, description="peak learning rate")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warmup; the last of them has lr")
-    constant_steps: int = Field(default=0, ge=0, description="the last steps of the run, after the decay, have min_lr")
+    constant_steps: int = Field(default=0, ge=0, description="steps at the run's end, after the decay, with min_lr")
     schedule: Literal["linear", "cosine", "constant"] = Field(default="cosine", description="decay after the warmup")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="the two averaging factors")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay of the two moments")
     eps: float = Field(
         default_factory=lambda data: 1e-6 if data.get("name") == "lamb" else 1e-8,
         gt=0,
         description="added to the denominator; default: 1e-8, and 1e-6 with lamb",
     )
     max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
-    zero: Literal[0, 1] = Field(default=1, description="1 shards optimizer state over data parallelism (ZeRO-1)")
+    zero: Literal[0, 1] = Field(default=1, description="1 = shard optimizer state over data parallelism (ZeRO-1)")
     bucket_mib: float | None = Field(
         default=None,
         gt=0,
-        description="MiB of gradients that are reduced at once; null = √(gradients · data-parallel ranks · 1 MiB, "
-        "or 1/8 MiB on CPUs), at least 1",
+        description="MiB of gradients that are reduced at once; null = √(MiB of gradients · data-parallel ranks · 1 "
+        "on accelerators, 1/8 on CPUs), at least 1",
     )
 
     @field_validator("zero", mode="before")
@@ -243,13 +242,13 @@ class PrecisionConfig(Section):
         default=None,
         description="mixed = bfloat16 with float32 masters; null = float32 on CPU, mixed on accelerators",
     )
-    gradient: DtypeName | None = Field(default=None, description="accumulated gradients; null = the mode's own")
-    reduce: DtypeName | None = Field(default=None, description="gradient reduction; null = the mode's own")
-    optimizer: DtypeName | None = Field(default=None, description="masters and moments; null = the mode's own")
+    gradient: DtypeName | None = Field(default=None, description="dtype of gradient sums; null = the mode's own")
+    reduce: DtypeName | None = Field(default=None, description="dtype of gradient reduction; null = the mode's own")
+    optimizer: DtypeName | None = Field(default=None, description="dtype of masters and moments; null = the mode's own")
     rounding: Rounding | None = Field(
         default=None,
-        description="how the update rounds bfloat16 masters and moments: stochastic = up or down at random so that the "
-        "mean is kept, with bits that are the same in every layout; null = stochastic with mode bfloat16, else nearest",
+        description="how the update rounds bfloat16 masters and moments: stochastic = up or down at random so that "
+        "the mean is kept, by the same random bits in every layout; null = stochastic with mode bfloat16, else nearest",
     )
 
     @model_validator(mode="after")
@@ -276,7 +275,7 @@ class PrecisionConfig(Section):
 class CheckpointConfig(Section):
     """When a run is saved, what is kept, and where weights and training state come from."""
 
-    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 = none by steps")
+    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 = no checkpoints by steps")
     every_minutes: float | None = Field(
         default=30.0,
         gt=0,
@@ -289,14 +288,14 @@ class CheckpointConfig(Section):
     memory_every: int | None = Field(
         default=None,
         ge=0,
-        description="steps between copies of the state in the memory of its nodes, from which ranks that start again "
-        "continue; 0 = none; null = checkpoint.every in a submitted job, else none",
+        description="steps between copies of the state in the memory of the nodes, from which ranks continue when "
+        "they start again; 0 = no copies; null = checkpoint.every in a submitted job, else no copies",
     )
     memory_share: float = Field(
         default=0.2,
         gt=0,
         le=1,
-        description="the most of a node's memory that these copies may take; where they need more there are none",
+        description="largest fraction of a node's memory that these copies may take; if they need more, there are none",
     )
     resume: Literal["auto"] | int = Field(
         default="auto",
@@ -312,8 +311,8 @@ class CheckpointConfig(Section):
     buffer_mib: float | None = Field(
         default=None,
         gt=0,
-        description="host memory in MiB into which each rank copies what it saves, while training waits; with less "
-        "memory it waits longer; null = enough for all",
+        description="host memory in MiB into which each rank copies what it saves, while training waits; a smaller "
+        "buffer makes training wait longer; null = enough for all",
     )
     load: str | None = Field(
         default=None,
@@ -321,7 +320,7 @@ class CheckpointConfig(Section):
         description="weights to start from: a checkpoint, a run's folder or a folder of checkpoints (the newest one; a "
         "path or a URL), a Hugging Face folder or a hub id; null = drawn from train.seed",
     )
-    revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id")
+    revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id in load")
 
     @field_validator("resume", mode="before")
     @classmethod
@@ -356,8 +355,8 @@ class LogConfig(Section):
     every: int | None = Field(
         default=None,
         gt=0,
-        description="steps between records in metrics.jsonl, ranks/ and TensorBoard, and between lines of progress "
-        "where there is no terminal; null = a record of each step, and about 20 lines a run; the last step has both",
+        description="steps between records in metrics.jsonl, ranks/ and TensorBoard, and between lines of progress if "
+        "there is no terminal; null = a record of each step, and about 20 lines a run; the last step has both",
     )
     drift_every: int = Field(
         default=100, ge=0, description="steps between comparisons of replicated parameters over ranks; 0 = never"
