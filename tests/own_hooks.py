@@ -42,6 +42,15 @@ def mean_of_each(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
     return logits_SBV.mean(dim=0)
 
 
+def without_gradient(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
+    return cross_entropy(logits_SBV, targets_SB).detach()
+
+
+def mean_that_changes_its_targets(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
+    targets_SB[0] = -100
+    return cross_entropy(logits_SBV, targets_SB) / targets_SB.numel()
+
+
 def fails(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
     raise ValueError("I have no heart")
 

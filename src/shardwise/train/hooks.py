@@ -61,7 +61,7 @@ def use_loss(model: nn.Module, config: Config) -> None:
 
     def loss(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
         try:
-            value = function(logits_SBV, targets_SB)
+            value = function(logits_SBV, targets_SB.clone())  # which it may change in place
         except Exception as error:
             if devices.is_out_of_memory(error):
                 raise
@@ -72,6 +72,11 @@ def use_loss(model: nn.Module, config: Config) -> None:
             )
             raise ConfigError(
                 f"hooks.loss ({path}) must return the sum of its targets' losses, one number, not {shown}"
+            )
+        if logits_SBV.requires_grad and not value.requires_grad:
+            raise ConfigError(
+                f"hooks.loss ({path}) must return a loss with a gradient, and this one has none: leave out detach(), "
+                "item() and torch.no_grad()"
             )
         return value
 

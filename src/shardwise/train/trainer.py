@@ -161,12 +161,13 @@ class Trainer:
             self.reporter.captured(settled)
 
     def _warn_of_a_mean(self, record: StepRecord) -> None:
-        """Warn that a model of the user's own may return a mean: its first loss is far below that of a guess."""
+        """Warn that a model or a loss of the user's own may return a mean: the first loss is far below a guess's."""
         model, guess = self.config.model, math.log(self.config.model.vocab_size)
-        if self.reporter is not None and isinstance(model, OwnConfig) and record.step == 1 and record.loss < guess / 10:
+        own = f"forward of {model.family}" if isinstance(model, OwnConfig) else self.config.hooks.loss
+        if self.reporter is not None and own is not None and record.step == 1 and record.loss < guess / 10:
             self.reporter.warning(
                 f"the first loss ({record.loss:.3g}) is far below that of a guess, ln(model.vocab_size) ({guess:.3g}): "
-                f"forward of {model.family} must return the sum of its targets' losses, not their mean"
+                f"{own} must return the sum of its targets' losses, not their mean"
                 f"{see('training#first-loss-too-low')}"
             )
 

@@ -231,11 +231,21 @@ def test_keys_that_leave_no_place_for_a_hook(sections: dict[str, Any], problem: 
 
 
 @pytest.mark.parametrize(("name", "problem"), [("mean_of_each", "one number, not torch.float32 of shape"),
+                                               ("without_gradient", "must return a loss with a gradient, and this one"),
                                                ("fails", "failed: ValueError: I have no heart")])  # fmt: skip
 def test_a_loss_that_gives_no_sum_ends_the_run(recipe: str, name: str, problem: str) -> None:
     config = shardwise.load_recipe(recipe, hooks={"loss": f"{HERE}:{name}"}, train={"eval_every": 0})
     with pytest.raises(ConfigError, match=rf"hooks.loss \(tests.own_hooks:{name}\) .*{problem}"):
         shardwise.train(config)
+
+
+def test_a_loss_may_change_its_targets_and_a_mean_is_warned_of(recipe: str) -> None:
+    config = shardwise.load_recipe(recipe, train={"eval_every": 0, "stop_after": 1})
+    run = shardwise.train(config, loss=own_hooks.mean_that_changes_its_targets)
+    told = [event["text"] for event in run.metrics("warning")]
+    assert any(
+        f"{HERE}:mean_that_changes_its_targets must return the sum of its targets' losses" in text for text in told
+    )
 
 
 def test_a_run_goes_on_with_its_hooks_alone() -> None:
