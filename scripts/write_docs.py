@@ -53,7 +53,7 @@ NOTES = {
 the recipe's model. `model.*` keys that are given with it change single values. A file with a field that no family here
 supports is refused, and the message names the field.""",
     "precision": """\
-[Precision](precision.md) says which dtype each mode has for what.""",
+[Precision](precision.md) says which dtype each mode has for weights, gradients, masters and moments.""",
     "hooks": """\
 [Hooks](hooks.md) says what each function and class is called with, and what it must return.""",
     "launch": """\

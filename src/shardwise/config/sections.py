@@ -104,7 +104,7 @@ class TrainConfig(Section):
     global_batch: int = Field(
         gt=0,
         description="sequences per optimizer step, over all ranks; or a rule, N per M ranks, from which the start of "
-        "a new run computes the number; resumed with the same rule, a run keeps its number on any ranks",
+        "a new run computes the number; resumed with the same rule, a run keeps the number on any ranks",
     )
     batch_rule: str | None = Field(
         default=None,
@@ -176,7 +176,7 @@ class OptimizerConfig(Section):
     constant_steps: int = Field(default=0, ge=0, description="steps at the run's end, after the decay, with min_lr")
     schedule: Literal["linear", "cosine", "constant"] = Field(default="cosine", description="decay after the warmup")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay of the two moments")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay rates of the two moments")
     eps: float = Field(
         default_factory=lambda data: 1e-6 if data.get("name") == "lamb" else 1e-8,
         gt=0,
