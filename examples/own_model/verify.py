@@ -10,8 +10,7 @@ import torch.distributed as dist
 from plain import Decoder as Plain
 from sharded import Decoder as Sharded
 
-from shardwise import Mesh, ZeroRedundancyOptimizer
-from shardwise.checkpoint import canonical_tensors
+from shardwise import Mesh, ZeroRedundancyOptimizer, canonical_tensors
 
 SIZES = {
     "vocab_size": 301,
@@ -51,8 +50,14 @@ for _ in range(10):
         dist.all_reduce(found, group=mesh.dp.process_group)
     worst = max(worst, abs(found.item() / mesh.dp.size / wanted.item() - 1))
 
+weights, apart = plain.state_dict(), {}
+for name, whole in canonical_tensors(sharded):  # a wrong gradient shows in the weight before it does in the loss
+    apart[name] = ((whole - weights[name]).norm() / weights[name].norm()).item()
+name = max(apart, key=apart.__getitem__)
+
 if mesh.world.rank == 0:
     print(f"{mesh}: loss {wanted.item():.4f}, the two differ by at most {worst:.1e}")
+    print(f"the weight that differs most: {name}, by {apart[name]:.1e}")
 if dist.is_initialized():
     dist.destroy_process_group()
-sys.exit(0 if worst <= 1e-5 else "the two models are not the same")
+sys.exit(0 if worst <= 1e-5 and apart[name] <= 1e-3 else "the two models are not the same")
