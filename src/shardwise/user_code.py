@@ -78,7 +78,7 @@ def accepts(function: Callable[..., Any], *arguments: object, **options: object)
     return True
 
 
-def error_text(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
     """The error, and where the user's own code raised it."""
     libraries = [Path(__file__).parent]
     if (torch := sys.modules.get("torch")) is not None and torch.__file__:

@@ -107,7 +107,8 @@ def test_a_rank_that_raises_is_heard_and_not_its_peers_time_outs(tmp_path: Path)
     failed = shardwise("train", miniature(tmp_path), *LONG, at=tmp_path, timeout=SECONDS, PYTHONPATH=path)
     err = failed.failed(1)
     assert err == (
-        "shardwise: rank 1 failed: RuntimeError: the disk of rank 1 is on fire\ntraceback: run/logs/rank-0001.log\n"
+        f"shardwise: rank 1 failed: RuntimeError: the disk of rank 1 is on fire ({hook / 'sitecustomize.py'}, line 8)\n"
+        "traceback: run/logs/rank-0001.log\n"
     ), "the user must read the cause alone, not what the other ranks met because of it"
     assert 'raise RuntimeError("the disk of rank 1 is on fire")' in (tmp_path / "run/logs/rank-0001.log").read_text()
     assert len(json_lines(tmp_path / "run/ranks/rank-0001.jsonl")) == 3

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from shardwise import comm
 from shardwise.checkpoint import canonical_tensors
 from shardwise.checkpoint.load import load_hugging_face
 from shardwise.config import Config, load_config
@@ -23,6 +25,7 @@ from shardwise.data import make_batches, prepare
 from shardwise.models import build_model
 from tests.arch.source import ROOT, config_fields
 from tests.dist import dense
+from tests.dist.test_llama import gradients_of
 from tests.e2e.command import ALONE, Outcome, metrics, shardwise
 
 EXAMPLE = ROOT / "examples" / "own_model"
@@ -79,6 +82,12 @@ def test_keys_and_links_of_the_page_exist() -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", PAGE)
     assert links
     assert all((ROOT / "docs" / link).exists() for link in links)
+
+
+def test_the_page_shows_the_recipe_as_it_is() -> None:
+    (block,) = blocks("yaml", STEPS)
+    shown, whole = (yaml.safe_load(text) for text in (block, (ROOT / RECIPE).read_text(encoding="utf-8")))
+    assert shown == {section: whole[section] for section in shown}
 
 
 def test_the_page_shows_verify_as_it_is() -> None:
@@ -152,6 +161,8 @@ def test_verify_compares_both_models(followed: Followed) -> None:
     for text in said:
         (worst,) = re.findall(r"differ by at most (\S+)", text)
         assert float(worst) <= 1e-5
+        (worst,) = re.findall(r"whose change differs most: \S+, by (\S+)", text)
+        assert float(worst) <= 1e-3
 
 
 def test_what_is_known_is_exact_and_the_rest_is_not_invented(followed: Followed) -> None:
@@ -223,6 +234,39 @@ def plain(config: Config) -> nn.Module:
 
 
 # ---- the optional parts of the page
+
+
+def gradients_of_the_page(code: str, tensor: int, sequence: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """On this rank: the output of the page's layers, whole, and their canonical gradients."""
+    scope: dict[str, Any] = {}
+    exec(compile(code, "own-model-options.md", "exec"), scope)
+    group = dense.mesh(tensor).tp
+    options = {"group": group, "sequence_parallel_enabled": sequence}
+    layers = nn.ModuleDict(
+        {"attention": scope["Attention"]("attention", 32, 4, 2, options), "scale": scope["Scale"](32, group, sequence)}
+    )
+    dense.fill(layers)
+    x_SBH, dy_SBH = (
+        whole.chunk(group.size)[group.rank] if sequence else whole
+        for whole in (dense.random(seed, 8, 2, 32) for seed in (1, 2))
+    )
+    y_SBH = layers["scale"](layers["attention"](x_SBH))
+    y_SBH.backward(dy_SBH)
+    whole = comm.all_gather(y_SBH.detach(), group).view(8, 2, 32) if sequence else y_SBH.detach()
+    return whole, gradients_of(layers)
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), [(2, False), (2, True), (4, True)])
+def test_the_layers_of_the_page_compute_the_same_at_any_degree(tensor: int, sequence: bool, ranks: Any) -> None:
+    """With more ranks than key heads too."""
+    code = "".join(blocks("python", OPTIONAL))
+    wanted, gradients = gradients_of_the_page(code, 1, False)
+    assert {"attention.k.weight", "attention.q_norm.weight", "attention.temperature", "scale.weight"} <= set(gradients)
+    for y, found in dense.run(ranks, tensor, gradients_of_the_page, code, tensor, sequence):
+        assert dense.error(y, wanted) < 1e-5
+        assert set(found) == set(gradients)
+        errors = {name: dense.error(found[name], gradients[name]) for name in gradients}
+        assert max(errors.values()) < 1e-5, errors
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from shardwise.checkpoint_format.places import all_of, locate
 from shardwise.config import Config, config_from, parse_yaml
 from shardwise.errors import ConfigError
 from shardwise.launch import stdio, stopping
-from shardwise.launch.environment import is_one_of_several_tasks, keep_own
+from shardwise.launch.environment import Rank, is_one_of_several_tasks, keep_own
+from shardwise.launch.rank import enter_job
 from shardwise.launch.tasks import adopt_task
 from shardwise.runlog import RunDirectory
 from shardwise.user_code import given, name_of
@@ -127,14 +128,10 @@ def train(
     from shardwise.cli.claim import is_finished, prepare_run
     from shardwise.cli.train import with_batch
     from shardwise.config import check_layout
-    from shardwise.launch.rank import enter_job
     from shardwise.train.run import run
 
     _require_arguments(config, run_dir, name, callbacks)
-    keep_own()
-    if is_one_of_several_tasks():
-        adopt_task()
-    place = enter_job(None)
+    place = _join()
     world, path = 1 if place is None else place.world, None if run_dir is None else Path(run_dir)
     config, objects = _with_hooks(config, data, loss, optimizer, callbacks)
     config = with_batch(config, world, path)
@@ -150,6 +147,14 @@ def train(
         path = prepare_run(held, config, name, path, place)
         with stdio.restored(), _signals_restored():
             return Run(run(config, path, name))
+
+
+def _join() -> Rank | None:
+    """The place of this process in the job that a launcher started; None where it is alone."""
+    keep_own()
+    if is_one_of_several_tasks():
+        adopt_task()
+    return enter_job(None)
 
 
 def _require_arguments(config: object, run_dir: object, name: str, callbacks: object) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from shardwise import user_code
 from shardwise.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError, see
 from shardwise.launch import guard, stdio, stopping
 from shardwise.launch.ending import what_is_saved
@@ -125,7 +126,7 @@ def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path |
         text = "the reader of the output has closed it"
     else:
         where = f"traceback: {log}" if _write_traceback(error, log) else "".join(traceback.format_exception(error))
-        text = f"rank {rank} failed: {type(error).__name__}: {error}\n{where}"
+        text = f"rank {rank} failed: {user_code.error_text(error)}\n{where}"
     return Failure(rank, text, RunError.exit_code)
 
 

@@ -14,7 +14,7 @@ It also gets
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any, cast
@@ -27,6 +27,7 @@ from shardwise import device as devices
 from shardwise.config import Config, OwnConfig
 from shardwise.errors import ConfigError, listing, nearest_name, see
 from shardwise.mesh import Group
+from shardwise.parallel import Dropout
 from shardwise.placement import of, placements
 from shardwise.user_code import error_text, load
 
@@ -82,7 +83,7 @@ def build_own(
         _move(model, device)
     if "dtype" not in constructor.names:
         model.to(dtype=dtype)
-    problems = _parameter_problems(model, group)
+    problems = [*_parameter_problems(model, group), *_dropout_problems(model, group)]
     if problems:
         raise ConfigError([f"model.family ({config.model.family}): {text}" for text in problems])
     return model
@@ -217,7 +218,7 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
     dtype_of = {path: str(p.dtype).removeprefix("torch.") for path, p in model.named_parameters()}
     odd = [f"{path} ({dtype})" for path, dtype in dtype_of.items() if dtype not in _STORED]
     unplaced = [path for path, p in trainable.items() if group.size > 1 and of(p) is None]
-    alike = [path for path, m in model.named_modules() if group.size > 1 and isinstance(m, nn.Dropout) and m.p]
+    alone = [path for path, p in trainable.items() if (record := of(p)) and record.group.size != group.size]
     names = Counter(name for _, _, record in placements(model) for name in {piece.name for piece in record.pieces})
     parameters = dict(model.named_parameters(remove_duplicate=False))
     problems = {
@@ -225,12 +226,36 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
         "persistent=False": odd,
         f"parallel.tensor ({group.size}) needs layers of shardwise, or shardwise.make_parameter, for {{}}: nothing "
         "says which part of them a rank holds": unplaced,
-        f"parallel.tensor ({group.size}) needs shardwise.Dropout in place of torch.nn.Dropout for {{}}, which would "
-        "drop the same elements of each rank's part": alike,
+        f"parallel.tensor ({group.size}) needs group=group, which the constructor is given, in the layers of {{}}: "
+        "they were made without it": alone,
         "several parameters have the name {}: give their layers other names": [
             name for name, count in names.items() if count > 1
         ],
         "a checkpoint holds parameters only, and {} would be lost: register them with persistent=False, or as "
         "parameters": [name for name in model.state_dict() if name not in parameters],
     }
+    return _told(problems)
+
+
+def _dropout_problems(model: nn.Module, group: Group) -> list[str]:
+    """Dropout that would not drop, or would drop the same elements at several places."""
+    ours = {path: module for path, module in model.named_modules() if isinstance(module, Dropout) and module.p}
+    plain = [path for path, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]
+    takes_key = "dropout" in signature(model.forward).parameters
+    places = Counter((module.place.layer, module.place.site) for module in ours.values())
+    problems = {
+        f"parallel.tensor ({group.size}) needs shardwise.Dropout in place of torch.nn.Dropout for {{}}, which would "
+        "drop the same elements of each rank's part": plain if group.size > 1 else [],
+        "forward must take dropout, the step's key, and give it to {}, which drop nothing without it": []
+        if takes_key
+        else list(ours),
+        "{} must have a layer and a site of their own, or they draw one mask": [
+            path for path, module in ours.items() if places[module.place.layer, module.place.site] > 1
+        ],
+    }
+    return _told(problems)
+
+
+def _told(problems: Mapping[str, Sequence[str]]) -> list[str]:
+    """Each text with its paths, if there are any."""
     return [text.format(listing(paths, most=_SHOWN)) for text, paths in problems.items() if paths]

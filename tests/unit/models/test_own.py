@@ -448,6 +448,37 @@ def test_dropout_of_torch_is_refused_under_tensor_parallelism(write: Write) -> N
     assert isinstance(build(config(family)), nn.Module), "alone it has the whole of each activation"
 
 
+def test_a_layer_without_the_group_is_refused_under_tensor_parallelism(write: Write) -> None:
+    """It would train, and no checkpoint of it could be saved."""
+    family = write("""
+    def __init__(self, vocab_size, group=None):
+        super().__init__()
+        self.norm = sw.RMSNorm(3)
+        self.last = sw.RMSNorm(3, group=group, seed=1, name="last")
+""")
+    assert unbuildable(config(family), pretend_group(0, 2)) == (
+        "model.family (mine:Model): parallel.tensor (2) needs group=group, which the constructor is given, in the "
+        "layers of norm.weight: they were made without it"
+    )
+    assert isinstance(build(config(family)), nn.Module)
+
+
+def test_dropout_without_its_key_or_a_place_of_its_own_is_refused(write: Write) -> None:
+    dropping = """
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.drop = nn.ModuleList(sw.Dropout(p, layer=0, site=s) for p, s in ((0.1, 0), (0.0, 0), (0.2, 1), (0.2, 1)))
+    """
+    with pytest.raises(ConfigError) as caught:
+        build(config(write(dropping)))
+    assert caught.value.problems == [
+        "model.family (mine:Model): forward must take dropout, the step's key, and give it to drop.0, drop.2 and "
+        "drop.3, which drop nothing without it",
+        "model.family (mine:Model): drop.2 and drop.3 must have a layer and a site of their own, or they draw one mask",
+    ]
+
+
 def test_two_parameters_of_one_name_would_be_saved_once(write: Write) -> None:
     same = """
     def __init__(self, vocab_size):
