@@ -53,13 +53,14 @@ def _target(page: Path, link: str) -> str:
     if not shown.exists():
         shown.parent.mkdir(parents=True, exist_ok=True)
         shown.write_text(_listing(original) if original.is_dir() else _shown(original), encoding="utf-8")
+        if original.is_dir():
+            _relink(shown)  # each of its files gets a page
     return os.path.relpath(shown, page.parent)
 
 
 def _listing(folder: Path) -> str:
-    files = sorted(path.name for path in folder.iterdir() if path.is_file() and path.suffix == ".md")
-    others = sorted(path.name for path in folder.iterdir() if path.is_file() and path.suffix == ".py")
-    lines = [f"- [{name}]({name})" for name in files] + [f"- `{name}`" for name in others]
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".md", *_LANGUAGES))
+    lines = [f"- [{name}]({name})" for name in names]
     return f"# {folder.relative_to(ROOT)}\n\n" + "\n".join(lines) + "\n"
 
 

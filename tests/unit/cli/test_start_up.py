@@ -28,6 +28,8 @@ finally:
 """
 MOST_CALLS = {"--help": 28_500, "recipes": 215_000, "train quickstart --dry-run": 336_000, "ls": 90_000}
 """Of functions, compiled before; with Python 3.11 there are a few thousand fewer."""
+OF_NEWER_PYTHONS = 7_000
+"""From Python 3.14 on argparse also asks for the colours of a terminal."""
 SLOW = ("torch", "numpy", "tokenizers", "safetensors", "fsspec", "transformers", "rich", "multiprocessing", "asyncio")
 
 
@@ -47,7 +49,8 @@ def started(arguments: list[str], tmp_path: Path) -> tuple[int, set[str]]:
 @pytest.mark.parametrize("arguments", MOST_CALLS)
 def test_a_command_starts_with_little(arguments: str, tmp_path: Path) -> None:
     calls, packages = started(arguments.split(), tmp_path)
-    assert calls <= MOST_CALLS[arguments], f"{calls:,} calls of functions"
+    most = MOST_CALLS[arguments] + (OF_NEWER_PYTHONS if sys.version_info >= (3, 14) else 0)
+    assert calls <= most, f"{calls:,} calls of functions"
     assert not packages & set(SLOW), "what takes long is imported"
 
 

