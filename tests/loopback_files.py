@@ -14,12 +14,14 @@ class Server:
         requests: (method, first byte asked for) of each.
         fails_at: from which byte on it answers with an error.
         waits_at: from which byte on it sends nothing until `goes_on` is set.
+        reported: the length that it reports of the file, where it is another; and that it gives no parts.
         status: what it answers, where that is not 200.
     """
 
     def __init__(self, content: bytes) -> None:
         self.content, self.etag, self.ranges, self.status = content, '"first"', True, 200
         self.requests: list[tuple[str, int]] = []
+        self.reported: int | None = None
         self.fails_at: int | None = None
         self.waits_at: int | None = None
         self.goes_on = threading.Event()
@@ -70,8 +72,11 @@ def serve(content: bytes) -> Iterator[Server]:
                 found = found[start:stop]
             else:
                 self.send_response(200)
+            if state.reported is not None:
+                self.send_header("Accept-Ranges", "none")
             self.send_header("ETag", state.etag)
-            self.send_header("Content-Length", str(len(found)))
+            length = len(found) if body or state.reported is None else state.reported
+            self.send_header("Content-Length", str(length))
             self.end_headers()
             if body:
                 if state.waits_at is not None and start >= state.waits_at:

@@ -29,6 +29,12 @@ def no_evaluation(config: Config, part: str) -> list[list[int]] | None:
     return None if part == "eval" else [[1, 2, 3]] * 8
 
 
+def torn(config: Config, part: str) -> list[list[int]]:
+    if part == "eval":
+        raise OSError("no disk is there")
+    return [[1, 2, 3]] * 8
+
+
 def wrong_ids(config: Config, part: str) -> list[list[int]]:
     return [[1, config.model.vocab_size]] * 8
 
@@ -95,6 +101,13 @@ class Recorder:
 
     def __call__(self, event: dict[str, Any]) -> None:
         self.heard.append(event["event"])
+
+
+class Broken:
+    def __init__(self) -> None:
+        raise RuntimeError("no room")
+
+    def __call__(self, event: dict[str, Any]) -> None: ...
 
 
 def stop_at_2(event: dict[str, Any]) -> bool:

@@ -40,7 +40,7 @@ def test_own_file_gives_the_same_device(tmp_path: Path) -> None:
     [
         (("memory_gb: 80", "memory_gb: -80"), r"memory_gb \(-80\) must be a number from 0.1 to 10,000"),
         (("matmul_share: 0.8", "matmul_share: 1.2"), r"matmul_share \(1.2\) must be a number from 0.01 to 1"),
-        (("processors: 132", "processors: .nan"), r"processors \(nan\) must be a whole number"),
+        (("processors: 132", "processors: .nan"), r"processors \(\.nan\) must be a whole number"),
         (("float32_tflops: 67", ""), "float32_tflops is missing"),
         (("name: Our GPU", "name: Our GPU\nmemory: 80"), "memory is no figure of a device"),
     ],
@@ -48,6 +48,21 @@ def test_own_file_gives_the_same_device(tmp_path: Path) -> None:
 def test_impossible_figures_are_refused(change: tuple[str, str], message: str, tmp_path: Path) -> None:
     path = tmp_path / "ours.yaml"
     path.write_text(OWN.replace(*change))
+    with pytest.raises(ConfigError, match=message):
+        load_device(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"name: [Our GPU\nmemory_gb: 80\n", r"ours\.yaml is not valid YAML: .* \(line 2, column 10\)"),
+        (b"name: a\nname: b\n", r"ours\.yaml, line 2: name is given twice"),
+        (b"name: \xff\n", r"ours\.yaml must be a text file in UTF-8"),
+    ],
+)
+def test_a_file_that_cannot_be_read_as_yaml_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         load_device(str(path))
 

@@ -191,3 +191,10 @@ def test_files_with_facts_of_nothing_are_no_graphs(tmp_path: Path) -> None:
         archive.write(path, path.name)
     with pytest.raises(ConfigError, match="in it is no graph"):
         GraphCache(tmp_path).take_in(tmp_path / "exported")
+
+
+def test_a_graph_that_could_not_be_found_again_is_told(tmp_path: Path, work: Path) -> None:
+    cache = GraphCache(tmp_path / "cache")
+    with pytest.raises(OSError, match=r"\.zip was written and cannot be read"):
+        cache.store({"torch": "2.13.0"}, work, [work / "ab/code.so"])
+    assert cache.entries() == []

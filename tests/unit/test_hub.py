@@ -1,5 +1,6 @@
 """Hub ids are fetched once, through the hub's own protocol; what goes wrong is told in one sentence."""
 
+import errno
 import hashlib
 import json
 import os
@@ -347,3 +348,26 @@ def test_files_are_known_by_their_hashes(tmp_path: Path) -> None:
     assert hub.drop_damaged(tmp_path / "snapshot") == [tmp_path / "snapshot/deeper/cut off"]
     assert {path.name for path in (tmp_path / "blobs").iterdir()} == set(names.values()) - {names["cut off"]}
     assert hub.drop_damaged(tmp_path / "snapshot") == []
+
+
+def test_a_path_is_no_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/wiki").mkdir(parents=True)
+    told = r"data\.dataset \(data/wiki\) must be python or tiny or a hub id, it is a path: set data\.path=data/wiki"
+    with pytest.raises(ConfigError, match=told):
+        hub.place_of_dataset("data/wiki", ("python", "tiny"))
+
+
+def test_a_disk_without_room_for_what_is_fetched_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    download = hub.HubFiles.download
+
+    def full(wanted: hub.HubFiles, *, local_files_only: bool = False) -> Path:
+        if local_files_only:
+            return download(wanted, local_files_only=True)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hub.HubFiles, "download", full)
+    with pytest.raises(
+        ConfigError, match=r"\(acme/tiny\) cannot be fetched from http.* into .*: No space left on device"
+    ):
+        hub.resolve("acme/tiny", cached=False)

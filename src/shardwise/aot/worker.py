@@ -43,7 +43,7 @@ def main() -> None:
     layout = check_layout(config, job.world)
     compilation = play(config, layout, device, job.unit, training=job.training, only_capture=job.only_capture)
     if not compilation.graphs:
-        raise RunError(f"{job.unit} was not called")
+        raise RunError(f"{job.unit} was not called: a forward pass of the model must call each of its blocks")
 
 
 def play(

@@ -23,6 +23,7 @@ from shardwise.errors import ConfigError, listing
 from shardwise.hub import INDEX, SINGLE, indexed
 from shardwise.storage.chunks import READ_BYTES, ChunkedReader
 from shardwise.storage.root import DamageError, Root, StoreError
+from shardwise.units import size
 
 _MAX_INDEX_BYTES = 2**26
 _DIGITS = re.compile(r"(\d+)")
@@ -168,6 +169,9 @@ def _weight_files(folder: Root) -> tuple[str, ...]:
             f"{folder} must be a checkpoint (with {MANIFEST}) or have safetensors weights ({SINGLE} or {INDEX}): "
             f"it has {holds}"
         )
-    if index.size() > _MAX_INDEX_BYTES:
-        raise ConfigError(f"{index} is no index of safetensors files: it is too long")
+    if (length := index.size()) > _MAX_INDEX_BYTES:
+        raise ConfigError(
+            f"{index} ({size(length)}) must be an index of safetensors files, which has at most "
+            f"{size(_MAX_INDEX_BYTES)}"
+        )
     return tuple(indexed(index.read(), folder, lambda name: (folder / name).exists()))

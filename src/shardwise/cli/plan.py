@@ -237,7 +237,7 @@ def _within(config: Config, device: str, seconds: float, budget: str, fixed: set
         if found.plans and found.plans[0].seconds <= seconds:
             output.progress(f"{units.counted(nodes, 'node')} of {on.per_node} train it in {budget}")
             return search(config, on, best=_SHOWN, fixed=fixed)
-    best = "nothing fits" if fastest is None else f"{fastest.seconds / _DAY:,.1f} days on {fastest.cluster}"
+    best = "nothing fits" if fastest is None else f"{units.duration(fastest.seconds)} on {fastest.cluster}"
     raise ConfigError(f"--budget ({budget}) must be longer: the shortest training found takes {best}")
 
 

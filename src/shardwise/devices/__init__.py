@@ -14,9 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from shardwise.config import DtypeName
+from shardwise.config import DtypeName, parse_yaml
 from shardwise.errors import ConfigError, listing
 
 _FOLDER = Path(__file__).parent
@@ -168,12 +166,9 @@ def parse_device(key: str, text: str, where: str) -> Device:
     """The device that a YAML text describes; `where` names the text in errors.
 
     Raises:
-        ConfigError: with every figure that is missing, unknown or impossible.
+        ConfigError: it is no YAML; or with every figure that is missing, unknown or impossible.
     """
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} must be YAML: {str(error).splitlines()[0]}") from None
+    values = parse_yaml(text, where)
     flat, problems = _flat(values if isinstance(values, dict) else {}), []
     constants = {f"constants.{one}": limits for one, limits in CONSTANTS.items()}
     known = {*_RANGES, *_TEXTS, *constants, "type"}

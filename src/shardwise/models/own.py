@@ -21,9 +21,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import device as devices
+from shardwise._torch_private import has_data
 from shardwise.config import Config, OwnConfig
 from shardwise.errors import ConfigError, listing, nearest_name, see
 from shardwise.mesh import Group
@@ -80,27 +81,46 @@ def build_own(
             f"model.family ({config.model.family}) cannot be built: {error_text(error)}{see('runs#own-code-fails')}"
         ) from error
     if "device" not in constructor.names:
-        _move(model, device)
+        _to(model, device=device)
     if "dtype" not in constructor.names:
-        model.to(dtype=dtype)
+        _to(model, dtype=dtype)
     problems = [*_parameter_problems(model, group), *_dropout_problems(model, group)]
     if problems:
         raise ConfigError([f"model.family ({config.model.family}): {text}" for text in problems])
     return model
 
 
-def _move(model: nn.Module, device: torch.device | str | None) -> None:
-    """`model.to(device)`, after which modules that shared a parameter share it still.
+def _to(model: nn.Module, **to: Any) -> None:
+    """`model.to(**to)`, after which modules that shared a parameter share it still.
 
-    To an accelerator that is not CUDA torch may make the parameters of each module anew.
+    To an accelerator that is not CUDA torch may make the parameters of each module anew. Tensors without data
+    (`fake_tensors`), to which torch itself refers, it cannot convert in place: they are made anew here.
     """
     named = list(model.named_parameters(remove_duplicate=False))
-    model.to(device=device)
+    are_real = all(has_data(parameter) for _, parameter in named)
+    if are_real:
+        model.to(**to)
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for name, before in named:
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        setattr(module, leaf, moved.setdefault(before, getattr(module, leaf)))
+        now = getattr(module, leaf) if are_real else _parameter_without_data(before, to)
+        setattr(module, leaf, moved.setdefault(before, now))
+    for name, buffer in [] if are_real else list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, _tensor_without_data(buffer, to))
+
+
+def _parameter_without_data(parameter: nn.Parameter, to: dict[str, Any]) -> nn.Parameter:
+    made = nn.Parameter(_tensor_without_data(parameter.detach(), to), requires_grad=parameter.requires_grad)
+    if (record := of(parameter)) is not None:
+        cast(Any, made).placement = record
+    return made
+
+
+def _tensor_without_data(tensor: Tensor, to: dict[str, Any]) -> Tensor:
+    """As `Module.to` does, whole numbers keep their dtype."""
+    return tensor.to(**to) if "dtype" not in to or tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 # ---- the class

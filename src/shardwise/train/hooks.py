@@ -143,9 +143,9 @@ class Told(JsonLines):
     """
 
     def __init__(self, path: Path, config: Config) -> None:
-        super().__init__(path)
-        self._run = path.parent
         self._callbacks = [(name, _made(name, callback)) for name, callback in _callbacks(config)]
+        super().__init__(path)  # no file is left open, or behind, where a callback cannot be made
+        self._run = path.parent
 
     def write(self, record: Mapping[str, Any]) -> None:
         super().write(record)

@@ -314,8 +314,7 @@ class Trainer:
 
         The loss is the sum over the objectives; the perplexity is that of the first, which predicts tokens.
         """
-        if self.evaluation is None:
-            raise RunError("there is no evaluation part: give data.split a second weight")
+        assert self.evaluation is not None, "where train.eval_every asks for evaluations, data without them are refused"
         self.progress.phase = "evaluation"
         self.optimizer.gathers.wait()
         rounds = self.feed.evaluation(self.layout.accumulation(self.config.train))

@@ -18,7 +18,7 @@ from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint_format.folders import step_name
 from shardwise.config import Config
-from shardwise.errors import RunError
+from shardwise.errors import RunError, listing
 from shardwise.mesh import Mesh
 from shardwise.storage.root import Root
 from shardwise.testing import canonical_weights, gradient_errors, random_text, step_with_gradients
@@ -167,14 +167,21 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
     reference, trainer = Reference.load(folder), make_trainer(config, cell)
     weights, gradients, losses, checkpoint = first_half(trainer, target)
     later = continued(config, cell, source)
-    here = _of_tensors(weights, gradients, reference)
-    every = comm.all_gather_objects((set(weights), here), trainer.mesh.world)
-    if set().union(*(names for names, _ in every)) != set(reference.weights):
-        raise RunError("the tensors of the model are not those of one process")
-    (of_weights, weight), (of_gradients, gradient) = (max(each[kind] for _, each in every) for kind in range(2))
+    _require_same_names(set(weights), set(reference.weights), trainer.mesh)
+    every = comm.all_gather_objects(_of_tensors(weights, gradients, reference), trainer.mesh.world)
+    (of_weights, weight), (of_gradients, gradient) = (max(each[kind] for each in every) for kind in range(2))
     early = loss_difference(losses, reference.losses[: len(losses)])
     late = loss_difference(later, reference.losses)
     return Differences(of_weights, early, of_gradients, late, weight, gradient), checkpoint
+
+
+def _require_same_names(here: set[str], wanted: set[str], mesh: Mesh) -> None:
+    """Raise RunError on every rank unless the tensors of all ranks are those of the reference. Collective."""
+    found = set[str]().union(*comm.all_gather_objects(here, mesh.world))
+    if found != wanted:
+        differing = [("lack", sorted(wanted - found)), ("have", sorted(found - wanted))]
+        told = " and ".join(f"{verb} {listing(names, most=3)}" for verb, names in differing if names)
+        raise RunError(f"the tensors of the model must be those of one process: they {told}")
 
 
 def _of_tensors(

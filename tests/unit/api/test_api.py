@@ -3,8 +3,10 @@
 import inspect
 import json
 import re
+import shutil
 import signal
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ from torch import nn
 
 import shardwise
 from shardwise.api import planning, runs
-from shardwise.errors import ConfigError
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
+from shardwise.errors import ConfigError, RunError
 from shardwise.launch import guard
+from shardwise.storage.root import Root
 from tests.dist import own_models
 from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command
@@ -268,3 +272,27 @@ def test_another_model_is_refused_with_every_mismatch(tmp_path: Path) -> None:
     assert "1.weight" in str(caught.value)
     with pytest.raises(ConfigError, match="there is nothing of that name"):
         shardwise.load_checkpoint(tmp_path / "nothing", other)
+
+
+def test_a_folder_of_weights_is_no_checkpoint_of_a_loop(tmp_path: Path) -> None:
+    saved = shardwise.save_checkpoint(tmp_path / "saved", *parts(0), step=1)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/config.json").write_text("{}")
+    shutil.copy(Path(saved) / "model.safetensors", tmp_path / "weights")
+    with pytest.raises(ConfigError, match="weights must be a checkpoint of shardwise: it is a folder of weights"):
+        shardwise.load_checkpoint(tmp_path / "weights", parts(0)[0])
+
+
+def test_a_checkpoint_that_lacks_its_optimizers_states_is_refused(tmp_path: Path) -> None:
+    saved = Root.of(shardwise.save_checkpoint(tmp_path, *parts(0), step=1))
+    changed = replace(Manifest.read(saved), optimizer={"states": ["momentum"], "steps": 1})
+    (saved / MANIFEST).write(changed.to_json().encode())
+    with pytest.raises(ConfigError, match=r"names the states of an optimizer that it does not hold: .*'momentum'"):
+        shardwise.load_checkpoint(tmp_path, *parts(0))
+
+
+def test_a_checkpoint_that_could_not_be_read_again_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.checkpoint_format.manifest.MAX_MANIFEST_VALUES", 10)
+    with pytest.raises(RunError, match="could not be read again: of its manifest it must have at most 10 values, and"):
+        shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
+    assert not (tmp_path / "step-00000001").exists()

@@ -120,6 +120,7 @@ def change_tensor(**values: object) -> Callable[[dict[str, Any]], object]:
 
 
 CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no mapping of a file": (lambda plain: plain["files"].append(3), "files must be JSON objects"),
     "parent": (change_file(path="../secret"), "must be a plain name"),
     "absolute": (change_file(path="/etc/passwd"), "must be a plain name"),
     "inner parent": (change_file(path="optimizer/../../x"), "must be a plain name"),

@@ -109,6 +109,12 @@ def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
         Export(Root.of(tmp_path))
 
 
+def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoints", tensors={"model": {}})
+    with pytest.raises(ConfigError, match=rf"{folder} must hold weights: it has none"):
+        Export(folder)
+
+
 @pytest.mark.parametrize("kind", ["weights", "masters", "config", "truncated"])
 def test_damage_is_told_and_nothing_is_left(tmp_path: Path, kind: str) -> None:
     folder = write_checkpoint(tmp_path / "checkpoints", ranks=2)

@@ -1,12 +1,19 @@
 """`shardwise compile`: what it refuses, and what it does without a compiler."""
 
+import io
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from shardwise.aot import worker
+from shardwise.aot.job import Job
 from shardwise.cli import main
 from shardwise.cli.compile import _threads
-from shardwise.config import Layout
+from shardwise.compilation.units import BLOCK
+from shardwise.config import Layout, load_config
+from shardwise.errors import RunError
 from shardwise.graph_cache import GraphCache
 
 FACTS = {
@@ -101,3 +108,26 @@ def test_the_cache_is_shown_shipped_and_emptied(tmp_path: Path, capsys: pytest.C
     assert "1 graph of all" in capsys.readouterr().out
     assert main(["compile", "--list"]) == 0
     assert "block (training)" in capsys.readouterr().out
+
+
+class Idle(nn.Module):
+    """A model of the user's own whose blocks take no part."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+        self.weight = nn.Parameter(torch.ones(vocab_size))
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
+        return (self.weight[ids_SB] * self.weight[targets_SB]).sum()
+
+
+def test_a_block_that_nothing_calls_is_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"family": f"{__name__}:Idle", "vocab_size": 300}
+    values = load_config("llama2-tiny", ["compile.enabled=true"]).model_dump(mode="json") | {"model": model}
+    job = Job(values, BLOCK, True, 0, 1, "cpu", str(tmp_path), True)
+    monkeypatch.setattr("sys.stdin", io.StringIO(job.dump()))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(worker, "die_with_parent", lambda: None)
+    with pytest.raises(RunError, match=f"{BLOCK} was not called: a forward pass of the model must call each of its"):
+        worker.main()

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import save_file
+from tokenizers import models, pre_tokenizers
 
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
 from shardwise.cli import main
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.storage.root import Root
@@ -132,3 +136,44 @@ def test_a_url_is_read_in_place(
     assert f"{tokenizer} is damaged: " in capsys.readouterr().err
     assert main(["evaluate", "memory://bucket/gone"]) == 2
     assert "there is nothing of that name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["checkpoint.revision=main"],
+            "checkpoint.revision (main) must be left out: {} is a checkpoint, and only a hub",
+        ),
+        (["data.path=own.txt", "--part", "test"], "--part test: data.split has no test part; give it a third weight"),
+    ],
+)
+def test_what_a_checkpoint_cannot_be_asked(
+    arguments: list[str], text: str, imported: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = imported / "step-00000000"
+    assert main(["evaluate", str(folder), *arguments]) == 2
+    assert text.format(folder) in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_does_not_describe_its_model_is_refused(
+    imported: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = here / "step-00000000"
+    shutil.copytree(imported / folder.name, folder)
+    manifest = Manifest.read(Root.of(folder))
+    files = tuple(file for file in manifest.files if file.path != "config.json")
+    (folder / MANIFEST).write_text(replace(manifest, files=files).to_json())
+    assert main(["evaluate", str(folder), "data.path=own.txt"]) == 2
+    said = f"{folder} must have a config.json that its manifest.json lists, and it has none"
+    assert said in capsys.readouterr().err
+
+
+def test_a_prompt_without_a_token_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save("gpt", here / "folder")
+    words = tokenizers.Tokenizer(models.WordLevel({"<|endoftext|>": 0, "ring": 1}, unk_token="<|endoftext|>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    words.save("folder/tokenizer.json")
+    assert main(["generate", "folder", "--prompt", " "]) == 2
+    said = "the prompt (' ') must have at least 1 token, and the tokenizer makes none of it"
+    assert said in capsys.readouterr().err

@@ -1,12 +1,15 @@
 """What a command is given as a place of checkpoints, where that is none that answers."""
 
 import threading
+from pathlib import Path
 
 import pytest
 
+from shardwise.checkpoint_format.manifest import MANIFEST
 from shardwise.cli import main
 from shardwise.storage import reach
 from shardwise.storage.root import Root
+from tests.stored import write_checkpoint
 
 URL = "memory://far/run"
 COMMANDS = {
@@ -31,3 +34,19 @@ def test_nobody_waits_for_a_place_that_does_not_answer(
     arguments, code = COMMANDS[command]
     assert main(arguments) == code
     assert capsys.readouterr().err == f"shardwise: {URL} cannot be reached: no answer within 0 s\n"
+
+
+def test_one_checkpoint_has_no_others_to_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint(tmp_path)
+    assert main(["checkpoint", "prune", str(folder), "--keep", "1"]) == 2
+    said = f"RUN ({folder}) must be a run's folder or a folder of checkpoints: it is one checkpoint"
+    assert said in capsys.readouterr().err
+    assert folder.exists()
+
+
+def test_there_is_nothing_to_verify_where_no_save_was_completed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (write_checkpoint(tmp_path) / MANIFEST).local().unlink()
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 2
+    assert f"{tmp_path} must hold a checkpoint that was completed: there is none" in capsys.readouterr().err

@@ -69,6 +69,10 @@ def test_given_keys_are_kept_and_two_are_compared(capsys: pytest.CaptureFixture[
         (["--device", "h100:8", "--why", "1", "99"], "must name two layouts of the list"),
         (["--device", "h100:8", "--budget", "soon"], "must be a time in hours, days or weeks"),
         (
+            ["--device", "h100:8", "--nodes", "2", "--budget", "30 days"],
+            "--budget must go without --nodes: it answers how many nodes are needed",
+        ),
+        (
             ["--device", "a100-40gb:2", "parallel.tensor=2"],
             "no layout fits 2 × NVIDIA A100 40GB.*--nodes 12 is",
         ),
@@ -91,6 +95,22 @@ def test_budget_finds_the_fewest_nodes(capsys: pytest.CaptureFixture[str]) -> No
         fewer = str({2: 1, 3: 2, 4: 3}.get(plan["devices"] // 8, plan["devices"] // 16))
         assert main(["plan", "llama2-7b", *days, "--nodes", fewer]) == 0
         assert json.loads(capsys.readouterr().out)["plans"][0]["days"] > 30
+
+
+@pytest.mark.parametrize(
+    ("device", "keys", "shortest"),
+    [
+        ("cpu:1", ["train.global_batch=1", "train.micro_batch=1"], r"\d+(\.\d)? m?s on 1 × A core"),
+        ("a100-40gb:1", ["model.vocab_size=2000000000", "train.global_batch=1"], "nothing fits"),
+    ],
+)
+def test_a_budget_that_no_cluster_keeps_is_refused(
+    device: str, keys: list[str], shortest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = ["parallel.tensor=1", "parallel.pipeline=1", "train.recompute=none"]
+    assert main(["plan", "llama2-tiny", "--device", device, "--budget", "0.00001 hours", *alone, *keys]) == 2
+    message = rf"--budget \(0\.00001 hours\) must be longer: the shortest training found takes {shortest}"
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_dry_run_for_a_cluster_tells_its_device_and_imports_no_torch() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.entry import main
-from shardwise.config import check_layout, load_config
+from shardwise.config import Config, OwnConfig, check_layout, dump_yaml, load_config
 from shardwise.cost.step import step_time
 from shardwise.devices import Cluster, load_device
+from shardwise.runlog import JsonLines, RunDirectory
 from tests.e2e.command import metrics, shardwise
+from tests.monitor_runs import Mesh, start_event, step_event
 
 SHORT = ("train.steps=6", "train.eval_every=0", "log.sample_tokens=0", "log.tensorboard=false")
 
@@ -78,6 +80,40 @@ def test_a_run_of_other_ranks_is_refused(run: Path, capsys: pytest.CaptureFixtur
     assert "--device must name as many devices as the run had ranks (1)" in capsys.readouterr().err
     assert main(["plan", str(run), "train.steps=3", "--device", "cpu:1"]) == 2
     assert "a run's folder must go without key=value" in capsys.readouterr().err
+
+
+def recorded(path: Path, config: Config, *, steps: int, parts: bool = True) -> Path:
+    """The folder of a run of one rank, as far as a comparison reads it."""
+    directory = RunDirectory(path).create()
+    directory.write_config(dump_yaml(config.model_dump(mode="json")))
+    with JsonLines(directory.metrics) as file:
+        file.write(start_event(Mesh(1, 1, 1, 1), 0.0, steps, 0))
+        for step in range(1, steps + 1):
+            event = step_event(step, float(step), {"data": 0.0, "checkpoint": 0.0})
+            file.write(event if parts else {key: event[key] for key in event if key != "split_seconds"})
+    return path
+
+
+def test_a_run_that_recorded_too_little_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = load_config("llama2-tiny")
+    own = tiny.model_copy(update={"model": OwnConfig(family="mine:Model", vocab_size=300)})
+    bare = recorded(tmp_path / "bare", tiny, steps=5)
+    (bare / "config.yaml").unlink()
+    for run, text in (
+        (bare, f"RUN ({bare}) must hold the configuration of the run, config.yaml"),
+        (recorded(tmp_path / "short", tiny, steps=2), "short) must have recorded more than 2 steps, it has 2"),
+        (recorded(tmp_path / "own", own, steps=5), "model.family (mine:Model) must be one whose shapes are known"),
+    ):
+        assert main(["plan", str(run), "--device", "cpu:1"]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_a_device_is_corrected_by_recorded_parts_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recorded(tmp_path / "run", load_config("llama2-tiny"), steps=5, parts=False)
+    assert main(["plan", str(run), "--device", "cpu:1", "--write", str(tmp_path / "device.yaml")]) == 2
+    said = "--write needs a run that recorded the parts of its steps (split_seconds), this one did not"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "device.yaml").exists()
 
 
 @pytest.mark.slow

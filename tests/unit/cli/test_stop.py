@@ -88,6 +88,14 @@ def test_a_run_on_another_host_is_asked_though_its_lock_is_not_seen(
         assert f"cannot be told from here: it was started on {THIS_HOST}\n" in capsys.readouterr().out
 
 
+def test_a_run_whose_folder_takes_no_request_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory("run").create()
+    (run.path / stopping.STOP_FILE).mkdir()
+    with RunLock(run.path):
+        assert main(["stop", "run"]) == 1
+    assert capsys.readouterr().err == "shardwise: run cannot be asked to stop: Is a directory\n"
+
+
 @pytest.mark.parametrize("name", ["nothing", "file"])
 def test_what_is_no_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").touch()

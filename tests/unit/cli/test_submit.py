@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import following, main, submit
+from shardwise.cli import following, main, rehearsal, submit
 from shardwise.cluster import slurm
 from shardwise.errors import ConfigError, RunError
+from shardwise.runlog import RunDirectory
 
 TWO = ("submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "launch.ranks_per_node=1", "train.global_batch=8")
 
@@ -91,6 +92,25 @@ def test_another_machine_gets_the_same_command(
     ((*ssh, command),) = ran
     assert ssh == ["ssh", "-t", "login"]
     assert shlex.split(command) == ["cd", folder or str(tmp_path), "&&", "shardwise", *arguments[:2], arguments[-1]]
+
+
+def test_another_machine_needs_ssh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    arguments = ["submit", "llama2-tiny", "--ssh", "login"]
+    monkeypatch.setattr("sys.argv", ["shardwise", *arguments])
+    assert main(arguments) == 2
+    assert "ssh must be on the PATH for --ssh" in capsys.readouterr().err
+
+
+def test_a_rehearsal_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "_TRAIN_SECONDS", 0.0)
+    monkeypatch.setattr(rehearsal, "_POLL_SECONDS", 0.0)
+    waiting = slurm._job("7|PENDING||1||0:00|1:00|gpu||T|shardwise:/x")
+    monkeypatch.setattr(slurm, "jobs", lambda **_: [waiting])
+    with pytest.raises(RunError, match="job 7 did not take a first step within 0 s; it goes on"):
+        rehearsal.rehearse("7", RunDirectory(tmp_path / "run").create().path)
 
 
 def test_a_training_that_slurm_refuses_leaves_no_job_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

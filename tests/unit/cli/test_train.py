@@ -178,6 +178,12 @@ def test_options_and_overrides_mix(started: list[tuple[list[str], int, Path]]) -
             ["train.stop_after=5", "log.profile=10:12"],
             "log.profile (10:12) must begin at one of the steps of this run, which ends after train.stop_after (5)",
         ),
+        (("cpu", 0), ["--nodes", "2"], "--nodes must go with --device: the nodes of a run are those of its launcher"),
+        (
+            ("cpu", 0),
+            ["--device", "h100:8"],
+            "--device h100:8 must go with --dry-run and without --nproc: it starts nothing",
+        ),
         (("cpu", 0), ["--run-dir", "old/config.yaml"], "--run-dir (old/config.yaml) must be a folder, it is a file"),
     ],
 )

@@ -1,12 +1,13 @@
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from shardwise.cluster import slurm
 from shardwise.cluster.slurm import allocation, gpus_of, own_words
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, RunError
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,28 @@ def test_a_job_is_queued_again_though_slurm_does_not_answer_at_first(monkeypatch
     assert len(asked) == 3
     answers(monkeypatch, *["scontrol: error: Job is pending"] * 6)
     assert slurm.requeue("7") == "Job is pending"
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        (slurm.jobs, "SLURM does not tell its jobs: Unable to contact slurm controller"),
+        (lambda: slurm.cancel("7"), "SLURM cannot cancel the job 7: Unable to contact slurm controller"),
+        (lambda: slurm.warn("7"), "SLURM cannot send a signal to the job 7: Unable to contact slurm controller"),
+    ],
+)
+def test_a_failure_is_told_in_slurms_words(
+    ask: Callable[[], object], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(monkeypatch, "slurm: error: Unable to contact slurm controller")
+    with pytest.raises(RunError, match=text):
+        ask()
+
+
+def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="scancel must be on the PATH: it is a command of SLURM"):
+        slurm.cancel("7")
 
 
 def test_a_controller_that_does_not_answer_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.cluster import slurm
-from shardwise.cluster.submission import check_counts, check_run_folder, ranks_per_node, reserved
-from shardwise.config import Config, load_config
+from shardwise.cluster.script import JobPlan
+from shardwise.cluster.submission import check_counts, check_run_folder, ranks_per_node, reserved, rows
+from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.errors import ConfigError
 
 
@@ -46,3 +48,51 @@ def test_a_folder_whose_log_slurm_could_not_write_is_refused(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"must be without '%' and '\\\\': SLURM replaces them"):
         check_run_folder(tmp_path / "50%\\x", config())
     check_run_folder(tmp_path / "a #b", config())
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda _path, _mode: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match=rf"must be in a folder that can be written: {tmp_path} cannot"):
+        check_run_folder(tmp_path / "run", config())
+
+
+def job(tmp_path: Path, *overrides: str, ranks: int) -> tuple[JobPlan, Layout]:
+    one = load_config("llama2-7b", overrides)
+    planned = JobPlan(one, "llama2-7b", overrides, tmp_path / "run", tmp_path, (1, 1), ranks, one.launch.gres)
+    return planned, check_layout(one, ranks)
+
+
+def test_a_model_that_no_rank_can_hold_is_not_submitted(tmp_path: Path) -> None:
+    told = (
+        r"expected on each rank \(\d+.*GiB\) must be at most that of the device of launch\.gres \(\d+.* GiB\): raise p"
+    )
+    with pytest.raises(ConfigError, match=told):
+        rows(
+            *job(
+                tmp_path,
+                "launch.gres=gpu:h100:1",
+                "parallel.tensor=1",
+                "train.global_batch=1",
+                "train.micro_batch=1",
+                ranks=1,
+            ),
+            (),
+        )
+
+
+def test_what_costs_steps_or_time_is_told_before_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(slurm, "configuration", lambda: "PreemptMode             = REQUEUE\n")
+    planned, layout = job(tmp_path, "parallel.tensor=8", "train.global_batch=8", "train.micro_batch=1", ranks=8)
+    told = rows(replace(planned, ranks_per_node=4, nodes=(2, 2)), layout, ())
+    assert (
+        "warning",
+        "parallel.tensor (8) does not divide the ranks of a node (4): tensor parallelism crosses nodes in each layer, "
+        "which is slow",
+    ) in told
+    assert told[-1][0] == "note"
+    assert told[-1][1].startswith("this cluster preempts jobs, and its SlurmctldParameters lack preempt_send_user_s")
+    settings = "PreemptMode = REQUEUE\nSlurmctldParameters = preempt_send_user_signal\n"
+    for said in ("PreemptMode = OFF\n", settings):
+        monkeypatch.setattr(slurm, "configuration", lambda said=said: said)
+        assert "note" not in dict(rows(planned, layout, ()))

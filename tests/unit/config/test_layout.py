@@ -70,6 +70,17 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
             ["optimizer.warmup_steps=0", "optimizer.constant_steps=20"],
             "optimizer.constant_steps (20) must be at most 19: the warmup of 0 steps and a step at optimizer.lr come",
         ),
+        (
+            2,
+            ["log.profile=1:2", "log.profile_ranks=[0, 2, 5]"],
+            "log.profile_ranks (2 and 5) must be below the number of ranks (2)",
+        ),
+        (1, ["compile.require_cached=true"], "compile.require_cached (true) must go with compile.enabled (true)"),
+        (
+            1,
+            ["hooks.data=mine:open", "data.dataset=null", "data.streaming=true", "data.tokenizer=t"],
+            "data.streaming (true) must be false with hooks.data (mine:open), whose samples have numbers",
+        ),
         (1, ["train.eval_every=5", "data.split=1,0"], "data.split ('1,0') must leave an evaluation part"),
     ],
 )

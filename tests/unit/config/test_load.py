@@ -102,6 +102,20 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("data.blend=[1,a,true,b]", "data.blend.2 (True) must be a weight, a number above 0"),
         ("data.blend=[1,a,.inf,b]", "data.blend.2 ('.inf') must be a weight, a number above 0"),
         ("data.blend=[1,a,2,3]", "data.blend.3 (3) must be the prefix of a .bin and a .idx"),
+        (
+            "launch.nodes=4-2",
+            "launch.nodes ('4-2') must be a number of machines, such as 4, or the fewest and the most",
+        ),
+        ("launch.nodes=true", "launch.nodes (true) must be a number of machines, such as 4"),
+        ("launch.time=soon", "launch.time ('soon') must be minutes, HH:MM:SS or D-HH:MM:SS, such as 24:00:00"),
+        ("launch.sbatch=qos", "launch.sbatch ('qos') must be a list of options of sbatch, such as [--qos=high]"),
+        ("launch.sbatch=[qos]", "launch.sbatch (['qos']) must be a list of options of sbatch, such as [--qos=high]"),
+        (
+            "launch.environment={2A: b}",
+            "launch.environment.2A must be a variable's name with a text or a number",
+        ),
+        ("launch.environment={A: [b]}", "launch.environment.A must be a variable's name with a text or a number"),
+        ("precision.rounding=stochastic", "precision.rounding (stochastic) rounds to bfloat16, and masters and mom"),
         ('data.path=""', "data.path ('') must not be empty; null leaves it unset"),
         (
             "model.family=mamba",

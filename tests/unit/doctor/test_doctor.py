@@ -198,3 +198,10 @@ def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_machine_that_is_well_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "machine", lambda _: iter([Check("disk", "warning", "little", "make room")]))
     assert main(["doctor", "--run-dir", os.devnull]) == 0
+
+
+def test_a_sum_that_is_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
+    with pytest.raises(RunError, match=r"the sum of 1 and 2 over the ranks \(1\.0\) must be 3"):
+        ranks._work(tmp_path)  # alone

@@ -69,3 +69,10 @@ def test_a_place_that_is_half_given_is_refused() -> None:
     assert unjoined({**torchrun, "LOCAL_RANK": "b"}) == "LOCAL_RANK ('b') must be a whole number, as torchrun sets it"
     del torchrun["LOCAL_RANK"]
     assert (unjoined(torchrun) or "").startswith("LOCAL_RANK must be set")
+
+
+def test_a_rank_that_cannot_find_the_others_is_told_what_to_set() -> None:
+    assert unjoined({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}) == (
+        "MASTER_PORT must be set beside RANK or WORLD_SIZE, as torchrun does"
+    )
+    assert unjoined({"WORLD_SIZE": "1"}) is None

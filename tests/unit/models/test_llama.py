@@ -12,6 +12,7 @@ from shardwise.config import Decoder, LlamaConfig
 from shardwise.config.decoders import Olmo2Config, Qwen3Config
 from shardwise.models import Llama
 from shardwise.models.attention import AttentionCore
+from shardwise.models.cache import KeyValueCache
 from shardwise.parallel import DropoutKey
 from shardwise.placement import placements
 from tests.unit.parallel.groups import pretend_group
@@ -140,3 +141,13 @@ def test_attention_step_by_step_is_the_fused_one(kv_heads: int, monkeypatch: pyt
     ids = torch.arange(16).view(8, 2)
     key = DropoutKey(seed=0, step=1, samples_B=torch.arange(2), first_sample=0)
     torch.testing.assert_close(model(ids, ids.flip(0), key), model(ids, ids.flip(0)))
+
+
+def test_a_cache_whose_angles_change_with_the_length_is_refused() -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    model = Llama(config(rope_scaling=scaling | {"original_max_position_embeddings": 4}), seed=1)
+    cache, ids = KeyValueCache(8), torch.zeros(6, 1, dtype=torch.int64)
+    with torch.no_grad():
+        model.logits(ids[:4], cache)
+        with pytest.raises(ValueError, match="the 4 tokens of the cache must be read again with those that follow"):
+            model.logits(ids[4:], cache)

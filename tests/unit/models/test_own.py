@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise._torch_private import fake_tensors
 from shardwise.config import Config, check_layout, config_from
 from shardwise.errors import ConfigError, see
 from shardwise.mesh import Group
@@ -285,6 +286,22 @@ def test_a_model_that_takes_no_dtype_is_converted(write: Write) -> None:
     built = build(config(write()), dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in built.parameters()} == {torch.bfloat16}
     assert all(parameter.is_meta for parameter in build(config("mine:Model"), device="meta").parameters())
+
+
+def test_a_model_without_data_is_converted(write: Write) -> None:
+    """As `shardwise compile --capture-only` makes it; torch's own conversion of such tensors fails."""
+    constructor = """
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.head.weight = self.layer.weight
+        self.register_buffer("places", torch.arange(3), persistent=False)
+    """
+    with fake_tensors():
+        model = build(config(write(constructor)), device="cpu", dtype=torch.bfloat16)
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert len(list(model.parameters())) == 3
+    assert model.get_buffer("places").dtype == torch.int64
 
 
 def test_layers_without_names_have_those_of_their_paths(write: Write) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -334,3 +335,12 @@ def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
         assert is_open, "on paper the configuration is hidden"
     assert "CONSOLE" not in done.stderr, done.stderr
     assert page.stat().st_size < 400 * 1024
+
+
+def test_pictures_need_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run = write_run(tmp_path / "run")
+    assert main(["report", str(run), "--png", str(tmp_path / "png")]) == 2
+    assert "--png needs matplotlib, which is not installed: pip install 'shardwise[plot]'" in capsys.readouterr().err

@@ -1,10 +1,14 @@
 """What the search says of a layout is what the dry run says of it, and what does not fit is dropped."""
 
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from shardwise import cost
-from shardwise.config import load_config
+from shardwise.config import OwnConfig, load_config
 from shardwise.devices import cluster
+from shardwise.errors import ConfigError
 from shardwise.planner import search
 from shardwise.planner.search import RESERVED
 
@@ -32,3 +36,10 @@ def test_what_does_not_fit_is_dropped() -> None:
     assert len(fewer.plans) == sum(need <= needs[len(needs) // 2] for need in needs)
     assert all(plan.headroom >= 0 for plan in fewer.plans)
     assert len(fewer.plans) + sum(fewer.too_large.values()) == fewer.valid == everything.valid
+    assert fewer.too_large["activations do not fit beside parameters, gradients and optimizer state"] > 0
+
+
+def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
+    own = load_config("llama2-tiny").model_copy(update={"model": OwnConfig(family="mine:Model", vocab_size=300)})
+    with pytest.raises(ConfigError, match=r"model\.family \(mine:Model\) must be one whose shapes are known: a model"):
+        search(own, cluster("cpu:1", 1))

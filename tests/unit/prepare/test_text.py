@@ -437,3 +437,10 @@ def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pyte
     folder.run(folder.job("megatron", "several"))
     for suffix in (".bin", ".idx"):
         assert (folder.at / f"several{suffix}").read_bytes() == (folder.at / f"alone{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize("predictions", [0, 33])
+def test_masked_tokens_fit_their_pair(predictions: int, folder: Folder) -> None:
+    told = rf"--max-predictions \({predictions}\) must be in 1 … --sequence-length \(32\)"
+    with pytest.raises(ConfigError, match=told):
+        folder.run(folder.job("hdf5", "made", max_predictions=predictions))

@@ -14,7 +14,7 @@ from shardwise.config import check_layout
 from shardwise.config.resumption import resume_problems
 from shardwise.data import prepare
 from shardwise.errors import ConfigError, DataError, RunError, StoppedError
-from shardwise.train.hooks import check_hooks, own_optimizer
+from shardwise.train.hooks import Told, check_hooks, own_optimizer
 from tests import own_hooks
 from tests.dist.training import MODEL, make_config
 from tests.e2e.command import MINIATURE, within
@@ -160,6 +160,18 @@ def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, t
         "sample 0 must be a row of 2 to train.sequence_length + 1 (17) whole numbers below model.vocab_size (131)"
         in told
     )
+
+
+def test_a_reader_that_cannot_open_a_part_names_it(tmp_path: Path) -> None:
+    told = r"hooks\.data \(tests\.own_hooks:torn\): its evaluation part cannot be opened: OSError: no disk is there"
+    with pytest.raises(DataError, match=told):
+        prepare(reader_config("torn"), tmp_path)
+
+
+def test_a_callback_that_cannot_be_made_names_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"hooks\.callbacks \({HERE}:Broken\) cannot be made: RuntimeError: no room"):
+        Told(tmp_path / "metrics.jsonl", make_config(hooks={"callbacks": [f"{HERE}:Broken"]}))
+    assert list(tmp_path.iterdir()) == [], "a run's folder with metrics is in use"
 
 
 # ---- what is refused before ranks start

@@ -1,12 +1,16 @@
 """Ranks wait for one that prepares data, however long that takes."""
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shardwise.errors import ConfigError
+from shardwise.mesh import Mesh
 from shardwise.train import opening
+from tests.dist.training import make_config
 
 PAIR: Any = SimpleNamespace(size=2)
 
@@ -41,3 +45,12 @@ def test_a_failure_on_this_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatc
 
     with pytest.raises(OSError, match="no such file"):
         opening.while_others_wait(fail, PAIR)
+
+
+def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.hub.resolve", lambda *_, **__: tmp_path / "0123")
+    monkeypatch.setattr(opening.comm, "any_rank", lambda is_true, group: True)
+    monkeypatch.setattr(opening.comm, "all_gather_objects", lambda mine, group: [mine, "4567" if mine else mine])
+    told = r"checkpoint\.load \(acme/tiny\) must be one commit on every machine: set checkpoint\.revision=0123"
+    with pytest.raises(ConfigError, match=told):
+        opening._find_weights(make_config(checkpoint={"load": "acme/tiny"}), Mesh(device="cpu"))

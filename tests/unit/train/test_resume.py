@@ -12,6 +12,7 @@ from shardwise.checkpoint_format.owner import Owner, take
 from shardwise.checkpoint_format.verify import verify
 from shardwise.config import Config
 from shardwise.errors import ConfigError, RunError
+from shardwise.mesh import Mesh
 from shardwise.runlog import RunDirectory, RunLock
 from shardwise.storage.root import Root, StoreError
 from shardwise.train import resume
@@ -208,3 +209,16 @@ def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("platform.node", lambda: "elsewhere")
     with pytest.raises(ConfigError, match=r"must be a run's own"):
         find_checkpoints(at, theirs, STORED)
+
+
+def test_a_later_checkpoint_that_cannot_be_renamed_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(root: Root, target: Root) -> None:
+        raise StoreError(f"{root} cannot be renamed: Read-only file system")
+
+    found = find_checkpoints(config(), RunDirectory(folder.parent), STORED).found
+    monkeypatch.setattr(Root, "rename", refuse)
+    told = (
+        "a checkpoint after step 100 could not be set aside: .*step-00000200 cannot be renamed: Read-only file system"
+    )
+    with pytest.raises(RunError, match=told):
+        resume.set_later_aside(Root.of(folder), found, 100, Mesh(device="cpu"), damaged=False)

@@ -1,6 +1,8 @@
 """As what an error ends a run, and what its ranks agree on."""
 
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config import Layout, load_config
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import ConfigError, DataError, LostPeerError, RunError
 from shardwise.mesh import Mesh
+from shardwise.storage.root import Root
 from shardwise.train.record import Progress
-from shardwise.train.run import _explained, _with_one_batch, run
+from shardwise.train.run import _explained, _report_weights, _with_one_batch, run
 from tests.dist.training import make_config
 
 
@@ -36,6 +40,31 @@ def test_what_a_library_says_of_a_lost_rank_is_a_sentence() -> None:
     assert isinstance(found, LostPeerError)
     text = "rank 0 lost the connection to another rank during forward and backward"
     assert str(found) == f"{text} (docs/troubleshooting/training.md#lost-connection)"
+
+
+def test_two_ranks_on_one_accelerator_are_told() -> None:
+    found = ends(RuntimeError("ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA"), Progress())
+    assert isinstance(found, ConfigError)
+    told = (
+        "rank 0 must have an accelerator of its own, and shares cpu with another rank: start at most one rank on each"
+    )
+    assert str(found).startswith(told)
+
+
+def test_weights_whose_tokenizer_is_another_are_told(tmp_path: Path) -> None:
+    said: dict[str, list[str]] = {"message": [], "warning": []}
+    for name, text in (("weights", "a b"), ("data", "c d")):
+        train_tokenizer([text] * 9, 258, name).save(tmp_path / name)
+    run: Any = SimpleNamespace(
+        weights=Root.of(tmp_path / "weights"), data=SimpleNamespace(tokenizer_path=tmp_path / "data")
+    )
+    reporter: Any = SimpleNamespace(**{kind: lines.append for kind, lines in said.items()})
+    _report_weights(run, reporter)
+    assert said["message"] == [f"weights: those of {tmp_path / 'weights'}"]
+    assert said["warning"] == [
+        f"the tokenizer of the data has other ids than that of the loaded weights ({tmp_path / 'weights'}): to keep "
+        f"what they learned, set data.tokenizer={tmp_path / 'weights'}"
+    ]
 
 
 def test_all_ranks_have_the_batch_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

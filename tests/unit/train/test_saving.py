@@ -53,3 +53,12 @@ def test_a_last_checkpoint_that_another_rank_prevents_is_a_consequence(tmp_path:
     said = rf"^{LOST} while the checkpoint of step 24 was saved$"
     with checkpoints(tmp_path, saved) as (saving, _), pytest.raises(LostPeerError, match=said):
         saving.finish()
+
+
+def test_what_could_not_be_removed_is_a_warning(tmp_path: Path) -> None:
+    made, stream = reporter(tmp_path)
+    with made:
+        made.start()
+        made.saved(Saved(40, "step-00000040", 7, 0.5, 2.0, warning="step-00000020: Permission denied"))
+    told = "what is left of other checkpoints could not be removed: step-00000020: Permission denied"
+    assert told in " ".join(stream.getvalue().split())

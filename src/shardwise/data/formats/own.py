@@ -138,7 +138,9 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
             samples = opener(config, part)
             number = 0 if samples is None else len(samples)
         except Exception as error:
-            raise DataError(f"hooks.data ({path}): its {part} part cannot be opened: {error_text(error)}") from error
+            raise DataError(
+                f"hooks.data ({path}): its {PART_NAMES[part]} part cannot be opened: {error_text(error)}"
+            ) from error
         if number:
             parts[part] = Rows(samples, path, config.train.sequence_length, config.model.vocab_size)
         elif part in needed_parts(config) and not any_size:

@@ -295,24 +295,27 @@ class DataSet:
     def holds_tokens(self) -> bool:
         """Whether the column holds lists of token ids; else it holds text, or a DataError says what."""
         arrow = importlib.import_module("pyarrow").types
-        kinds = []
+        kinds: dict[bool, list[str]] = {}
         for name, table in self._splits.items():
             if self.column not in table.column_names:
                 raise DataError(f"{self.shown} has no column {self.column!r} in its split {name} (data.text_key)")
             type_ = table.features.arrow_schema.field(self.column).type
             is_list = arrow.is_list(type_) or arrow.is_large_list(type_) or arrow.is_fixed_size_list(type_)
             if is_list and arrow.is_integer(type_.value_type):
-                kinds.append(True)
+                kinds.setdefault(True, []).append(name)
             elif arrow.is_string(type_) or arrow.is_large_string(type_):
-                kinds.append(False)
+                kinds.setdefault(False, []).append(name)
             else:
                 raise DataError(
                     f"the column {self.column!r} of {self.shown} must hold text or lists of integers, not {type_} "
                     "(data.text_key)"
                 )
-        if len(set(kinds)) > 1:
-            raise DataError(f"the column {self.column!r} of {self.shown} must hold the same in all splits")
-        return kinds[0]
+        if len(kinds) > 1:
+            raise DataError(
+                f"the column {self.column!r} of {self.shown} must hold text in all splits or tokens in all: it holds "
+                f"text in {listing(kinds[False])} and tokens in {listing(kinds[True])}"
+            )
+        return next(iter(kinds))
 
     def rows(self, split: str) -> Iterator[Any]:
         """Lists of token ids: arrow arrays of many rows each, none of them null."""

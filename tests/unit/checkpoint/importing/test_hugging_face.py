@@ -116,3 +116,19 @@ def test_what_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"model.safetensors is damaged: it ends at byte"):
         write(opened, tmp_path / "ours")
     assert list((tmp_path / "ours").iterdir()) == []
+
+
+def test_a_folder_that_does_not_describe_its_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must hold a config\.json that describes the model: it has none"):
+        open_hugging_face(source(tmp_path))
+
+
+def test_an_index_of_endless_length_is_not_read(tmp_path: Path) -> None:
+    save("gpt", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with (tmp_path / "model.safetensors.index.json").open("wb") as file:
+        file.truncate(2**26 + 1)
+    with pytest.raises(
+        ConfigError, match=r"index\.json \(64\.0 MiB\) must be an index of safetensors files, which has at"
+    ):
+        open_hugging_face(source(tmp_path))

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from shardwise.checkpoint.importing import open_megatron
+from shardwise.cli import main
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import ConfigError
 from tests.hugging_face import VOCABULARY, make, save
 from tests.unit.checkpoint.importing.checks import assert_same_model, in_module
@@ -231,6 +233,11 @@ def test_files_of_different_checkpoints_are_refused(shards: Path) -> None:
     ("change", "text"),
     [
         (lambda state: state.pop("args"), "must hold the arguments of the training under 'args': they are missing"),
+        (lambda state: state.update(model=[1.0]), "ITER must hold the state of a model under model"),
+        (
+            lambda state: state["model"]["language_model"]["embedding"].pop("word_embeddings"),
+            "ITER lacks its word embeddings",
+        ),
         (lambda state: state.update(checkpoint_version=4.0), "(4.0) must be 0, 1, 2 or 3"),
         (lambda state: state.update(model1=state.pop("model")), "must hold 'model', or 'model0', 'model1', …"),
         (
@@ -269,3 +276,22 @@ def test_namespace_is_all_that_args_may_be(tmp_path: Path) -> None:
     folder = write(gpt(tmp_path)[1], tmp_path / "megatron", "legacy")
     rewrite(folder, lambda state: state.update(args=vars(argparse.Namespace())), "mp_rank_00")
     assert "they are missing" in problems(folder)[0]
+
+
+def test_files_that_are_none(shards: Path) -> None:
+    file = shards / "iter_0000100/mp_rank_01/model_optim_rng.pt"
+    torch.save([1, 2], file)
+    assert problems(shards) == ["ITER/mp_rank_01/model_optim_rng.pt must hold a dictionary, as Megatron-LM writes it"]
+    file.unlink()
+    (found,) = problems(shards)
+    assert found.startswith("ITER/mp_rank_01 must hold model_optim_rng.pt or model_")
+    assert found.endswith(", and it holds neither")
+
+
+def test_more_tokens_than_the_model_has_are_refused(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    at = shards.parent
+    train_tokenizer(["some text " * 9], 257, "text").save(at / "tokenizer")
+    named = ["--from", "megatron", "--vocab-size", str(VOCABULARY), "--tokenizer", str(at / "tokenizer")]
+    assert main(["checkpoint", "import", str(shards), str(at / "ours"), *named]) == 2
+    said = f"the vocabulary of --tokenizer (257) must be at most the model's ({VOCABULARY})"
+    assert said in capsys.readouterr().err

@@ -185,6 +185,14 @@ def test_a_checkpoint_that_was_not_completed_is_refused(shards: Path) -> None:
     open_neuronx(shards, shards.parent / "saved")
 
 
+def test_what_is_no_state_of_a_model_is_refused(shards: Path) -> None:
+    rewrite(shards, 1, lambda state: state.update({"module.model.norm.weight": [1.0], "step": 3}))
+    file = "FOLDER/model/dp_rank_00_tp_rank_01_pp_rank_00.pt"
+    assert problems(shards) == [f"{file}: model.norm.weight must be a tensor", f"{file}: step must be a tensor"]
+    torch.save([1.0], Path(file.replace("FOLDER", str(shards))))
+    assert problems(shards) == [f"{file} must hold the state of a model: a dictionary of tensors"]
+
+
 def test_missing_tensors_of_xser_are_named(tmp_path: Path) -> None:
     model = save("llama", tmp_path / "saved", vocab_size=64)
     folder = write(model, tmp_path / "step_100", xser=True)

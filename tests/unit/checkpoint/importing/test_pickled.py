@@ -92,3 +92,11 @@ def test_truncated_files_are_told(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-500])
     with pytest.raises(ConfigError, match=r"is truncated: it begins as a zip archive"):
         pickled.load(file)
+
+
+@pytest.mark.parametrize("number", ["../secret", -1])
+def test_a_reference_leads_to_no_other_file(number: Any, tmp_path: Path) -> None:
+    reference = pickled.Reference()
+    reference.tid = number
+    with pytest.raises(ConfigError, match=rf"state\.pt refers to a tensor by {number!r}, which must be a number"):
+        pickled.followed(reference, tmp_path / "state.pt")

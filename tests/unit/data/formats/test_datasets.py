@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -12,12 +13,12 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config, DataConfig
-from shardwise.data import PreparedText, detect, make_batches, prepare
+from shardwise.data import PreparedText, detect, fetch_dataset, make_batches, prepare
 from shardwise.data.opening import inspect
 from shardwise.data.reading.datasets import DataSet, _OnHub
 from shardwise.data.reading.sources import open_source
 from shardwise.data.reading.streams import TableShard
-from shardwise.errors import DataError
+from shardwise.errors import ConfigError, DataError
 from tests.unit.data.formats.test_text import sized, stories, text_of
 from tests.unit.data.reading.test_sources import documents
 
@@ -181,6 +182,31 @@ def test_what_is_asked_for_is_not_there(keys: dict[str, str], says: str, tmp_pat
     assert failure(path, **keys).startswith(says.format(f"data.path ({path})"))
 
 
+def test_a_column_is_text_in_all_splits_or_tokens_in_all(tmp_path: Path) -> None:
+    tables = {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in (("a", TEXTS), ("b", ROWS))}
+    datasets.DatasetDict(tables).save_to_disk(tmp_path / "saved")
+    assert failure(tmp_path / "saved", split="a,b") == (
+        f"the column 'text' of data.path ({tmp_path}/saved) must hold text in all splits or tokens in all: it holds "
+        "text in a and tokens in b"
+    )
+
+
+def test_a_commit_that_the_library_does_not_have_is_refused() -> None:
+    """Without access to the hub it takes the data set of any commit that it has."""
+    library = SimpleNamespace(load_dataset_builder=lambda *_, **__: SimpleNamespace(hash="4567"))
+    with pytest.raises(
+        DataError, match=r"cannot be fetched at commit 0123: there is no access to the hub, and the cac"
+    ):
+        _OnHub("acme/tiny", None, Path("0123"))._builder(library)
+
+
+def test_a_data_set_of_the_hub_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    chosen = sized(512, 64, 0, dataset="acme/tiny")
+    with pytest.raises(ConfigError, match=r"datasets, which is not installed: pip install 'shardwise\[datasets\]'"):
+        fetch_dataset(chosen.data, None)
+
+
 def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
     path = save_splits(tmp_path / "saved", {"text": TEXTS}, first=(0, 80), second=(80, 100))
     assert failure(path).endswith("it has first and second: such as data.split=first,second")
@@ -264,6 +290,14 @@ def test_damaged_and_odd_folders(tmp_path: Path) -> None:
     assert failure(path) == f"{path}/state.json must list the data set's files: save it again"
     (path / "state.json").write_text("{", encoding="utf-8")
     assert failure(path).startswith(f"{path}/state.json is no JSON (")
+    path = save(tmp_path / "other", text=TEXTS)
+    (path / "dataset_info.json").unlink()
+    assert failure(path, format="datasets").startswith(f"{path} cannot be opened as a data set (")
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits/dataset_dict.json").write_text('{"splits": []}', encoding="utf-8")
+    assert failure(tmp_path / "splits") == (
+        f"{tmp_path}/splits/dataset_dict.json must list the data set's splits: save it again"
+    )
     (tmp_path / "folder").mkdir()
     assert "it has neither state.json nor dataset_dict.json" in failure(tmp_path / "folder", format="datasets")
     assert failure(save(tmp_path / "none", text=[])) == (

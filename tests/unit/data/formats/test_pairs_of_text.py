@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ from shardwise.config import Config, config_from
 from shardwise.data import IGNORE, Batch, PreparedData, TokenBatches, Tokenizer, make_batches, prepare
 from shardwise.data.samples.pairs import SentencePairBatches
 from shardwise.data.tokens.cutting import cut_sentences
-from shardwise.data.tokens.tokenizer import PairTokens
+from shardwise.data.tokens.tokenizer import PairTokens, train_tokenizer
 from shardwise.errors import ConfigError, DataError
 from tests.unit.data.formats.test_text import config as causal
 from tests.unit.data.formats.test_text import stories
@@ -224,3 +225,20 @@ def test_the_manifest_names_the_special_tokens(tmp_path: Path) -> None:
     data = prepare(config(), tmp_path)
     manifest = json.loads((data.tokenizer_path.parent / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["pair_tokens"] == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+
+
+def test_pairs_need_a_text_that_is_prepared(tmp_path: Path) -> None:
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 100}).save_to_disk(tmp_path / "tokens")
+    (tmp_path / "a.txt").write_text("A sentence. Another one.")
+    train_tokenizer(stories()[:50], 300, "text", pairs=True).save(tmp_path / "tokenizer")
+    tokens = config(dataset=None, path=str(tmp_path / "tokens"), tokenizer=str(tmp_path / "tokenizer"))
+    with pytest.raises(
+        DataError, match=r"model\.family \(bert\) must have text, for its pairs of sentences, and .* holds"
+    ):
+        prepare(tokens, tmp_path / "cache")
+    stream = config(dataset=None, path=str(tmp_path / "a.txt"), streaming=True, tokenizer="t")
+    with pytest.raises(
+        DataError, match=r"data\.streaming \(true\) must be false with model\.family \(bert\): pairs of s"
+    ):
+        prepare(stream, tmp_path / "cache")

@@ -1,5 +1,6 @@
 """Megatron's .bin and .idx: byte for byte what the format says, and one sentence for each way to break them."""
 
+import io
 import os
 import struct
 from pathlib import Path
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.reading import megatron as indexed
-from shardwise.data.reading.megatron import IndexedFile, IndexedWriter, is_indexed, written_dtype
+from shardwise.data.reading.megatron import IndexedFile, IndexedWriter, UnfinishedIndex, is_indexed, written_dtype
 from shardwise.errors import DataError
 
 # Three documents: one of two sequences, an empty one, one of one sequence.
@@ -341,3 +342,12 @@ def test_all_tokens_are_on_the_disk_before_they_have_a_name(tmp_path: Path, monk
     for suffix in (".bin", ".idx"):
         found = (tmp_path / f"data{suffix}").stat()
         assert flushed[found.st_ino] == found.st_size > 0, suffix
+
+
+def test_a_sequence_longer_than_its_size_can_say_is_refused() -> None:
+    told = (
+        r"a sequence after document 0 \(2147483648 tokens\) must have fewer than 2\^31, which the format can hold: cut"
+    )
+    index = UnfinishedIndex(io.BytesIO(), io.BytesIO(), io.BytesIO(), 100)
+    with pytest.raises(DataError, match=told):
+        index.extend(np.array([], dtype=np.uint16), np.array([2**31]), np.array([1]))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
@@ -357,6 +358,23 @@ def test_what_cannot_be_streamed(tokenizer: Path, tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": [[1, 2]] * 100}).save_to_disk(tmp_path / "tokens")
     with pytest.raises(DataError, match=r"arrow: the column 'text' must hold text, not list<.*> \(data.text_key\)"):
         prepare(config(tmp_path / "tokens", tokenizer), tmp_path / "cache")
+
+
+def test_a_file_of_the_hub_that_is_no_table_of_texts_is_refused(tokenizer: Path) -> None:
+    data = config(None, tokenizer, dataset="acme/tiny").data
+    said = r"acme/tiny/a\.csv must be a \.parquet, \.jsonl or \.json file for data\.streaming: set it to false, or"
+    with pytest.raises(DataError, match=said):
+        shards_module.open_shard("hf://datasets/acme/tiny/a.csv", data)
+
+
+def test_files_that_were_emptied_are_told(tokenizer: Path, tmp_path: Path) -> None:
+    """And not read over and over."""
+    path = write(tmp_path / "data", "datasets", TEXTS)
+    batches = opened(config(path, tokenizer), tmp_path / "cache")
+    shutil.rmtree(path)
+    datasets.Dataset.from_dict({"text": [""] * 3}).save_to_disk(path, num_shards=3)
+    with pytest.raises(DataError, match=r"must have a document to train on, and a whole epoch has none"):
+        global_batch(batches, 0)
 
 
 @pytest.mark.parametrize(

@@ -339,3 +339,8 @@ def test_the_published_bert(tmp_path: Path) -> None:
     export_user_tokenizer(str(folder), tokenizer, tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     same_as(tokenizer, lambda text: theirs(text, add_special_tokens=False)["input_ids"])
+
+
+def test_a_tokenizer_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing does not exist: a tokenizer is .*, or a folder that holds one"):
+        Tokenizer.load(tmp_path / "nothing")
