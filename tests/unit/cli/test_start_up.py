@@ -28,7 +28,7 @@ finally:
 """
 MOST_CALLS = {"--help": 28_500, "recipes": 215_000, "train quickstart --dry-run": 336_000, "ls": 90_000}
 """Of functions, compiled before; with Python 3.11 there are a few thousand fewer."""
-OF_NEWER_PYTHONS = 7_000
+OF_NEWER_PYTHONS = 14_000
 """From Python 3.14 on argparse also asks for the colours of a terminal."""
 SLOW = ("torch", "numpy", "tokenizers", "safetensors", "fsspec", "transformers", "rich", "multiprocessing", "asyncio")
 

@@ -1,99 +1,19 @@
 """A class of the user's own: where it is looked for, what it is given, and why one is refused."""
 
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from shardwise._torch_private import fake_tensors
-from shardwise.config import Config, check_layout, config_from
+from shardwise.config import check_layout
 from shardwise.errors import ConfigError, see
 from shardwise.mesh import Group
-from shardwise.models import build_model, check_own
+from shardwise.models import check_own
 from shardwise.placement import placements
-from tests.unit.parallel.groups import pretend_group
-
-HEAD = """
-import torch
-from torch import nn
-import shardwise as sw
-
-class Model(nn.Module):
-"""
-FORWARD = """
-    def forward(self, ids_SB, targets_SB):
-        return self.layer(ids_SB.float()).sum()
-"""
-PLAIN = """
-    def __init__(self, vocab_size, width=4):
-        super().__init__()
-        self.layer = nn.Linear(3, width)
-"""
-
-Write = Callable[..., str]
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Write a module into the current directory, which no import path has; returns the family of its `Model`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-
-    def writer(constructor: str = PLAIN, forward: str = FORWARD, *, head: str = HEAD, path: str = "mine.py") -> str:
-        file = tmp_path / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(head + textwrap.indent(textwrap.dedent(constructor + forward), "    "))
-        return f"{path.removesuffix('.py').replace('/', '.')}:Model"
-
-    yield writer
-    for name in [name for name in set(sys.modules) - before if _lies_in(tmp_path, name)]:
-        del sys.modules[name]
-
-
-def _lies_in(folder: Path, module: str) -> bool:
-    spec = getattr(sys.modules[module], "__spec__", None)
-    places = [spec.origin, *(spec.submodule_search_locations or ())] if spec is not None else []
-    return any(str(place).startswith(str(folder)) for place in places)
-
-
-def config(family: str, sections: dict[str, dict[str, Any]] | None = None, **keys: Any) -> Config:
-    base: dict[str, Any] = {
-        "model": {"family": family, "vocab_size": 16, **keys},
-        "train": {"steps": 1, "global_batch": 4, "sequence_length": 4},
-        "optimizer": {"lr": 1e-3},
-    }
-    for section, values in (sections or {}).items():
-        base[section] = base.get(section, {}) | values
-    return config_from(base)
-
-
-def problems(chosen: Config) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        check_own(chosen)
-    return caught.value.problems
-
-
-def problem(chosen: Config) -> str:
-    (text,) = problems(chosen)
-    return text
-
-
-def build(chosen: Config, group: Group | None = None, **options: Any) -> nn.Module:
-    return build_model(chosen, group or Group(), sequence_parallel=False, **options)
-
-
-def unbuildable(chosen: Config, group: Group | None = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        build(chosen, group)
-    (text,) = caught.value.problems
-    return text
-
+from tests.unit.models.own_classes import HEAD, PLAIN, Write, build, config, problem, problems, unbuildable
 
 # ---- where it is looked for
 
@@ -432,99 +352,3 @@ def test_a_model_without_parameters(layers: str, write: Write) -> None:
     assert unbuildable(config(write(empty))) == (
         "model.family (mine:Model): the number of trainable parameters (0) must be at least 1"
     )
-
-
-def test_under_tensor_parallelism_every_parameter_says_what_it_is_a_part_of(write: Write) -> None:
-    """Two ranks would train their own `nn.Linear` on their own gradients, and nobody would see it."""
-    whole = """
-    def __init__(self, vocab_size, group=None):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-    """
-    family = write(whole)
-    assert unbuildable(config(family), pretend_group(0, 2)) == (
-        "model.family (mine:Model): parallel.tensor (2) needs layers of shardwise, or shardwise.make_parameter, for "
-        "layers.0.weight, layers.0.bias, layers.1.weight, layers.1.bias and 2 more: nothing says which part of them a "
-        "rank holds"
-    )
-    assert isinstance(build(config(family)), nn.Module), "alone they are whole"
-
-
-def test_dropout_of_torch_is_refused_under_tensor_parallelism(write: Write) -> None:
-    dropping = """
-    def __init__(self, vocab_size, group=None):
-        super().__init__()
-        self.layer = sw.RMSNorm(3, group=group, seed=1, name="layer")
-        self.drop = nn.ModuleList(nn.Dropout(p) for p in (0.1, 0.0, 0.2))
-    """
-    family = write(dropping)
-    assert unbuildable(config(family), pretend_group(0, 2)) == (
-        "model.family (mine:Model): parallel.tensor (2) needs shardwise.Dropout in place of torch.nn.Dropout for "
-        "drop.0 and drop.2, which would drop the same elements of each rank's part"
-    )
-    assert isinstance(build(config(family)), nn.Module), "alone it has the whole of each activation"
-
-
-def test_a_layer_without_the_group_is_refused_under_tensor_parallelism(write: Write) -> None:
-    """It would train, and no checkpoint of it could be saved."""
-    family = write("""
-    def __init__(self, vocab_size, group=None):
-        super().__init__()
-        self.norm = sw.RMSNorm(3)
-        self.last = sw.RMSNorm(3, group=group, seed=1, name="last")
-""")
-    assert unbuildable(config(family), pretend_group(0, 2)) == (
-        "model.family (mine:Model): parallel.tensor (2) needs group=group, which the constructor is given, in the "
-        "layers of norm.weight: they were made without it"
-    )
-    assert isinstance(build(config(family)), nn.Module)
-
-
-def test_dropout_without_its_key_or_a_place_of_its_own_is_refused(write: Write) -> None:
-    dropping = """
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
-        self.drop = nn.ModuleList(sw.Dropout(p, layer=0, site=s) for p, s in ((0.1, 0), (0.0, 0), (0.2, 1), (0.2, 1)))
-    """
-    with pytest.raises(ConfigError) as caught:
-        build(config(write(dropping)))
-    assert caught.value.problems == [
-        "model.family (mine:Model): forward must take dropout, the step's key, and give it to drop.0, drop.2 and "
-        "drop.3, which drop nothing without it",
-        "model.family (mine:Model): drop.2 and drop.3 must have a layer and a site of their own, or they draw one mask",
-    ]
-
-
-def test_two_parameters_of_one_name_would_be_saved_once(write: Write) -> None:
-    same = """
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.a = sw.ColumnParallelLinear(3, 3, name="a")
-        self.b = sw.ColumnParallelLinear(3, 3, name="a")
-    """
-    assert unbuildable(config(write(same))) == (
-        "model.family (mine:Model): several parameters have the name a.weight and a.bias: give their layers other names"
-    )
-
-
-def test_a_tied_weight_is_one_parameter(write: Write) -> None:
-    tied = """
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.embedding = sw.ParallelEmbedding(vocab_size, 4)
-        self.head = sw.ParallelLMHead(4, vocab_size, tied_weight=self.embedding.weight)
-    """
-    assert [name for name, _ in build(config(write(tied))).named_parameters()] == ["embedding.weight"]
-
-
-def test_buffers_that_the_final_weights_would_lose(write: Write) -> None:
-    family = write("""
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.register_buffer("table", torch.ones(3), persistent=False)
-""")
-    said = unbuildable(config(family))
-    assert "norm.running_mean, norm.running_var and norm.num_batches_tracked would be lost" in said

@@ -1,0 +1,133 @@
+"""Every message by which the package refuses something, read from its source, for docs/troubleshooting/messages-*.md.
+
+A message is a text in the source that is given to an error, or that says what must hold, and that is neither a docstring nor
+the description of a key or of an option. Values are written as `…`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "shardwise"
+FOLDER = ROOT / "docs" / "troubleshooting"
+
+_ERROR = re.compile(r"(\w*Error|error|_?[Pp]roblem\w*|reject|refuse)$")
+"""Names of what is called with a message."""
+_RULE = re.compile(
+    r"\b(must|cannot|could not|lacks?|needs?|is damaged|is not installed|there is no|does not exist|does not fit|failed)\b"
+)
+_DESCRIBES = ("add_argument", "add_parser", "ArgumentParser", "Field", "getLogger", "compile")
+"""Calls whose texts describe a key, an option or a pattern."""
+_FEWEST_WORDS = 3
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message.
+
+    Attributes:
+        file: below src/shardwise.
+        text: with `…` for each value.
+        entry: of docs/troubleshooting, as `page#name`; empty where it has none.
+    """
+
+    file: str
+    text: str
+    entry: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Messages of some files, and what they have in common.
+
+    Attributes:
+        files: beginnings of paths below src/shardwise.
+        cause, fix: of all of them.
+    """
+
+    title: str
+    files: tuple[str, ...]
+    cause: str
+    fix: str
+
+
+@cache
+def messages() -> tuple[Message, ...]:
+    """Each message once for each file, in the order of the source."""
+    found: dict[Message, None] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and _is_message(node, parents):
+                text = _text(node)
+                entry = next(iter(_entries(_statement(node, parents))), "")
+                found[Message(file, re.sub(r"\s+", " ", text or "").strip(), entry)] = None
+    return tuple(found)
+
+
+def fragments(text: str) -> list[str]:
+    """The parts of a message between its values, long enough to know it by."""
+    parts = (part.strip(" ,;:().'\"") for part in text.split("…"))
+    return [part for part in parts if len(part.split()) >= _FEWEST_WORDS]
+
+
+def _is_message(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    parent = parents.get(node)
+    if isinstance(parent, ast.Expr | ast.JoinedStr | ast.FormattedValue) or (
+        isinstance(parent, ast.BinOp) and _text(parent) is not None
+    ):
+        return False
+    text = _text(node)
+    if text is None or len(text.replace("…", " ").split()) < _FEWEST_WORDS:
+        return False
+    calls = list(_calls_around(node, parents))
+    if any(name in _DESCRIBES for name in calls):
+        return False
+    return bool(_RULE.search(text)) or any(_ERROR.search(name) for name in calls[:1])
+
+
+def _text(node: ast.AST) -> str | None:
+    """A literal text with `…` for its values; None of anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            str(value.value) if isinstance(value, ast.Constant) else "" if list(_entries(value)) else "…"
+            for value in node.values
+        )
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _text(node.left), _text(node.right)
+        return None if left is None and right is None else (left or "…") + (right or "…")
+    return None
+
+
+def _entries(node: ast.AST) -> Iterator[str]:
+    """The entries that `see` names inside of a node."""
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "see":
+            (entry,) = call.args
+            if isinstance(entry, ast.Constant):
+                yield str(entry.value)
+
+
+def _calls_around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
+    """Names of the calls that a node is an argument of, inside of its statement, from the inside out."""
+    while (parent := parents.get(node)) is not None and not isinstance(node, ast.stmt):
+        if isinstance(parent, ast.Call) and node is not parent.func:
+            function = parent.func
+            yield function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+        node = parent
+
+
+def _statement(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:
+    while not isinstance(node, ast.stmt):
+        node = parents[node]
+    return node if isinstance(node, ast.Raise | ast.Assign | ast.Expr | ast.Return | ast.AugAssign) else ast.Pass()
