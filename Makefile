@@ -63,7 +63,7 @@ bench: env
 
 # The pages that come from the code; tests/arch fails when they are not current.
 pages: env
-	.venv/bin/python scripts/write_docs.py
+	$(PYTHON_M) scripts.write_docs
 
 # The documentation as a site in build/site, with warnings as errors; `make docs` serves it at 127.0.0.1:8000.
 site: env

@@ -1,6 +1,6 @@
-"""Every message by which the package refuses something, read from its source, for docs/troubleshooting/messages-*.md.
+"""Every message by which the package refuses something, read from its source, for the lists in docs/troubleshooting.
 
-A message is a text in the source that is given to an error, or that says what must hold, and that is neither a docstring nor
+A message is a text in the source that is given to an error, or that says what must hold. It is neither a docstring nor
 the description of a key or of an option. Values are written as `…`.
 """
 
@@ -20,11 +20,12 @@ FOLDER = ROOT / "docs" / "troubleshooting"
 _ERROR = re.compile(r"(\w*Error|error|_?[Pp]roblem\w*|reject|refuse)$")
 """Names of what is called with a message."""
 _RULE = re.compile(
-    r"\b(must|cannot|could not|lacks?|needs?|is damaged|is not installed|there is no|does not exist|does not fit|failed)\b"
+    r"\b(must|cannot|could not|lacks|needs|failed|is (damaged|not installed)|there is no|does not (exist|fit))\b"
 )
-_DESCRIBES = ("add_argument", "add_parser", "ArgumentParser", "Field", "getLogger", "compile")
-"""Calls whose texts describe a key, an option or a pattern."""
+_NO_MESSAGES = ("add_argument", "add_parser", "ArgumentParser", "Field", "compile", "AssertionError")
+"""Calls whose texts describe a key, an option or a pattern, or tell of a fault of the package."""
 _FEWEST_WORDS = 3
+"""A shorter text is a part of a message."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +43,6 @@ class Message:
     entry: str = ""
 
 
-@dataclass(frozen=True)
-class Group:
-    """Messages of some files, and what they have in common.
-
-    Attributes:
-        files: beginnings of paths below src/shardwise.
-        cause, fix: of all of them.
-    """
-
-    title: str
-    files: tuple[str, ...]
-    cause: str
-    fix: str
-
-
 @cache
 def messages() -> tuple[Message, ...]:
     """Each message once for each file, in the order of the source."""
@@ -67,34 +53,42 @@ def messages() -> tuple[Message, ...]:
         parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and _is_message(node, parents):
-                text = _text(node)
+                text = literal(node)
                 entry = next(iter(_entries(_statement(node, parents))), "")
                 found[Message(file, re.sub(r"\s+", " ", text or "").strip(), entry)] = None
     return tuple(found)
 
 
-def fragments(text: str) -> list[str]:
-    """The parts of a message between its values, long enough to know it by."""
-    parts = (part.strip(" ,;:().'\"") for part in text.split("…"))
-    return [part for part in parts if len(part.split()) >= _FEWEST_WORDS]
+def words(text: str) -> list[str]:
+    return re.findall(r"[\w.=/'-]+", text)
+
+
+def marks(text: str, most: int = 4) -> set[str]:
+    """What a message can be known by: runs of `most` words without a value between them, or of fewer if it has none.
+
+    A test asserts a message if it has one of these.
+    """
+    parts = [words(part) for part in re.split(r"…|\{\w*\}", text)]
+    length = min(most, max(map(len, parts)))
+    return {" ".join(part[at : at + length]) for part in parts for at in range(len(part) - length + 1)}
 
 
 def _is_message(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     parent = parents.get(node)
     if isinstance(parent, ast.Expr | ast.JoinedStr | ast.FormattedValue) or (
-        isinstance(parent, ast.BinOp) and _text(parent) is not None
+        isinstance(parent, ast.BinOp) and literal(parent) is not None
     ):
         return False
-    text = _text(node)
-    if text is None or len(text.replace("…", " ").split()) < _FEWEST_WORDS:
+    text = literal(node)
+    if text is None or text.startswith("#") or len(words(text)) < _FEWEST_WORDS:
         return False
     calls = list(_calls_around(node, parents))
-    if any(name in _DESCRIBES for name in calls):
+    if any(name in _NO_MESSAGES for name in calls) or isinstance(parent, ast.Assert):
         return False
     return bool(_RULE.search(text)) or any(_ERROR.search(name) for name in calls[:1])
 
 
-def _text(node: ast.AST) -> str | None:
+def literal(node: ast.AST) -> str | None:
     """A literal text with `…` for its values; None of anything else."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
@@ -104,7 +98,7 @@ def _text(node: ast.AST) -> str | None:
             for value in node.values
         )
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = _text(node.left), _text(node.right)
+        left, right = literal(node.left), literal(node.right)
         return None if left is None and right is None else (left or "…") + (right or "…")
     return None
 
