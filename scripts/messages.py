@@ -82,8 +82,13 @@ def _is_message(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     text = literal(node)
     if text is None or text.startswith("#") or len(words(text)) < _FEWEST_WORDS:
         return False
-    calls = list(_calls_around(node, parents))
-    if any(name in _NO_MESSAGES for name in calls) or isinstance(parent, ast.Assert):
+    around = list(_around(node, parents))
+    calls = [name for name in map(_called, around) if name]
+    if any(name in _NO_MESSAGES for name in calls):
+        return False
+    if any(
+        isinstance(each, ast.FormattedValue | ast.Assert) for each in around
+    ):  # a part of a message, or of our own bug
         return False
     return bool(_RULE.search(text)) or any(_ERROR.search(name) for name in calls[:1])
 
@@ -112,13 +117,18 @@ def _entries(node: ast.AST) -> Iterator[str]:
                 yield str(entry.value)
 
 
-def _calls_around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
-    """Names of the calls that a node is an argument of, inside of its statement, from the inside out."""
-    while (parent := parents.get(node)) is not None and not isinstance(node, ast.stmt):
-        if isinstance(parent, ast.Call) and node is not parent.func:
-            function = parent.func
-            yield function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
-        node = parent
+def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+    """What a node is a part of, from the inside out, up to its statement."""
+    while not isinstance(node, ast.stmt) and node in parents:
+        node = parents[node]
+        yield node
+
+
+def _called(node: ast.AST) -> str:
+    """The last name of what a call calls; empty for anything else."""
+    if not isinstance(node, ast.Call):
+        return ""
+    return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
 
 
 def _statement(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:

@@ -1,7 +1,7 @@
 """Write the documentation that comes from the code and from results.
 
-That is docs/configuration.md, from the configuration's own schema, the table of docs/devices.md, and the lists of messages
-in docs/troubleshooting (`message_pages.py`).
+That is docs/configuration.md, from the configuration's own schema, the table of docs/devices.md, and the lists of
+messages in docs/troubleshooting (`message_pages.py`).
 """
 
 import inspect
