@@ -39,7 +39,7 @@ def _page(page: dict[str, Any], of_group: dict[str, list[Message]]) -> str:
     parts = [f"# All messages: {page['title']}\n", INTRODUCTION]
     for group in page["groups"]:
         found = sorted(of_group[group["title"]], key=lambda message: message.text.lstrip("…: ").lower())
-        parts.append(f"## {group['title']}\n\n**Cause.** {group['cause']}\n**Fix.** {group['fix']}\n")
+        parts.append(f"## {group['title']}\n\n**Cause.** {group['cause']}\n\n**Fix.** {group['fix']}\n")
         parts.append("\n".join(dict.fromkeys(map(_row, found))) + "\n")
     return "\n".join([*parts, f"Next: {page['next']}\n"])
 
