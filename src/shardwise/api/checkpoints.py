@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # torch is imported by the functions that need it
     from shardwise.mesh import Mesh
     from shardwise.optim import ZeroRedundancyOptimizer
 
+_default_meshes: list[Mesh] = []
+"""Of the world of the last call without `mesh=`: at most one. Only `_default_mesh` reads it."""
+
 
 def save_checkpoint(
     folder: str | os.PathLike[str],
@@ -48,10 +51,9 @@ def save_checkpoint(
     """
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
-    from shardwise.mesh import Mesh
     from shardwise.train.opening import versions
 
-    mesh = mesh or Mesh()
+    mesh = mesh or _default_mesh()
     root = Root.of(os.fspath(folder))
     if mesh.world.rank == 0:
         root.make()
@@ -94,9 +96,8 @@ def load_checkpoint(
     """
     from shardwise import checkpoint, comm
     from shardwise.checkpoint.restore import read_manifest, restore
-    from shardwise.mesh import Mesh
 
-    mesh = mesh or Mesh()
+    mesh = mesh or _default_mesh()
     location, problem = "", None
     if mesh.world.rank == 0:
         try:
@@ -148,6 +149,21 @@ def export_checkpoint(
     parent, name = split(os.fspath(dest))
     export = Export(newest_intact(os.fspath(checkpoint), None).root, dtype)
     return str(export.write(parent, name, shard_bytes(max_shard_size)).folder)
+
+
+def _default_mesh() -> Mesh:
+    """Data parallelism alone over the present world; collective at the first call in a world.
+
+    A process group and its sockets stay until the process ends, so a world has one mesh for all calls.
+    """
+    from shardwise.mesh import Group, Mesh
+
+    world = Group.world().process_group
+    if world is None:
+        return Mesh()
+    if not any(made.world.process_group is world for made in _default_meshes):
+        _default_meshes[:] = [Mesh()]
+    return _default_meshes[0]
 
 
 def _checkpoint_at(folder: str) -> str:

@@ -1,0 +1,41 @@
+"""Checkpoints of a loop of the user's own over real ranks: what calls leave behind, and problems of one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.distributed_c10d import _world
+
+import shardwise
+from shardwise.testing import RankPool
+from tests.dist.dense import mesh as shared_mesh
+
+
+def parts() -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    return model, shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+
+
+# ---- what calls leave behind
+
+
+def groups_after_saves(folder: str, gives_mesh: bool) -> list[int]:
+    """The number of process groups after saves 2 and 5, each followed by a load."""
+    model, optimizer = parts()
+    mesh, found = shared_mesh(1) if gives_mesh else None, []
+    for step in range(1, 6):
+        shardwise.save_checkpoint(folder, model, optimizer, step=step, mesh=mesh)
+        assert shardwise.load_checkpoint(folder, model, optimizer, mesh=mesh) == step
+        found.append(len(_world.pg_map))
+    return [found[1], found[4]]
+
+
+@pytest.mark.parametrize("gives_mesh", [False, True])
+def test_saves_make_no_further_process_groups(gives_mesh: bool, ranks: Any, tmp_path: Path) -> None:
+    """A group stays, with its sockets, until the process ends: a long loop would run out of file descriptors."""
+    pool: RankPool = ranks(2)
+    for after_2, after_5 in pool.run(groups_after_saves, str(tmp_path), gives_mesh):
+        assert after_2 == after_5
