@@ -9,7 +9,11 @@ from torch import nn
 from torch.distributed.distributed_c10d import _world
 
 import shardwise
+from shardwise.checkpoint.save import Saver
+from shardwise.mesh import Group
+from shardwise.storage.root import Root
 from shardwise.testing import RankPool
+from tests.dist.checkpoints import PLACE
 from tests.dist.dense import mesh as shared_mesh
 
 
@@ -39,3 +43,13 @@ def test_saves_make_no_further_process_groups(gives_mesh: bool, ranks: Any, tmp_
     pool: RankPool = ranks(2)
     for after_2, after_5 in pool.run(groups_after_saves, str(tmp_path), gives_mesh):
         assert after_2 == after_5
+
+
+def test_a_saver_refuses_a_step_before_its_thread_begins(tmp_path: Path) -> None:
+    """In the thread nobody would hear of it, and the save would have no result."""
+    mesh, (model, optimizer) = shared_mesh(1), parts()
+    saver = Saver(Root.of(tmp_path), model, optimizer, None, mesh, Group(), described={})
+    with pytest.raises(TypeError):
+        saver.save(None, PLACE)  # type: ignore[arg-type]
+    saver.wait()
+    assert saver.finished() == []
