@@ -45,6 +45,42 @@ def test_saves_make_no_further_process_groups(gives_mesh: bool, ranks: Any, tmp_
         assert after_2 == after_5
 
 
+# ---- problems of one rank
+
+
+def refused(folder: str, taken: str) -> list[str]:
+    """What each call says whose folder or argument is wrong on one rank alone."""
+    mesh, (model, optimizer), (other, _), said = shared_mesh(1), parts(), parts(), []
+    is_first = mesh.world.rank == 0
+    step: Any = 1 if is_first else None
+    calls = (
+        lambda: shardwise.save_checkpoint(taken, model, optimizer, step=1, mesh=mesh),
+        lambda: shardwise.save_checkpoint(folder, model, optimizer, step=step, mesh=mesh),
+        lambda: shardwise.load_checkpoint(folder, other if is_first else model, optimizer, mesh=mesh),
+    )
+    for call in calls:
+        try:
+            call()
+        except shardwise.ShardwiseError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            said.append("no error")
+    return said
+
+
+def test_a_problem_of_one_rank_is_raised_on_all(ranks: Any, tmp_path: Path) -> None:
+    """Else the others would wait for it until the collective gives up."""
+    taken = tmp_path / "taken"
+    taken.touch()
+    pool: RankPool = ranks(2)
+    one, other = pool.run(refused, str(tmp_path / "saved"), str(taken), timeout=30.0)
+    assert one == other
+    assert one[0] == f"StoreError: {taken} cannot be made: File exists"
+    assert one[1].startswith("ConfigError: step (None) must be")
+    assert one[2].startswith("ConfigError: the optimizer must hold the model's parameters: it lacks 0.weight")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_a_saver_refuses_a_step_before_its_thread_begins(tmp_path: Path) -> None:
     """In the thread nobody would hear of it, and the save would have no result."""
     mesh, (model, optimizer) = shared_mesh(1), parts()

@@ -268,3 +268,81 @@ def test_another_model_is_refused_with_every_mismatch(tmp_path: Path) -> None:
     assert "1.weight" in str(caught.value)
     with pytest.raises(ConfigError, match="there is nothing of that name"):
         shardwise.load_checkpoint(tmp_path / "nothing", other)
+
+
+@pytest.mark.parametrize("given", [None, "1", 1.5, -1, True, 10**18])
+def test_a_step_that_is_no_number_of_updates_is_refused(given: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        shardwise.save_checkpoint(tmp_path / "saved", *parts(0), step=given)
+    assert str(caught.value) == f"step ({given!r}) must be the number of updates done, a whole number from 0 on"
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_step_may_be_an_integer_of_numpy(tmp_path: Path) -> None:
+    shardwise.save_checkpoint(tmp_path, *parts(0), step=np.int64(7))  # type: ignore[arg-type]
+    assert shardwise.load_checkpoint(tmp_path, *parts(1)) == 7
+
+
+@pytest.mark.parametrize("given", ["", " ", b"saved", None, 3, "a\0b"])
+def test_a_folder_that_is_no_path_is_refused(given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls = (
+        ("folder", lambda: shardwise.save_checkpoint(given, *parts(0), step=1)),
+        ("folder", lambda: shardwise.load_checkpoint(given, *parts(0))),
+        ("checkpoint", lambda: shardwise.export_checkpoint(given, "exported")),
+        ("dest", lambda: shardwise.export_checkpoint("saved", given)),
+    )
+    for name, call in calls:
+        with pytest.raises(ConfigError, match=f"^{name} .* must be a path or a URL$"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_persistent_buffers_is_refused(tmp_path: Path) -> None:
+    """They are not in a checkpoint, and would silently be those of a new model."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    named = r"has 1\.running_mean, 1\.running_var and 1\.num_batches_tracked: .*persistent=False"
+    with pytest.raises(ConfigError, match=named):
+        shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
+    assert not (tmp_path / "saved").exists()
+    for name, buffer in list(model[1].named_buffers()):
+        model[1].register_buffer(name, buffer, persistent=False)
+    shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
+    other = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    with pytest.raises(ConfigError, match=named):
+        shardwise.load_checkpoint(tmp_path / "saved", other)
+
+
+def test_an_optimizer_of_another_kind_or_model_is_refused(tmp_path: Path) -> None:
+    model, optimizer = parts(0)
+    saved = shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
+    head = shardwise.ZeroRedundancyOptimizer(model[1].parameters(), torch.optim.AdamW, lr=0.1)
+    wrap = r"must be a shardwise\.ZeroRedundancyOptimizer, which wraps a class"
+    hold = "the optimizer must hold the model's parameters: it"
+    wrong: list[tuple[Any, str]] = [
+        (torch.optim.AdamW(model.parameters()), rf"optimizer \(AdamW\) {wrap}"),
+        (parts(0)[1], f"{hold} lacks 0.weight, .* and it holds 4 parameters that the model lacks"),
+        (head, f"{hold} lacks 0.weight and 0.bias; make it of"),
+    ]
+    for given, text in wrong:
+        with pytest.raises(ConfigError, match=text):
+            shardwise.load_checkpoint(saved, model, given)
+    for given, text in [*wrong, (None, rf"optimizer \(None\) {wrap}")]:
+        with pytest.raises(ConfigError, match=text):
+            shardwise.save_checkpoint(tmp_path / "other", model, given, step=1)
+    with pytest.raises(ConfigError, match=f"{hold} holds 2 parameters that the model lacks"):
+        shardwise.load_checkpoint(saved, model[0], optimizer)
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_other_arguments_of_a_save_are_checked(tmp_path: Path) -> None:
+    model, optimizer = parts(0)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"model": [model]}, r"model \(list\) must be a torch\.nn\.Module"),
+        ({"config": "llama2-tiny"}, r"config \('llama2-tiny'\) must be a shardwise\.Config"),
+        ({"mesh": 2}, r"mesh \(2\) must be a shardwise\.Mesh"),
+    ]
+    for arguments, text in wrong:
+        with pytest.raises(ConfigError, match=text):
+            shardwise.save_checkpoint(tmp_path, **{"model": model, "optimizer": optimizer, "step": 1, **arguments})
