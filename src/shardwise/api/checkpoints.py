@@ -87,7 +87,8 @@ def load_checkpoint(
     Args:
         folder: a checkpoint, or a folder of checkpoints or a run's folder (its newest intact one); a path or a URL.
         model: with the canonical names and shapes that were saved, in any dtype, and without persistent buffers.
-        optimizer: of all the model's parameters; None: weights alone, before an optimizer is made.
+        optimizer: of all the model's parameters, which keeps the same state as the one that was saved, as one of its
+            class with its options does; None: weights alone, before an optimizer is made.
         mesh: as in `save_checkpoint`.
 
     Returns:
@@ -100,7 +101,8 @@ def load_checkpoint(
     """
     from shardwise import checkpoint
     from shardwise.api.own_loop import mesh_of, on_first_rank, require_loadable
-    from shardwise.checkpoint.restore import read_manifest, restore
+    from shardwise.checkpoint.agreement import agree
+    from shardwise.checkpoint.restore import optimizer_problems, read_manifest, restore
     from shardwise.train.opening import raised_on_every_rank
 
     mesh = mesh_of(mesh)
@@ -112,6 +114,7 @@ def load_checkpoint(
     if optimizer is None:
         checkpoint.load_checkpoint(model, str(manifest.config.get("model", {}).get("family", "")), mesh, root)
     else:
+        agree(optimizer_problems(root, manifest, optimizer), mesh.world)
         restore(root, manifest, model, optimizer, mesh)
     return manifest.step
 

@@ -346,3 +346,45 @@ def test_the_other_arguments_of_a_save_are_checked(tmp_path: Path) -> None:
     for arguments, text in wrong:
         with pytest.raises(ConfigError, match=text):
             shardwise.save_checkpoint(tmp_path, **{"model": model, "optimizer": optimizer, "step": 1, **arguments})
+
+
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "lamb": (shardwise.LAMB, {}),
+}
+SAME_STATE = {("lamb", "adamw"), ("adamw", "lamb"), *((kind, kind) for kind in KINDS)}
+
+
+@pytest.mark.parametrize("saved", KINDS)
+def test_the_state_of_another_optimizer_is_refused(saved: str, tmp_path: Path) -> None:
+    """Else it would be dropped, or be missing in the next step."""
+
+    def made(kind: str) -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
+        model, _ = parts(0)
+        optimizer_class, options = KINDS[kind]
+        return model, shardwise.ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1, **options)
+
+    model, optimizer = made(saved)
+    step(model, optimizer)
+    shardwise.save_checkpoint(tmp_path, model, optimizer, step=1)
+    for kind in KINDS:
+        other, its_optimizer = made(kind)
+        before = [p.detach().clone() for p in other.parameters()]
+        if (saved, kind) in SAME_STATE:
+            shardwise.load_checkpoint(tmp_path, other, its_optimizer)
+            step(other, its_optimizer)
+            continue
+        with pytest.raises(ConfigError, match=r"^the optimizer \(\w+\), which keeps .*, must keep what .* holds \("):
+            shardwise.load_checkpoint(tmp_path, other, its_optimizer)
+        assert all(map(torch.equal, before, other.parameters()))
+
+
+def test_a_checkpoint_without_updates_goes_with_any_optimizer(tmp_path: Path) -> None:
+    shardwise.save_checkpoint(tmp_path, *parts(0), step=0)
+    model, _ = parts(1)
+    optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert shardwise.load_checkpoint(tmp_path, model, optimizer) == 0
+    step(model, optimizer)
