@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.api.paths import require_path
 from shardwise.checkpoint_format.places import newest_intact
-from shardwise.errors import ConfigError, RunError, see
+from shardwise.errors import ConfigError, RunError, keys_renamed, renamed, see
 from shardwise.storage.root import Root
 
 if TYPE_CHECKING:  # torch is imported by the functions that need it
@@ -17,6 +17,14 @@ if TYPE_CHECKING:  # torch is imported by the functions that need it
     from shardwise.config import Config
     from shardwise.mesh import Mesh
     from shardwise.optim import ZeroRedundancyOptimizer
+
+_ARGUMENTS = {
+    "set checkpoint.path or --run-dir": "give it as folder",
+    "checkpoint.load": "folder",
+    "make room, or lower checkpoint.keep": "make room",
+    "--max-shard-size": "max_shard_size",
+}
+"""Keys and options that messages of the layers below name → what a call has instead."""
 
 
 def save_checkpoint(
@@ -67,9 +75,8 @@ def save_checkpoint(
     saver.wait()
     (saved,) = saver.finished()
     if saved.problem is not None:
-        raise RunError(
-            f"the checkpoint of step {step:,} could not be saved: {saved.problem}{see('checkpoints#not-saved')}"
-        )
+        problem = renamed(saved.problem, _ARGUMENTS)
+        raise RunError(f"the checkpoint of step {step:,} could not be saved: {problem}{see('checkpoints#not-saved')}")
     return saved.folder
 
 
@@ -111,11 +118,12 @@ def load_checkpoint(
         require_loadable(model, optimizer)
     root = Root.of(on_first_rank(lambda: _checkpoint_at(place), mesh.world))
     manifest = read_manifest(root, mesh.world)
-    if optimizer is None:
-        checkpoint.load_checkpoint(model, str(manifest.config.get("model", {}).get("family", "")), mesh, root)
-    else:
-        agree(optimizer_problems(root, manifest, optimizer), mesh.world)
-        restore(root, manifest, model, optimizer, mesh)
+    with keys_renamed(_ARGUMENTS):
+        if optimizer is None:
+            checkpoint.load_checkpoint(model, str(manifest.config.get("model", {}).get("family", "")), mesh, root)
+        else:
+            agree(optimizer_problems(root, manifest, optimizer), mesh.world)
+            restore(root, manifest, model, optimizer, mesh)
     return manifest.step
 
 
@@ -124,7 +132,7 @@ def export_checkpoint(
     dest: str | os.PathLike[str],
     *,
     dtype: str | None = None,
-    max_shard_size: str = "5GB",
+    max_shard_size: str | int = "5GB",
 ) -> str:
     """Write a checkpoint as a plain Hugging Face folder, as `shardwise checkpoint export` does; not collective.
 
@@ -134,7 +142,7 @@ def export_checkpoint(
         checkpoint: as in `load_checkpoint`.
         dest: the folder to write, which must not exist; a path or a URL.
         dtype: `float32`, `bfloat16` or `float16` of the weights; None: as they are stored.
-        max_shard_size: of a file with weights, such as `500MB`; a larger tensor has one to itself.
+        max_shard_size: of a file with weights: bytes, or a text such as `500MB`; a larger tensor has one to itself.
 
     Returns:
         the path or URL of the folder.
@@ -150,9 +158,13 @@ def export_checkpoint(
     source, target = require_path("checkpoint", checkpoint), require_path("dest", dest)
     if dtype is not None and dtype not in FLOATS:
         raise ConfigError(f"dtype ({dtype!r}) must be {', '.join(FLOATS)} or None")
+    if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, str | int):
+        raise ConfigError(f"max_shard_size ({max_shard_size!r}) must be a number of bytes, or a text such as '500MB'")
+    with keys_renamed(_ARGUMENTS):
+        max_shard_bytes = shard_bytes(str(max_shard_size))
     parent, name = split(target)
     export = Export(newest_intact(source, None).root, dtype)
-    return str(export.write(parent, name, shard_bytes(max_shard_size)).folder)
+    return str(export.write(parent, name, max_shard_bytes).folder)
 
 
 def _checkpoint_at(folder: str) -> str:

@@ -16,8 +16,9 @@ from torch import nn
 
 import shardwise
 from shardwise.api import planning, runs
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, RunError
 from shardwise.launch import guard
+from shardwise.storage.root import Root
 from tests.dist import own_models
 from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command
@@ -114,6 +115,12 @@ def test_a_training_in_this_process_and_its_folder(recipe: str) -> None:
     assert json.loads((Path(folder) / "config.json").read_text())["torch_dtype"] == "bfloat16"
     with pytest.raises(ConfigError, match=r"dtype \('int8'\) must be float32, bfloat16, float16 or None"):
         shardwise.export_checkpoint(run.path, "other", dtype="int8")
+    shardwise.export_checkpoint(run.path, "cut", max_shard_size=100_000)
+    assert len(list(Path("cut").glob("*.safetensors"))) > 1
+    wrong: list[Any] = [0, -5, True, 5e9, None, "much"]
+    for size in wrong:
+        with pytest.raises(ConfigError, match=rf"^max_shard_size \({size!r}\)|^max_shard_size \(much\)"):
+            shardwise.export_checkpoint(run.path, "other", max_shard_size=size)
 
 
 def test_a_model_of_the_program_itself(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,14 +263,14 @@ def test_a_loop_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     weights, _ = parts(2)
     assert shardwise.load_checkpoint(saved, weights) == 3
     assert weights(torch.ones(3, 4)).square().mean().item() == wanted[0]
-    with pytest.raises(ConfigError, match=r"must have a config\.json"):
+    with pytest.raises(ConfigError, match=r"must have a config\.json: .*save_checkpoint with config="):
         shardwise.export_checkpoint(saved, tmp_path / "exported")
 
 
 def test_another_model_is_refused_with_every_mismatch(tmp_path: Path) -> None:
     saved = shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
     other = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 1))
-    with pytest.raises(ConfigError, match=r"0\.weight") as caught:
+    with pytest.raises(ConfigError, match=r"folder \(.*0\.weight") as caught:
         shardwise.load_checkpoint(saved, other)
     assert "1.weight" in str(caught.value)
     with pytest.raises(ConfigError, match="there is nothing of that name"):
@@ -346,6 +353,16 @@ def test_the_other_arguments_of_a_save_are_checked(tmp_path: Path) -> None:
     for arguments, text in wrong:
         with pytest.raises(ConfigError, match=text):
             shardwise.save_checkpoint(tmp_path, **{"model": model, "optimizer": optimizer, "step": 1, **arguments})
+
+
+def test_a_save_that_fails_names_arguments_and_no_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(Root, "free_bytes", lambda _: 0)
+        with pytest.raises(RunError, match=r"step 1 could not be saved: .* are free: make room \(docs/"):
+            shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
+    monkeypatch.setattr("shardwise.checkpoint.save._SEEN_WITHIN_SECONDS", 0.0)  # as if another machine had written
+    with pytest.raises(RunError, match=r"which all machines share, or to a URL: give it as folder \(docs/"):
+        shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
 
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
