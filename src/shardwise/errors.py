@@ -104,8 +104,12 @@ def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        pattern = "|".join(map(re.escape, names))
-        raise ConfigError([re.sub(pattern, lambda key: names[key[0]], text) for text in error.problems]) from error
+        raise ConfigError([renamed(text, names) for text in error.problems]) from error
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """A message with what the user gave in place of each key of `names`."""
+    return re.sub("|".join(map(re.escape, names)), lambda key: names[key[0]], text)
 
 
 def refuse_unknown_arguments(

@@ -285,6 +285,12 @@ def placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement
         yield path, parameter, replace(placement, pieces=full)
 
 
+def unplaced_state(module: nn.Module) -> list[str]:
+    """Names of a model's `state_dict` that are no parameters, such as persistent buffers: no placement covers them."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return [name for name in module.state_dict() if name not in parameters]
+
+
 Pieces = dict[nn.Parameter, tuple[Piece, ...]]
 """The pieces of each parameter, under names that no other tensor of the model has."""
 

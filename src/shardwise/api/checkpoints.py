@@ -6,8 +6,9 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from shardwise.api.paths import require_path
 from shardwise.checkpoint_format.places import newest_intact
-from shardwise.errors import ConfigError, RunError, ShardwiseError, see
+from shardwise.errors import ConfigError, RunError, keys_renamed, renamed, see
 from shardwise.storage.root import Root
 
 if TYPE_CHECKING:  # torch is imported by the functions that need it
@@ -16,6 +17,14 @@ if TYPE_CHECKING:  # torch is imported by the functions that need it
     from shardwise.config import Config
     from shardwise.mesh import Mesh
     from shardwise.optim import ZeroRedundancyOptimizer
+
+_ARGUMENTS = {
+    "set checkpoint.path or --run-dir": "give it as folder",
+    "checkpoint.load": "folder",
+    "make room, or lower checkpoint.keep": "make room",
+    "--max-shard-size": "max_shard_size",
+}
+"""Keys and options that messages of the layers below name → what a call has instead."""
 
 
 def save_checkpoint(
@@ -34,9 +43,11 @@ def save_checkpoint(
 
     Args:
         folder: where the checkpoints of the loop are; a path that all ranks share, or a URL.
-        model: of plain modules, or of layers of shardwise.
+        model: of plain modules, or of layers of shardwise. Its parameters are saved, so it may have no persistent
+            buffers, such as the running statistics of a BatchNorm.
         optimizer: of all the model's parameters.
-        step: updates done; the checkpoint is `FOLDER/step-0000STEP`, and replaces one of that name.
+        step: updates done, the same on all ranks; the checkpoint is `FOLDER/step-0000STEP`, and replaces one of that
+            name.
         mesh: the one that the model's and the optimizer's groups come from; None: data parallelism alone.
         config: what `config.json` and the manifest say of the model; `export_checkpoint` needs it.
 
@@ -44,27 +55,28 @@ def save_checkpoint(
         the path or URL of the checkpoint.
 
     Raises:
+        ConfigError: on every rank, an argument is none of those; nothing was written.
         RunError: on every rank, it could not be written.
     """
+    from shardwise.api.own_loop import mesh_of, on_first_rank, require_saveable
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
-    from shardwise.mesh import Mesh
-    from shardwise.train.opening import versions
+    from shardwise.train.opening import raised_on_every_rank, versions
 
-    mesh = mesh or Mesh()
-    root = Root.of(os.fspath(folder))
-    if mesh.world.rank == 0:
-        root.make()
+    mesh = mesh_of(mesh)
+    with raised_on_every_rank(mesh.world):
+        root = Root.of(require_path("folder", folder))
+        require_saveable(model, optimizer, step, config)
+    on_first_rank(root.make, mesh.world)
     layout = asdict(Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size)) | {"data": mesh.dp.size}
     described = {"layout": layout, "data": {}, "versions": versions()}
     saver = Saver(root, model, optimizer, config, mesh, mesh.host_group("checkpoint"), described=described)
-    saver.save(step, {"samples": 0, "position": 0, "tokens": 0, "schedule": {}, "rng": {}})
+    saver.save(int(step), {"samples": 0, "position": 0, "tokens": 0, "schedule": {}, "rng": {}})
     saver.wait()
     (saved,) = saver.finished()
     if saved.problem is not None:
-        raise RunError(
-            f"the checkpoint of step {step:,} could not be saved: {saved.problem}{see('checkpoints#not-saved')}"
-        )
+        problem = renamed(saved.problem, _ARGUMENTS)
+        raise RunError(f"the checkpoint of step {step:,} could not be saved: {problem}{see('checkpoints#not-saved')}")
     return saved.folder
 
 
@@ -81,37 +93,37 @@ def load_checkpoint(
 
     Args:
         folder: a checkpoint, or a folder of checkpoints or a run's folder (its newest intact one); a path or a URL.
-        model: with the canonical names and shapes that were saved, in any dtype.
-        optimizer: of the same class as the one that was saved; None: weights alone, before an optimizer is made.
+        model: with the canonical names and shapes that were saved, in any dtype, and without persistent buffers.
+        optimizer: of all the model's parameters, which keeps the same state as the one that was saved, as one of its
+            class with its options does; None: weights alone, before an optimizer is made.
         mesh: as in `save_checkpoint`.
 
     Returns:
         the number of updates that were done, with which the loop goes on; learning-rate schedules are the loop's.
 
     Raises:
-        ConfigError: on every rank, there is no checkpoint, or it is of another model or optimizer: every mismatch.
+        ConfigError: on every rank, an argument is none of those, there is no checkpoint, or it is of another model or
+            optimizer: every mismatch. Nothing was changed, unless it says that the weights are not finite.
         DamageError: its bytes do not match their checksums. The model is then not to be used.
     """
-    from shardwise import checkpoint, comm
-    from shardwise.checkpoint.restore import read_manifest, restore
-    from shardwise.mesh import Mesh
+    from shardwise import checkpoint
+    from shardwise.api.own_loop import mesh_of, on_first_rank, require_loadable
+    from shardwise.checkpoint.agreement import agree
+    from shardwise.checkpoint.restore import optimizer_problems, read_manifest, restore
+    from shardwise.train.opening import raised_on_every_rank
 
-    mesh = mesh or Mesh()
-    location, problem = "", None
-    if mesh.world.rank == 0:
-        try:
-            location = _checkpoint_at(os.fspath(folder))
-        except ShardwiseError as error:
-            problem = error
-    location, problem = comm.broadcast_object((location, problem), mesh.world)
-    if problem is not None:
-        raise problem
-    root = Root.of(location)
+    mesh = mesh_of(mesh)
+    with raised_on_every_rank(mesh.world):
+        place = require_path("folder", folder)
+        require_loadable(model, optimizer)
+    root = Root.of(on_first_rank(lambda: _checkpoint_at(place), mesh.world))
     manifest = read_manifest(root, mesh.world)
-    if optimizer is None:
-        checkpoint.load_checkpoint(model, str(manifest.config.get("model", {}).get("family", "")), mesh, root)
-    else:
-        restore(root, manifest, model, optimizer, mesh)
+    with keys_renamed(_ARGUMENTS):
+        if optimizer is None:
+            checkpoint.load_checkpoint(model, str(manifest.config.get("model", {}).get("family", "")), mesh, root)
+        else:
+            agree(optimizer_problems(root, manifest, optimizer), mesh.world)
+            restore(root, manifest, model, optimizer, mesh)
     return manifest.step
 
 
@@ -120,7 +132,7 @@ def export_checkpoint(
     dest: str | os.PathLike[str],
     *,
     dtype: str | None = None,
-    max_shard_size: str = "5GB",
+    max_shard_size: str | int = "5GB",
 ) -> str:
     """Write a checkpoint as a plain Hugging Face folder, as `shardwise checkpoint export` does; not collective.
 
@@ -130,24 +142,29 @@ def export_checkpoint(
         checkpoint: as in `load_checkpoint`.
         dest: the folder to write, which must not exist; a path or a URL.
         dtype: `float32`, `bfloat16` or `float16` of the weights; None: as they are stored.
-        max_shard_size: of a file with weights, such as `500MB`; a larger tensor has one to itself.
+        max_shard_size: of a file with weights: bytes, or a text such as `500MB`; a larger tensor has one to itself.
 
     Returns:
         the path or URL of the folder.
 
     Raises:
-        ConfigError: there is no checkpoint, it does not describe its model, or `dest` exists. DamageError: bytes do not
-        match their checksums. RunError: a value is beyond the range of float16.
+        ConfigError: an argument is none of those, there is no checkpoint, it does not describe its model, or `dest`
+        exists. DamageError: bytes do not match their checksums. RunError: a value is beyond the range of float16.
     """
     from shardwise.checkpoint_format.casting import FLOATS
     from shardwise.checkpoint_format.to_hugging_face import Export
     from shardwise.cli.checkpoint.export import shard_bytes, split
 
+    source, target = require_path("checkpoint", checkpoint), require_path("dest", dest)
     if dtype is not None and dtype not in FLOATS:
         raise ConfigError(f"dtype ({dtype!r}) must be {', '.join(FLOATS)} or None")
-    parent, name = split(os.fspath(dest))
-    export = Export(newest_intact(os.fspath(checkpoint), None).root, dtype)
-    return str(export.write(parent, name, shard_bytes(max_shard_size)).folder)
+    if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, str | int):
+        raise ConfigError(f"max_shard_size ({max_shard_size!r}) must be a number of bytes, or a text such as '500MB'")
+    with keys_renamed(_ARGUMENTS):
+        max_shard_bytes = shard_bytes(str(max_shard_size))
+    parent, name = split(target)
+    export = Export(newest_intact(source, None).root, dtype)
+    return str(export.write(parent, name, max_shard_bytes).folder)
 
 
 def _checkpoint_at(folder: str) -> str:

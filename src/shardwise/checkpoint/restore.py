@@ -14,10 +14,17 @@ from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, rea
 from shardwise.checkpoint_format.comparison import mismatches
 from shardwise.checkpoint_format.manifest import MODEL, Manifest
 from shardwise.checkpoint_format.verify import untiled
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError, listing
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
-from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_slices, state_tensors
+from shardwise.optim.state import (
+    MASTER,
+    begin_restoring,
+    finish_restoring,
+    kept_states,
+    state_slices,
+    state_tensors,
+)
 from shardwise.placement import Piece, placements
 from shardwise.storage.root import DamageError, Root
 
@@ -115,6 +122,22 @@ def restore(
     finish_restoring(optimizer)
     damage = () if weights_only else verify_rest(reader, mesh)
     return Restored(manifest, reader.bytes_read, damage)
+
+
+def optimizer_problems(folder: Root, manifest: Manifest, optimizer: ZeroRedundancyOptimizer) -> list[str]:
+    """Why an optimizer cannot go on with the states of a checkpoint: it keeps others."""
+    states, steps = _optimizer_state(manifest, folder)
+    stored, kept = set(states), kept_states(optimizer)
+    lacks = kept - stored if steps and optimizer.buckets else ()
+    if not stored - kept and not lacks:
+        return []
+    ours, theirs = (listing(sorted(names)) or "nothing" for names in (kept, stored))
+    saved = (manifest.optimizer or {}).get("name")
+    return [
+        f"the optimizer ({optimizer.optimizer_class.__name__}), which keeps {ours}, must keep what {folder} holds "
+        f"({theirs}, of {saved}): make it of the class and with the options of the one that was saved, or load the "
+        "weights alone, without an optimizer"
+    ]
 
 
 def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:

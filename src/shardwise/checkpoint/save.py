@@ -89,6 +89,7 @@ class _Job:
     """One save, as the writing thread needs it."""
 
     step: int
+    final: Root
     conveyor: Conveyor
     files: tuple[PlannedFile, ...]
     manifest: dict[str, Any]
@@ -163,7 +164,8 @@ class Saver:
         if self._conveyor is None:
             self._conveyor = Conveyor(self._mesh.device, self._limit(sum(file.size for file in files)))
         conveyor = self._conveyor
-        job = _Job(step, conveyor, files, self._manifest(step, progress), started)
+        final = self.root / step_name(step)
+        job = _Job(step, final, conveyor, files, self._manifest(step, progress), started)
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
         if conveyor.is_limited:  # else nothing is written before training continues: the cores are for the copy
             self._thread.start()
@@ -257,7 +259,7 @@ class Saver:
 
     def _broken_off(self, job: _Job, error: Exception) -> Saved:
         """The result of a save where the ranks could not agree on it."""
-        folder, seconds = str(self.root / step_name(job.step)), time.perf_counter() - job.started
+        folder, seconds = str(job.final), time.perf_counter() - job.started
         is_lost, committed = comm.is_lost_connection(error), self._lengths.get(job.step)
         problem: str | None = self._reason(error)
         if is_lost:
@@ -272,7 +274,7 @@ class Saver:
         return f"rank {self._group.rank}: {type(error).__name__}: {error}"
 
     def _saved(self, job: _Job) -> Saved:
-        final = self.root / step_name(job.step)
+        final = job.final
         staging = self._staging(job.step, final)
         problem, total = self._together(lambda: self._prepare(staging, job)), 0
         removed: tuple[int, ...] = ()

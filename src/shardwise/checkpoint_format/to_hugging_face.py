@@ -123,6 +123,11 @@ class Export:
             ConfigError: there is none. DamageError: it is damaged.
         """
         entries = {entry.path: entry for entry in self._manifest.files}
+        if CONFIG not in entries and not self._manifest.config:
+            raise ConfigError(
+                f"{self._folder} must have a {CONFIG}: its loop saved none; save it by shardwise.save_checkpoint with "
+                "config=, which describes the model"
+            )
         if CONFIG not in entries:
             raise ConfigError(f"{self._folder} must have a {CONFIG}: it has {listing(sorted(entries)[:6])}")
         try:

@@ -29,7 +29,7 @@ from shardwise.config import Config, OwnConfig
 from shardwise.errors import ConfigError, listing, nearest_name, see
 from shardwise.mesh import Group
 from shardwise.parallel import Dropout
-from shardwise.placement import of, placements
+from shardwise.placement import of, placements, unplaced_state
 from shardwise.user_code import error_text, load
 
 RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")
@@ -240,7 +240,6 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
     unplaced = [path for path, p in trainable.items() if group.size > 1 and of(p) is None]
     alone = [path for path, p in trainable.items() if (record := of(p)) and record.group.size != group.size]
     names = Counter(name for _, _, record in placements(model) for name in {piece.name for piece in record.pieces})
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     problems = {
         f"the dtype of {{}} must be {listing(_STORED, 'or')}, which checkpoints have: register it as a buffer with "
         "persistent=False": odd,
@@ -252,7 +251,7 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
             name for name, count in names.items() if count > 1
         ],
         "a checkpoint holds parameters only, and {} would be lost: register them with persistent=False, or as "
-        "parameters": [name for name in model.state_dict() if name not in parameters],
+        "parameters": unplaced_state(model),
     }
     return _told(problems)
 

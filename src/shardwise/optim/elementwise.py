@@ -31,7 +31,7 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
         for seed, shape in enumerate([(6, 4), (3, 6, 4)])
     )
     gradients[:, 3:] *= 100.0  # rows of different size, so that a norm over all of them shows
-    options = {**defaults, **{k: v for k, v in {"lr": 0.01, "capturable": False}.items() if k in defaults}}
+    options = trial_options(defaults)
     whole = nn.Parameter(weight.clone())
     optimizer = optimizer_class([whole], **options)
     refusal = f"optimizer_class {optimizer_class.__name__} cannot be sharded: {_ADVICE}"
@@ -46,6 +46,11 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
         raise ValueError(f"{refusal}; its trial failed with: {error}") from error
     if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
         raise ValueError(f"{refusal}; its result depends on the whole parameter")
+
+
+def trial_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a class as a trial on the CPU can have them."""
+    return {**options, **{k: v for k, v in {"lr": 0.01, "capturable": False}.items() if k in options}}
 
 
 def _run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients: Tensor) -> None:

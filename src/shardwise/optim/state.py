@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise._torch_private import step_optimizer
 from shardwise.boxes import Box
 from shardwise.optim.buckets import Bucket
+from shardwise.optim.elementwise import trial_options
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.placement import Piece, placements
 
@@ -65,6 +67,23 @@ def state_tensors(optimizer: ZeroRedundancyOptimizer) -> dict[str, dict[Bucket, 
         if bucket.separate:
             flats.setdefault(MASTER, {})[bucket] = bucket.master.detach()
     return flats
+
+
+def kept_states(optimizer: ZeroRedundancyOptimizer) -> set[str]:
+    """Names of the states that the wrapped optimizer makes in its first step, whether it has done one or not."""
+    inner, names = optimizer.inner, set()
+    groups = inner.param_groups
+    try:
+        for group in groups:
+            trial = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+            trial.grad = torch.zeros_like(trial)
+            inner.param_groups = [{**trial_options(group), "params": [trial]}]
+            step_optimizer(inner)
+            made = inner.state.pop(trial, {})
+            names |= {name for name, value in made.items() if isinstance(value, Tensor) and value.shape == trial.shape}
+    finally:
+        inner.param_groups = groups
+    return names
 
 
 def begin_restoring(optimizer: ZeroRedundancyOptimizer, names: Sequence[str], steps: int) -> None:

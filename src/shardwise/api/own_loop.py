@@ -1,0 +1,120 @@
+"""What the calls on checkpoints of one's own loop share: their mesh, and what they require of their arguments.
+
+A problem is a ConfigError that says what is wrong, on every rank, and no AttributeError later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Integral
+from typing import TypeVar, cast
+
+from torch import nn
+
+from shardwise import comm
+from shardwise.api.paths import shown_value
+from shardwise.config import Config
+from shardwise.errors import ConfigError, ShardwiseError, listing
+from shardwise.mesh import Group, Mesh
+from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.placement import unplaced_state
+from shardwise.units import counted
+
+_R = TypeVar("_R")
+_of_worlds: list[Mesh] = []
+"""The mesh of the world of the last call without `mesh=`: at most one. Only `mesh_of` reads it."""
+_SHOWN = 4
+_MOST_STEPS = 10**18
+"""No checkpoint is found again whose name has more digits."""
+
+
+def mesh_of(given: Mesh | None) -> Mesh:
+    """The mesh of a call; None: data parallelism alone over the present world. Collective where that is new.
+
+    A process group and its sockets stay until the process ends, so a world has one mesh for all calls.
+
+    Raises:
+        ConfigError: it is no mesh.
+    """
+    if isinstance(given, Mesh):
+        return given
+    if given is not None:
+        raise ConfigError(f"mesh ({shown_value(given)}) must be a shardwise.Mesh, or None for data parallelism alone")
+    world = Group.world().process_group
+    if world is None:
+        return Mesh()
+    if not any(made.world.process_group is world for made in _of_worlds):
+        _of_worlds[:] = [Mesh()]
+    return _of_worlds[0]
+
+
+def on_first_rank(work: Callable[[], _R], world: Group) -> _R:
+    """What some work gives on the first rank, on every rank; its ShardwiseError is raised on every rank. Collective."""
+    done: _R | None = None
+    problem: ShardwiseError | None = None
+    if world.rank == 0:
+        try:
+            done = work()
+        except ShardwiseError as error:
+            problem = error
+    done, problem = comm.broadcast_object((done, problem), world)
+    if problem is not None:
+        raise problem
+    return cast("_R", done)
+
+
+def require_saveable(model: object, optimizer: object, step: object, config: object) -> None:
+    """Raise ConfigError, with every problem, for what no checkpoint can be made of."""
+    problems = _problems(model, optimizer)
+    if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) < _MOST_STEPS:
+        problems.append(f"step ({shown_value(step)}) must be the number of updates done, a whole number from 0 on")
+    if config is not None and not isinstance(config, Config):
+        problems.append(
+            f"config ({shown_value(config)}) must be a shardwise.Config, as shardwise.load_recipe(RECIPE) returns it, "
+            "or None"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def require_loadable(model: object, optimizer: object | None) -> None:
+    """Raise ConfigError, with every problem, for what no checkpoint can be loaded into."""
+    if problems := _problems(model, optimizer, needs_optimizer=False):
+        raise ConfigError(problems)
+
+
+def _problems(model: object, optimizer: object, *, needs_optimizer: bool = True) -> list[str]:
+    problems = []
+    if not isinstance(model, nn.Module):
+        problems.append(f"model ({shown_value(model)}) must be a torch.nn.Module")
+    elif lost := unplaced_state(model):
+        problems.append(
+            f"the model must have no persistent buffers, but has {listing(lost, most=_SHOWN)}: a checkpoint holds "
+            "parameters only, so register them by register_buffer(NAME, VALUE, persistent=False), and save them "
+            "yourself if they change"
+        )
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        if optimizer is not None or needs_optimizer:
+            problems.append(
+                f"optimizer ({shown_value(optimizer)}) must be a shardwise.ZeroRedundancyOptimizer, which wraps a "
+                "class: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)"
+            )
+    elif isinstance(model, nn.Module):
+        problems += _of_other_model(model, optimizer)
+    return problems
+
+
+def _of_other_model(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> list[str]:
+    """Why the trained parameters of an optimizer are not those of a model."""
+    held = {parameter for bucket in optimizer.buckets for parameter in bucket.parameters}
+    own = dict(model.named_parameters())
+    lacked = [name for name, p in own.items() if p.requires_grad and p.numel() and p not in held]
+    foreign = len(held - set(own.values()))
+    found = [f"it lacks {listing(lacked, most=_SHOWN)}"] if lacked else []
+    if foreign:
+        found.append(f"it holds {counted(foreign, 'parameter')} that the model lacks")
+    if not found:
+        return []
+    return [
+        f"the optimizer must hold the model's parameters: {', and '.join(found)}; make it of this model's parameters"
+    ]
