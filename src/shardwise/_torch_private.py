@@ -8,8 +8,9 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any, cast
 
 import torch
@@ -247,6 +248,12 @@ def prepare_compiler(threads: int) -> None:
     import torch._inductor.config
 
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    with suppress(ImportError):
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        # The compiler makes one of its bars. Its own lock is a semaphore of the system, which a rank that ends by
+        # `os._exit` leaves behind; Python 3.14 warns of it.
+        tqdm.set_lock(RLock())
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         torch._inductor.config.compile_threads = threads
 
