@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 
 from shardwise.redaction import redacted
 
@@ -141,6 +142,15 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
+
+
+def count_problems(values: Mapping[str, object]) -> list[str]:
+    """What is wrong with a program's arguments, by name, that count something: numpy's whole numbers are well."""
+    return [
+        f"{name} ({value!r}) must be a whole number of at least 1"
+        for name, value in values.items()
+        if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1
+    ]
 
 
 def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
