@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardwise.api.arguments import config_problems, folder_problems
 from shardwise.checkpoint_format.places import all_of, locate
 from shardwise.config import Config, config_from, parse_yaml
 from shardwise.errors import ConfigError
@@ -153,12 +154,10 @@ def train(
 
 
 def _require_arguments(config: object, run_dir: object, name: str, callbacks: object) -> None:
-    problems = []
-    if not isinstance(config, Config):
-        problems.append(f"config ({config!r}) must be a shardwise.Config, as shardwise.load_recipe(RECIPE) returns it")
-    if run_dir is not None and not os.fspath(run_dir):  # type: ignore[call-overload]
-        problems.append("run_dir ('') must be a folder's path; None names a new one")
-    if not name or Path(name).name != name:
+    problems = config_problems(config)
+    if run_dir is not None:
+        problems += folder_problems("run_dir", run_dir, "; None names a new one")
+    if not isinstance(name, str) or not name or Path(name).name != name:
         problems.append(f"name ({name!r}) must be a folder's name without a path; run_dir takes a path")
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
         problems.append(f"callbacks ({callbacks!r}) must be a list, such as [function]")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise import planner
 from shardwise.api import planning, runs
 from shardwise.errors import ConfigError
 from shardwise.launch import guard
@@ -154,6 +155,8 @@ def test_a_task_of_mpirun_is_a_rank(recipe: str, monkeypatch: pytest.MonkeyPatch
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "config": ({"config": "llama2-tiny"}, r"config \('llama2-tiny'\) must be a shardwise.Config"),
     "run_dir": ({"run_dir": ""}, r"run_dir \(''\) must be a folder's path"),
+    "run_dir is a number": ({"run_dir": 3}, r"run_dir \(3\) must be a folder's path; None names a new one"),
+    "name is a number": ({"name": 3}, r"name \(3\) must be a folder's name"),
     "no name": ({"name": ""}, r"name \(''\) must be a folder's name"),
     "path as name": ({"name": "runs/a"}, r"name \('runs/a'\) must be a folder's name without a path; run_dir takes"),
     "callbacks": ({"callbacks": print}, r"callbacks \(<built-in function print>\) must be a list"),
@@ -224,6 +227,51 @@ def test_a_plan_ranks_layouts_and_keeps_what_is_fixed() -> None:
     times = [plan.time.total for plan in found.plans]
     assert times == sorted(times)
     assert {plan.config.parallel.tensor for plan in found.plans} == {config.parallel.tensor}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"config": "llama2-7b"}, "config ('llama2-7b') must be a shardwise.Config, as shardwise.load_recipe(RECIPE)"),
+        ({"device": None}, "device (None) must be the name of a device, such as 'h100:8'"),
+        ({"device": "h100:0"}, "device h100:0 and nodes (1) must name at least one device"),
+        ({"nodes": "2"}, "nodes ('2') must be a whole number of at least 1"),
+        ({"nodes": 0}, "nodes (0) must be"),
+        ({"best": 0}, "best (0) must be a whole number of at least 1"),
+        ({"best": -1}, "best (-1) must be"),
+        ({"fixed": "parallel.tensor"}, "fixed ('parallel.tensor') must be a list of keys, such as ['parallel.tensor']"),
+        ({"fixed": 3}, "fixed (3) must be a list of keys"),
+        ({"fixed": ("tensor",)}, "fixed: 'tensor' is no key of a layout; did you mean parallel.tensor?"),
+        ({"fixed": ["parallel.tensr"]}, "fixed: 'parallel.tensr' is no key of a layout; did you mean parallel.tensor?"),
+        ({"fixed": ("train.steps",)}, "fixed: 'train.steps' is no key of a layout; it may have parallel.tensor, "),
+        ({"fixed": (3,)}, "fixed: 3 is no key of a layout"),
+    ],
+    ids=lambda case: str(case)[:40],
+)
+def test_wrong_arguments_of_a_plan_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        shardwise.plan(**{"config": shardwise.load_recipe("llama2-7b"), "device": "h100:8", **arguments})
+
+
+def test_all_wrong_arguments_of_a_plan_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        shardwise.plan("a", 1, "2", best=0, fixed="")  # type: ignore[arg-type]
+    assert [problem.partition(" ")[0] for problem in caught.value.problems] == [
+        "config", "device", "nodes", "best", "fixed",
+    ]  # fmt: skip
+
+
+def test_each_key_that_a_plan_keeps_is_kept() -> None:
+    config = shardwise.load_recipe(
+        "llama2-7b",
+        parallel={"tensor": 2, "sequence": True, "pipeline": 2, "schedule": "interleaved", "virtual_stages": 4},
+        train={"micro_batch": 2, "recompute": "full"},
+        optimizer={"zero": 0},
+    )
+    (plan,) = shardwise.plan(config, "b200:8", np.int64(2), best=1, fixed=planner.FIXABLE).plans  # type: ignore[arg-type]
+    for key in planner.FIXABLE:
+        section, name = key.split(".")
+        assert getattr(getattr(plan.config, section), name) == getattr(getattr(config, section), name), key
 
 
 # ---- checkpoints of a loop of one's own
