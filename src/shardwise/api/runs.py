@@ -14,11 +14,11 @@ from typing import Any
 from shardwise.api.arguments import config_problems, folder_problems
 from shardwise.checkpoint_format.places import all_of, locate
 from shardwise.config import Config, config_from, parse_yaml
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, listing, nearest_name
 from shardwise.launch import stdio, stopping
 from shardwise.launch.environment import is_one_of_several_tasks, keep_own
 from shardwise.launch.tasks import adopt_task
-from shardwise.runlog import RunDirectory
+from shardwise.runlog import EVENTS, RunDirectory
 from shardwise.user_code import given, name_of
 
 
@@ -47,13 +47,23 @@ class Run:
     def metrics(self, event: str = "step") -> list[dict[str, Any]]:
         """The events of one kind in `metrics.jsonl`, oldest first; docs/outputs.md has their fields and units.
 
+        Of steps that were done again after a crash or a resume, the last record counts, and steps that were undone are
+        left out, so that the numbers of steps grow. Of other events all records are there.
+
         Args:
-            event: `step`, `eval`, `checkpoint`, `resume`, `warning`, `start` or `stop`.
+            event: `step`, `eval`, `checkpoint`, `resume`, `compile`, `warning`, `start` or `stop`.
 
         Returns:
             one mapping an event; a number that is not finite is the text "nan", "inf" or "-inf", which `float` reads.
+
+        Raises:
+            ConfigError: there is no such event.
         """
-        return list(self._directory.events(event))
+        if event not in EVENTS:
+            near = nearest_name(str(event), EVENTS, cutoff=0.5)
+            hint = f"; did you mean {near}?" if near else ""
+            raise ConfigError(f"event ({event!r}) must be {listing(EVENTS, 'or')}{hint}")
+        return self._directory.steps() if event == "step" else list(self._directory.events(event))
 
     def config(self) -> Config:
         """The configuration as the run resolved it.

@@ -206,6 +206,34 @@ def test_what_is_wrong_is_one_sentence_before_a_step(recipe: str, overrides: dic
     assert not Path("runs").exists()
 
 
+def test_steps_that_were_done_again_count_once(recipe: str) -> None:
+    def fails(event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            raise OSError("no room")
+
+    config = shardwise.load_recipe(recipe, train={"eval_every": 0}, log={"sample_tokens": 0})
+    with pytest.raises(shardwise.RunError, match="no room"):
+        shardwise.train(config, run_dir="runs/a", callbacks=[fails])
+    run = shardwise.train(config, run_dir="runs/a")
+    assert [event["step"] for event in run.metrics()] == [1, 2, 3, 4]
+    assert [event["reason"].partition(":")[0] for event in run.metrics("stop")] == ["failed", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        ("evaluation", "event ('evaluation') must be start, resume, step, eval, checkpoint, compile, warning or stop; "
+        "did you mean eval?"),
+        ("steps", "did you mean step?"),
+        (None, "event (None) must be"),
+    ],
+)  # fmt: skip
+def test_an_unknown_event_is_refused(event: Any, text: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        shardwise.Run(tmp_path).metrics(event)
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a run's folder"):
         shardwise.Run(tmp_path)
