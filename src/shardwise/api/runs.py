@@ -15,6 +15,7 @@ from shardwise.api.arguments import config_problems, folder_problems
 from shardwise.checkpoint_format.places import all_of, locate
 from shardwise.config import Config, config_from, parse_yaml
 from shardwise.errors import ConfigError, listing, nearest_name
+from shardwise.files import reason_of
 from shardwise.launch import stdio, stopping
 from shardwise.launch.environment import is_one_of_several_tasks, keep_own
 from shardwise.launch.tasks import adopt_task
@@ -36,6 +37,8 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if problems := folder_problems("path", path, ", such as 'runs/latest'"):
+            raise ConfigError(problems)
         self.path = Path(path)
         self._directory = RunDirectory(self.path)
         if not self._directory.holds_run:
@@ -71,20 +74,26 @@ class Run:
         Raises:
             ConfigError: `config.yaml` is missing or damaged.
         """
-        try:
-            values = parse_yaml(self._directory.config.read_text(encoding="utf-8"), str(self._directory.config))
-        except OSError as error:
-            raise ConfigError(f"{self._directory.config} cannot be read: {error.strerror}") from None
+        path = self._directory.config
+        values = parse_yaml(_text(path), str(path))
         if not isinstance(values, dict):
-            raise ConfigError(f"{self._directory.config} must be a mapping of sections")
+            raise ConfigError(f"{path} must be a mapping of sections")
         return config_from(values)
 
     def results(self) -> dict[str, Any] | None:
-        """What the end of the training wrote: losses, tokens, speed, peak memory; None where it has not ended."""
+        """What the end of the training wrote: losses, tokens, speed, peak memory; None where it has not ended.
+
+        Raises:
+            ConfigError: `results.json` is damaged.
+        """
         return _object(self._directory.results)
 
     def environment(self) -> dict[str, Any] | None:
-        """Versions, devices, command line and variables of the last start, without secrets; None before a start."""
+        """Versions, devices, command line and variables of the last start, without secrets; None before a start.
+
+        Raises:
+            ConfigError: `environment.json` is damaged.
+        """
         return _object(self._directory.environment)
 
     def checkpoints(self) -> list[str]:
@@ -229,9 +238,22 @@ def _signals_restored() -> Iterator[None]:
 
 
 def _object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """The JSON object in a file; None where there is no file."""
+    if not path.exists():
         return None
-    return value if isinstance(value, dict) else None
+    try:
+        value = json.loads(_text(path))
+    except (json.JSONDecodeError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is damaged: it must hold one JSON object, as a run writes it")
+    return value
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is damaged: it must be text in UTF-8") from None

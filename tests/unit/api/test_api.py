@@ -239,6 +239,38 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         shardwise.Run(tmp_path)
 
 
+@pytest.mark.parametrize("path", ["", None, 3], ids=repr)
+def test_a_run_has_a_path(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=re.escape(f"path ({path!r}) must be a folder's path, such as 'runs/latest'")):
+        shardwise.Run(path)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"final_loss": 5', b"[]", b"\xff\xfe"], ids=repr)
+@pytest.mark.parametrize("name", ["results", "environment"])
+def test_a_damaged_file_is_none_that_is_missing(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    read = getattr(shardwise.Run(tmp_path), name)
+    assert read() is None
+    (tmp_path / f"{name}.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"/{name}\.json is damaged: it must "):
+        read()
+
+
+def test_a_configuration_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    run, config = shardwise.Run(tmp_path), tmp_path / "config.yaml"
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read: No such file"):
+        run.config()
+    config.write_bytes(b"train: {steps: 4}  # \xff")
+    with pytest.raises(ConfigError, match=r"config\.yaml is damaged: it must be text in UTF-8"):
+        run.config()
+    config.write_text("3")
+    with pytest.raises(ConfigError, match=r"config\.yaml must be a mapping of sections"):
+        run.config()
+
+
 def test_packages_that_are_functions_have_their_signatures() -> None:
     assert inspect.signature(shardwise.train) == inspect.signature(runs.train)
     assert inspect.signature(shardwise.plan) == inspect.signature(planning.plan)
