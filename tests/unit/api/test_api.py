@@ -89,6 +89,29 @@ def test_all_problems_are_told_at_once_with_dotted_keys() -> None:
     assert "train.global_batch.x: unknown key; global_batch is one value" in told
 
 
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"": 3}, "the key '' must name a section and its key, such as train.steps"),
+        ({"": {}}, "the key '' must"),
+        ({"train": {"": 3}}, "the key 'train.' must"),
+        ({"train..steps": 3}, "the key 'train..steps' must"),
+        (
+            {"train": {"steps": 4}, "train.steps": 5},
+            "train.steps must be given once, in its section or as a dotted key",
+        ),
+        ({"train.steps": 4, "train": {"steps": 4}}, "train.steps must be given once"),
+    ],
+    ids=str,
+)
+def test_a_key_is_named_once_and_whole(overrides: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        shardwise.load_recipe("llama2-tiny", **overrides, **{"log.evry": 1})
+    first, second = caught.value.problems
+    assert first.startswith(text)
+    assert "did you mean log.every?" in second
+
+
 # ---- runs
 
 
