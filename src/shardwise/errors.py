@@ -149,7 +149,7 @@ def count_problems(values: Mapping[str, object]) -> list[str]:
     return [
         f"{name} ({value!r}) must be a whole number of at least 1"
         for name, value in values.items()
-        if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 1
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1
     ]
 
 

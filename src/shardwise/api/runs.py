@@ -172,7 +172,7 @@ def train(
             return Run(run(config, path, name))
 
 
-def _require_arguments(config: object, run_dir: object, name: str, callbacks: object) -> None:
+def _require_arguments(config: object, run_dir: object, name: object, callbacks: object) -> None:
     problems = config_problems(config)
     if run_dir is not None:
         problems += folder_problems("run_dir", run_dir, "; None names a new one")
