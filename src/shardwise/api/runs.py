@@ -130,8 +130,8 @@ def train(
 
     Args:
         config: as `load_recipe` gives it.
-        run_dir: the run's folder; that of an earlier run is continued, and a finished run is returned as it is.
-            None: `runs/NAME-YYYYMMDD-HHMMSS`.
+        run_dir: the run's folder, the same on all ranks; that of an earlier run is continued, and a finished run is
+            returned as it is. None: `runs/NAME-YYYYMMDD-HHMMSS`.
         name: of that folder.
         data, loss, optimizer, callbacks: functions and classes of your own in place of `hooks.*`, whose contracts they
             have (docs/hooks.md). `config.yaml` records their names.
