@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 
 from shardwise.redaction import redacted
 
@@ -146,6 +145,8 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
 
 def count_problems(values: Mapping[str, object]) -> list[str]:
     """What is wrong with a program's arguments, by name, that count something: numpy's whole numbers are well."""
+    from numbers import Integral  # costly for every command
+
     return [
         f"{name} ({value!r}) must be a whole number of at least 1"
         for name, value in values.items()
