@@ -162,8 +162,7 @@ def train(
     check_layout(config, world, is_new=path is None)
     if not config.data.is_named and config.hooks.data is None:
         raise ConfigError("data.path, data.blend or data.dataset must name the data; for a trial, data.dataset=tiny")
-    with ExitStack() as held:
-        held.enter_context(given(objects))
+    with given(objects), ExitStack() as held:
         _check_own_code(config)
         if path is not None and is_finished(held, config, path, place):
             return Run(path)
