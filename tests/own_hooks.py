@@ -94,6 +94,17 @@ class Normalized(SignMomentum):
                     p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
 
 
+class WithoutStep(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+
+class Dividing(SignMomentum):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        _ = 1 / 0
+
+
 class Recorder:
     """Keeps the names of events in a list of its class."""
 

@@ -147,6 +147,17 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
     return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
 
 
+def count_problems(values: Mapping[str, object]) -> list[str]:
+    """What is wrong with a program's arguments, by name, that count something: numpy's whole numbers are well."""
+    from numbers import Integral  # costly for every command
+
+    return [
+        f"{name} ({value!r}) must be a whole number of at least 1"
+        for name, value in values.items()
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1
+    ]
+
+
 def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
     """The closest valid number at or below `value` and the closest above it."""
     numbers = sorted(set(valid))

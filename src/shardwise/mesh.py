@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import device as devices
 from shardwise._torch_private import register_group_name
-from shardwise.errors import ArgumentError
+from shardwise.errors import ArgumentError, count_problems
 
 
 @dataclass
@@ -265,11 +265,15 @@ class Mesh:
         device_mesh: the `DeviceMesh` below (None for a single process).
 
     Raises:
+        ConfigError: a degree is no whole number of at least 1.
         ValueError: the world size is no multiple of TP × PP.
         RuntimeError: a launcher started several ranks, but no process group was initialised.
     """
 
     def __init__(self, *, tensor: int = 1, pipeline: int = 1, device: torch.device | str | None = None) -> None:
+        if problems := count_problems({"tensor": tensor, "pipeline": pipeline}):
+            raise ArgumentError(problems)
+        tensor, pipeline = int(tensor), int(pipeline)  # numpy's too
         self.device = torch.device(device) if device is not None else devices.local_device()
         self.world = Group.world()
         if self.world.size % (tensor * pipeline):

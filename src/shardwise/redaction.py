@@ -52,10 +52,13 @@ _VARIABLES = {
     "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE",
     *(f"SLURM_{name}" for name in _SLURM.split()),
 }  # fmt: skip
-_SECRET_VARIABLE = "(?i)TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT|COOKIE|^SHARDWISE_NODE$"
+_SECRET_VARIABLE = (
+    "(?i)TOKEN|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|JWT|COOKIE|(?:^|_)(?:PASS|PW)(?:_|$)|_PWD(?:_|$)"
+    "|^SHARDWISE_NODE$"
+)
 """The last one holds what the launchers of a job show to its supervisor."""
 # Arguments are matched by the end of their name: data.tokenizer and data.text_key are not secrets.
-_SECRET_ARGUMENT = r"(?i)(?:^|[._-])(?:token|secret|password|(?:api|access|secret)[_-]?key)$"
+_SECRET_ARGUMENT = r"(?i)(?:^|[._-])(?:token|secret|pass(?:word|wd|phrase)?|pwd|pw|(?:api|access|secret)[_-]?key)$"
 
 
 def redacted(text: str) -> str:
@@ -89,15 +92,22 @@ def redacted_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Of environment variables those that help to understand a run, by name; `redacted` hides what is in their values.
+    """Of environment variables those that help to understand a run, by name, without the secrets in their values.
 
-    What is not listed here is not recorded, so a secret by any new name is not either.
+    What is not listed here is not recorded, so a secret by any new name is not either. A value may have arguments.
     """
     return {
-        name: redacted(value)
+        name: _redacted_words(value)
         for name, value in sorted(variables.items())
         if name in _VARIABLES or (name.startswith(_FAMILIES) and not is_secret_variable(name))
     }
+
+
+def _redacted_words(text: str) -> str:
+    """A text as `redacted` shows it; one with secret arguments as `redacted_arguments` does."""
+    words = redacted(text).split()
+    shown = redacted_arguments(words)
+    return redacted(text) if shown == words else " ".join(shown)
 
 
 def without_secrets(value: Any) -> Any:

@@ -45,6 +45,8 @@ from shardwise.redaction import recorded_variables, redacted_arguments
 from shardwise.units import size
 
 RUNS = Path("runs")
+EVENTS = ("start", "resume", "step", "eval", "checkpoint", "compile", "warning", "stop")
+"""What the lines of metrics.jsonl tell of."""
 FORMAT = 1
 """Of a run's folder. It grows when those who read the folder of an earlier one would misread that of a later one."""
 _LOCK = ".lock"
@@ -200,15 +202,27 @@ class RunDirectory:
         steps = _value(self.results, "steps")
         return steps if isinstance(steps, int) else None
 
-    def events(self, event: str) -> Iterator[dict[str, Any]]:
-        """The events of one kind that metrics.jsonl has, in their order; a line that a crash cut short is left out."""
+    def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
+        """The events of some kinds that metrics.jsonl has, in their order; a line that a crash cut is left out."""
         if not self.metrics.exists():
             return
+        marks = [f'"event": "{kind}"' for kind in kinds]
         with self.metrics.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                if f'"event": "{event}"' in line:
+                if any(mark in line for mark in marks):
                     with contextlib.suppress(ValueError):
                         yield json.loads(line)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The steps that metrics.jsonl has, each once as it counts, without those that were undone."""
+        found: list[dict[str, Any]] = []
+        for event in self.events("step", "resume"):
+            kept = last_that_counts(event)
+            while kept is not None and found and found[-1]["step"] > kept:
+                found.pop()
+            if kept is not None and event["event"] == "step":
+                found.append(event)
+        return found
 
     def require_room(self, needed: int) -> None:
         """ConfigError when the disk under the folder has fewer than `needed` bytes left."""
@@ -276,6 +290,18 @@ class RunDirectory:
         """Keeps the results of a run that is being continued under a number: until it ends again, it has none."""
         if self.results.exists():
             self.results.rename(_numbered(self.results))
+
+
+def last_that_counts(event: Mapping[str, Any]) -> int | None:
+    """The last of the steps recorded before an event that it does not undo; None of an event that undoes none.
+
+    A run that resumes from a checkpoint undoes the steps after that one. A step that is recorded again undoes what was
+    recorded from its number on: the run began again there.
+    """
+    step, kind = event.get("step"), event.get("event")
+    if not isinstance(step, int) or kind not in ("step", "resume"):
+        return None
+    return step if kind == "resume" else step - 1
 
 
 def _keep_former(path: Path) -> None:

@@ -35,7 +35,8 @@ def name_of(value: object) -> str:
     """What a configuration records of an object that a program gives: module:Name of it, or of its class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     name = re.sub(r"\W+", "_", named.__qualname__)
-    return f"{named.__module__}:{name}"
+    module = getattr(named, "__module__", None) or type(getattr(named, "__self__", named)).__module__
+    return f"{module}:{name}"  # a method of C, such as a list's append, has no module of its own
 
 
 def load(key: str, path: str, is_wanted: Callable[[object], bool], wanted: str) -> Any:
@@ -91,7 +92,8 @@ def error_text(error: BaseException) -> str:
         and not _is_pythons(Path(frame.filename))
     ]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    text = f": {error}" if str(error) else ""
+    return f"{type(error).__name__}{text}{place}"
 
 
 def _is_pythons(file: Path) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardwise.errors import see
+from shardwise.runlog import EVENTS
 from tests.arch.source import ROOT, config_fields
 
 FOLDER = ROOT / "docs/troubleshooting"
@@ -73,6 +74,15 @@ def test_its_keys_exist() -> None:
     keys = {key for text in pages for key in re.findall(rf"`((?:{sections})\.[a-z_]+)", text)}
     assert keys
     assert keys <= {*config_fields(), "model.config"}
+
+
+def test_its_events_exist() -> None:
+    written = re.findall(r'(?:_event\(\s*|\{"event": )"(\w+)"', (ROOT / "src/shardwise/train/report.py").read_text())
+    assert set(written) == set(EVENTS)
+    pages = [*PAGES.values(), (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")]
+    named = [event for text in pages for event in re.findall(r"\bevents? `([^`]+)`", text)]
+    assert named
+    assert set(named) <= set(EVENTS)
 
 
 @pytest.mark.parametrize("name", ENTRIES)

@@ -1,5 +1,6 @@
 """Ranks of several machines may have other software or another configuration: they refuse to train together."""
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,6 +34,27 @@ def test_what_differs_is_told_on_every_rank_with_the_ranks(ranks: Any) -> None:
     assert torch_.endswith(" on rank 0, and 9.9 on ranks 2 and 3")
     assert seed == "train.seed must be the same on all ranks: 1234 on rank 0, and 7 on rank 3"
     assert all(of_rank == found[0] for of_rank in found)
+
+
+def of_folders(*folders: str | None) -> list[str]:
+    folder = folders[Group.world().rank]
+    try:
+        same.require_same(load_config("llama2-tiny"), Mesh(), None if folder is None else Path(folder))
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_another_folder_is_refused(ranks: Any) -> None:
+    found = ranks(4).run(of_folders, "runs/0", "runs/1", None, "runs/1/")
+    assert (
+        found == [["the run's folder must be the same on all ranks: runs/0 on rank 0, and runs/1 on ranks 1 and 3"]] * 4
+    )
+
+
+def test_one_folder_may_be_written_in_two_ways(ranks: Any) -> None:
+    assert ranks(2).run(of_folders, "runs/a", str(Path("runs/a").absolute())) == [[], []]
+    assert ranks(2).run(of_folders, "runs/a", None) == [[], []]
 
 
 def test_many_differences_are_counted(ranks: Any) -> None:

@@ -51,6 +51,11 @@ def test_no_error_shows_a_query_string(kind: type[Exception]) -> None:
     [
         (["--api-key", "abc", "next"], ["--api-key", "(redacted)", "next"]),
         (["--token=abc"], ["--token=(redacted)"]),
+        (
+            ["--db-pwd=abc", "--pass", "abc", "-pw", "abc"],
+            ["--db-pwd=(redacted)", "--pass", "(redacted)", "-pw", "(redacted)"],
+        ),
+        (["--bypass", "abc", "passes=3"], ["--bypass", "abc", "passes=3"]),
         (["data.text_key=body"], ["data.text_key=body"]),
         (["data.path=s3://user:pass@bucket/x"], ["data.path=s3://(redacted)@bucket/x"]),
         (["password", "visible"], ["password", "visible"]),
@@ -66,19 +71,27 @@ def test_only_variables_that_help_are_recorded() -> None:
         "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
         "TORCH_NCCL_BLOCKING_WAIT": "1", "SHARDWISE_CACHE": "/data", "MASTER_ADDR": "node1", "WORLD_SIZE": "8",
         "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_PROCID": "3", "OMPI_COMM_WORLD_RANK": "3",
-        "HF_HOME": "/hf",
+        "HF_HOME": "/hf", "NCCL_BYPASS": "1", "TORCH_PASSES": "a  b", "NCCL_CROSS_NIC": "0",
     }  # fmt: skip
     secret = {
         "SLURM_JWT": "eyJ0", "SLURM_SPANK_X": "word", "OMPI_MCA_orte_hnp_uri": "17;tcp://node1", "HF_TOKEN": "hf_x",
         "PMIX_SECURITY_MODE": "munge", "PMI_FD": "7", "NCCL_TEST_TOKEN": "word", "SHARDWISE_API_KEY": "word",
         "SHARDWISE_NODE": '{"secret": "word"}',
+        "SHARDWISE_S3_PWD": "word", "TRITON_PW": "word", "NCCL_PASS_1": "word", "FI_DB_PASSPHRASE": "word",
         "AWS_SESSION_TOKEN": "word", "MY_DIARY": "word", "PATH": "/bin",
     }  # fmt: skip
     assert recorded_variables({**helpful, **secret}) == helpful
-    login = {"HF_ENDPOINT": "https://me:word@example.org/models", "NCCL_X": SIGNED}
+    login = {
+        "HF_ENDPOINT": "https://me:word@example.org/models",
+        "NCCL_X": SIGNED,
+        "NCCL_FOO": "--password  word --level 3",
+        "XLA_FLAGS": "--a=1 --my_token=word",
+    }
     assert recorded_variables(login) == {
         "HF_ENDPOINT": "https://(redacted)@example.org/models",
         "NCCL_X": "https://store.example/data.txt?(redacted)",
+        "NCCL_FOO": "--password (redacted) --level 3",
+        "XLA_FLAGS": "--a=1 --my_token=(redacted)",
     }
 
 

@@ -69,6 +69,27 @@ def test_how_far_a_run_came(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results-0001.json").read_text()) == {"steps": 12}
 
 
+@pytest.mark.parametrize(
+    ("recorded", "kept"),
+    [
+        ([("step", 1), ("start", None), ("step", 1), ("step", 2)], [(1, 2), (2, 3)]),
+        ([("step", 1), ("step", 2), ("step", 3), ("step", 1)], [(1, 3)]),
+        ([("step", 5), ("step", 10), ("step", 15), ("resume", 10), ("eval", 10)], [(5, 0), (10, 1)]),
+        ([("step", 5), ("resume", 0)], []),
+        ([("step", "odd"), ("step", 5)], [(5, 1)]),
+    ],
+    ids=["after a failure", "began again", "resumed", "resumed at 0", "damaged"],
+)
+def test_a_step_counts_once_and_none_that_was_undone(
+    recorded: list[tuple[str, object]], kept: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path)
+    lines = [{"event": event, "step": step, "line": line} for line, (event, step) in enumerate(recorded)]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"event": "step", "st')
+    assert [(event["step"], event["line"]) for event in run.steps()] == kept
+    assert len(list(run.events("step"))) == sum(event == "step" for event, _ in recorded)
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path

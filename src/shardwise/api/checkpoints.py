@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from shardwise.api.paths import require_path
+from shardwise.api.arguments import require_path
 from shardwise.checkpoint_format.places import newest_intact
 from shardwise.errors import ConfigError, RunError, keys_renamed, renamed, see
 from shardwise.storage.root import Root

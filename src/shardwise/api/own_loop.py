@@ -12,8 +12,7 @@ from typing import TypeVar, cast
 from torch import nn
 
 from shardwise import comm
-from shardwise.api.paths import shown_value
-from shardwise.config import Config
+from shardwise.api.arguments import config_problems, shown_value
 from shardwise.errors import ConfigError, ShardwiseError, listing
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
@@ -68,11 +67,8 @@ def require_saveable(model: object, optimizer: object, step: object, config: obj
     problems = _problems(model, optimizer)
     if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) < _MOST_STEPS:
         problems.append(f"step ({shown_value(step)}) must be the number of updates done, a whole number from 0 on")
-    if config is not None and not isinstance(config, Config):
-        problems.append(
-            f"config ({shown_value(config)}) must be a shardwise.Config, as shardwise.load_recipe(RECIPE) returns it, "
-            "or None"
-        )
+    if config is not None:
+        problems += config_problems(config, ", or None")
     if problems:
         raise ConfigError(problems)
 

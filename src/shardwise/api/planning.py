@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from shardwise.api.arguments import config_problems
 from shardwise.config import Config
 from shardwise.devices import cluster
-from shardwise.planner import Search, search
+from shardwise.errors import ConfigError, count_problems, keys_renamed, listing, nearest_name
+from shardwise.planner import FIXABLE, Search, search
 
 
 def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
@@ -18,9 +20,9 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
     Args:
         config: what is trained, of a family of this package.
         device: a device and how many of them a node has, such as `h100:8`; or a YAML file that describes one.
-        nodes: machines.
-        best: layouts to return at most.
-        fixed: dotted keys of the layout that keep the configuration's values, such as `parallel.tensor`.
+        nodes: machines, at least 1.
+        best: layouts to return at most, at least 1.
+        fixed: dotted keys of the layout that keep the configuration's values, such as `["parallel.tensor"]`.
 
     Returns:
         `plans`, fastest first: each has the `config` with its layout, `time.total` in seconds a step, `memory.total` in
@@ -28,6 +30,30 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
         layout fits; `valid` counts the layouts that the rules allow, `too_large` those that were dropped, by reason.
 
     Raises:
-        ConfigError: there is no such device, or the model is one of your own, whose shapes are not known.
+        ConfigError: an argument is wrong, there is no such device, or the model is one of your own, whose shapes are
+            not known.
     """
-    return search(config, cluster(device, nodes), best=best, fixed=fixed)
+    _require_arguments(config, device, nodes, best, fixed)
+    with keys_renamed({"--device": "device", "--nodes": "nodes"}):
+        on = cluster(device, int(nodes))
+    return search(config, on, best=best, fixed=fixed)
+
+
+def _require_arguments(config: object, device: object, nodes: object, best: object, fixed: object) -> None:
+    problems = config_problems(config)
+    if not isinstance(device, str):
+        problems.append(f"device ({device!r}) must be the name of a device, such as 'h100:8', or of a YAML file")
+    problems += count_problems({"nodes": nodes, "best": best})
+    if isinstance(fixed, str) or not isinstance(fixed, Collection):
+        problems.append(f"fixed ({fixed!r}) must be a list of keys, such as ['parallel.tensor']")
+    else:
+        problems += [_unknown(key) for key in fixed if key not in FIXABLE]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _unknown(key: object) -> str:
+    near = next((known for known in FIXABLE if known.partition(".")[2] == key), None)
+    near = near or nearest_name(str(key), FIXABLE, cutoff=0.75)
+    hint = f"did you mean {near}?" if near else f"it may have {listing(FIXABLE)}"
+    return f"fixed: {key!r} is no key of a layout; {hint}"

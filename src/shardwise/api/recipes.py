@@ -16,9 +16,9 @@ def load_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any] | Config, /, 
         load_recipe("llama2-tiny", train={"steps": 100}, parallel={"tensor": 2})
         load_recipe("my.yaml", **{"train.steps": 100, "data.path": Path("corpus.jsonl")})
 
-    Both spellings of a key mean the same, and the same as `train.steps=100` on the command line. A section replaces
-    only the keys that it names; `model={"config": PATH}` replaces the whole model by that of a Hugging Face
-    `config.json`. Paths, tuples and numbers of numpy are taken as the text, lists and numbers that YAML would have.
+    Both spellings of a key mean the same, and the same as `train.steps=100` on the command line; give each key once. A
+    section replaces only the keys that it names; `model={"config": PATH}` replaces the whole model by that of a Hugging
+    Face `config.json`. Paths, tuples and numbers of numpy are taken as the text, lists and numbers that YAML has.
 
     Args:
         recipe: a shipped recipe's name (`shardwise recipes` lists them), a YAML file, a mapping of sections, or a

@@ -11,14 +11,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardwise.api.arguments import config_problems, path_problems
 from shardwise.checkpoint_format.places import all_of, locate
 from shardwise.config import Config, config_from, parse_yaml
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, listing, nearest_name
+from shardwise.files import reason_of
 from shardwise.launch import stdio, stopping
 from shardwise.launch.environment import Rank, is_one_of_several_tasks, keep_own
 from shardwise.launch.rank import enter_job
 from shardwise.launch.tasks import adopt_task
-from shardwise.runlog import RunDirectory
+from shardwise.runlog import EVENTS, RunDirectory
 from shardwise.user_code import given, name_of
 
 
@@ -36,6 +38,8 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if problems := path_problems("path", path, "a folder's path, such as 'runs/latest'"):
+            raise ConfigError(problems)
         self.path = Path(path)
         self._directory = RunDirectory(self.path)
         if not self._directory.holds_run:
@@ -47,13 +51,23 @@ class Run:
     def metrics(self, event: str = "step") -> list[dict[str, Any]]:
         """The events of one kind in `metrics.jsonl`, oldest first; docs/outputs.md has their fields and units.
 
+        Of steps that were done again after a crash or a resume, the last record counts, and steps that were undone are
+        left out, so that the numbers of steps grow. Of other events all records are there.
+
         Args:
-            event: `step`, `eval`, `checkpoint`, `resume`, `warning`, `start` or `stop`.
+            event: `step`, `eval`, `checkpoint`, `resume`, `compile`, `warning`, `start` or `stop`.
 
         Returns:
             one mapping an event; a number that is not finite is the text "nan", "inf" or "-inf", which `float` reads.
+
+        Raises:
+            ConfigError: there is no such event.
         """
-        return list(self._directory.events(event))
+        if event not in EVENTS:
+            near = nearest_name(str(event), EVENTS, cutoff=0.5)
+            hint = f"; did you mean {near}?" if near else ""
+            raise ConfigError(f"event ({event!r}) must be {listing(EVENTS, 'or')}{hint}")
+        return self._directory.steps() if event == "step" else list(self._directory.events(event))
 
     def config(self) -> Config:
         """The configuration as the run resolved it.
@@ -61,20 +75,26 @@ class Run:
         Raises:
             ConfigError: `config.yaml` is missing or damaged.
         """
-        try:
-            values = parse_yaml(self._directory.config.read_text(encoding="utf-8"), str(self._directory.config))
-        except OSError as error:
-            raise ConfigError(f"{self._directory.config} cannot be read: {error.strerror}") from None
+        path = self._directory.config
+        values = parse_yaml(_text(path), str(path))
         if not isinstance(values, dict):
-            raise ConfigError(f"{self._directory.config} must be a mapping of sections")
+            raise ConfigError(f"{path} must be a mapping of sections")
         return config_from(values)
 
     def results(self) -> dict[str, Any] | None:
-        """What the end of the training wrote: losses, tokens, speed, peak memory; None where it has not ended."""
+        """What the end of the training wrote: losses, tokens, speed, peak memory; None where it has not ended.
+
+        Raises:
+            ConfigError: `results.json` is damaged.
+        """
         return _object(self._directory.results)
 
     def environment(self) -> dict[str, Any] | None:
-        """Versions, devices, command line and variables of the last start, without secrets; None before a start."""
+        """Versions, devices, command line and variables of the last start, without secrets; None before a start.
+
+        Raises:
+            ConfigError: `environment.json` is damaged.
+        """
         return _object(self._directory.environment)
 
     def checkpoints(self) -> list[str]:
@@ -111,8 +131,8 @@ def train(
 
     Args:
         config: as `load_recipe` gives it.
-        run_dir: the run's folder; that of an earlier run is continued, and a finished run is returned as it is.
-            None: `runs/NAME-YYYYMMDD-HHMMSS`.
+        run_dir: the run's folder, the same on all ranks; that of an earlier run is continued, and a finished run is
+            returned as it is. None: `runs/NAME-YYYYMMDD-HHMMSS`.
         name: of that folder.
         data, loss, optimizer, callbacks: functions and classes of your own in place of `hooks.*`, whose contracts they
             have (docs/hooks.md). `config.yaml` records their names.
@@ -139,8 +159,7 @@ def train(
     check_layout(config, world, is_new=path is None)
     if not config.data.is_named and config.hooks.data is None:
         raise ConfigError("data.path, data.blend or data.dataset must name the data; for a trial, data.dataset=tiny")
-    with ExitStack() as held:
-        held.enter_context(given(objects))
+    with given(objects), ExitStack() as held:
         _check_own_code(config)
         if path is not None and is_finished(held, config, path, place):
             return Run(path)
@@ -157,13 +176,11 @@ def _join() -> Rank | None:
     return enter_job(None)
 
 
-def _require_arguments(config: object, run_dir: object, name: str, callbacks: object) -> None:
-    problems = []
-    if not isinstance(config, Config):
-        problems.append(f"config ({config!r}) must be a shardwise.Config, as shardwise.load_recipe(RECIPE) returns it")
-    if run_dir is not None and not os.fspath(run_dir):  # type: ignore[call-overload]
-        problems.append("run_dir ('') must be a folder's path; None names a new one")
-    if not name or Path(name).name != name:
+def _require_arguments(config: object, run_dir: object, name: object, callbacks: object) -> None:
+    problems = config_problems(config)
+    if run_dir is not None:
+        problems += path_problems("run_dir", run_dir, "a folder's path; None names a new one")
+    if not isinstance(name, str) or not name or Path(name).name != name:
         problems.append(f"name ({name!r}) must be a folder's name without a path; run_dir takes a path")
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
         problems.append(f"callbacks ({callbacks!r}) must be a list, such as [function]")
@@ -225,9 +242,22 @@ def _signals_restored() -> Iterator[None]:
 
 
 def _object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """The JSON object in a file; None where there is no file."""
+    if not path.exists():
         return None
-    return value if isinstance(value, dict) else None
+    try:
+        value = json.loads(_text(path))
+    except (json.JSONDecodeError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is damaged: it must hold one JSON object, as a run writes it")
+    return value
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is damaged: it must be text in UTF-8") from None

@@ -13,6 +13,7 @@ from typing import Any
 from shardwise.cli import output
 from shardwise.errors import ConfigError, listing
 from shardwise.files import reason_of
+from shardwise.runlog import last_that_counts
 from shardwise.units import counted
 
 LOSSES = ("loss", "train/loss", "reduced_train_loss", "train_loss", "step loss", "step_loss", "lm loss", "value")
@@ -37,6 +38,7 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
     wanted = LOSSES if name is None else (name.strip().lower(),)
     curves: dict[str, dict[int, object]] = {}
     names: dict[str, None] = {}
+    last = 0
     try:
         for number, row in enumerate(_rows(path), 1):
             fields = {str(key).strip().lower(): value for key, value in row.items()}
@@ -46,8 +48,10 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
                 continue
             at = next((fields[key] for key in _STEPS if key in fields), number)
             step = _whole(at, f"{path}: the step of row {number:,}")
-            if fields.get("event") == "resume":  # the steps after this one were undone
-                curves = {loss: {at: curve[at] for at in curve if at <= step} for loss, curve in curves.items()}
+            kept = last_that_counts(fields | {"step": step})
+            if kept is not None and kept < last:
+                curves = {loss: {at: curve[at] for at in curve if at <= kept} for loss, curve in curves.items()}
+            last = step
             for loss, value in losses.items():
                 curves.setdefault(loss, {})[step] = value
     except OSError as error:

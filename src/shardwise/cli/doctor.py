@@ -22,6 +22,9 @@ from shardwise.doctor.check import Check
 from shardwise.doctor.collective import collective
 from shardwise.doctor.machine import machine
 from shardwise.doctor.software import software
+from shardwise.errors import ConfigError
+from shardwise.hub import is_url
+from shardwise.launch.environment import RANK_PROCESS
 from shardwise.redaction import recorded_variables, redacted
 from shardwise.runlog import RUNS
 
@@ -30,13 +33,16 @@ _MARKS = {"ok": "ok", "warning": "warning", "wrong": "WRONG"}
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run-dir", metavar="DIR", type=Path, default=RUNS, help=f"where runs are to be written (default: {RUNS}/)"
+        "--run-dir", metavar="DIR", default=str(RUNS), help=f"where runs are to be written (default: {RUNS}/)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    checks = [_shown(check) for check in chain(software(), machine(arguments.run_dir), _collective())]
+    run_dir: str = arguments.run_dir
+    if is_url(run_dir):
+        raise ConfigError(f"--run-dir ({run_dir}) must be a folder and no URL: checkpoint.path may be one")
+    checks = [_shown(check) for check in chain(software(), machine(Path(run_dir)), _collective())]
     counts = {status: sum(check.status == status for check in checks) for status in _MARKS}
     facts = _facts()
     if arguments.json:
@@ -61,11 +67,12 @@ def _plain(text: str) -> str:
 
 def _facts() -> dict[str, Any]:
     """What a bug report needs beside the checks."""
+    variables = recorded_variables({name: value for name, value in os.environ.items() if name != RANK_PROCESS})
     return {
         "shardwise": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "variables": {name: _plain(value) for name, value in recorded_variables(os.environ).items()},
+        "variables": {name: _plain(value) for name, value in variables.items()},
     }
 
 

@@ -95,8 +95,15 @@ def load_with(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     problems: list[str] = []
     changed: dict[str, Any] = {}
     for name, value in overrides.items():
-        is_section = "." not in name and isinstance(value, Mapping)
-        changed |= {f"{name}.{key}": inner for key, inner in value.items()} if is_section else {name: value}
+        is_section = name and "." not in name and isinstance(value, Mapping)
+        given = {f"{name}.{key}": inner for key, inner in value.items()} if is_section else {name: value}
+        for path, inner in given.items():
+            if not all(path.split(".")):
+                problems.append(f"the key {path!r} must name a section and its key, such as train.steps")
+            elif path in changed:
+                problems.append(f"{path} must be given once, in its section or as a dotted key")
+            else:
+                changed[path] = inner
     if _MODEL_FILE in changed:
         values["model"] = {}
     for path, value in changed.items():

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from shardwise.config.base import Section
 from shardwise.config.model import FAMILIES, OwnConfig
 from shardwise.config.sections import BATCH_RULE, Config
 
@@ -28,6 +29,10 @@ def recipe_schema() -> dict[str, Any]:
         _accept_other_spellings(schemas[names[family]], family.aliases)
     _accept_batch_rule(schemas["TrainConfig"]["properties"])
     recipe: dict[str, Any] = schemas.pop(names[Config])
+    _default_to_empty(recipe, Config)
+    for field in Config.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            _default_to_empty(schemas[field.annotation.__name__], field.annotation)
     recipe["properties"]["model"] = {
         "description": Config.model_fields["model"].description,
         "type": "object",
@@ -53,6 +58,16 @@ def _chosen(family: dict[str, Any], name: str) -> dict[str, Any]:
         "if": {"properties": {"family": family}, "required": ["family"]},
         "then": {"$ref": f"#/$defs/{name}"},
     }
+
+
+def _default_to_empty(schema: dict[str, Any], section: type[Section]) -> None:
+    """Give a section or mapping that may be left out its default, which pydantic leaves out of the schema.
+
+    The description of a key whose default depends on other keys says what it is.
+    """
+    for name, field in section.model_fields.items():
+        if field.default_factory is dict or (field.default_factory and field.default_factory is field.annotation):
+            schema["properties"][name]["default"] = {}
 
 
 def _accept_batch_rule(train: dict[str, Any]) -> None:

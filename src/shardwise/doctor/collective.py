@@ -6,18 +6,21 @@ The ranks import torch, and the process that examines the machine does not.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
 
 from shardwise.doctor.check import Check, ok
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, shown
 from shardwise.hardware import accelerators
 from shardwise.launch.environment import keep_own
 
 _RESULT = "result.json"
 _SECONDS = 60.0
 _ELEMENTS = 2**20
+_LOG_LINES = 12
+"""Of a log, whose last line says what failed."""
 
 
 def collective() -> Check:
@@ -60,8 +63,18 @@ def _mend() -> str:
 
 
 def _without(text: str, folder: Path) -> str:
-    """A text without the lines that name files of a folder that is removed."""
-    return "\n".join(line for line in text.splitlines() if str(folder) not in line) or text
+    """A text that names no file of a folder that is removed; the end of a log stands in place of its path."""
+    named = re.escape(str(folder)) + r"[^\s;]*"
+    logs = [Path(path) for path in re.findall(rf"; its log: ({named})", text)]
+    rest = re.sub(rf"; its log: {named}", "", text)
+    kept = [line for line in rest.splitlines() if str(folder) not in line]
+    ends = [line for log in logs if log.is_file() for line in _end(log)]
+    return "\n".join(kept + ends) or rest.replace(f"{folder}/", "")
+
+
+def _end(log: Path) -> list[str]:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return [shown(line) for line in lines[-_LOG_LINES:]]
 
 
 def main() -> int:

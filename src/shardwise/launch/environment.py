@@ -12,7 +12,8 @@ HEARTBEATS = "SHARDWISE_HEARTBEATS"
 """The folder of the heartbeats of a node's ranks (`heartbeat.py`)."""
 NODE = "SHARDWISE_NODE"
 """What the supervisor of a job tells the launcher of a node (`node.py`)."""
-_RANK_PROCESS = "SHARDWISE_RANK_PROCESS"
+RANK_PROCESS = "SHARDWISE_RANK_PROCESS"
+"""The process whose variables these are, and its rendezvous (`keep_own`)."""
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 # What torchrun sets beside them.
@@ -42,16 +43,16 @@ def keep_own(variables: MutableMapping[str, str] = os.environ) -> None:
     own, the place in that job is kept.
     """
     job = ":".join(variables.get(name, "") for name in _RENDEZVOUS)
-    process, _, inherited = variables.get(_RANK_PROCESS, "").partition(" ")
+    process, _, inherited = variables.get(RANK_PROCESS, "").partition(" ")
     if process not in ("", str(os.getpid())):
-        foreign = [_RANK_PROCESS, ERROR_FILE, PARENT_PID, HEARTBEATS, NODE]
+        foreign = [RANK_PROCESS, ERROR_FILE, PARENT_PID, HEARTBEATS, NODE]
         if inherited == job:
             foreign += [*_PLACE, *_RENDEZVOUS, *_OF_TORCHRUN, *_OTHER_LAUNCHERS]
             foreign += [name for name in variables if name.startswith("TORCHELASTIC_")]
         for name in foreign:
             variables.pop(name, None)
     if joined(variables) is not None:
-        variables[_RANK_PROCESS] = f"{os.getpid()} {job}"
+        variables[RANK_PROCESS] = f"{os.getpid()} {job}"
 
 
 def joined(variables: Mapping[str, str] = os.environ) -> Rank | None:

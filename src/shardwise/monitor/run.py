@@ -24,7 +24,7 @@ from shardwise.monitor.lines import Growing, last, last_of_rank
 from shardwise.monitor.lost import LostTime, number, seconds_of
 from shardwise.monitor.series import Series
 from shardwise.redaction import without_secrets
-from shardwise.runlog import FORMAT, RUNS, RunDirectory, RunLock
+from shardwise.runlog import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
 
 State = Literal["starting", "running", "silent", "finished", "stopped", "failed", "killed"]
 """`silent`: it should run, and has written nothing for long. `killed`: it ended, and nothing says why."""
@@ -248,8 +248,8 @@ class Run:
             if kind == "start":
                 self._recent = len(self.series.steps)
                 self.before_starts.append(seconds_of(self.last))
-            if kind == "resume" and isinstance(event.get("step"), int):
-                self.series.undo_after(event["step"])
+            if kind == "resume" and (kept := last_that_counts(event)) is not None:
+                self.series.undo_after(kept)
                 self._recent = min(self._recent, len(self.series.steps))
                 self.evaluations = [one for one in self.evaluations if number(one.get("step"), 0.0) <= event["step"]]
 

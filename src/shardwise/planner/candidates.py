@@ -14,6 +14,11 @@ _SCHEDULES: tuple[Schedule, ...] = (
 )  # fmt: skip
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 _MOST_IN_MICRO_BATCH = 16
+FIXABLE = (
+    "parallel.tensor", "parallel.sequence", "parallel.pipeline", "parallel.schedule", "parallel.virtual_stages",
+    "parallel.stages", "train.micro_batch", "train.recompute", "optimizer.zero",
+)  # fmt: skip
+"""Keys that a layout sets, and that may keep the recipe's value instead."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -139,7 +140,7 @@ def own_optimizer(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str
 class Told(JsonLines):
     """metrics.jsonl, whose every event the callbacks get too, on rank 0.
 
-    A callback that returns True asks the run to stop, as `shardwise stop` does.
+    A callback that returns True, of Python or numpy, asks the run to stop, as `shardwise stop` does.
     """
 
     def __init__(self, path: Path, config: Config) -> None:
@@ -155,7 +156,7 @@ class Told(JsonLines):
             except Exception as error:
                 self._callbacks = []  # what the run records of its failure must not fail again
                 raise RunError(f"hooks.callbacks ({path}) failed: {error_text(error)}") from error
-            if stop is True:
+            if isinstance(stop, bool | np.bool_) and stop:  # any other value is none of ours
                 stopping.request(self._run, f"hooks.callbacks ({path})")
 
 

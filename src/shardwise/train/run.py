@@ -49,7 +49,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     join(timeout=config.launch.timeout)
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     config = _with_one_batch(config, mesh)
-    require_same(config, mesh)
+    require_same(config, mesh, run_path)
     layout, progress = check_layout(config, mesh.world.size), Progress(phase="preparation of the data")
     with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
         shortage = require_accelerator(config, layout, mesh.world.rank, mesh.device)

@@ -1,8 +1,9 @@
-"""Whether all ranks of a job have the same software and configuration, which several machines may not have."""
+"""Whether all ranks of a job have the same software, configuration and folder, which several machines may not have."""
 
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 from shardwise import comm
 from shardwise.checkpoint_format.diff import by_dotted_key
@@ -11,19 +12,26 @@ from shardwise.errors import ConfigError, listing
 from shardwise.mesh import Mesh
 from shardwise.train.opening import versions
 
+_FOLDER = "the run's folder"
 _SHOWN = 5
 """Differences, and ranks of each, that are told."""
 
 
-def require_same(config: Config, mesh: Mesh) -> None:
-    """Compare versions and the configuration of all ranks with rank 0's. Collective.
+def require_same(config: Config, mesh: Mesh, run_path: Path | None = None) -> None:
+    """Compare versions, the configuration and the run's folder of all ranks with rank 0's. Collective.
+
+    Args:
+        run_path: None: that of rank 0, whatever it is.
 
     Raises:
         ConfigError: on every rank, with what differs and on which ranks.
     """
     software = {"Python": platform.python_version()} | {name: versions()[name] for name in ("torch", "shardwise")}
     own = software | by_dotted_key(config.model_dump(mode="json"))
-    first = comm.broadcast_object(own, mesh.world)
+    first = comm.broadcast_object(own | {_FOLDER: None if run_path is None else str(run_path)}, mesh.world)
+    folder = first[_FOLDER]
+    alike = run_path is None or (folder is not None and Path(folder).absolute() == run_path.absolute())
+    own[_FOLDER] = folder if alike else str(run_path)
     other = [(name, first.get(name), own.get(name)) for name in {**first, **own} if first.get(name) != own.get(name)]
     if not comm.any_rank(bool(other), mesh.world):
         return

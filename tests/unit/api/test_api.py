@@ -1,12 +1,10 @@
-"""The Python API: recipes, a training in this process, its folder, plans, and checkpoints of a loop of one's own."""
+"""The Python API: recipes, a training in this process, its folder, and plans."""
 
 import inspect
 import json
 import re
-import shutil
 import signal
 import sys
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import shardwise
+from shardwise import planner
 from shardwise.api import planning, runs
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
-from shardwise.errors import ConfigError, RunError
+from shardwise.errors import ConfigError
 from shardwise.launch import guard
-from shardwise.storage.root import Root
 from tests.dist import own_models
 from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command
@@ -90,6 +86,29 @@ def test_all_problems_are_told_at_once_with_dotted_keys() -> None:
     assert "train.stepps: unknown key; did you mean train.steps?" in told
     assert "optimizer.lr ('fast') must be a number" in told
     assert "train.global_batch.x: unknown key; global_batch is one value" in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"": 3}, "the key '' must name a section and its key, such as train.steps"),
+        ({"": {}}, "the key '' must"),
+        ({"train": {"": 3}}, "the key 'train.' must"),
+        ({"train..steps": 3}, "the key 'train..steps' must"),
+        (
+            {"train": {"steps": 4}, "train.steps": 5},
+            "train.steps must be given once, in its section or as a dotted key",
+        ),
+        ({"train.steps": 4, "train": {"steps": 4}}, "train.steps must be given once"),
+    ],
+    ids=str,
+)
+def test_a_key_is_named_once_and_whole(overrides: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        shardwise.load_recipe("llama2-tiny", **overrides, **{"log.evry": 1})
+    first, second = caught.value.problems
+    assert first.startswith(text)
+    assert "did you mean log.every?" in second
 
 
 # ---- runs
@@ -164,6 +183,8 @@ def test_a_task_of_mpirun_is_a_rank(recipe: str, monkeypatch: pytest.MonkeyPatch
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "config": ({"config": "llama2-tiny"}, r"config \('llama2-tiny'\) must be a shardwise.Config"),
     "run_dir": ({"run_dir": ""}, r"run_dir \(''\) must be a folder's path"),
+    "run_dir is a number": ({"run_dir": 3}, r"run_dir \(3\) must be a folder's path; None names a new one"),
+    "name is a number": ({"name": 3}, r"name \(3\) must be a folder's name"),
     "no name": ({"name": ""}, r"name \(''\) must be a folder's name"),
     "path as name": ({"name": "runs/a"}, r"name \('runs/a'\) must be a folder's name without a path; run_dir takes"),
     "callbacks": ({"callbacks": print}, r"callbacks \(<built-in function print>\) must be a list"),
@@ -213,9 +234,69 @@ def test_what_is_wrong_is_one_sentence_before_a_step(recipe: str, overrides: dic
     assert not Path("runs").exists()
 
 
+def test_steps_that_were_done_again_count_once(recipe: str) -> None:
+    def fails(event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            raise OSError("no room")
+
+    config = shardwise.load_recipe(recipe, train={"eval_every": 0}, log={"sample_tokens": 0})
+    with pytest.raises(shardwise.RunError, match="no room"):
+        shardwise.train(config, run_dir="runs/a", callbacks=[fails])
+    run = shardwise.train(config, run_dir="runs/a")
+    assert [event["step"] for event in run.metrics()] == [1, 2, 3, 4]
+    assert [event["reason"].partition(":")[0] for event in run.metrics("stop")] == ["failed", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        ("evaluation", "event ('evaluation') must be start, resume, step, eval, checkpoint, compile, warning or stop; "
+        "did you mean eval?"),
+        ("steps", "did you mean step?"),
+        (None, "event (None) must be"),
+    ],
+)  # fmt: skip
+def test_an_unknown_event_is_refused(event: Any, text: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        shardwise.Run(tmp_path).metrics(event)
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a run's folder"):
         shardwise.Run(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["", None, 3], ids=repr)
+def test_a_run_has_a_path(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=re.escape(f"path ({path!r}) must be a folder's path, such as 'runs/latest'")):
+        shardwise.Run(path)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"final_loss": 5', b"[]", b"\xff\xfe"], ids=repr)
+@pytest.mark.parametrize("name", ["results", "environment"])
+def test_a_damaged_file_is_none_that_is_missing(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    read = getattr(shardwise.Run(tmp_path), name)
+    assert read() is None
+    (tmp_path / f"{name}.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"/{name}\.json is damaged: it must "):
+        read()
+
+
+def test_a_configuration_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    run, config = shardwise.Run(tmp_path), tmp_path / "config.yaml"
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read: No such file"):
+        run.config()
+    config.write_bytes(b"train: {steps: 4}  # \xff")
+    with pytest.raises(ConfigError, match=r"config\.yaml is damaged: it must be text in UTF-8"):
+        run.config()
+    config.write_text("3")
+    with pytest.raises(ConfigError, match=r"config\.yaml must be a mapping of sections"):
+        run.config()
 
 
 def test_packages_that_are_functions_have_their_signatures() -> None:
@@ -236,199 +317,46 @@ def test_a_plan_ranks_layouts_and_keeps_what_is_fixed() -> None:
     assert {plan.config.parallel.tensor for plan in found.plans} == {config.parallel.tensor}
 
 
-# ---- checkpoints of a loop of one's own
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"config": "llama2-7b"}, "config ('llama2-7b') must be a shardwise.Config, as shardwise.load_recipe(RECIPE)"),
+        ({"device": None}, "device (None) must be the name of a device, such as 'h100:8'"),
+        ({"device": "h100:0"}, "device h100:0 and nodes (1) must name at least one device"),
+        ({"nodes": "2"}, "nodes ('2') must be a whole number of at least 1"),
+        ({"nodes": 0}, "nodes (0) must be"),
+        ({"best": 0}, "best (0) must be a whole number of at least 1"),
+        ({"best": -1}, "best (-1) must be"),
+        ({"fixed": "parallel.tensor"}, "fixed ('parallel.tensor') must be a list of keys, such as ['parallel.tensor']"),
+        ({"fixed": 3}, "fixed (3) must be a list of keys"),
+        ({"fixed": ("tensor",)}, "fixed: 'tensor' is no key of a layout; did you mean parallel.tensor?"),
+        ({"fixed": ["parallel.tensr"]}, "fixed: 'parallel.tensr' is no key of a layout; did you mean parallel.tensor?"),
+        ({"fixed": ("train.steps",)}, "fixed: 'train.steps' is no key of a layout; it may have parallel.tensor, "),
+        ({"fixed": (3,)}, "fixed: 3 is no key of a layout"),
+    ],
+    ids=lambda case: str(case)[:40],
+)
+def test_wrong_arguments_of_a_plan_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        shardwise.plan(**{"config": shardwise.load_recipe("llama2-7b"), "device": "h100:8", **arguments})
 
 
-def parts(seed: int) -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-    return model, shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-
-
-def step(model: nn.Module, optimizer: shardwise.ZeroRedundancyOptimizer) -> float:
-    loss = model(torch.ones(3, 4)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def test_a_loop_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    model, optimizer = parts(0)
-    for _ in range(3):
-        step(model, optimizer)
-    saved = shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=3)
-    assert Path(saved).name == "step-00000003"
-    wanted = [step(model, optimizer) for _ in range(3)]
-    other, its_optimizer = parts(1)
-    assert shardwise.load_checkpoint(tmp_path / "saved", other, its_optimizer) == 3
-    assert [step(other, its_optimizer) for _ in range(3)] == wanted
-    weights, _ = parts(2)
-    assert shardwise.load_checkpoint(saved, weights) == 3
-    assert weights(torch.ones(3, 4)).square().mean().item() == wanted[0]
-    with pytest.raises(ConfigError, match=r"must have a config\.json: .*save_checkpoint with config="):
-        shardwise.export_checkpoint(saved, tmp_path / "exported")
-
-
-def test_another_model_is_refused_with_every_mismatch(tmp_path: Path) -> None:
-    saved = shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
-    other = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 1))
-    with pytest.raises(ConfigError, match=r"folder \(.*0\.weight") as caught:
-        shardwise.load_checkpoint(saved, other)
-    assert "1.weight" in str(caught.value)
-    with pytest.raises(ConfigError, match="there is nothing of that name"):
-        shardwise.load_checkpoint(tmp_path / "nothing", other)
-
-
-def test_a_folder_of_weights_is_no_checkpoint_of_a_loop(tmp_path: Path) -> None:
-    saved = shardwise.save_checkpoint(tmp_path / "saved", *parts(0), step=1)
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights/config.json").write_text("{}")
-    shutil.copy(Path(saved) / "model.safetensors", tmp_path / "weights")
-    with pytest.raises(ConfigError, match="weights must be a checkpoint of shardwise: it is a folder of weights"):
-        shardwise.load_checkpoint(tmp_path / "weights", parts(0)[0])
-
-
-def test_a_checkpoint_that_lacks_its_optimizers_states_is_refused(tmp_path: Path) -> None:
-    saved = Root.of(shardwise.save_checkpoint(tmp_path, *parts(0), step=1))
-    changed = replace(Manifest.read(saved), optimizer={"states": ["momentum"], "steps": 1})
-    (saved / MANIFEST).write(changed.to_json().encode())
-    with pytest.raises(ConfigError, match=r"names the states of an optimizer that it does not hold: .*'momentum'"):
-        shardwise.load_checkpoint(tmp_path, *parts(0))
-
-
-def test_a_checkpoint_that_could_not_be_read_again_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.checkpoint_format.manifest.MAX_MANIFEST_VALUES", 10)
-    with pytest.raises(RunError, match="could not be read again: of its manifest it must have at most 10 values, and"):
-        shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
-    assert not (tmp_path / "step-00000001").exists()
-
-
-@pytest.mark.parametrize("given", [None, "1", 1.5, -1, True, 10**18])
-def test_a_step_that_is_no_number_of_updates_is_refused(given: Any, tmp_path: Path) -> None:
+def test_all_wrong_arguments_of_a_plan_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        shardwise.save_checkpoint(tmp_path / "saved", *parts(0), step=given)
-    assert str(caught.value) == f"step ({given!r}) must be the number of updates done, a whole number from 0 on"
-    assert not (tmp_path / "saved").exists()
+        shardwise.plan("a", 1, "2", best=0, fixed="")  # type: ignore[arg-type]
+    assert [problem.partition(" ")[0] for problem in caught.value.problems] == [
+        "config", "device", "nodes", "best", "fixed",
+    ]  # fmt: skip
 
 
-def test_a_step_may_be_an_integer_of_numpy(tmp_path: Path) -> None:
-    shardwise.save_checkpoint(tmp_path, *parts(0), step=np.int64(7))  # type: ignore[arg-type]
-    assert shardwise.load_checkpoint(tmp_path, *parts(1)) == 7
-
-
-@pytest.mark.parametrize("given", ["", " ", b"saved", None, 3, "a\0b"])
-def test_a_folder_that_is_no_path_is_refused(given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    calls = (
-        ("folder", lambda: shardwise.save_checkpoint(given, *parts(0), step=1)),
-        ("folder", lambda: shardwise.load_checkpoint(given, *parts(0))),
-        ("checkpoint", lambda: shardwise.export_checkpoint(given, "exported")),
-        ("dest", lambda: shardwise.export_checkpoint("saved", given)),
+def test_each_key_that_a_plan_keeps_is_kept() -> None:
+    config = shardwise.load_recipe(
+        "llama2-7b",
+        parallel={"tensor": 2, "sequence": True, "pipeline": 2, "schedule": "interleaved", "virtual_stages": 4},
+        train={"micro_batch": 2, "recompute": "full"},
+        optimizer={"zero": 0},
     )
-    for name, call in calls:
-        with pytest.raises(ConfigError, match=f"^{name} .* must be a path or a URL$"):
-            call()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_with_persistent_buffers_is_refused(tmp_path: Path) -> None:
-    """They are not in a checkpoint, and would silently be those of a new model."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-    optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    named = r"has 1\.running_mean, 1\.running_var and 1\.num_batches_tracked: .*persistent=False"
-    with pytest.raises(ConfigError, match=named):
-        shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
-    assert not (tmp_path / "saved").exists()
-    for name, buffer in list(model[1].named_buffers()):
-        model[1].register_buffer(name, buffer, persistent=False)
-    shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
-    other = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-    with pytest.raises(ConfigError, match=named):
-        shardwise.load_checkpoint(tmp_path / "saved", other)
-
-
-def test_an_optimizer_of_another_kind_or_model_is_refused(tmp_path: Path) -> None:
-    model, optimizer = parts(0)
-    saved = shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
-    head = shardwise.ZeroRedundancyOptimizer(model[1].parameters(), torch.optim.AdamW, lr=0.1)
-    wrap = r"must be a shardwise\.ZeroRedundancyOptimizer, which wraps a class"
-    hold = "the optimizer must hold the model's parameters: it"
-    wrong: list[tuple[Any, str]] = [
-        (torch.optim.AdamW(model.parameters()), rf"optimizer \(AdamW\) {wrap}"),
-        (parts(0)[1], f"{hold} lacks 0.weight, .* and it holds 4 parameters that the model lacks"),
-        (head, f"{hold} lacks 0.weight and 0.bias; make it of"),
-    ]
-    for given, text in wrong:
-        with pytest.raises(ConfigError, match=text):
-            shardwise.load_checkpoint(saved, model, given)
-    for given, text in [*wrong, (None, rf"optimizer \(None\) {wrap}")]:
-        with pytest.raises(ConfigError, match=text):
-            shardwise.save_checkpoint(tmp_path / "other", model, given, step=1)
-    with pytest.raises(ConfigError, match=f"{hold} holds 2 parameters that the model lacks"):
-        shardwise.load_checkpoint(saved, model[0], optimizer)
-    assert not (tmp_path / "other").exists()
-
-
-def test_the_other_arguments_of_a_save_are_checked(tmp_path: Path) -> None:
-    model, optimizer = parts(0)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"model": [model]}, r"model \(list\) must be a torch\.nn\.Module"),
-        ({"config": "llama2-tiny"}, r"config \('llama2-tiny'\) must be a shardwise\.Config"),
-        ({"mesh": 2}, r"mesh \(2\) must be a shardwise\.Mesh"),
-    ]
-    for arguments, text in wrong:
-        with pytest.raises(ConfigError, match=text):
-            shardwise.save_checkpoint(tmp_path, **{"model": model, "optimizer": optimizer, "step": 1, **arguments})
-
-
-def test_a_save_that_fails_names_arguments_and_no_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as full:
-        full.setattr(Root, "free_bytes", lambda _: 0)
-        with pytest.raises(RunError, match=r"step 1 could not be saved: .* are free: make room \(docs/"):
-            shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
-    monkeypatch.setattr("shardwise.checkpoint.save._SEEN_WITHIN_SECONDS", 0.0)  # as if another machine had written
-    with pytest.raises(RunError, match=r"which all machines share, or to a URL: give it as folder \(docs/"):
-        shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
-
-
-KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {}),
-    "amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
-    "sgd": (torch.optim.SGD, {}),
-    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
-    "lamb": (shardwise.LAMB, {}),
-}
-SAME_STATE = {("lamb", "adamw"), ("adamw", "lamb"), *((kind, kind) for kind in KINDS)}
-
-
-@pytest.mark.parametrize("saved", KINDS)
-def test_the_state_of_another_optimizer_is_refused(saved: str, tmp_path: Path) -> None:
-    """Else it would be dropped, or be missing in the next step."""
-
-    def made(kind: str) -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
-        model, _ = parts(0)
-        optimizer_class, options = KINDS[kind]
-        return model, shardwise.ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1, **options)
-
-    model, optimizer = made(saved)
-    step(model, optimizer)
-    shardwise.save_checkpoint(tmp_path, model, optimizer, step=1)
-    for kind in KINDS:
-        other, its_optimizer = made(kind)
-        before = [p.detach().clone() for p in other.parameters()]
-        if (saved, kind) in SAME_STATE:
-            shardwise.load_checkpoint(tmp_path, other, its_optimizer)
-            step(other, its_optimizer)
-            continue
-        with pytest.raises(ConfigError, match=r"^the optimizer \(\w+\), which keeps .*, must keep what .* holds \("):
-            shardwise.load_checkpoint(tmp_path, other, its_optimizer)
-        assert all(map(torch.equal, before, other.parameters()))
-
-
-def test_a_checkpoint_without_updates_goes_with_any_optimizer(tmp_path: Path) -> None:
-    shardwise.save_checkpoint(tmp_path, *parts(0), step=0)
-    model, _ = parts(1)
-    optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-    assert shardwise.load_checkpoint(tmp_path, model, optimizer) == 0
-    step(model, optimizer)
+    (plan,) = shardwise.plan(config, "b200:8", np.int64(2), best=1, fixed=planner.FIXABLE).plans  # type: ignore[arg-type]
+    for key in planner.FIXABLE:
+        section, name = key.split(".")
+        assert getattr(getattr(plan.config, section), name) == getattr(getattr(config, section), name), key

@@ -85,6 +85,11 @@ def test_a_resumed_run_counts_as_it_went_on() -> None:
     assert read_curve(folder) == read_curve(folder / "metrics.jsonl") == LOSSES
 
 
+def test_a_run_that_began_again_counts_as_its_last_start() -> None:
+    first = [{"event": "step", "step": step, "loss": 9.0} for step in (1, 2, 3, 4, 5)]
+    assert read_curve(run("again", *first, *EVENTS)) == LOSSES
+
+
 def test_tensorboards_events() -> None:
     for step, loss in LOSSES.items():  # as a run that was started three times
         scalars("events", {"lr": {step: 0.5}, "step loss": {step: loss}, "validation": {step: 8.0}})

@@ -15,6 +15,7 @@ from shardwise.doctor import machine
 from shardwise.doctor.check import Check, ok
 from shardwise.doctor.software import software
 from shardwise.errors import RunError
+from shardwise.launch.environment import RANK_PROCESS
 
 REQUIRES = ["torch>=2.11", "numpy>=1.26", 'h5py>=3.11; extra == "hdf5"', 'pytest; extra == "dev"']
 VERSIONS = {"torch": "2.13.0+cpu", "numpy": "2.4.6", "h5py": "3.16.0"}
@@ -139,6 +140,27 @@ def test_a_collective_that_fails_is_told_without_a_traceback(monkeypatch: pytest
     assert "GLOO_SOCKET_IFNAME" in found.mend
 
 
+def test_the_end_of_a_log_stands_in_place_of_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(command: list[str], _nproc: int, folder: Path) -> None:
+        (folder / "logs").mkdir()
+        log = folder / "logs" / "launcher.log"
+        log.write_text("".join(f"line {number}\n\n" for number in range(20)) + "ValueError: https://me:word@host\n")
+        raise RunError(f"the process that starts the ranks ended with exit code 1; its log: {log}")
+
+    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    first, *log = ranks.collective().found.splitlines()
+    assert first == "the process that starts the ranks ended with exit code 1"
+    assert log == [*(f"line {number}" for number in range(9, 20)), "ValueError: https://(redacted)@host"]
+
+
+def test_no_path_of_the_removed_folder_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(command: list[str], _nproc: int, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "logs"))
+
+    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    assert ranks.collective().found == "[Errno 28] No space left on device: 'logs'"
+
+
 def test_no_room_for_temporary_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(**_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -181,6 +203,32 @@ def test_what_is_printed_says_how_to_mend_and_has_no_secrets(capsys: pytest.Capt
     assert "2 ok, 0 warning, 1 wrong" in out
     assert "hidden" not in out
     assert str(Path.home()) not in out
+
+
+@pytest.mark.usefixtures("some")
+def test_variables_are_those_that_it_got_without_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(RANK_PROCESS, "")  # so that what the command sets is removed afterwards
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("SHARDWISE_S3_PWD", "TRITON_PW"):
+        monkeypatch.setenv(name, "hidden")
+    monkeypatch.setenv("NCCL_FOO", "--password hidden")
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert "WORLD_SIZE=1" in out
+    assert RANK_PROCESS in os.environ
+    assert RANK_PROCESS not in out
+    assert "hidden" not in out
+
+
+@pytest.mark.usefixtures("some")
+def test_a_url_is_no_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--run-dir", "s3://bucket/x"]) == 2
+    assert (
+        "--run-dir (s3://bucket/x) must be a folder and no URL: checkpoint.path may be one" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.usefixtures("some")

@@ -14,7 +14,9 @@ from shardwise.config import check_layout
 from shardwise.config.resumption import resume_problems
 from shardwise.data import prepare
 from shardwise.errors import ConfigError, DataError, RunError, StoppedError
+from shardwise.launch import stopping
 from shardwise.train.hooks import Told, check_hooks, own_optimizer
+from shardwise.user_code import given
 from tests import own_hooks
 from tests.dist.training import MODEL, make_config
 from tests.e2e.command import MINIATURE, within
@@ -93,6 +95,25 @@ def test_a_callback_stops_a_run_with_a_checkpoint(recipe: str) -> None:
         shardwise.train(config, callbacks=[own_hooks.breaks])
 
 
+@pytest.mark.parametrize(
+    ("value", "stops"),
+    [(True, True), (np.True_, True), (np.array([1.0])[0] > 0, True), (False, False), (np.False_, False), (None, False),
+     (1, False), ("yes", False), ([0], False), (np.ones(3), False), (float("nan"), False)],
+    ids=repr,
+)  # fmt: skip
+def test_a_callback_stops_by_true_alone(
+    value: object, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(stopping, "request", lambda run, by: asked.append(by))
+    with (
+        given({"a:b": lambda event: value}),
+        Told(tmp_path / "m.jsonl", make_config(hooks={"callbacks": ["a:b"]})) as m,
+    ):
+        m.write({"event": "start"})
+    assert bool(asked) == stops
+
+
 def test_the_optimizer_gets_what_its_constructor_names() -> None:
     hooks = {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"momentum": 0.5}}
     found, options = own_optimizer(make_config(hooks=hooks))
@@ -144,7 +165,11 @@ def test_a_part_may_be_missing_where_nothing_reads_it(tmp_path: Path) -> None:
         ([[1, 2]], "int64 of shape (1, 2)"),
         ([1], "1 of them"),
         (list(range(18)), "18 of them"),
-        (None, "object of shape ()"),
+        ([None], "object of shape (1,)"),
+        (None, "of type NoneType"),
+        ({"input_ids": [1, 2]}, "of type dict"),
+        ("text", "of type str"),
+        (5, "of type int"),
     ],
     ids=str,
 )
@@ -185,6 +210,8 @@ def test_a_callback_that_cannot_be_made_names_its_key(tmp_path: Path) -> None:
         ({"data": f"{HERE}:of_one"}, "of_one must be a function or class that takes (config, part)"),
         ({"loss": f"{HERE}:of_one"}, "of_one must be a function that takes (logits_SBV, targets_SB)"),
         ({"optimizer": f"{HERE}:Reader"}, "Reader must be a class derived from torch.optim.Optimizer"),
+        ({"optimizer": f"{HERE}:WithoutStep"}, "as AdamW does, or be shardwise.LAMB; its trial failed with: NotImpl"),
+        ({"optimizer": f"{HERE}:Dividing"}, "its trial failed with: ZeroDivisionError: division by zero (/"),
         ({"optimizer": f"{HERE}:Normalized"}, "optimizer_class Normalized cannot be sharded"),
         (
             {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"mass": 1, "lr": 2}},

@@ -59,11 +59,14 @@ class Rows:
             DataError: it cannot be read, or is no row of tokens.
         """
         try:
-            row = np.asarray(self.samples[number])
+            sample = self.samples[number]
+            row = np.asarray(sample)
         except Exception as error:
             raise DataError(f"hooks.data ({self.path}): sample {number} cannot be read: {error_text(error)}") from error
         found = None
-        if row.ndim != 1 or row.dtype.kind not in "iu":
+        if row.ndim == 0:
+            found = f"of type {type(sample).__name__}"
+        elif row.ndim != 1 or row.dtype.kind not in "iu":
             found = f"{row.dtype} of shape {row.shape}"
         elif not 2 <= len(row) <= self.length + 1:
             found = f"{len(row)} of them"

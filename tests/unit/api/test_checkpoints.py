@@ -1,0 +1,211 @@
+"""The Python API: checkpoints of a loop of one's own, and what is refused of the arguments."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
+from shardwise.errors import ConfigError, RunError
+from shardwise.storage.root import Root
+
+
+def parts(seed: int) -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    return model, shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+
+
+def step(model: nn.Module, optimizer: shardwise.ZeroRedundancyOptimizer) -> float:
+    loss = model(torch.ones(3, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_a_loop_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = parts(0)
+    for _ in range(3):
+        step(model, optimizer)
+    saved = shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=3)
+    assert Path(saved).name == "step-00000003"
+    wanted = [step(model, optimizer) for _ in range(3)]
+    other, its_optimizer = parts(1)
+    assert shardwise.load_checkpoint(tmp_path / "saved", other, its_optimizer) == 3
+    assert [step(other, its_optimizer) for _ in range(3)] == wanted
+    weights, _ = parts(2)
+    assert shardwise.load_checkpoint(saved, weights) == 3
+    assert weights(torch.ones(3, 4)).square().mean().item() == wanted[0]
+    with pytest.raises(ConfigError, match=r"must have a config\.json: .*save_checkpoint with config="):
+        shardwise.export_checkpoint(saved, tmp_path / "exported")
+
+
+def test_another_model_is_refused_with_every_mismatch(tmp_path: Path) -> None:
+    saved = shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
+    other = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 1))
+    with pytest.raises(ConfigError, match=r"folder \(.*0\.weight") as caught:
+        shardwise.load_checkpoint(saved, other)
+    assert "1.weight" in str(caught.value)
+    with pytest.raises(ConfigError, match="there is nothing of that name"):
+        shardwise.load_checkpoint(tmp_path / "nothing", other)
+
+
+def test_a_folder_of_weights_is_no_checkpoint_of_a_loop(tmp_path: Path) -> None:
+    saved = shardwise.save_checkpoint(tmp_path / "saved", *parts(0), step=1)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/config.json").write_text("{}")
+    shutil.copy(Path(saved) / "model.safetensors", tmp_path / "weights")
+    with pytest.raises(ConfigError, match="weights must be a checkpoint of shardwise: it is a folder of weights"):
+        shardwise.load_checkpoint(tmp_path / "weights", parts(0)[0])
+
+
+def test_a_checkpoint_that_lacks_its_optimizers_states_is_refused(tmp_path: Path) -> None:
+    saved = Root.of(shardwise.save_checkpoint(tmp_path, *parts(0), step=1))
+    changed = replace(Manifest.read(saved), optimizer={"states": ["momentum"], "steps": 1})
+    (saved / MANIFEST).write(changed.to_json().encode())
+    with pytest.raises(ConfigError, match=r"names the states of an optimizer that it does not hold: .*'momentum'"):
+        shardwise.load_checkpoint(tmp_path, *parts(0))
+
+
+def test_a_checkpoint_that_could_not_be_read_again_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.checkpoint_format.manifest.MAX_MANIFEST_VALUES", 10)
+    with pytest.raises(RunError, match="could not be read again: of its manifest it must have at most 10 values, and"):
+        shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
+    assert not (tmp_path / "step-00000001").exists()
+
+
+@pytest.mark.parametrize("given", [None, "1", 1.5, -1, True, 10**18])
+def test_a_step_that_is_no_number_of_updates_is_refused(given: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        shardwise.save_checkpoint(tmp_path / "saved", *parts(0), step=given)
+    assert str(caught.value) == f"step ({given!r}) must be the number of updates done, a whole number from 0 on"
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_step_may_be_an_integer_of_numpy(tmp_path: Path) -> None:
+    shardwise.save_checkpoint(tmp_path, *parts(0), step=np.int64(7))  # type: ignore[arg-type]
+    assert shardwise.load_checkpoint(tmp_path, *parts(1)) == 7
+
+
+@pytest.mark.parametrize("given", ["", " ", b"saved", None, 3, "a\0b"])
+def test_a_folder_that_is_no_path_is_refused(given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls = (
+        ("folder", lambda: shardwise.save_checkpoint(given, *parts(0), step=1)),
+        ("folder", lambda: shardwise.load_checkpoint(given, *parts(0))),
+        ("checkpoint", lambda: shardwise.export_checkpoint(given, "exported")),
+        ("dest", lambda: shardwise.export_checkpoint("saved", given)),
+    )
+    for name, call in calls:
+        with pytest.raises(ConfigError, match=f"^{name} .* must be a path or a URL$"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_persistent_buffers_is_refused(tmp_path: Path) -> None:
+    """They are not in a checkpoint, and would silently be those of a new model."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    named = r"has 1\.running_mean, 1\.running_var and 1\.num_batches_tracked: .*persistent=False"
+    with pytest.raises(ConfigError, match=named):
+        shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
+    assert not (tmp_path / "saved").exists()
+    for name, buffer in list(model[1].named_buffers()):
+        model[1].register_buffer(name, buffer, persistent=False)
+    shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
+    other = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    with pytest.raises(ConfigError, match=named):
+        shardwise.load_checkpoint(tmp_path / "saved", other)
+
+
+def test_an_optimizer_of_another_kind_or_model_is_refused(tmp_path: Path) -> None:
+    model, optimizer = parts(0)
+    saved = shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
+    head = shardwise.ZeroRedundancyOptimizer(model[1].parameters(), torch.optim.AdamW, lr=0.1)
+    wrap = r"must be a shardwise\.ZeroRedundancyOptimizer, which wraps a class"
+    hold = "the optimizer must hold the model's parameters: it"
+    wrong: list[tuple[Any, str]] = [
+        (torch.optim.AdamW(model.parameters()), rf"optimizer \(AdamW\) {wrap}"),
+        (parts(0)[1], f"{hold} lacks 0.weight, .* and it holds 4 parameters that the model lacks"),
+        (head, f"{hold} lacks 0.weight and 0.bias; make it of"),
+    ]
+    for given, text in wrong:
+        with pytest.raises(ConfigError, match=text):
+            shardwise.load_checkpoint(saved, model, given)
+    for given, text in [*wrong, (None, rf"optimizer \(None\) {wrap}")]:
+        with pytest.raises(ConfigError, match=text):
+            shardwise.save_checkpoint(tmp_path / "other", model, given, step=1)
+    with pytest.raises(ConfigError, match=f"{hold} holds 2 parameters that the model lacks"):
+        shardwise.load_checkpoint(saved, model[0], optimizer)
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_other_arguments_of_a_save_are_checked(tmp_path: Path) -> None:
+    model, optimizer = parts(0)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"model": [model]}, r"model \(list\) must be a torch\.nn\.Module"),
+        ({"config": "llama2-tiny"}, r"config \('llama2-tiny'\) must be a shardwise\.Config"),
+        ({"mesh": 2}, r"mesh \(2\) must be a shardwise\.Mesh"),
+    ]
+    for arguments, text in wrong:
+        with pytest.raises(ConfigError, match=text):
+            shardwise.save_checkpoint(tmp_path, **{"model": model, "optimizer": optimizer, "step": 1, **arguments})
+
+
+def test_a_save_that_fails_names_arguments_and_no_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(Root, "free_bytes", lambda _: 0)
+        with pytest.raises(RunError, match=r"step 1 could not be saved: .* are free: make room \(docs/"):
+            shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
+    monkeypatch.setattr("shardwise.checkpoint.save._SEEN_WITHIN_SECONDS", 0.0)  # as if another machine had written
+    with pytest.raises(RunError, match=r"which all machines share, or to a URL: give it as folder \(docs/"):
+        shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
+
+
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "lamb": (shardwise.LAMB, {}),
+}
+SAME_STATE = {("lamb", "adamw"), ("adamw", "lamb"), *((kind, kind) for kind in KINDS)}
+
+
+@pytest.mark.parametrize("saved", KINDS)
+def test_the_state_of_another_optimizer_is_refused(saved: str, tmp_path: Path) -> None:
+    """Else it would be dropped, or be missing in the next step."""
+
+    def made(kind: str) -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
+        model, _ = parts(0)
+        optimizer_class, options = KINDS[kind]
+        return model, shardwise.ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1, **options)
+
+    model, optimizer = made(saved)
+    step(model, optimizer)
+    shardwise.save_checkpoint(tmp_path, model, optimizer, step=1)
+    for kind in KINDS:
+        other, its_optimizer = made(kind)
+        before = [p.detach().clone() for p in other.parameters()]
+        if (saved, kind) in SAME_STATE:
+            shardwise.load_checkpoint(tmp_path, other, its_optimizer)
+            step(other, its_optimizer)
+            continue
+        with pytest.raises(ConfigError, match=r"^the optimizer \(\w+\), which keeps .*, must keep what .* holds \("):
+            shardwise.load_checkpoint(tmp_path, other, its_optimizer)
+        assert all(map(torch.equal, before, other.parameters()))
+
+
+def test_a_checkpoint_without_updates_goes_with_any_optimizer(tmp_path: Path) -> None:
+    shardwise.save_checkpoint(tmp_path, *parts(0), step=0)
+    model, _ = parts(1)
+    optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert shardwise.load_checkpoint(tmp_path, model, optimizer) == 0
+    step(model, optimizer)

@@ -1,0 +1,72 @@
+"""Objects of the user's own: what a configuration records of them, and what their errors say."""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.user_code import error_text, name_of
+
+
+class Mine:
+    def hear(self, event: object) -> None: ...
+
+    def __call__(self, event: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Mine, f"{__name__}:Mine"),
+        (Mine(), f"{__name__}:Mine"),
+        (Mine().hear, f"{__name__}:Mine_hear"),
+        (lambda event: None, f"{__name__}:_lambda_"),
+        ([].append, "builtins:list_append"),
+        ({}.update, "builtins:dict_update"),
+        (print, "builtins:print"),
+        (math.sqrt, "math:sqrt"),
+        (torch.zeros(1).add, "torch:Tensor_add"),
+        (functools.partial(print), "functools:partial"),
+    ],
+    ids=["class", "object", "method", "lambda", "list's", "dict's", "builtin", "math's", "tensor's", "partial"],
+)
+def test_what_is_recorded_of_an_object(value: object, name: str) -> None:
+    assert name_of(value) == name
+
+
+def reads_json() -> None:
+    json.loads("{")
+
+
+def opens_a_file() -> None:
+    Path("/nowhere/at/all").read_text()
+
+
+def adds_shapes() -> None:
+    torch.zeros(2) + torch.zeros(3)
+
+
+def calls_by_the_library() -> None:
+    functools.reduce(lambda a, b: a / 0, [1, 2])
+
+
+def says_nothing() -> None:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("function", [reads_json, opens_a_file, adds_shapes, calls_by_the_library, says_nothing])
+def test_an_error_names_the_line_of_ones_own_code(function: Callable[[], Any]) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        function()
+    own = function.__code__.co_firstlineno + 1
+    assert error_text(caught.value).endswith(f" ({__file__}, line {own})")
+
+
+def test_an_error_without_a_text_is_named() -> None:
+    assert error_text(NotImplementedError()) == "NotImplementedError"
+    assert error_text(OSError("no room")) == "OSError: no room"
