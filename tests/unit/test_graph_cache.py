@@ -135,7 +135,7 @@ def test_another_file_is_not_taken_in(tmp_path: Path, work: Path) -> None:
             cache.take_in(wrong)
     with zipfile.ZipFile(tmp_path / "empty", "w"):
         pass
-    with pytest.raises(ConfigError, match="holds no graph"):
+    with pytest.raises(ConfigError, match=", and holds no graph"):
         cache.take_in(tmp_path / "empty")
     exported = tmp_path / "exported"
     cache.export(exported)

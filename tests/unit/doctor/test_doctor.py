@@ -136,7 +136,7 @@ def test_a_collective_that_fails_is_told_without_a_traceback(monkeypatch: pytest
     monkeypatch.setattr("shardwise.launch.local.launch", launch)
     found = ranks.collective()
     assert (found.status, found.found) == ("wrong", "rank 1 failed: RuntimeError: connection refused")
-    assert "GLOO_SOCKET_IFNAME" in found.mend
+    assert "name the interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or let the firewall" in found.mend
 
 
 def test_no_room_for_temporary_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: MergedColumnParallelLinear(8, (8, 8), names=("a",)),
         "names (1) must be as many as output_sizes (2)",
     ),
+    "names of Q, K and V": (
+        lambda: GQAQKVColumnParallelLinear(8, (16, 8), head_dim=4, names=("q", "kv")),  # type: ignore[arg-type]
+        "names (2) must be 3: those of the query, the key and the value layer",
+    ),
     "init": (
         lambda: RMSNorm(8, init=0.01),  # type: ignore[arg-type]
         "init (0.01) must be a shardwise.Init, such as shardwise.Init.normal(0.02)",

@@ -220,7 +220,7 @@ def test_a_text_that_changed_meanwhile_is_begun_anew(folder: Folder, monkeypatch
     write_jsonl(folder.at / "text.jsonl", ["other beginning", *folder.documents])
     told = Told()
     folder.run(folder.job("megatron", "out"), told=told)
-    assert any("changed" in line for line in told.lines)
+    assert "the text has changed since its preparation began: it starts again from the beginning" in told.lines
     folder.run(folder.job("megatron", "fresh"))
     assert (folder.at / "out.bin").read_bytes() == (folder.at / "fresh.bin").read_bytes()
 
@@ -363,7 +363,7 @@ def test_too_little_text_is_refused(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="must be at least 2"):
         folder.run(folder.job("hdf5", "out"))
     pytest.importorskip("datasets")
-    with pytest.raises(DataError, match=r"must have 1,000 or more, --sequence-length"):
+    with pytest.raises(DataError, match=r"must have 1,000 or more, --sequence-length: give more text or a"):
         folder.run(folder.job("arrow", "out", sequence_length=1000))
     assert not list(folder.at.glob("*out*")), "what nothing can be made of is not kept"
 
