@@ -83,11 +83,11 @@ def backend(device: torch.device) -> str:
 
 
 def name(device: torch.device) -> str:
-    """The device's product name, as its driver gives it; `cpu` for the CPU."""
-    if device.type == "cpu":
-        return "cpu"
-    properties = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(properties(device)) if properties is not None else device.type
+    """The device's product name, as its driver gives it; its kind where none is here, and for the CPU."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if not hasattr(module, "get_device_name") or not module.is_available():
+        return device.type
+    return str(module.get_device_name(device))
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
