@@ -198,6 +198,9 @@ def test_a_file_in_a_folders_place(tmp_path: Path) -> None:
 def test_a_scheme_that_nobody_knows() -> None:
     with pytest.raises(ConfigError, match=r"nfs3://x must be a path, or a URL such as s3://bucket/folder"):
         Root.of("nfs3://x")
+    for chained in ("simplecache::memory://x", "zip://x::memory://y.zip"):
+        with pytest.raises(ConfigError, match=r"must be a path, or a URL such as .*: it has two schemes"):
+            Root.of(chained)
 
 
 def test_a_client_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
