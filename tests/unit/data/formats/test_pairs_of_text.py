@@ -16,6 +16,8 @@ from shardwise.data.samples.pairs import SentencePairBatches
 from shardwise.data.tokens.cutting import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, train_tokenizer
 from shardwise.errors import ConfigError, DataError
+from shardwise.mesh import Mesh
+from shardwise.train.build import build_trainer
 from tests.unit.data.formats.test_text import config as causal
 from tests.unit.data.formats.test_text import stories
 
@@ -167,6 +169,15 @@ def test_too_little_text_for_pairs_says_how_much_is_needed(tmp_path: Path) -> No
     assert batches is not None
     labels = batches.local_batch(0, 200, 0, 1, 200)[0].inputs["next_sentence_B"]
     assert 60 < labels.sum() < 140
+
+
+def test_a_training_without_a_sample_is_refused(tmp_path: Path) -> None:
+    """An evaluation may open text of one document, which has no pair."""
+    (tmp_path / "a.txt").write_text("One sentence.", encoding="utf-8")
+    chosen = config(262, 64, path=str(tmp_path / "a.txt"), dataset=None)
+    data = prepare(chosen, tmp_path, any_size=True)
+    with pytest.raises(DataError, match=r"hold less than one sample of train\.sequence_length \(64\): give more text"):
+        build_trainer(chosen, Mesh(device="cpu"), data)
 
 
 def test_a_sequence_too_short_for_a_pair(tmp_path: Path) -> None:
