@@ -83,18 +83,18 @@ def test_a_header_that_does_not_fit_is_damage(case: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "length"),
+    ("text", "length", "problem"),
     [
-        (b"{", None),
-        (b"\xff\xfe", None),
-        (b"[" * 100_000, None),
-        (b"{}", 2**63),
-        (b'{"a":1,"a":2}', None),
-        (b"1" * 9999, None),
+        (b"{", None, "its header cannot be used: Expecting"),
+        (b"\xff\xfe", None, "its header cannot be used: "),
+        (b"[" * 100_000, None, "its header cannot be used: "),
+        (b"{}", 2**63, "the length of its header .* must be at most"),
+        (b'{"a":1,"a":2}', None, "its header cannot be used: a name is there twice"),
+        (b"1" * 9999, None, "its header cannot be used: "),
     ],
 )
-def test_what_is_no_header_is_damage(text: bytes, length: int | None, tmp_path: Path) -> None:
-    with pytest.raises(DamageError, match="x is damaged"):
+def test_what_is_no_header_is_damage(text: bytes, length: int | None, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(DamageError, match=f"x is damaged: {problem}"):
         parse_header(stored(tmp_path / "x", text, length))
 
 

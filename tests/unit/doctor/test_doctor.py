@@ -57,6 +57,7 @@ def test_a_package_that_is_not_installed_says_so() -> None:
 
     (found,) = software(requires)
     assert found.status == "warning"
+    assert found.found.endswith(" is imported from a folder, and which versions it needs is not known")
     assert "pip install" in found.mend
 
 

@@ -305,9 +305,12 @@ def test_param_group_added_during_training() -> None:
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (lambda model: model.double(), "was moved to other memory"),
+        (
+            lambda model: model.double(),
+            r"was moved to other memory \(by .*\) after its optimizer was made: make it again",
+        ),
         (lambda model: setattr(model.second.bias, "data", torch.zeros(6)), r"shape \(6,\) was moved"),
-        (lambda model: model.second.weight.requires_grad_(False), r"shape \(6, 5\) was frozen"),
+        (lambda model: model.second.weight.requires_grad_(False), r"shape \(6, 5\) was frozen after its optimizer"),
         (lambda model: model.frozen.requires_grad_(True), "was frozen when the optimizer was made has a gradient"),
         (
             lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),

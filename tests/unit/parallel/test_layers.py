@@ -292,6 +292,12 @@ FROM_OTHER_LIBRARIES: dict[str, tuple[Callable[..., object], dict[str, Any], str
         "ParallelEmbedding does not take shard_across_embedding (leave it out: the table is cut along the vocabulary) "
         "or sequence_dimension (leave it out: the sequence is dim 0)",
     ),
+    "head of Megatron": (
+        lambda **options: ParallelLMHead(4, 8, **options),
+        {"keep_padded_output": True},
+        "ParallelLMHead does not take keep_padded_output (leave it out: a vocabulary is padded by itself, see "
+        "row_multiple=, and other sizes must be divisible)",
+    ),
     "loss of Megatron": (
         lambda **options: parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), **options),
         {"tp_group": None},
