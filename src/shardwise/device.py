@@ -84,10 +84,11 @@ def backend(device: torch.device) -> str:
 
 def name(device: torch.device) -> str:
     """The device's product name, as its driver gives it; its kind where none is here, and for the CPU."""
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    if not hasattr(module, "get_device_name") or not module.is_available():
-        return device.type
-    return str(module.get_device_name(device))
+    if device.type == "cpu":
+        return "cpu"
+    module = torch.get_device_module(device)
+    is_told = hasattr(module, "get_device_name") and module.is_available()
+    return str(module.get_device_name(device)) if is_told else device.type
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
