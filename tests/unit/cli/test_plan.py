@@ -78,11 +78,13 @@ def test_given_keys_are_kept_and_two_are_compared(capsys: pytest.CaptureFixture[
         ),
         (
             ["--device", "a100-40gb:1", "parallel.pipeline=1"],
-            r"no layout fits .* needs at least .* on a device of .*, of which 6% are its own: choose a device with",
+            r"no layout fits .* needs at least .* on a device of .*, of which 6% are its own: choose a device with "
+            r"more memory",
         ),
         (
             ["--device", "a100-40gb:7", "parallel.tensor=7"],
-            r"no layout of the recipe is valid on 7 devices: train\.global_batch \(256\) or the model's sizes have no",
+            r"no layout of the recipe is valid on 7 devices: train\.global_batch \(256\) or the model's sizes have no "
+            r"divisor that suits",
         ),
     ],
 )

@@ -101,7 +101,7 @@ def test_the_python_text_is_capped_and_leaves_out_what_is_not_utf8(
 
 def test_an_installation_without_sources_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"needs the standard library's sources, and .* has none: set data\.dataset=tiny, or"
+        DataError, match=r"needs the standard library's sources, and .* has none: set data\.dataset=tiny, or data\.path"
     ):
         sources._python_source(tmp_path)
 

@@ -163,7 +163,7 @@ def vocabulary(folder: Path) -> dict[str, int]:
         (
             "tokenizer_config.json",
             '{"tokenizer_class": "Qwen2TokenizerFast"}',
-            "Qwen2Tokenizer's, which splits text by rules",
+            "is a Qwen2Tokenizer's, which splits text by rules of its own: ",
         ),
         ("tokenizer_config.json", "nonsense", r"tokenizer_config\.json cannot be read"),
         ("added_tokens.json", '{"a": null}', r"added_tokens\.json must hold tokens and their ids"),
