@@ -13,6 +13,7 @@ class Server:
     Attributes:
         requests: (method, first byte asked for) of each.
         fails_at: from which byte on it answers with an error.
+        halves_at: from which byte on it sends half of what it is asked for.
         waits_at: from which byte on it sends nothing until `goes_on` is set.
         reported: the length that it reports of the file, where it is another; and that it gives no parts.
         status: what it answers, where that is not 200.
@@ -23,6 +24,7 @@ class Server:
         self.requests: list[tuple[str, int]] = []
         self.reported: int | None = None
         self.fails_at: int | None = None
+        self.halves_at: int | None = None
         self.waits_at: int | None = None
         self.goes_on = threading.Event()
         self.address = ""
@@ -70,6 +72,8 @@ def serve(content: bytes) -> Iterator[Server]:
                 self.send_response(206)
                 self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(found)}")
                 found = found[start:stop]
+                if body and state.halves_at is not None and start >= state.halves_at:
+                    found = found[: len(found) // 2]
             else:
                 self.send_response(200)
             if state.reported is not None:

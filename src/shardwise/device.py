@@ -83,11 +83,12 @@ def backend(device: torch.device) -> str:
 
 
 def name(device: torch.device) -> str:
-    """The device's product name, as its driver gives it; `cpu` for the CPU."""
+    """The device's product name, as its driver gives it; its kind where none is here, and for the CPU."""
     if device.type == "cpu":
         return "cpu"
-    properties = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(properties(device)) if properties is not None else device.type
+    module = torch.get_device_module(device)
+    is_told = hasattr(module, "get_device_name") and module.is_available()
+    return str(module.get_device_name(device)) if is_told else device.type
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

@@ -240,10 +240,10 @@ class GraphCache:
         for name, packed in content.items():
             try:
                 facts = _facts(io.BytesIO(packed))
-            except _UNREADABLE:
-                facts = {}
-            if name != f"{key_of(facts)}.zip":
-                raise ConfigError(f"{wrong}: {name} in it is no graph")
+            except _UNREADABLE as error:
+                raise ConfigError(f"{wrong}: {name} in it is no graph: {error}") from None
+            if name != (own := f"{key_of(facts)}.zip"):
+                raise ConfigError(f"{wrong}: {name} in it is no graph: its facts are of {own}")
             found.append((facts, packed))
         return [self._write(facts, packed) for facts, packed in found]
 

@@ -151,7 +151,8 @@ def test_shards_of_neuronx_distributed(tmp_path: Path) -> None:
     model = save("llama", tmp_path / "saved", vocab_size=64)
     neuronx_shards.write(model, tmp_path / "shards", tp=4, style="grouped", copies=2, xser=True)
     arguments = ["checkpoint", "import", "--from", "neuronx-distributed", "shards", "ours"]
-    assert "needs --config PATH" in within(*arguments, at=tmp_path).failed(2)
+    said = within(*arguments, at=tmp_path).failed(2)
+    assert "--from neuronx-distributed needs --config PATH: its checkpoints do not describe their model" in said
     (tmp_path / "ours/checkpoints").mkdir(parents=True)
     within(*arguments, "--config", "saved", at=tmp_path).succeeded()
     found, wanted = weights(tmp_path / "ours/checkpoints/step-00000000"), weights(tmp_path / "saved")

@@ -244,7 +244,10 @@ WRONG: dict[str, tuple[str, str]] = {
     "temperature": ("generate gpt --prompt a --temperature -1", "--temperature (-1.0) must be at least 0"),
     "max tokens": ("generate gpt --prompt a --max-tokens 0", "--max-tokens (0) must be at least 1"),
     "seed": ("generate gpt --prompt a --seed -1", "--seed (-1) must be at least 0"),
-    "copies": ("generate gpt --prompt a --nproc 2", "--nproc (2) must be parallel.tensor (1)"),
+    "copies": (
+        "generate gpt --prompt a --nproc 2",
+        "--nproc (2) must be parallel.tensor (1): one copy of the model writes one text",
+    ),
 }
 
 

@@ -127,15 +127,20 @@ def test_another_file_is_not_taken_in(tmp_path: Path, work: Path) -> None:
         cache.take_in(text)
     key = key_of(facts())
     stored(cache, work)
-    for name, content in (("../evil.zip", b"x"), (f"{key}.zip", b"x"), (f"{'0' * 32}.zip", cache.root / f"{key}.zip")):
+    good = cache.root / f"{key}.zip"
+    for name, content, why in (
+        ("../evil.zip", b"x", "File is not a zip file"),
+        (f"{key}.zip", b"x", "File is not a zip file"),
+        (f"{'0' * 32}.zip", good, f"its facts are of {key}.zip"),
+    ):
         wrong = tmp_path / "wrong"
         with zipfile.ZipFile(wrong, "w") as archive:
             archive.writestr(name, content.read_bytes() if isinstance(content, Path) else content)
-        with pytest.raises(ConfigError, match="in it is no graph"):
+        with pytest.raises(ConfigError, match=f"{name} in it is no graph: {why}"):
             cache.take_in(wrong)
     with zipfile.ZipFile(tmp_path / "empty", "w"):
         pass
-    with pytest.raises(ConfigError, match="holds no graph"):
+    with pytest.raises(ConfigError, match=", and holds no graph"):
         cache.take_in(tmp_path / "empty")
     exported = tmp_path / "exported"
     cache.export(exported)
@@ -189,7 +194,7 @@ def test_files_with_facts_of_nothing_are_no_graphs(tmp_path: Path) -> None:
     assert GraphCache(tmp_path).entries() == []
     with zipfile.ZipFile(tmp_path / "exported", "w") as archive:
         archive.write(path, path.name)
-    with pytest.raises(ConfigError, match="in it is no graph"):
+    with pytest.raises(ConfigError, match="in it is no graph: it has no facts of a graph"):
         GraphCache(tmp_path).take_in(tmp_path / "exported")
 
 

@@ -132,7 +132,9 @@ def test_without_a_network_the_cache_serves(user: User) -> None:
     folder = user.resolve("acme/tiny")
     assert user.resolve("acme/tiny", HF_HUB_OFFLINE="1") == folder
     assert user.resolve("acme/tiny", HF_ENDPOINT="http://127.0.0.1:9") == folder
-    with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE is set, and the cache .* lacks it"):
+    with pytest.raises(
+        ConfigError, match=r"HF_HUB_OFFLINE is set, and the cache .* lacks it; fetch it where there is access"
+    ):
         user.resolve("acme/other", HF_HUB_OFFLINE="1")
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9 cannot be reached, and the cache") as caught:
         user.resolve("acme/other", HF_ENDPOINT="http://me:password@127.0.0.1:9")
@@ -210,7 +212,9 @@ def test_a_folder_is_taken_as_it_is(here: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "text"),
     {
-        '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}': "lacks model-2.safetensors",
+        '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}': (
+            "lacks model-2.safetensors: its index says that they hold weights"
+        ),
         '{"weight_map": {"a": "../model-1.safetensors"}}': "must name files of its own folder, and '../model-1.saf",
         '{"weight_map": {"a": "/etc/model-1.safetensors"}}': "'/etc/model-1.safetensors' is absolute",
         '{"weight_map": {"a": "deep/model-1.safetensors"}}': "'deep/model-1.safetensors' lies in another folder",

@@ -7,12 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
 from shardwise import comm
-from shardwise.config import FamilyConfig, ModelConfig, OwnConfig
+from shardwise.config import FamilyConfig, ModelConfig, OwnConfig, model_from
 from shardwise.config.hugging_face import parse_hugging_face
-from shardwise.config.model import FAMILIES
 from shardwise.errors import ConfigError, see
 from shardwise.mesh import Group
 from shardwise.storage.root import Root
@@ -100,10 +97,10 @@ def read_model(path: Root) -> FamilyConfig:
 def validated(section: Mapping[str, Any], where: str) -> FamilyConfig:
     """The model of a `model` section; ConfigError, with every problem, where `where` describes none."""
     try:
-        return FAMILIES[section["family"]].model_validate(section)
-    except ValidationError as error:
-        reasons = [": ".join((*map(str, problem["loc"]), problem["msg"])) for problem in error.errors()]
-        raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons]) from None
+        return model_from(section)
+    except ConfigError as error:
+        reasons = error.problems
+    raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons])
 
 
 def _meaning(config: FamilyConfig) -> dict[str, Any]:

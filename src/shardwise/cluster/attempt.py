@@ -283,4 +283,5 @@ class Watch:
                 by = signal_name(-told[killed[0]]["code"])
                 return Failure(0, f"the agent that starts the ranks of node {killed[0]} was killed by {by}", 1)
         failure = root_cause(reported, exit_codes, self._logs, lambda: heartbeat.missing(beats))
-        return failure or Failure(0, problem or "a launcher failed; its log is in launcher.log", 1)
+        failed = listing(f"logs/launcher-{name}.log" for name, one in told.items() if one["code"])
+        return failure or Failure(0, problem or f"a launcher failed; its log is in {failed}", 1)

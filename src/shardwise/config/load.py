@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from shardwise.config.base import PROBLEMS
 from shardwise.config.data import DataConfig
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
-from shardwise.config.model import FAMILIES
+from shardwise.config.model import FAMILIES, FamilyConfig
 from shardwise.config.sections import Config
 from shardwise.config.text import parse_value, parse_yaml
 from shardwise.errors import ConfigError, listing, nearest_name, see
@@ -186,12 +186,30 @@ def data_from(values: Mapping[str, Any]) -> DataConfig:
     try:
         return DataConfig.model_validate(dict(values))
     except ValidationError as error:
-        problems = [
-            text
-            for details in error.errors(include_url=False)
-            for text in _texts({**details, "loc": ("data", *details["loc"])})
-        ]
-        raise ConfigError(list(dict.fromkeys(problems))) from None
+        raise _refusal(error, "data") from None
+
+
+def model_from(values: Mapping[str, Any]) -> FamilyConfig:
+    """A `model` section by itself, of one of the families here.
+
+    Raises:
+        ConfigError: with every problem of `values`.
+    """
+    family = str(values["family"])
+    try:
+        return FAMILIES[family].model_validate(dict(values))
+    except ValidationError as error:
+        raise _refusal(error, "model", family) from None
+
+
+def _refusal(error: ValidationError, section: str, family: str = "") -> ConfigError:
+    """What pydantic says of a section that is read by itself."""
+    problems = [
+        text
+        for details in error.errors(include_url=False)
+        for text in _texts({**details, "loc": (section, *details["loc"])}, family)
+    ]
+    return ConfigError(list(dict.fromkeys(problems)))
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

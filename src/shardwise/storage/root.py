@@ -112,7 +112,7 @@ class Root:
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
 
         try:
-            if "::" in scheme:
+            if "::" in text:
                 raise ValueError("it has two schemes")
             options = ANONYMOUS[scheme] if anonymous else {}
             remote, path = url_to_fs(text, use_listings_cache=False, **options)

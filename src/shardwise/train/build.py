@@ -61,7 +61,10 @@ def build_trainer(
     layout, precision = check_layout(config, mesh.world.size), config.precision.resolved(mesh.device.type != "cpu")
     batches = make_batches(config, data, "train")
     if batches is None:
-        raise DataError(f"the training data hold less than one sample of {config.train.sequence_length} tokens")
+        raise DataError(
+            f"the training data hold less than one sample of train.sequence_length ({config.train.sequence_length}): "
+            "give more text or a shorter sequence"
+        )
     dtype = torch_dtype(precision.parameter)
     model = build_stages(config, layout, mesh, dtype=dtype)
     use_loss(model, config)

@@ -172,6 +172,22 @@ def test_a_crafted_manifest_is_not_believed(case: str, folder: Root) -> None:
         Manifest.from_json(signed(plain), "x")
 
 
-def test_deep_nesting_is_damage() -> None:
-    with pytest.raises(DamageError):
-        Manifest.from_json("[" * 200_000, "x")
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[" * 200_000, "it is no JSON"),
+        ("{", "it is no JSON"),
+        ("[]", "its format must be shardwise-checkpoint"),
+        ('{"format": "another"}', "its format must be shardwise-checkpoint"),
+    ],
+    ids=["nested", "cut", "list", "format"],
+)
+def test_what_is_no_manifest_is_damage(text: str, problem: str) -> None:
+    with pytest.raises(DamageError, match=f"^x is damaged: {problem}$"):
+        Manifest.from_json(text, "x")
+
+
+def test_bytes_that_are_not_ascii_are_damage(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_bytes(b'{"format": "\xe9"}')
+    with pytest.raises(DamageError, match=r"manifest\.json is damaged: it has bytes that are not ASCII$"):
+        Manifest.read(Root.of(tmp_path))

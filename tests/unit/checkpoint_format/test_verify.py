@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from shardwise.boxes import Box
 from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, TensorEntry
 from shardwise.checkpoint_format.pieces import PieceEntry, Pieces
+from shardwise.checkpoint_format.tensors import StoredTensors
 from shardwise.checkpoint_format.verify import non_finite, tiling_problem, verify
 from shardwise.storage.chunks import MIN_CHUNK_BYTES
-from shardwise.storage.root import Root, StoreError
+from shardwise.storage.root import DamageError, Root, StoreError
 from tests.stored import bfloat16, float32, small_tensors, write_checkpoint
 
 
@@ -141,6 +142,10 @@ def test_a_gap_is_found(copy: Path) -> None:
     assert len(pieces) > 1
     rewrite(copy, {("exp_avg", "wide.weight"): pieces[1:]})
     assert any("exp_avg/wide.weight leave a gap: they cover" in problem for problem in verify(Root.of(copy)).problems)
+    tensors = StoredTensors.of(Root.of(copy))
+    shape = tensors.states["exp_avg"]["wide.weight"].shape
+    with pytest.raises(DamageError, match=f"{copy}: the pieces of exp_avg/wide.weight do not tile it"):
+        tensors.read("exp_avg", "wide.weight", Box.whole(shape))
 
 
 def test_a_header_that_says_otherwise_is_found(copy: Path) -> None:

@@ -1,20 +1,21 @@
 """`shardwise compile`: what it refuses, and what it does without a compiler."""
 
 import io
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.aot import worker
+from shardwise.aot import run, worker
 from shardwise.aot.job import Job
 from shardwise.cli import main
 from shardwise.cli.compile import _threads
 from shardwise.compilation.units import BLOCK
 from shardwise.config import Layout, load_config
 from shardwise.errors import RunError
-from shardwise.graph_cache import GraphCache
+from shardwise.graph_cache import Facts, GraphCache
 
 FACTS = {
     "unit": "block", "training": True, "parallel.tensor": 4, "parallel.sequence": False, "train.micro_batch": 1,
@@ -89,6 +90,23 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pyte
         captured = capsys.readouterr()
         assert "compile.cache_dir (file/below) cannot be written" in captured.err
         assert "compiled in" not in captured.out, "it is told after all the work"
+
+
+def test_graphs_of_a_device_that_is_not_here_are_captured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a torch that is built for it, as on the login node of a cluster."""
+
+    def fail(plan: run.Plan, facts: Sequence[Facts], *_: object) -> Iterator[run.Outcome]:
+        assert plan.only_capture
+        yield from (run.Outcome(one, 1.0, problem="it failed") for one in facts)
+
+    monkeypatch.setattr("shardwise.device.require_build_for", lambda _: None)
+    monkeypatch.setattr(run, "compile_graphs", fail)
+    assert main(["compile", "llama2-tiny", "--device", "cuda"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "there is no cuda device here: graphs are captured, and not compiled; one device is enough"
+    assert "without a cuda device torch cannot capture each backward pass; one device is enough" in said
 
 
 def test_threads_are_those_that_train_would_give_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

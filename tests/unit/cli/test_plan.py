@@ -74,9 +74,18 @@ def test_given_keys_are_kept_and_two_are_compared(capsys: pytest.CaptureFixture[
         ),
         (
             ["--device", "a100-40gb:2", "parallel.tensor=2"],
-            "no layout fits 2 × NVIDIA A100 40GB.*--nodes 12 is",
+            r"no layout fits 2 × NVIDIA A100 40GB SXM .*: the smallest \(.*--nodes 12 is",
         ),
-        (["--device", "a100-40gb:1", "parallel.pipeline=1"], "no layout fits.*choose a device with more memory"),
+        (
+            ["--device", "a100-40gb:1", "parallel.pipeline=1"],
+            r"no layout fits .* needs at least .* on a device of .*, of which 6% are its own: choose a device with "
+            r"more memory",
+        ),
+        (
+            ["--device", "a100-40gb:7", "parallel.tensor=7"],
+            r"no layout of the recipe is valid on 7 devices: train\.global_batch \(256\) or the model's sizes have no "
+            r"divisor that suits",
+        ),
     ],
 )
 def test_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,27 @@ def test_a_rehearsal_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(slurm, "jobs", lambda **_: [waiting])
     with pytest.raises(RunError, match="job 7 did not take a first step within 0 s; it goes on"):
         rehearsal.rehearse("7", RunDirectory(tmp_path / "run").create().path)
+    monkeypatch.setattr(slurm, "jobs", lambda **_: [])
+    monkeypatch.setattr(rehearsal, "_TRAIN_SECONDS", 60.0)
+    with pytest.raises(
+        RunError, match=r"job 7 ended before it could take a first step; `shardwise jobs log 7` says why"
+    ):
+        rehearsal.rehearse("7", tmp_path / "run")
+
+
+def test_a_rehearsal_that_resumes_before_what_it_had_saved_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, cancelled = RunDirectory(tmp_path / "run").create(), list[str]()
+    monkeypatch.setattr(rehearsal, "last_step", lambda _: 12)
+    monkeypatch.setattr(rehearsal, "newest_checkpoint", lambda _: 10)
+    monkeypatch.setattr(slurm, "warn", lambda _: None)
+    monkeypatch.setattr(slurm, "restarts", lambda _: 1)
+    monkeypatch.setattr(slurm, "cancel", cancelled.append)
+    directory.metrics.write_text('{"event": "resume", "step": 5}\n')
+    with pytest.raises(RunError, match="job 7 resumed after step 5, and had saved step 10"):
+        rehearsal.rehearse("7", directory.path)
+    assert cancelled == ["7"]
 
 
 def test_a_training_that_slurm_refuses_leaves_no_job_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

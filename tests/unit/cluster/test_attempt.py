@@ -83,6 +83,12 @@ def test_a_failure_is_told_before_the_lost_connections_of_another_node(tmp_path:
     assert outcome.failure == Failure(**own)
 
 
+def test_a_launcher_that_fails_without_a_reason_is_named_with_its_log(tmp_path: Path) -> None:
+    outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, code=number, log=["", "text"][number]))
+    assert outcome.failure == Failure(0, "a launcher failed; its log is in logs/launcher-n1.log", 1)
+    assert outcome.logs == {"n1": "text"}
+
+
 def test_a_killed_agent_is_told_and_not_its_ranks(tmp_path: Path) -> None:
     lost = {"rank": 2, "text": "rank 2 lost the connection to another rank", "exit_code": 1, "waited": True}
     ends = [{"code": -9}, {"code": 1, "reported": lost, "exit_codes": {"2": 1, "3": 1}}]

@@ -169,6 +169,7 @@ def test_a_history_that_cannot_be_written_ends_no_job(job: Job, monkeypatch: pyt
     monkeypatch.setattr(supervisor, "record", full)
     job.supervise(replace(FAILED, logs={"n1": "text"}), replace(FAILED, step=11), DONE)
     assert any("restart 2 of 3" in text for text in job.told)
+    assert f"the end of this start cannot be recorded: {job.run}: No space left on device" in job.told
 
 
 def test_a_start_without_a_record_was_ended_by_slurm(job: Job) -> None:

@@ -131,7 +131,7 @@ def test_gpt_neox_accepts_the_older_name_of_its_base() -> None:
             {"hidden_size": 66},
             "model.hidden_size (66) must be a multiple of model.num_attention_heads (4), or",
         ),
-        ("qwen3", {"head_dim": 15}, "model.head_dim (15) must be even"),
+        ("qwen3", {"head_dim": 15}, "model.head_dim (15) must be even: rotary embeddings turn pairs"),
         ("olmo2", {"mlp_bias": True}, "model.mlp_bias: unknown key; "),
         ("smollm3", {"no_rope_layers": [1]}, "model.no_rope_layers ([1]) must have 0 or 1 for each of the 2 blocks"),
         ("smollm3", {"no_rope_layers": [1, 2]}, "model.no_rope_layers ([1, 2]) must have 0 or 1 for each of the 2"),

@@ -129,7 +129,7 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("optimizer.betas=[1", "the override 'optimizer.betas=[1' is not valid YAML"),
         ("model.num_key_value_heads=3", "model.num_key_value_heads (3) must divide model.num_attention_heads (4)"),
         ("model.hidden_size=66", "model.hidden_size (66) must be a multiple of model.num_attention_heads (4)"),
-        ("model.head_dim=15", "model.head_dim (15) must be even"),
+        ("model.head_dim=15", "model.head_dim (15) must be even: rotary embeddings turn pairs"),
     ],
 )
 def test_one_mistake_is_one_sentence(override: str, problem: str) -> None:

@@ -170,7 +170,10 @@ def test_a_password_has_no_place_in_the_configuration(key: str, login: str) -> N
     with pytest.raises(ConfigError) as caught:
         load_config("llama2-tiny", [f"checkpoint.{key}=s3://{login}@bucket/run"])
     (problem,) = caught.value.problems
-    assert problem.startswith(f"checkpoint.{key} (s3://(redacted)@bucket/run) must hold no password, which config.yaml")
+    assert problem.startswith(
+        f"checkpoint.{key} (s3://(redacted)@bucket/run) must hold no password, which config.yaml and every manifest "
+        "would show: set it in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+    )
     assert "FSSPEC_FTP_PASSWORD" in problem
 
 
@@ -217,3 +220,6 @@ def test_all_that_is_wrong_with_the_data_at_once() -> None:
         "data.path (b.txt)",
         "data.format (text)",
     ]
+    assert caught.value.problems[2] == (
+        "data.format (text) must be megatron with data.blend (a), or left out: other data come by data.path"
+    )

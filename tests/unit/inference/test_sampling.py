@@ -89,5 +89,7 @@ def test_what_is_no_distribution_is_refused(temperature: float, top_p: float, to
 
 def test_logits_that_are_no_numbers_are_an_error() -> None:
     for temperature in (0.0, 1.0):
-        with pytest.raises(RunError, match="NaN"):
+        with pytest.raises(
+            RunError, match="logits of the next token must be numbers, and some are NaN: the weights are damaged"
+        ):
             Sampler(temperature).draw(torch.tensor([1.0, math.nan]))

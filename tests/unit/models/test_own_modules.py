@@ -82,6 +82,19 @@ def test_two_parameters_of_one_name_would_be_saved_once(write: Write) -> None:
     )
 
 
+def test_a_parameter_of_a_dtype_that_checkpoints_lack_is_refused(write: Write) -> None:
+    whole_numbers = """
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    """
+    assert unbuildable(config(write(whole_numbers))) == (
+        "model.family (mine:Model): the dtype of table (int64) must be float64, float32, float16 or bfloat16, which "
+        "checkpoints have: register it as a buffer with persistent=False"
+    )
+
+
 def test_a_tied_weight_is_one_parameter(write: Write) -> None:
     tied = """
     def __init__(self, vocab_size):

@@ -148,7 +148,8 @@ def test_wrong_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     run = write_run(tmp_path / "run")
     assert main(["report", str(run), "--output", str(tmp_path / "no" / "r.html")]) == 2
     error = capsys.readouterr().err
-    assert f"{tmp_path / 'no' / 'r.html'} cannot be written: " in error
+    assert error.startswith(f"shardwise: {tmp_path / 'no' / 'r.html'} cannot be written: ")
+    assert error.endswith("; --output chooses another file\n")
     assert main(["report", str(run), "--output", str(tmp_path)]) == 2
     assert capsys.readouterr().err.endswith("must be a file, it is a folder: name a file in it\n")
     assert "Traceback" not in error

@@ -266,6 +266,17 @@ def test_bad_input_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
             open_run(path, whole=False)
 
 
+def test_a_file_of_another_program_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    first, *others = (run / "ranks/rank-0007.jsonl").read_text().splitlines()
+    changed = json_text({**json.loads(first), "place": "here"})
+    (run / "ranks/rank-0007.jsonl").write_text("\n".join([changed, *others]) + "\n")
+    assert main(["top", str(run), "--once"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("shardwise: the files of the run must be as `shardwise train` writes them: AttributeError")
+    assert len(said.splitlines()) == 1
+
+
 def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))

@@ -72,7 +72,9 @@ def test_options_pass(options: dict[str, Any]) -> None:
 )
 def test_others_are_refused_by_name(optimizer_class: type[torch.optim.Optimizer]) -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=f"{optimizer_class.__name__} cannot be sharded.* as AdamW does"):
+    needs_more = optimizer_class.__name__ in ("LBFGS", "SparseAdam", "Muon")
+    why = "its trial failed with: .+" if needs_more else "its result depends on the whole parameter$"
+    with pytest.raises(ValueError, match=f"{optimizer_class.__name__} cannot be sharded.* as AdamW does, .*; {why}"):
         ZeroRedundancyOptimizer(model.parameters(), optimizer_class)
     assert model.weight.grad is None
 

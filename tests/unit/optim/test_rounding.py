@@ -215,7 +215,9 @@ def test_another_seed_rounds_otherwise() -> None:
 
 
 def test_what_cannot_be_rounded_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"optimizer_dtype \(torch.float32\) must be torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"rounds to bfloat16: optimizer_dtype \(torch.float32\) must be torch.bfloat16"
+    ):
         ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, rounding="stochastic", **PLAIN)
     with pytest.raises(ValueError, match=r"no parameter may be torch.float64"):
         ZeroRedundancyOptimizer(make().double().parameters(), torch.optim.SGD, **STOCHASTIC)

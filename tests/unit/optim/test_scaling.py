@@ -56,7 +56,10 @@ def test_a_scaler_that_is_off_changes_nothing() -> None:
 def test_unscaling_or_clipping_before_the_scalers_step_is_refused() -> None:
     """The first would see one rank's gradients alone, the second would clip scaled ones."""
     for before, message in (
-        (lambda each, optimizer: each.unscale_(optimizer), r"scaler\.unscale_\(optimizer\) looked .*: leave it out"),
+        (
+            lambda each, optimizer: each.unscale_(optimizer),
+            r"scaler\.unscale_\(optimizer\) looked for inf in one rank's gradients .*: leave it out",
+        ),
         (
             lambda each, optimizer: optimizer.clip_grad_norm_(1.0),
             r"clipped the gradients of a scaled loss: leave it out",

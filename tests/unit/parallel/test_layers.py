@@ -68,6 +68,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: MergedColumnParallelLinear(8, (8, 8), names=("a",)),
         "names (1) must be as many as output_sizes (2)",
     ),
+    "names of Q, K and V": (
+        lambda: GQAQKVColumnParallelLinear(8, (16, 8), head_dim=4, names=("q", "kv")),  # type: ignore[arg-type]
+        "names (2) must be 3: those of the query, the key and the value layer",
+    ),
     "init": (
         lambda: RMSNorm(8, init=0.01),  # type: ignore[arg-type]
         "init (0.01) must be a shardwise.Init, such as shardwise.Init.normal(0.02)",
@@ -287,6 +291,12 @@ FROM_OTHER_LIBRARIES: dict[str, tuple[Callable[..., object], dict[str, Any], str
         {"shard_across_embedding": False, "sequence_dimension": 0},
         "ParallelEmbedding does not take shard_across_embedding (leave it out: the table is cut along the vocabulary) "
         "or sequence_dimension (leave it out: the sequence is dim 0)",
+    ),
+    "head of Megatron": (
+        lambda **options: ParallelLMHead(4, 8, **options),
+        {"keep_padded_output": True},
+        "ParallelLMHead does not take keep_padded_output (leave it out: a vocabulary is padded by itself, see "
+        "row_multiple=, and other sizes must be divisible)",
     ),
     "loss of Megatron": (
         lambda **options: parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), **options),

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +221,18 @@ def test_a_text_that_changed_meanwhile_is_begun_anew(folder: Folder, monkeypatch
     write_jsonl(folder.at / "text.jsonl", ["other beginning", *folder.documents])
     told = Told()
     folder.run(folder.job("megatron", "out"), told=told)
-    assert any("changed" in line for line in told.lines)
+    assert "the text has changed since its preparation began: it starts again from the beginning" in told.lines
     folder.run(folder.job("megatron", "fresh"))
     assert (folder.at / "out.bin").read_bytes() == (folder.at / "fresh.bin").read_bytes()
+
+
+def test_tokens_that_were_lost_meanwhile_are_made_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_off(folder, monkeypatch, "out")
+    (lost,) = work.WorkFolder(folder.job("megatron", "out").output).folder.glob("*.sizes")
+    lost.write_bytes(b"")
+    told = Told()
+    folder.run(folder.job("megatron", "out"), told=told)
+    assert f"{lost} is shorter than it was: it starts again from the beginning" in told.lines
 
 
 def test_another_preparation_that_was_cut_off_is_removed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,9 +373,17 @@ def test_too_little_text_is_refused(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="must be at least 2"):
         folder.run(folder.job("hdf5", "out"))
     pytest.importorskip("datasets")
-    with pytest.raises(DataError, match=r"must have 1,000 or more, --sequence-length"):
+    with pytest.raises(
+        DataError, match=r"must have 1,000 or more, --sequence-length: give more text or a shorter sequence"
+    ):
         folder.run(folder.job("arrow", "out", sequence_length=1000))
     assert not list(folder.at.glob("*out*")), "what nothing can be made of is not kept"
+
+
+def test_arrow_needs_its_library(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"--format arrow needs .*datasets.*: pip install 'shardwise\[datasets\]'"):
+        folder.run(folder.job("arrow", "out"))
 
 
 def test_output_must_not_lie_in_the_text(folder: Folder) -> None:

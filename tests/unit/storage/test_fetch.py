@@ -55,7 +55,8 @@ def test_what_was_broken_off_goes_on(server: Server, tmp_path: Path) -> None:
     target, told = tmp_path / "data.bin", []
     server.fails_at = 6 * RANGE
     with pytest.raises(
-        StoreError, match=rf"data\.bin cannot be read: .*503.*; from byte {6 * RANGE:,} on: start again"
+        StoreError,
+        match=rf"data\.bin cannot be read: .*503.*; from byte {6 * RANGE:,} on: start again, and it continues",
     ):
         get(server.url, target)
     assert not target.exists()
@@ -66,6 +67,15 @@ def test_what_was_broken_off_goes_on(server: Server, tmp_path: Path) -> None:
     assert min(server.gets) == 6 * RANGE, "what had come is fetched again"
     assert found.came == len(CONTENT) - 6 * RANGE
     assert told == ["continuing data.bin after 1.5 MiB"]
+
+
+def test_a_part_that_comes_short_is_a_failure(server: Server, tmp_path: Path) -> None:
+    server.halves_at = 2 * RANGE
+    short = rf"data\.bin cannot be read: .*{RANGE // 2:,} of {RANGE:,} bytes came; from byte {2 * RANGE:,} on: start"
+    with pytest.raises(StoreError, match=short):
+        get(server.url, tmp_path / "data.bin")
+    server.halves_at = None
+    assert get(server.url, tmp_path / "data.bin", DIGEST).came == len(CONTENT) - 2 * RANGE
 
 
 def test_a_few_failures_are_no_failure(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,14 @@ def reader_config(name: str, **train: Any) -> Any:
     return make_config(hooks={"data": f"{HERE}:{name}"}, train=train)
 
 
+def test_a_sample_of_text_needs_a_tokenizer(tmp_path: Path) -> None:
+    config = make_config(hooks={"data": f"{HERE}:Reader"}, log={"sample_prompt": "The"})
+    with pytest.raises(
+        DataError, match=rf"log\.sample_prompt \('The'\) needs data\.tokenizer with hooks\.data \({HERE}"
+    ):
+        prepare(config, tmp_path)
+
+
 def test_samples_are_padded_and_the_same_at_any_layout(tmp_path: Path) -> None:
     config = reader_config("Reader", eval_every=5)
     data = prepare(config, tmp_path)

@@ -179,7 +179,9 @@ def test_a_model_that_does_not_fit_is_told_before_the_start(
 def test_a_dtype_that_the_device_lacks_is_refused(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "computes_in", lambda device, dtype: dtype == torch.float32)
     assert require_accelerator(config(), Layout(2), 0, accelerator) is None
-    with pytest.raises(ConfigError, match=r"^precision.mode \(bfloat16\) must be float32: some GPU does not"):
+    with pytest.raises(
+        ConfigError, match=r"^precision.mode \(bfloat16\) must be float32: some GPU does not compute in bfloat16"
+    ):
         require_accelerator(config(precision={"mode": "bfloat16"}), Layout(2), 0, accelerator)
 
 

@@ -34,6 +34,17 @@ def test_bert(tmp_path: Path) -> None:
     assert torch.equal(found.prediction_logits, wanted.prediction_logits)
 
 
+def test_a_configuration_of_no_model_is_told(tmp_path: Path) -> None:
+    save("llama", tmp_path / "saved")
+    file = tmp_path / "saved/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_key_value_heads": 3, "rms_norm_eps": -1}))
+    with pytest.raises(ConfigError, match=r"config\.json describes no model that can be built: model\.rms") as caught:
+        open_hugging_face(source(tmp_path / "saved"))
+    assert [text.partition(" built: ")[2] for text in caught.value.problems] == [
+        "model.rms_norm_eps (-1) must be greater than 0.0",
+    ]
+
+
 def test_other_spellings_and_tied_copies(tmp_path: Path) -> None:
     save("gpt", tmp_path / "saved")
     file = tmp_path / "saved/model.safetensors"

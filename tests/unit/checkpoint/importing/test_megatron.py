@@ -152,7 +152,10 @@ def test_kinds_of_model_are_named(tmp_path: Path) -> None:
     _, source = gpt(tmp_path, position_embedding_type="rope")
     (found,) = problems(write(source, tmp_path / "megatron", "core"))
     assert found.startswith("ITER: its arguments position_embedding_type (rope), normalization (LayerNorm) and swiglu")
-    assert "learned_absolute, LayerNorm and False, a GPT-2, or rope, RMSNorm and True, a Llama" in found
+    assert found.endswith(
+        "learned_absolute, LayerNorm and False, a GPT-2, or rope, RMSNorm and True, a Llama: no other models are "
+        "imported from Megatron-LM"
+    )
 
 
 def test_the_vocabulary_without_padding_must_be_known(shards: Path) -> None:
@@ -238,7 +241,10 @@ def test_files_of_different_checkpoints_are_refused(shards: Path) -> None:
             lambda state: state["model"]["language_model"]["embedding"].pop("word_embeddings"),
             "ITER lacks its word embeddings",
         ),
-        (lambda state: state.update(checkpoint_version=4.0), "(4.0) must be 0, 1, 2 or 3"),
+        (
+            lambda state: state.update(checkpoint_version=4.0),
+            "the checkpoint_version of ITER (4.0) must be 0, 1, 2 or 3",
+        ),
         (lambda state: state.update(model1=state.pop("model")), "must hold 'model', or 'model0', 'model1', …"),
         (
             lambda state: setattr(state["args"], "num_layers", 3),

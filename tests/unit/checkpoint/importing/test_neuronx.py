@@ -205,7 +205,8 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     save("llama", tmp_path / "saved")
     assert "there is no folder of that name" in problems(tmp_path / "nothing")[0]
     (tmp_path / "run/step_100/model").mkdir(parents=True)
-    assert problems(tmp_path / "run")[0].endswith("it holds the checkpoints step_100: name one")
+    wanted = "must hold model/dp_rank_00_tp_rank_00_pp_rank_00.pt, … or tp_rank_00_pp_rank_00, …"
+    assert problems(tmp_path / "run") == [f"FOLDER {wanted}; it holds the checkpoints step_100: name one"]
     (tmp_path / "run/dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt").touch()
     assert "is of a model with experts" in problems(tmp_path / "run")[0]
     save("gpt", tmp_path / "gpt")

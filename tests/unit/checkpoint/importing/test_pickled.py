@@ -4,6 +4,7 @@ import collections
 import os
 import pickle
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def test_code_is_refused_and_does_not_run(tmp_path: Path, kind: str, zipped: boo
     assert not mark.exists()
     text = str(caught.value)
     assert text.startswith(f"{file} is refused: ")
+    assert zipped or text.endswith("; no code of it was run")
     assert "\n" not in text
     assert "weights_only" not in text
     pickle.loads(pickle.dumps(Malicious(*attacks["open"]))).close()  # it would have run
@@ -92,6 +94,24 @@ def test_truncated_files_are_told(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-500])
     with pytest.raises(ConfigError, match=r"is truncated: it begins as a zip archive"):
         pickled.load(file)
+
+
+def test_whatever_bytes_are_wrong_is_told(tmp_path: Path) -> None:
+    """Torch's readers have errors of many kinds for them."""
+    file = tmp_path / "state.pt"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("notes.txt", "of no model")
+    other = file.read_bytes()
+    torch.save({"a": torch.ones(1000)}, file)
+    spanned = bytearray(file.read_bytes())
+    spanned[spanned.rindex(b"PK\x06\x07") + 16] = 2  # the number of disks
+    torch.save({"a": torch.ones(1000)}, file, _use_new_zipfile_serialization=False)
+    old = file.read_bytes()
+    key = pickle.loads(old[old.rindex(b"\x80\x02") : -8 - 4000])[0].encode()
+    for content in (other, bytes(spanned), old[:30], old[:60], old[:-500], old.replace(key, b"9" * len(key), 1)):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"state\.pt is truncated or no file of torch\.save \(.+\)$"):
+            pickled.load(file)
 
 
 @pytest.mark.parametrize("number", ["../secret", -1])

@@ -200,6 +200,18 @@ def test_a_commit_that_the_library_does_not_have_is_refused() -> None:
         _OnHub("acme/tiny", None, Path("0123"))._builder(library)
 
 
+def test_a_cache_of_the_library_that_stays_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    builder = SimpleNamespace(
+        hash="0123", cache_dir=str(tmp_path), download_and_prepare=lambda *, download_mode: modes.append(download_mode)
+    )
+    monkeypatch.setattr(_OnHub, "_builder", lambda *_: builder)
+    monkeypatch.setattr(_OnHub, "_tables", lambda *_: None)
+    with pytest.raises(DataError, match=rf"the cache of datasets \({tmp_path}\) returns other rows than were written"):
+        _OnHub("acme/tiny", None, tmp_path).load()
+    assert modes == ["reuse_dataset_if_exists", "reuse_cache_if_exists"]
+
+
 def test_a_data_set_of_the_hub_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     chosen = sized(512, 64, 0, dataset="acme/tiny")
@@ -209,7 +221,10 @@ def test_a_data_set_of_the_hub_needs_the_library(monkeypatch: pytest.MonkeyPatch
 
 def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
     path = save_splits(tmp_path / "saved", {"text": TEXTS}, first=(0, 80), second=(80, 100))
-    assert failure(path).endswith("it has first and second: such as data.split=first,second")
+    assert failure(path) == (
+        f"data.split (95,5) must name the splits of data.path ({path}) to read, it has first and second: such as "
+        "data.split=first,second"
+    )
     path = save(tmp_path / "one", text=TEXTS)
     assert failure(path, split="train,test").endswith("it has none with names: give weights, such as 95,5")
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")

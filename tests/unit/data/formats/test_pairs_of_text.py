@@ -16,6 +16,8 @@ from shardwise.data.samples.pairs import SentencePairBatches
 from shardwise.data.tokens.cutting import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, train_tokenizer
 from shardwise.errors import ConfigError, DataError
+from shardwise.mesh import Mesh
+from shardwise.train.build import build_trainer
 from tests.unit.data.formats.test_text import config as causal
 from tests.unit.data.formats.test_text import stories
 
@@ -169,6 +171,15 @@ def test_too_little_text_for_pairs_says_how_much_is_needed(tmp_path: Path) -> No
     assert 60 < labels.sum() < 140
 
 
+def test_a_training_without_a_sample_is_refused(tmp_path: Path) -> None:
+    """An evaluation may open text of one document, which has no pair."""
+    (tmp_path / "a.txt").write_text("One sentence.", encoding="utf-8")
+    chosen = config(262, 64, path=str(tmp_path / "a.txt"), dataset=None)
+    data = prepare(chosen, tmp_path, any_size=True)
+    with pytest.raises(DataError, match=r"hold less than one sample of train\.sequence_length \(64\): give more text"):
+        build_trainer(chosen, Mesh(device="cpu"), data)
+
+
 def test_a_sequence_too_short_for_a_pair(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.sequence_length \(4\) must be in 5 … 65,536, the length of \[CLS\]"):
         prepare(config(sequence_length=4), tmp_path)
@@ -185,7 +196,10 @@ def test_a_users_tokenizer_makes_pairs(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         prepare(config(511, tokenizer=str(without)), tmp_path / "b")
     assert "(512) must be at most model.vocab_size (511)" in caught.value.problems[0]
-    assert "has no [PAD], [UNK], [CLS], [SEP] or [MASK]: model.family=bert needs" in caught.value.problems[1]
+    assert caught.value.problems[1].startswith(
+        f"data.tokenizer {without} has no [PAD], [UNK], [CLS], [SEP] or [MASK]: model.family=bert needs [PAD], [UNK], "
+        "[CLS], [SEP] and [MASK]; other names are read from a tokenizer_config.json beside it"
+    )
 
 
 def test_the_padding_token_must_be_the_models(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ def test_the_python_text_is_capped_and_leaves_out_what_is_not_utf8(
 
 
 def test_an_installation_without_sources_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.dataset=tiny, or data\.path"):
+    with pytest.raises(
+        DataError, match=r"needs the standard library's sources, and .* has none: set data\.dataset=tiny, or data\.path"
+    ):
         sources._python_source(tmp_path)
 
 
@@ -174,7 +176,11 @@ def test_invalid_utf8_is_placed(tmp_path: Path, before: int, bad: bytes) -> None
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (b"not json", "line 2 is not JSON"),
+        (
+            b"not json",
+            "line 2 is not JSON (Expecting value: line 1 column 1 (char 0)): a .jsonl holds one object such as "
+            '{"text": "…"} on each line; for plain text set data.format=text',
+        ),
         (b'{"text": "x", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 2 is not JSON ("),
         (b"[1, 2]", "line 2 is JSON but not an object"),
         (

@@ -160,7 +160,11 @@ def vocabulary(folder: Path) -> dict[str, int]:
         ("merges.txt", "#version: 0.2\nt h e\n", r"merges\.txt:2 must be two tokens with a space between them"),
         ("merges.txt", "the\n", r"merges\.txt:1 must be two tokens with a space between them, and it is 'the'"),
         ("merges.txt", "x y\n", r"merges\.txt:1 needs 'xy', which .*vocab\.json lacks: are both of one tokenizer\?"),
-        ("tokenizer_config.json", '{"tokenizer_class": "Qwen2TokenizerFast"}', "is a Qwen2Tokenizer's, which splits"),
+        (
+            "tokenizer_config.json",
+            '{"tokenizer_class": "Qwen2TokenizerFast"}',
+            "is a Qwen2Tokenizer's, which splits text by rules of its own: ",
+        ),
         ("tokenizer_config.json", "nonsense", r"tokenizer_config\.json cannot be read"),
         ("added_tokens.json", '{"a": null}', r"added_tokens\.json must hold tokens and their ids"),
         ("tokenizer.json", "{", "is not a tokenizer that Hugging Face tokenizers can read"),
@@ -169,6 +173,12 @@ def vocabulary(folder: Path) -> dict[str, int]:
 def test_broken_files(name: str, content: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=text):
         open_user_tokenizer(str(breakage(gpt2_files(tmp_path / "own"), name, content)), 1000)
+
+
+def test_a_token_that_a_vocabulary_has_twice(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[PAD]\nthe\n[UNK]\nthe\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"vocab\.txt:4 repeats 'the' of line 2: ids would be unclear"):
+        open_user_tokenizer(str(tmp_path), 100)
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
