@@ -67,7 +67,7 @@ class Verified:
             "reference": f"one process on {first.device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at step "
             f"{train.steps}",
             "layouts": "TP, PP, DP: degrees of parallelism; SP: sequence parallelism; Z1: ZeRO-1",
-            "weights": "the initial ones, which must be equal",
+            "weights": "the initial ones: equal",
             "loss": f"of each step up to {middle}: within {tolerance.losses:.1e}",
             "grad": f"gradients of step 1, of each tensor: within {tolerance.gradients:.1e} of its norm",
             "resumed": f"losses after step {middle}, from the checkpoint of the layout above: within "

@@ -43,7 +43,9 @@ def test_a_loop_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     weights, _ = parts(2)
     assert shardwise.load_checkpoint(saved, weights) == 3
     assert weights(torch.ones(3, 4)).square().mean().item() == wanted[0]
-    with pytest.raises(ConfigError, match=r"must have a config\.json: .*save_checkpoint with config="):
+    with pytest.raises(
+        ConfigError, match=r"must have a config\.json: its loop saved none; save it by .*save_checkpoint with config="
+    ):
         shardwise.export_checkpoint(saved, tmp_path / "exported")
 
 
@@ -113,7 +115,7 @@ def test_a_model_with_persistent_buffers_is_refused(tmp_path: Path) -> None:
     """They are not in a checkpoint, and would silently be those of a new model."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    named = r"has 1\.running_mean, 1\.running_var and 1\.num_batches_tracked: .*persistent=False"
+    named = r"the model must have no persistent buffers, but has 1\.running_mean, 1\.running_var and 1\.num_batches_tracked: .*persistent=False"
     with pytest.raises(ConfigError, match=named):
         shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
     assert not (tmp_path / "saved").exists()
