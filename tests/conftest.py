@@ -26,7 +26,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let ranks and commands use the device that was asked for, and undo what `nohup` does to the tests.
 
     `nohup`, or `&` in a script, has processes inherit that a signal is ignored.
+
+    Workers and their commands share the CPUs: more threads than one each would wait for each other by spinning, which
+    takes a seventh of the processor time of tests/unit.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if (device := config.getoption("--device")) == "strict" and not config.getoption("numprocesses", None):
         from tests.strict import build  # torch, which most tests do without
 
