@@ -45,7 +45,7 @@ class Message:
 
 @cache
 def messages() -> tuple[Message, ...]:
-    """Each message once for each file, in the order of the source."""
+    """Each message once for each file, in the order of the files."""
     found: dict[Message, None] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
@@ -60,6 +60,7 @@ def messages() -> tuple[Message, ...]:
 
 
 def words(text: str) -> list[str]:
+    """Words, names, keys and options, without other punctuation."""
     return re.findall(r"[\w.=/'-]+", text)
 
 
@@ -84,11 +85,8 @@ def _is_message(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
         return False
     around = list(_around(node, parents))
     calls = [name for name in map(_called, around) if name]
-    if any(name in _NO_MESSAGES for name in calls):
-        return False
-    if any(
-        isinstance(each, ast.FormattedValue | ast.Assert) for each in around
-    ):  # a part of a message, or of our own bug
+    is_part = any(isinstance(each, ast.FormattedValue | ast.Assert) for each in around)  # of a message, or our own bug
+    if is_part or any(name in _NO_MESSAGES for name in calls):
         return False
     return bool(_RULE.search(text)) or any(_ERROR.search(name) for name in calls[:1])
 
