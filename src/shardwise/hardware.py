@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -88,13 +89,64 @@ def device_memory(kind: str) -> int | None:
     return None if size is None else size * 10**9
 
 
-def available_memory() -> int | None:
-    """Bytes of this machine's memory that processes may still allocate; None where the system does not report it."""
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes of memory that this process may still allocate; None where the system does not report it.
+
+    That is what the machine has available, or less where a control group limits the process, as a container or a job
+    of SLURM does. Pages of files count as available: the system drops them when memory is needed.
+    """
+    free = [*_numbers(proc / "meminfo", "MemAvailable:").values()]
+    free = [1024 * kilobytes for kilobytes in free]
+    for group, limit, usage, pages in _memory_groups(proc / "self/cgroup", cgroups):
+        most, used = (_number(group / name) for name in (limit, usage))
+        if most is not None and used is not None:
+            files = sum(_numbers(group / "memory.stat", *pages).values())
+            free.append(max(0, most - used + files))
+    return min(free, default=None)
+
+
+def _memory_groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, str, str, tuple[str, ...]]]:
+    """Yield the control groups of memory that this process is in, with the names of their files.
+
+    The names are those of the limit, of the usage, and of the numbers of `memory.stat` that count pages of files.
+    A group's ancestors limit it too. In a container, the group that it sees as the root is at the top of the mount.
+    """
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
+        lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:  # version 2
+            top, names = cgroups, ("memory.max", "memory.current", ("inactive_file", "active_file"))
+        elif "memory" in controllers.split(","):  # version 1
+            top = cgroups / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+        else:
+            continue
+        inner = top / path.lstrip("/")
+        for group in (inner, *inner.parents):
+            yield group, *names
+            if group == top:
+                break
+
+
+def _number(path: Path) -> int | None:
+    """Return the number that a file of the system holds; None where there is no file, or it says `max`."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
         return None
+
+
+def _numbers(path: Path, *names: str) -> dict[str, int]:
+    """Return the numbers behind these names, each at the beginning of a line; those that are missing are left out."""
+    try:
+        lines = [line.split() for line in path.read_text(encoding="ascii", errors="replace").splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[0] in names and words[1].isdecimal()}
 
 
 def cpu_count() -> int:

@@ -60,11 +60,11 @@ class Meter:
 class Group:
     """Ranks that communicate along one axis of the mesh, and this rank's place among them.
 
-    A group of one has no process group.
+    Args:
+        process_group: torch's process group of these ranks; None for a group of one.
+        name: for messages and reports.
 
     Attributes:
-        name: for messages and reports.
-        process_group: torch's.
         ranks: global ranks in group order.
         rank: this process's index among them.
         size: the number of ranks.
@@ -76,7 +76,7 @@ class Group:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, name: str = "") -> None:
         self.name = name
-        self.process_group = process_group
+        self._process_group = process_group
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(process_group)) if process_group else (0,)
         self.rank: int = dist.get_rank(process_group) if process_group else 0
         self.size: int = len(self.ranks)
@@ -96,6 +96,18 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.name or 'ranks'} {self.rank}/{self.size})"
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch's process group of these ranks; None in a job of one rank.
+
+        A group of one in a job of several ranks gets its process group here, when something asks for it: torch takes
+        None for all ranks of the job.
+        """
+        alone = self._process_group is None and self.size == 1
+        if alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._process_group = _new_group([dist.get_rank()])
+        return self._process_group
 
     def __deepcopy__(self, memo: dict[int, object]) -> Group:
         """The group itself: a copied model communicates over the same ranks."""
@@ -246,7 +258,7 @@ def _release() -> None:
     """Drop all process groups at exit: gloo's threads must be joined while the interpreter still runs."""
     for holder in list(_alive):
         if isinstance(holder, Group):
-            holder.process_group = None
+            holder._process_group = None
         else:
             holder.device_mesh = None
 

@@ -183,3 +183,47 @@ def test_what_multiplies_bfloat16(text: str | None, expected: str | None, tmp_pa
     if text is not None:
         (tmp_path / "cpuinfo").write_text(text)
     assert hardware.bfloat16_unit(tmp_path / "cpuinfo") == expected
+
+
+GIB = 2**30
+V2 = {
+    "memory.max": GIB,
+    "memory.current": GIB // 2,
+    "memory.stat": f"inactive_file {GIB // 8}\nactive_file {GIB // 8}\n",
+}
+V1 = {
+    "memory.limit_in_bytes": GIB,
+    "memory.usage_in_bytes": GIB // 2,
+    "memory.stat": f"cache 5\ntotal_inactive_file {GIB // 8}\ntotal_active_file {GIB // 8}\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("membership", "group", "files", "available"),
+    [
+        ("", "", {}, 8 * GIB),
+        ("0::/", "", {"memory.max": "max", "memory.current": GIB}, 8 * GIB),
+        ("0::/", "", V2, 3 * GIB // 4),
+        ("0::/job/step", "job", V2, 3 * GIB // 4),
+        ("0::/somewhere/else", "job", V2, 8 * GIB),
+        ("4:memory:/job\n0::/", "memory/job", V1, 3 * GIB // 4),
+        ("4:cpu,memory:/host/only", "memory", V1, 3 * GIB // 4),
+        ("0::/", "", V2 | {"memory.current": 2 * GIB}, 0),
+        ("0::/", "", {"memory.max": GIB}, 8 * GIB),
+    ],
+)
+def test_fault_04_a_control_group_limits_the_memory(
+    membership: str, group: str, files: dict[str, object], available: int, tmp_path: Path
+) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    for folder in (proc / "self", groups / group):
+        folder.mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:  {8 * GIB // 1024} kB\n")
+    (proc / "self/cgroup").write_text(membership)
+    for name, content in files.items():
+        (groups / group / name).write_text(f"{content}\n")
+    assert hardware.available_memory(proc, groups) == available
+
+
+def test_memory_that_the_system_does_not_report_is_unknown(tmp_path: Path) -> None:
+    assert hardware.available_memory(tmp_path, tmp_path) is None

@@ -49,6 +49,10 @@ class Layout:
                 f"{see('runs#number-of-ranks')}"
             )
 
+    def pipeline_rank(self, rank: int) -> int:
+        """The place of a rank of the job along the pipeline."""
+        return rank // (self.data * self.tensor)
+
     @property
     def data(self) -> int:
         """The data-parallel degree: world / (tensor × pipeline)."""

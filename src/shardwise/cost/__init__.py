@@ -14,6 +14,7 @@ from shardwise.cost.memory import (
     invariant_dropout,
     memory_by_rank,
     memory_copies_bytes,
+    memory_of_machine,
     neediest_rank,
 )
 from shardwise.cost.simulation import bubble, simulate
@@ -30,6 +31,7 @@ __all__ = [
     "invariant_dropout",
     "memory_by_rank",
     "memory_copies_bytes",
+    "memory_of_machine",
     "model_flops_utilization",
     "neediest_rank",
     "recomputed_flops_per_token",

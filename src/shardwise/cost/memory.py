@@ -5,6 +5,7 @@ Legend: see `cost/case.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from shardwise.config import DTYPE_BYTES, BertConfig, Config, Layout
@@ -59,6 +60,11 @@ class MemoryEstimate:
     def total(self) -> int:
         return sum(size for _, size in self.rows())
 
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients and optimizer, which the rank holds during the whole training."""
+        return self.parameters + self.gradients + self.optimizer
+
     def rows(self) -> list[tuple[str, int]]:
         """(kind, bytes) of each kind, in the order in which they are shown; `pipeline` only if there is one."""
         return [(kind, size) for kind, size in asdict(self).items() if size or kind != "pipeline"]
@@ -75,6 +81,18 @@ def expected_memory(
     if by_rank is None:
         return None
     return max(by_rank, key=lambda memory: memory.total) if pipeline_rank is None else by_rank[pipeline_rank]
+
+
+def memory_of_machine(config: Config, layout: Layout, ranks: Iterable[int]) -> tuple[int, int] | None:
+    """Bytes of the state and bytes at the peak, summed over ranks of one machine that compute on its CPU.
+
+    None for a model of your own. `ranks` are their numbers in the job.
+    """
+    by_pipeline_rank = memory_by_rank(config, layout)
+    if by_pipeline_rank is None:
+        return None
+    estimates = [by_pipeline_rank[layout.pipeline_rank(rank)] for rank in ranks]
+    return sum(estimate.state for estimate in estimates), sum(estimate.total for estimate in estimates)
 
 
 def neediest_rank(config: Config, layout: Layout, accelerator: bool = False) -> int:

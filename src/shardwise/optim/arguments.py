@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from shardwise.errors import ArgumentError, listing, refuse_unknown_arguments
+from shardwise.errors import refuse_unknown_arguments
+from shardwise.parallel.arguments import by_name, without_neutral
 
 _LEAVE_OUT = {
     # neuronx-distributed and torch_xla
@@ -52,30 +54,52 @@ REPLACED = {name: f"leave it out: {why}" for name, why in _LEAVE_OUT.items()} | 
 }
 
 
+_POSITIONAL = ("pin_layout", "sharding_groups", "grad_norm_groups", "lazy_init")
+"""The arguments of torch_xla's class after `max_norm`, in its order."""
+
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "pin_layout": (True, False), "sharding_groups": (None,), "grad_norm_groups": (None,), "lazy_init": (False,),
-}  # fmt: skip
-"""torch_xla's arguments after `max_norm`, in their order → the values that ask for nothing here."""
+    "pin_layout": (True, False),
+    "sharding_groups": (None,),
+    "grad_norm_groups": (None,),
+    "lazy_init": (False,),
+    "coalesce_cc": (True, False),
+    "use_grad_acc_hook": (False,),
+    "save_master_weights": (True, False),
+    "use_world_for_grad_norm": (True, False),
+    "higher_cc_precision": (False,),
+    "use_fp32_grad_acc": (False,),
+    "keep_master_weight": (False,),
+    "use_master_weights": (False,),
+    "process_group": (None,),
+    "parameters_as_bucket_view": (True, False),
+    "overlap_with_ddp": (False,),
+    "overlap_param_gather": (True, False),
+}
+"""Values of other libraries' arguments that change nothing here: a call that gives them runs as it is."""
 
 
-def require_known_options(
+def known_options(
     sharded: type[torch.optim.Optimizer],
     optimizer_class: Callable[..., torch.optim.Optimizer],
-    given: Iterable[str],
+    given: Mapping[str, object],
     further: Sequence[object] = (),
-) -> None:
-    """Raise ArgumentError, with what replaces each, for arguments that neither optimizer class takes.
+) -> dict[str, Any]:
+    """Return the arguments of a call that are for the wrapped class.
 
     Args:
-        given: names of keyword arguments.
-        further: torch_xla's positional arguments after `max_norm`, which cannot be left out one by one.
+        sharded: the class that is called.
+        optimizer_class: the class that it wraps.
+        given: keyword arguments of the call that `sharded` does not name.
+        further: torch_xla's positional arguments after `max_norm`.
+
+    Raises:
+        ArgumentError: neither class takes an argument; the message says what replaces it.
     """
-    if len(further) > len(_NEUTRAL):
-        raise ArgumentError(f"{sharded.__name__} takes no positional argument after {listing(_NEUTRAL)}")
-    asked = [name for (name, neutral), value in zip(_NEUTRAL.items(), further, strict=False) if value not in neutral]
-    refuse_unknown_arguments(sharded.__name__, asked, (), REPLACED)
     taken = inspect.signature(optimizer_class).parameters
-    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
-        own = [name for name in inspect.signature(sharded).parameters if name not in ("further", "defaults")]
-        known = dict.fromkeys([*own, *taken])
-        refuse_unknown_arguments(sharded.__name__, given, known, REPLACED)
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
+    passed_on = [*taken, *given] if takes_any else [*taken]
+    foreign = {name: values for name, values in _NEUTRAL.items() if name not in passed_on}
+    options = without_neutral(by_name(sharded.__name__, further, _POSITIONAL, given), foreign)
+    named = [name for name in inspect.signature(sharded).parameters if name not in ("further", "defaults")]
+    refuse_unknown_arguments(sharded.__name__, options, dict.fromkeys([*named, *passed_on]), REPLACED)
+    return options

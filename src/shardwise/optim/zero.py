@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise._torch_private import WithoutCompiler, without_compiler
 from shardwise.config import Rounding
 from shardwise.mesh import Group, Mesh
-from shardwise.optim.arguments import require_known_options
+from shardwise.optim.arguments import known_options
 from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets, weak_hook
 from shardwise.optim.checks import (
     Assignments,
@@ -68,8 +68,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of its
             part (float64 parameters keep theirs). None: float32.
         grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm` (None: no clipping).
-        further: torch_xla's next positional arguments (pin_layout, sharding_groups, grad_norm_groups, lazy_init), where
-            their values ask for nothing.
+        further: torch_xla's next positional arguments (pin_layout, sharding_groups, grad_norm_groups, lazy_init). Here
+            and by keyword, the arguments of other libraries are accepted if their values change nothing.
         group: the data-parallel ranks; default: `mesh`'s, else the world.
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
         gradient_dtype: of accumulated gradients (default: the parameter's).
@@ -83,8 +83,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         defaults: options of the wrapped class.
 
     Raises:
-        TypeError: an argument that neither class takes, with what replaces it where another library's
-            ZeroRedundancyOptimizer takes it.
+        TypeError: an argument that neither class takes and that would change something, with what replaces it where
+            another library's ZeroRedundancyOptimizer takes it.
         ValueError: a class that is neither elementwise nor LAMB; parameters that DDP or FSDP already manage, or that
             are others, or in another order, on another rank; a cut model without `mesh`.
         RuntimeError: a launcher started several ranks, but no process group was initialised.
@@ -113,7 +113,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             require_max_norm(max_norm)
         if bucket_mib is not None and not bucket_mib > 0:
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
-        require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
+        defaults = known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
         self._inner_class = without_compiler(optimizer_class)
         if not updates_whole_tensors(optimizer_class):
             require_elementwise(self._inner_class, defaults)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from shardwise.errors import refuse_unknown_arguments
+from shardwise.errors import ArgumentError, listing, refuse_unknown_arguments
 from shardwise.mesh import Group, Ranks, job_rank, job_size
 
 _SAME_AT_ANY_DEGREE = "leave it out: with seed= and name= the weights are the same at any degree"
@@ -29,7 +29,6 @@ _REPLACED = {
     "bias": "leave it out: LayerNorm has a bias, and RMSNorm and embeddings have none",
     "elementwise_affine": "leave it out: a norm always has a weight",
     "stride": "leave it out: MergedColumnParallelLinear holds several layers of one input",
-    "kv_size_multiplier": "leave it out: K/V heads are copied where the ranks outnumber them",
     "fuse_qkv": "leave it out: Q, K and V are always one matmul",
     "shard_across_embedding": "leave it out: the table is cut along the vocabulary",
     "sequence_dimension": "leave it out: the sequence is dim 0",
@@ -60,6 +59,47 @@ _REPLACED = {
     "sparse": _NOT_SUPPORTED,
 }
 """Arguments of neuronx-distributed's and Megatron-LM's classes and losses of these names: what to do instead."""
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "tensor_model_parallel_group": (None,),
+    "tp_group": (None,),
+    "process_group": (None,),
+    "rank_ordering": (None,),
+    "init_method": (None,),
+    "reduce_scatter_embeddings": (False,),
+    "skip_weight_param_allocation": (False,),
+    "skip_bias_add": (False,),
+    "elementwise_affine": (True,),
+    "stride": (1,),
+    "fuse_qkv": (True,),
+    "shard_across_embedding": (False,),
+    "sequence_dimension": (None, 0),
+    "reduce_output": (True,),
+    "collect_output": (True,),
+    "reduction": ("none",),
+    "keep_master_weight": (False,),
+    "keep_master_weight_for_test": (False,),
+    "use_cpu_initialization": (False,),
+    "perform_initialization": (True,),
+    "pad": (False,),
+    "pad_alignment_size_per_rank": (1,),
+    "keep_padded_output": (False,),
+    "async_tensor_model_parallel_allreduce": (True, False),
+    "no_async_tensor_model_parallel_allreduce": (True, False),
+    "gradient_accumulation_fusion": (True, False),
+    "disable_grad_reduce": (False,),
+    "embedding_activation_buffer": (None,),
+    "grad_output_buffer": (None,),
+    "tp_comm_buffer_name": (None,),
+    "tile_cc": (True, False),
+    "use_spmd_rank": (False,),
+    "is_expert": (False,),
+    "max_norm": (None,),
+    "norm_type": (2.0,),
+    "scale_grad_by_freq": (False,),
+    "sparse": (False,),
+}
+"""Values of these arguments that change nothing here: a call that gives them runs as it is."""
 
 _warned: list[str] = []
 """The layer or loss of which this process warned: the first one stands for all."""
@@ -94,22 +134,61 @@ def _warn_unshared(owner: str) -> None:
     )
 
 
-def refuse_unknown(owner: type | Callable[..., object], given: Iterable[str], known: Iterable[str] = ()) -> None:
-    """Refuse keyword arguments that a layer or loss does not take.
+def refuse_unknown(owner: type | Callable[..., object], given: Mapping[str, object], known: Iterable[str] = ()) -> None:
+    """Refuse keyword arguments that a layer or loss does not take, unless their value changes nothing.
 
     Args:
         owner: the class or function.
-        given: keywords of the call beside its named arguments.
-        known: those of them that it takes.
+        given: keyword arguments of the call beside its named arguments.
+        known: names of those that it takes.
 
     Raises:
         ArgumentError: some are unknown; the message says what replaces each.
     """
-    if set(given) <= set(known):
+    unknown = set(without_neutral(given, _NEUTRAL)) - set(known)
+    if not unknown:
         return
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     named = [argument.name for argument in inspect.signature(owner).parameters.values() if argument.kind in kinds]
-    refuse_unknown_arguments(owner.__name__, given, [*named, *sorted(known)], _REPLACED)
+    refuse_unknown_arguments(
+        owner.__name__, [name for name in given if name in unknown], [*named, *sorted(known)], _REPLACED
+    )
+
+
+def without_neutral(given: Mapping[str, object], neutral: Mapping[str, Sequence[object]]) -> dict[str, object]:
+    """Return the arguments of a call but for those whose value changes nothing.
+
+    Args:
+        given: the arguments of a call by name.
+        neutral: the values that change nothing, by the argument's name. Types must agree: 1 does not stand for True.
+    """
+    return {
+        name: value
+        for name, value in given.items()
+        if not any(type(value) is type(other) and value == other for other in neutral.get(name, ()))
+    }
+
+
+def by_name(
+    owner: str, further: Sequence[object], names: Sequence[str], given: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the keyword arguments of a call together with its further positional ones.
+
+    Args:
+        owner: the name of the class that is called.
+        further: positional arguments behind those that the class names.
+        names: what other libraries call the arguments at these positions, in their order.
+        given: keyword arguments of the call.
+
+    Raises:
+        ArgumentError: there are more positional arguments than names, or one is given by keyword too.
+    """
+    if len(further) > len(names):
+        raise ArgumentError(f"{owner} takes no positional argument after {listing(names)}: give the others by keyword")
+    positional = dict(zip(names, further, strict=False))
+    if twice := [name for name in positional if name in given]:
+        raise ArgumentError(f"{owner} got {listing(twice)} by position and by keyword: give each argument once")
+    return {**positional, **given}
 
 
 def _is_ours(module: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +10,12 @@ from torch import Tensor
 
 from shardwise import comm, placement
 from shardwise._torch_private import has_data
-from shardwise.parallel.arguments import sharing_group
+from shardwise.parallel.arguments import by_name, sharing_group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 from shardwise.plan.parameters import vocabulary_rows
+
+_POSITIONAL = ("max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+"""What torch's and neuronx-distributed's embeddings take after `padding_idx`."""
 
 
 class ParallelEmbedding(placement.PlacedModule):
@@ -27,6 +30,8 @@ class ParallelEmbedding(placement.PlacedModule):
         num_embeddings: V.
         embedding_dim: H.
         padding_idx: an id whose row receives no gradient; one below 0 counts from the end, as in `torch.nn.Embedding`.
+        further: torch's next positional arguments, which must have torch's default values: `max_norm`, `norm_type`,
+            `scale_grad_by_freq` and `sparse`.
         row_multiple: a rank's number of rows is rounded up to a multiple of this.
         sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions`.
     """
@@ -36,13 +41,14 @@ class ParallelEmbedding(placement.PlacedModule):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
-        *,
+        *further: Any,
         sequence_parallel_enabled: bool = False,
         row_multiple: int = 1,
         name: str | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
+        options = cast(LayerOptions, by_name(type(self).__name__, further, _POSITIONAL, options))
         where = tensor_options(self, options)
         self.group = group = sharing_group(type(self).__name__, options.get("group"))
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:

@@ -8,19 +8,21 @@ sequence-first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import comm, placement
 from shardwise.mesh import Group, Ranks
-from shardwise.parallel.arguments import refuse_unknown, sharing_group
+from shardwise.parallel.arguments import by_name, refuse_unknown, sharing_group
 from shardwise.parallel.matmul import linear
 from shardwise.parallel.overlap import Overlap, gather_and_multiply, multiply_and_sum, usable
 from shardwise.placement import Init
 
 DEFAULT_INIT = Init.normal(0.02)
+_POSITIONAL = ("dtype", "device")
+"""What neuronx-distributed's linear layers take at the fifth and the sixth position."""
 
 
 class TensorOptions(TypedDict, total=False):
@@ -74,6 +76,15 @@ def tensor_options(
     if not isinstance(init, Init):
         raise ValueError(f"init ({init!r}) must be a shardwise.Init, such as shardwise.Init.normal(0.02)")
     return {"seed": options.get("seed"), "device": options.get("device"), "dtype": options.get("dtype")}
+
+
+def linear_options(layer: nn.Module, options: LinearOptions, further: Sequence[object]) -> LinearOptions:
+    """Return a linear layer's keywords, with the arguments that were given by position.
+
+    Raises:
+        ArgumentError: the layer takes fewer positional arguments, or one is given by keyword too.
+    """
+    return cast(LinearOptions, by_name(type(layer).__name__, further, _POSITIONAL, options))
 
 
 def full_name(name: str | None, leaf: str, seed: int | None) -> str:
@@ -181,6 +192,7 @@ class ColumnParallelLinear(_ColumnParallel):
         input_size, output_size: I and O of the whole layer.
         bias: whether there is a b.
         gather_output: whether each rank gets all of y.
+        further: `dtype` and `device` by position, as neuronx-distributed has them.
         sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions` and `LinearOptions`.
 
     Raises:
@@ -193,7 +205,7 @@ class ColumnParallelLinear(_ColumnParallel):
         output_size: int,
         bias: bool = True,
         gather_output: bool = True,
-        *,
+        *further: Any,
         sequence_parallel_enabled: bool = False,
         name: str | None = None,
         **options: Unpack[LinearOptions],
@@ -204,7 +216,7 @@ class ColumnParallelLinear(_ColumnParallel):
             bias=bias,
             gather_output=gather_output,
             sequence_parallel_enabled=sequence_parallel_enabled,
-            **options,
+            **linear_options(self, options, further),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -253,49 +265,66 @@ class MergedColumnParallelLinear(_ColumnParallel):
 class GQAQKVColumnParallelLinear(_ColumnParallel):
     """Query, key and value projections in one matmul, for grouped-query attention (arXiv:2305.13245).
 
-    `output_sizes` = (query size, key/value size), canonical. Where the group is larger than the number of K/V heads,
-    each K/V head is held by g / heads neighbouring ranks: their gradients are partial, which the weight's placement
-    says.
+    Where the group is larger than the number of K/V heads, each K/V head is held by g / heads neighbouring ranks: their
+    gradients are partial, which the weight's placement says.
 
     Forward: x as in `ColumnParallelLinear`; returns q `[S, B, Q/g]`, k and v `[S, B, max(KV/g, head_dim)]`, or all
-    whole with `gather_output`. `names`: canonical names of the three layers; the same three times where they are one,
-    with the rows of q, then k, then v, which is also what a layer is that is given no names. `input_size`, `bias`,
-    `sequence_parallel_enabled` and `options` are as there.
+    whole with `gather_output`.
+
+    Args:
+        input_size, bias, gather_output, further, sequence_parallel_enabled, options: as in `ColumnParallelLinear`.
+        output_sizes: features of the queries, and features of the keys, which the values have too, in the whole model.
+        head_dim: features of a head. By default a rank's part of the keys, KV · `kv_size_multiplier` / g.
+        kv_size_multiplier: ranks that hold the same K/V head, for calls without `head_dim`, as neuronx-distributed has
+            them.
+        names: canonical names of the three layers; the same three times where they are one, with the rows of q, then
+            k, then v, which is also what a layer is that is given no names.
 
     Raises:
         ValueError: a size is no multiple of `head_dim`; the query heads are not divisible by the group's size; K/V
-            heads and the group's size do not divide each other.
+            heads and the group's size do not divide each other; `head_dim` does not follow, or contradicts
+            `kv_size_multiplier`.
     """
 
     def __init__(
         self,
         input_size: int,
-        output_sizes: tuple[int, int],
+        output_sizes: Sequence[int],
         bias: bool = True,
         gather_output: bool = True,
-        *,
-        head_dim: int,
+        *further: Any,
+        head_dim: int | None = None,
+        kv_size_multiplier: int = 1,
         names: Sequence[str | None] = (None, None, None),
         sequence_parallel_enabled: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
+        options = linear_options(self, options, further)
         refuse_unknown(type(self), options, LinearOptions.__optional_keys__)
         size = sharing_group(type(self).__name__, options.get("group")).size
-        for what, features in zip(("query", "key/value"), output_sizes, strict=True):
+        q_size, kv_size = output_sizes
+        if head_dim is None:
+            head_dim = _features_per_head(kv_size, kv_size_multiplier, size)
+        for what, features in (("query", q_size), ("key/value", kv_size)):
             if features < head_dim or features % head_dim:
                 raise ValueError(f"{what} size ({features}) must be a multiple of head_dim ({head_dim})")
-        q_heads, kv_heads = (n // head_dim for n in output_sizes)
+        q_heads, kv_heads = q_size // head_dim, kv_size // head_dim
         if q_heads % size:
             raise ValueError(f"query heads ({q_heads}) must be divisible by the group's size ({size})")
         if kv_heads % size and size % kv_heads:
             raise ValueError(f"K/V heads ({kv_heads}) must divide the group's size ({size}) or be divisible by it")
         copies = max(size // kv_heads, 1)
+        if kv_size_multiplier not in (1, copies):
+            raise ValueError(
+                f"kv_size_multiplier ({kv_size_multiplier}) must be {copies}, the ranks that hold each of {kv_heads} "
+                f"K/V heads of head_dim ({head_dim}) in a group of {size}: leave it out"
+            )
         if len(names) != 3:
             raise ValueError(f"names ({len(names)}) must be 3: those of the query, the key and the value layer")
         q_name, k_name, v_name = names
         super().__init__(
             input_size,
-            [(q_name, output_sizes[0], 1), (k_name, output_sizes[1], copies), (v_name, output_sizes[1], copies)],
+            [(q_name, q_size, 1), (k_name, kv_size, copies), (v_name, kv_size, copies)],
             bias=bias,
             gather_output=gather_output,
             sequence_parallel_enabled=sequence_parallel_enabled,
@@ -305,6 +334,20 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._parts(self.project(x))
         return q, k, v
+
+
+def _features_per_head(kv_size: int, multiplier: int, ranks: int) -> int:
+    """Return the features of a rank's part of the keys, if each part stands on `multiplier` of the ranks.
+
+    Raises:
+        ValueError: the keys cannot be cut into such parts.
+    """
+    if multiplier < 1 or ranks % multiplier or kv_size * multiplier % ranks:
+        raise ValueError(
+            f"kv_size_multiplier ({multiplier}) must divide the group's size ({ranks}), and the key/value size "
+            f"({kv_size}) must be divisible by their quotient: give head_dim=, the features of a head, instead"
+        )
+    return kv_size * multiplier // ranks
 
 
 class RowParallelLinear(placement.PlacedModule):
@@ -320,6 +363,7 @@ class RowParallelLinear(placement.PlacedModule):
         input_size, output_size: I and O of the whole layer.
         bias: whether there is a b.
         input_is_parallel: whether x is cut along I already, as a column-parallel layer leaves it.
+        further: `dtype` and `device` by position, as neuronx-distributed has them.
         sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions` and `LinearOptions`.
 
     Attributes:
@@ -337,12 +381,13 @@ class RowParallelLinear(placement.PlacedModule):
         output_size: int,
         bias: bool = True,
         input_is_parallel: bool = False,
-        *,
+        *further: Any,
         sequence_parallel_enabled: bool = False,
         name: str | None = None,
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
+        options = linear_options(self, options, further)
         where = tensor_options(self, options, LinearOptions.__optional_keys__)
         self.group = group = sharing_group(type(self).__name__, options.get("group"))
         if input_size % group.size:

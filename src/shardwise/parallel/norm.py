@@ -6,6 +6,7 @@ the group, which its placement says, so that the optimizer sums it once a step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, cast
 
 import torch
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import comm, placement
+from shardwise.errors import ArgumentError
 from shardwise.mesh import Group
-from shardwise.parallel.arguments import sharing_group
+from shardwise.parallel.arguments import by_name, sharing_group
 from shardwise.parallel.linear import LayerOptions, full_name, tensor_options
 from shardwise.placement import Init
 
@@ -22,18 +24,27 @@ from shardwise.placement import Init
 class _Norm(placement.PlacedModule):
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | Sequence[int],
         eps: float,
         sequence_parallel_enabled: bool,
         name: str | None,
         leaves: dict[str, float],
-        **options: Unpack[LayerOptions],
+        given: Mapping[str, object],
     ) -> None:
         super().__init__()
+        # `bias`, as torch's norms take it, changes nothing where it asks for what this norm has.
+        has_bias = "bias" in leaves
+        options = cast(LayerOptions, {key: value for key, value in given.items() if (key, value) != ("bias", has_bias)})
         where = tensor_options(self, options)
         group = sharing_group(type(self).__name__, options.get("group"), needed=sequence_parallel_enabled)
         seed = options.get("seed")
-        self.normalized_shape, self.eps = (normalized_shape,), eps
+        sizes = tuple(normalized_shape) if isinstance(normalized_shape, Sequence) else (normalized_shape,)
+        if len(sizes) != 1:
+            raise ArgumentError(
+                f"normalized_shape ({sizes}) must be one size, the hidden size: {type(self).__name__} normalizes over "
+                "the last dim"
+            )
+        self.normalized_shape, self.eps = sizes, eps
         for leaf, value in leaves.items():
             piece = placement.Piece.replicated(
                 full_name(name, leaf, seed),
@@ -58,7 +69,7 @@ class RMSNorm(_Norm):
     """`y = x / sqrt(mean(x²) + eps) · weight` (arXiv:1910.07467). x, y: `[…, H]`; no communication.
 
     Args:
-        normalized_shape: H.
+        normalized_shape: H, or a shape of this one size, as torch takes it.
         eps: added to the mean square.
         sequence_parallel_enabled: whether each rank has a part of the sequence; the gradients are then partial.
         name, options: as in the other layers, see `LayerOptions`.
@@ -68,14 +79,14 @@ class RMSNorm(_Norm):
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | Sequence[int],
         eps: float = 1e-6,
         *,
         sequence_parallel_enabled: bool = False,
         name: str | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0}, **options)
+        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0}, options)
 
     def forward(self, x: Tensor) -> Tensor:
         return _rms_norm(x, self.weight, self.eps)
@@ -121,8 +132,10 @@ class LayerNorm(_Norm):
     """`y = (x - mean) / sqrt(var + eps) · weight + bias` (arXiv:1607.06450). x, y: `[…, H]`; no communication.
 
     Args:
-        normalized_shape: H.
+        normalized_shape: H, or a shape of this one size, as torch takes it.
         eps: added to the variance.
+        further: torch's next positional arguments: `elementwise_affine` and `bias`, which must be True, `device` and
+            `dtype`.
         sequence_parallel_enabled: whether each rank has a part of the sequence; the gradients are then partial.
         name, options: as in the other layers, see `LayerOptions`.
     """
@@ -132,16 +145,15 @@ class LayerNorm(_Norm):
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
-        *,
+        *further: Any,
         sequence_parallel_enabled: bool = False,
         name: str | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(
-            normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0, "bias": 0.0}, **options
-        )
+        given = by_name(type(self).__name__, further, ("elementwise_affine", "bias", "device", "dtype"), options)
+        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0, "bias": 0.0}, given)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)

@@ -10,11 +10,12 @@ from torch import nn
 
 from shardwise import device as devices
 from shardwise.config import Config, Layout, OwnConfig, check_layout
-from shardwise.cost.memory import expected_memory
+from shardwise.cost.memory import expected_memory, memory_of_machine
 from shardwise.errors import ConfigError, see
+from shardwise.hardware import available_memory
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.train.record import Progress
-from shardwise.units import size
+from shardwise.units import counted, size
 
 _ALLOCATOR_SETTINGS = "PYTORCH_ALLOC_CONF"
 
@@ -24,7 +25,7 @@ def out_of_memory_text(
 ) -> str:
     """Phase, rank, bytes by kind, and the settings that would help, the most effective first."""
     accelerator = device.type != "cpu"
-    pipeline_rank = rank // (layout.data * layout.tensor) % layout.pipeline
+    pipeline_rank = layout.pipeline_rank(rank)
     expected = expected_memory(config, layout, accelerator, pipeline_rank=pipeline_rank)
     known = "not known for a model of your own"
     if expected is not None:
@@ -66,8 +67,8 @@ def _of_allocator(device: torch.device) -> str:
     return f"{line}\n"
 
 
-def require_accelerator(config: Config, layout: Layout, rank: int, device: torch.device) -> str | None:
-    """Check before the start that this rank's device can train the model; memory is not checked on a CPU.
+def require_device(config: Config, layout: Layout, rank: int, device: torch.device) -> str | None:
+    """Check before the start that this rank's device can train the model.
 
     Returns:
         a warning where the estimate of the whole step exceeds the memory: of that a part is allocated and freed by
@@ -75,8 +76,9 @@ def require_accelerator(config: Config, layout: Layout, rank: int, device: torch
 
     Raises:
         ConfigError: parameters, gradients and optimizer state alone, which are exact, need more memory than the
-            accelerator has; it does not compute in the dtype of the parameters; or it shares no memory with those of
-            its tensor-parallel ranks, and `parallel.tensor_overlap` needs that.
+            accelerator has, or than the machine has available for all of its ranks on a CPU; the device does not
+            compute in the dtype of the parameters; or it shares no memory with those of its tensor-parallel ranks, and
+            `parallel.tensor_overlap` needs that.
     """
     in_memory = config.parallel.tensor_overlap == "symmetric_memory" and layout.tensor > 1
     if in_memory and not devices.shares_memory(device, layout.tensor):
@@ -87,39 +89,59 @@ def require_accelerator(config: Config, layout: Layout, rank: int, device: torch
             f"{see('runs#symmetric-memory')}"
         )
     if device.type == "cpu":
-        return None
+        return _require_host_memory(config, layout, rank)
     precision = config.precision.resolved(accelerator=True)
     if not devices.computes_in(device, getattr(torch, precision.parameter)):
         raise ConfigError(
             f"precision.mode ({config.precision.mode or 'mixed, the default on an accelerator'}) must be float32: "
             f"{devices.name(device)} does not compute in {precision.parameter}"
         )
-    pipeline_rank = rank // (layout.data * layout.tensor) % layout.pipeline
+    pipeline_rank = layout.pipeline_rank(rank)
     expected, total = expected_memory(config, layout, True, pipeline_rank=pipeline_rank), devices.total_memory(device)
     if expected is None or total is None or expected.total <= total:
         return None
-    held = expected.parameters + expected.gradients + expected.optimizer
     rest = f"{size(total)} of {devices.name(device)}: {_listed_remedies(config, layout, True, pipeline_rank)}"
-    if held > total:
+    if expected.state > total:
         raise ConfigError(
-            f"memory of parameters, gradients and optimizer ({size(held)}) must be at most the {rest}"
+            f"memory of parameters, gradients and optimizer ({size(expected.state)}) must be at most the {rest}"
             f"{see('runs#model-does-not-fit')}"
         )
     return f"the expected memory ({size(expected.total)}) exceeds the {rest}"
 
 
-def _listed_remedies(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int) -> str:
+def _require_host_memory(config: Config, layout: Layout, rank: int) -> str | None:
+    """As `require_device`, for the ranks of this machine together, since they share its memory."""
+    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    needed, available = memory_of_machine(config, layout, ranks), available_memory()
+    if needed is None or available is None or needed[1] <= available:
+        return None
+    state, expected = needed
+    of_ranks = f"of the {counted(len(ranks), 'rank')} on this machine"
+    rest = f"the {size(available)} that it has available: {_listed_remedies(config, layout, False, None)}"
+    if state > available:
+        raise ConfigError(
+            f"memory of parameters, gradients and optimizer {of_ranks} ({size(state)}) must be at most {rest}"
+            f"{see('runs#model-does-not-fit')}"
+        )
+    return f"the expected memory {of_ranks} ({size(expected)}) exceeds {rest}; the system may kill a rank"
+
+
+def _listed_remedies(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int | None) -> str:
     return "; ".join(_remedies(config, layout, accelerator, pipeline_rank) or ["a smaller model"])
 
 
-def _remedies(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int) -> list[str]:
+def _remedies(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int | None) -> list[str]:
     """Settings that train the same model and batch in less memory, and the bytes saved where formulas know them.
 
-    They are those saved on `pipeline_rank`, or where the pipeline changes, on the rank that then needs most.
+    They are those saved on `pipeline_rank`, or where the pipeline changes, on the rank that then needs most. None is
+    for a machine whose ranks share its memory: the settings keep the number of ranks.
     """
     now = expected_memory(config, layout, accelerator, pipeline_rank=pipeline_rank)
     remedies = []
     for setting, changed, world in _alternatives(config, layout, accelerator):
+        if world != layout.world and pipeline_rank is None:
+            continue  # more ranks on the same machine need more of its memory
         try:
             rank = pipeline_rank if changed.parallel.pipeline == layout.pipeline else None
             then = expected_memory(changed, check_layout(changed, world), accelerator, pipeline_rank=rank)

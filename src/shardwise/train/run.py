@@ -20,7 +20,7 @@ from shardwise.launch import heartbeat, stopping
 from shardwise.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.storage.root import Root
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
-from shardwise.train.memory import out_of_memory_text, require_accelerator
+from shardwise.train.memory import out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
 from shardwise.train.opening import Run, open_run
 from shardwise.train.record import Progress
@@ -52,7 +52,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     require_same(config, mesh, run_path)
     layout, progress = check_layout(config, mesh.world.size), Progress(phase="preparation of the data")
     with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
-        shortage = require_accelerator(config, layout, mesh.world.rank, mesh.device)
+        shortage = require_device(config, layout, mesh.world.rank, mesh.device)
         here = open_run(config, layout, mesh, progress, run_path, recipe)
         # Inside of the reporter too, so that it records the same sentence that the user reads.
         with build_reporter(here) as reporter, _explained(config, layout, mesh, progress), ExitStack() as held:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardwise import cost, units
 from shardwise.config import Config, Layout, OwnConfig, Precision, dump_yaml
 from shardwise.errors import listing
-from shardwise.hardware import bfloat16_unit, peak_flops
+from shardwise.hardware import available_memory, bfloat16_unit, peak_flops
 from shardwise.plan import (
     Stage,
     canonical_tensor_count,
@@ -52,6 +52,7 @@ def dry_run(
         *_compute(config),
         *_dropout(config, layout, accelerator),
         *_needs(config, layout, accelerator),
+        *([] if accelerator or cluster is not None else _host_memory(config, layout)),
         *inputs,
     ]
     comments = "\n".join(f"# {name:<14} {value}" for name, value in rows)
@@ -256,6 +257,23 @@ def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     rows.append(("communication", f"{units.size(sum(wire.values()))} sent by {same} per step"))
     rows += [(f"  {axis}", f"{units.size(size)} {kind.replace('_', '-')}") for (axis, kind), size in wire.items()]
     return rows
+
+
+def _host_memory(config: Config, layout: Layout) -> _Rows:
+    """The memory of all ranks on this machine's CPU, and what the machine has available."""
+    needed, available = cost.memory_of_machine(config, layout, range(layout.world)), available_memory()
+    if needed is None or available is None:
+        return []
+    state, expected = needed
+    ranks = units.counted(layout.world, "rank")
+    text = f"{units.size(expected)} expected for {ranks} on one machine; this one has {units.size(available)} available"
+    if state > available:
+        text += (
+            f", less than the {units.size(state)} of parameters, gradients and optimizer: a training is refused here"
+        )
+    elif expected > available:
+        text += ", which is too little: the system may kill a rank here"
+    return [("host memory", text)]
 
 
 def _disk(config: Config, checkpoint: int) -> str:

@@ -17,11 +17,11 @@ NAMES = set(inspect.signature(ZeroRedundancyOptimizer).parameters)
     ("given", "message"),
     [
         (
-            {"sharding_groups": [[0]], "pin_layout": False, "lr": 0.1},
+            {"sharding_groups": [[0]], "lazy_init": True, "lr": 0.1},
             "ZeroRedundancyOptimizer does not take sharding_groups (use group= or mesh=, the ranks that share the "
-            "state) or pin_layout (leave it out: the layouts of collectives need no pinning)",
+            "state) or lazy_init (leave it out: state is made at the first step)",
         ),
-        ({"process_group": None}, "ZeroRedundancyOptimizer does not take process_group (use group=)"),
+        ({"process_group": object()}, "ZeroRedundancyOptimizer does not take process_group (use group=)"),
         ({"keep_master_weight": True}, "keep_master_weight (use optimizer_dtype=torch.float32: parameters of another"),
         (
             {"maxnorm": 1.0, "weight_deca": 0.1},
@@ -70,3 +70,26 @@ def test_the_positional_arguments_of_torch_xla_are_taken() -> None:
         ZeroRedundancyOptimizer(make().parameters(), LAMB, None, True, 1.0, True, [[0]], None, True)
     with pytest.raises(TypeError, match="takes no positional argument after pin_layout, sharding_groups"):
         ZeroRedundancyOptimizer(make().parameters(), LAMB, None, True, 1.0, True, None, None, False, 25)
+
+
+@pytest.mark.parametrize("wrapped", [torch.optim.AdamW, LAMB])
+def test_fault_02_keywords_whose_value_changes_nothing_are_accepted(wrapped: type[torch.optim.Optimizer]) -> None:
+    """The call of the tutorial's own script, and the defaults of other libraries' classes."""
+    given: dict[str, Any] = {"lr": 0.1, "grad_clipping": False, "max_norm": None}
+    nothing = {"pin_layout": False, "sharding_groups": None, "grad_norm_groups": None, "lazy_init": False}
+    defaults = {"process_group": None, "parameters_as_bucket_view": False, "overlap_with_ddp": False}
+    optimizer = ZeroRedundancyOptimizer(make().parameters(), wrapped, **given, **nothing, **defaults)
+    assert optimizer.defaults == wrapped(make().parameters(), lr=0.1).defaults
+    with pytest.raises(TypeError, match="got pin_layout by position and by keyword: give each argument once"):
+        ZeroRedundancyOptimizer(make().parameters(), wrapped, None, True, 1.0, True, pin_layout=False)
+
+
+def test_fault_02_a_wrapped_class_keeps_its_options_of_these_names() -> None:
+    class Pinned(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+            assert options.pop("pin_layout") is False
+            super().__init__(params, lr, **options)
+
+    ZeroRedundancyOptimizer(make().parameters(), Pinned, pin_layout=False)
+    with pytest.raises(AssertionError):
+        ZeroRedundancyOptimizer(make().parameters(), Pinned, pin_layout=True)

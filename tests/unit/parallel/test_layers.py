@@ -275,20 +275,21 @@ SAME = "leave it out: with seed= and name= the weights are the same at any degre
 FROM_OTHER_LIBRARIES: dict[str, tuple[Callable[..., object], dict[str, Any], str]] = {
     "column of neuronx-distributed": (
         lambda **options: ColumnParallelLinear(4, 8, **options),
-        {"dtype": torch.float32, "init_method": None, "keep_master_weight": True, "tensor_model_parallel_group": None},
+        {"dtype": torch.float32, "init_method": nn.init.ones_, "stride": 2, "keep_master_weight": True, "pad": False},
         "ColumnParallelLinear does not take init_method (give init=, such as shardwise.placement.Init.normal(0.02)), "
-        f"keep_master_weight ({SAME}) or tensor_model_parallel_group (give group=)",
+        "stride (leave it out: MergedColumnParallelLinear holds several layers of one input) or "
+        f"keep_master_weight ({SAME})",
     ),
     "row of Megatron": (
         lambda **options: RowParallelLinear(4, 8, **options),
-        {"config": object(), "skip_bias_add": False, "is_expert": False},
+        {"config": object(), "skip_bias_add": True, "is_expert": True},
         "RowParallelLinear does not take "
         "config (give group=, sequence_parallel_enabled=, dtype= and seed= by themselves), skip_bias_add "
         "(give bias=False and add a bias of your own) or is_expert (leave it out, it is not supported)",
     ),
     "embedding of neuronx-distributed": (
         lambda **options: ParallelEmbedding(4, 8, **options),
-        {"shard_across_embedding": False, "sequence_dimension": 0},
+        {"shard_across_embedding": True, "sequence_dimension": 1, "sparse": False},
         "ParallelEmbedding does not take shard_across_embedding (leave it out: the table is cut along the vocabulary) "
         "or sequence_dimension (leave it out: the sequence is dim 0)",
     ),
@@ -300,7 +301,7 @@ FROM_OTHER_LIBRARIES: dict[str, tuple[Callable[..., object], dict[str, Any], str
     ),
     "loss of Megatron": (
         lambda **options: parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), **options),
-        {"tp_group": None},
+        {"tp_group": object()},
         "parallel_cross_entropy does not take tp_group (give group=)",
     ),
     "something else": (
@@ -321,3 +322,63 @@ def test_arguments_of_other_libraries_are_refused_with_what_replaces_them(
     with pytest.raises(ArgumentError) as refusal:
         make(**arguments)
     assert str(refusal.value) == message
+
+
+def test_fault_02_arguments_whose_value_changes_nothing_are_accepted() -> None:
+    """As neuronx-distributed, Megatron-LM and torch call their layers, by keyword and by position."""
+    column = ColumnParallelLinear(
+        8, 12, False, False, torch.float64, stride=1, init_method=None, keep_master_weight=False, skip_bias_add=False
+    )
+    assert column.weight.dtype == torch.float64
+    assert RowParallelLinear(8, 12, True, True, torch.float64, "meta", pad=False).weight.is_meta
+    assert GQAQKVColumnParallelLinear(8, [8, 4], False, False, torch.float64, head_dim=4).weight.dtype == torch.float64
+    assert ParallelEmbedding(10, 4, None, None, 2.0, False, False, pad=False).weight.shape == (10, 4)
+    assert LayerNorm(4, 1e-5, True, True, None, torch.float64).weight.dtype == torch.float64
+    assert RMSNorm(4, 1e-5, elementwise_affine=True, bias=False).weight.shape == (4,)
+    with pytest.raises(ArgumentError, match="ParallelEmbedding does not take max_norm"):
+        ParallelEmbedding(10, 4, None, 1.0)
+    with pytest.raises(ArgumentError, match="LayerNorm does not take bias"):
+        LayerNorm(4, 1e-5, True, False)
+    with pytest.raises(
+        ArgumentError, match="RowParallelLinear takes no positional argument after dtype and device: give"
+    ):
+        RowParallelLinear(8, 12, True, True, None, None, 1)
+    with pytest.raises(ArgumentError, match="ColumnParallelLinear got dtype by position and by keyword: give each"):
+        ColumnParallelLinear(8, 12, True, True, torch.float32, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(4,), [4], torch.Size([4])])
+def test_fault_03_a_norm_takes_a_shape_as_torchs_does(shape: Any) -> None:
+    norm = LayerNorm(shape)
+    norm.load_state_dict(nn.LayerNorm(shape).state_dict())
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(norm(x), nn.LayerNorm(shape)(x))
+    assert RMSNorm(shape).weight.shape == (4,)
+    with pytest.raises(ArgumentError, match=r"normalized_shape \(\(4, 4\)\) must be one size, the hidden size"):
+        LayerNorm((*shape, 4))
+
+
+@pytest.mark.parametrize(("ranks", "multiplier", "copies"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 2, 2), (16, 4, 4)])
+def test_fault_03_the_head_size_follows_from_the_multiplier(ranks: int, multiplier: int, copies: int) -> None:
+    """4 K/V heads and 16 query heads of 8 features: the same pieces as with `head_dim`."""
+    group = pretend_group(ranks - 1, ranks)
+    rest: dict[str, Any] = {"bias": False, "gather_output": False, "group": group, "seed": 0, "names": ("q", "k", "v")}
+    told = GQAQKVColumnParallelLinear(8, (128, 32), head_dim=8, **rest)
+    derived = GQAQKVColumnParallelLinear(8, [128, 32], kv_size_multiplier=multiplier, **rest)
+    assert derived._copies == told._copies == [1, copies, copies]
+    boxes = [
+        [(piece.box, piece.local) for piece in placement.of_or_whole(qkv.weight).pieces] for qkv in (derived, told)
+    ]
+    assert boxes[0] == boxes[1]
+
+
+def test_fault_03_a_head_size_that_does_not_follow_is_refused() -> None:
+    group = pretend_group(0, 16)
+    with pytest.raises(
+        ValueError, match=r"kv_size_multiplier \(3\) must divide the group's size \(16\).* give head_dim="
+    ):
+        GQAQKVColumnParallelLinear(8, (128, 32), kv_size_multiplier=3, group=group)
+    with pytest.raises(
+        ValueError, match=r"kv_size_multiplier \(2\) must be 4, the ranks that hold each of 4 K/V heads"
+    ):
+        GQAQKVColumnParallelLinear(8, (128, 32), head_dim=8, kv_size_multiplier=2, group=group)

@@ -12,7 +12,7 @@ from shardwise.config import Config, Layout, config_from
 from shardwise.cost import expected_memory
 from shardwise.device import is_out_of_memory
 from shardwise.errors import ConfigError
-from shardwise.train.memory import out_of_memory_text, require_accelerator
+from shardwise.train.memory import out_of_memory_text, require_device
 from shardwise.train.trainer import Progress
 
 
@@ -36,8 +36,9 @@ def config(**changes: dict[str, Any]) -> Config:
 
 
 def text(chosen: Config, layout: Layout, error: BaseException | None = None, **progress: Any) -> str:
+    """Of the last rank."""
     return out_of_memory_text(
-        chosen, layout, 3, torch.device("cpu"), Progress(**progress), error or MemoryError("no room\nmore")
+        chosen, layout, layout.world - 1, torch.device("cpu"), Progress(**progress), error or MemoryError("no room\nmore")
     )
 
 
@@ -49,7 +50,7 @@ def remedies(chosen: Config, layout: Layout) -> list[str]:
 def test_it_names_rank_phase_step_and_bytes_by_kind() -> None:
     chosen, layout = config(), Layout(2)
     said = text(chosen, layout, step=1200, phase="gradient reduction")
-    assert "rank 3 ran out of memory on cpu during gradient reduction, after step 1,200 (docs/" in said
+    assert "rank 1 ran out of memory on cpu during gradient reduction, after step 1,200 (docs/" in said
     for kind, amount in expected_memory(chosen, layout).rows():
         assert f"{kind} {units.size(amount)}" in said, f"the bytes of {kind} are missing"
     assert said.endswith("cause: no room"), "the first line of the error itself is missing"
@@ -98,7 +99,7 @@ def test_a_pipeline_is_advised_what_its_own_rank_saves() -> None:
     parallel = {"pipeline": 2, "schedule": "gpipe"}
     chosen = config(parallel=parallel, model={"num_hidden_layers": 4}, train={"micro_batch": 1})
     layout = Layout(4, pipeline=2)
-    now = expected_memory(chosen, layout, pipeline_rank=1).total  # the tests' rank is 3 of [pipeline 2, data 2]
+    now = expected_memory(chosen, layout, pipeline_rank=1).total  # of the last rank
     other = config(parallel=parallel | {"schedule": "1f1b"}, model={"num_hidden_layers": 4}, train={"micro_batch": 1})
     saved = now - expected_memory(other, layout, pipeline_rank=1).total
     assert f"parallel.schedule=1f1b ({units.size(saved)} less)" in remedies(chosen, layout)
@@ -170,19 +171,52 @@ def test_a_model_that_does_not_fit_is_told_before_the_start(
 ) -> None:
     chosen = config(model={"hidden_size": hidden, "max_position_embeddings": tokens}, train={"sequence_length": tokens})
     try:
-        said = require_accelerator(chosen, Layout(2), 0, accelerator)
+        said = require_device(chosen, Layout(2), 0, accelerator)
     except ConfigError as error:
         said = f"refused: {error}"
     assert said is None if found is None else re.match(found, said or ""), said
 
 
+@pytest.mark.parametrize(
+    ("available", "said"),
+    [
+        (2 * GIB, None),
+        (
+            GIB,
+            r"the expected memory of the 4 ranks on this machine \(1.\d GiB\) exceeds the 1.0 GiB that it has ",
+        ),
+        (
+            2**16,
+            r"refused: memory of parameters, gradients and optimizer of the 4 ranks on this machine \(.*\) must be ",
+        ),
+    ],
+)
+def test_fault_04_the_ranks_of_a_machine_share_its_memory(
+    available: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.train.memory.available_memory", lambda: available)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    length = 2**14
+    chosen = config(
+        model={"max_position_embeddings": length},
+        train={"sequence_length": length, "micro_batch": 2, "global_batch": 16},
+    )
+    try:
+        text = require_device(chosen, Layout(8), 7, torch.device("cpu"))
+    except ConfigError as error:
+        text = f"refused: {error}"
+    assert text is None if said is None else re.match(said, text or ""), text
+    assert "on 16 ranks" not in (text or ""), "more ranks on one machine save no memory"
+
+
 def test_a_dtype_that_the_device_lacks_is_refused(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "computes_in", lambda device, dtype: dtype == torch.float32)
-    assert require_accelerator(config(), Layout(2), 0, accelerator) is None
+    assert require_device(config(), Layout(2), 0, accelerator) is None
     with pytest.raises(
         ConfigError, match=r"^precision.mode \(bfloat16\) must be float32: some GPU does not compute in bfloat16"
     ):
-        require_accelerator(config(precision={"mode": "bfloat16"}), Layout(2), 0, accelerator)
+        require_device(config(precision={"mode": "bfloat16"}), Layout(2), 0, accelerator)
 
 
 def test_symmetric_memory_is_refused_where_ranks_share_none(
@@ -190,8 +224,8 @@ def test_symmetric_memory_is_refused_where_ranks_share_none(
 ) -> None:
     chosen = config(parallel={"tensor": 2, "sequence": True, "tensor_overlap": "symmetric_memory"})
     with pytest.raises(ConfigError, match=r"^parallel.tensor_overlap \(symmetric_memory\) must be pieces .* some GPU "):
-        require_accelerator(chosen, Layout(2, tensor=2, sequence=True), 0, accelerator)
-    assert require_accelerator(chosen, Layout(1), 0, torch.device("cpu")) is None
+        require_device(chosen, Layout(2, tensor=2, sequence=True), 0, accelerator)
+    assert require_device(chosen, Layout(1), 0, torch.device("cpu")) is None
     asked = []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: asked.append(other) is None)
@@ -208,4 +242,4 @@ def test_what_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.total_memory(cpu) is None
     assert devices.computes_in(cpu, torch.bfloat16)
     assert not devices.computes_in(cpu, torch.quint8)
-    assert require_accelerator(config(), Layout(2), 0, cpu) is None
+    assert require_device(config(), Layout(2), 0, cpu) is None
