@@ -182,15 +182,38 @@ def waiting_bytes(case: Case) -> int:
 
     The first half computes the gradient of the block's input. The second half computes the gradients of the weights,
     and needs for each matrix product and norm the gradient of its output: of QKV, [T·(q + 2kv)/t], of q and k if these
-    have norms, [T·(q + kv)/t], of the outputs of attention and MLP, [2·T·H], of the MLP's first layer, [T·F/t] (gated:
-    twice that), and of both norms, [2·T/s·H]. With selective recompute, the inside of the core is held too.
+    have norms, [T·(q + kv)/t], of the output of attention, [T·H], of its norm, [T/s·H], and those of the MLP
+    (`_waiting_mlp`). With selective recompute, the inside of the core is held too.
     """
     local = case.local
-    first = (2 if case.model.gated else 1) * local.intermediate
     normed = local.query + local.key_value if case.model.query_key_norm else 0
-    wide = case.tokens * (local.query + 2 * local.key_value + normed + first)
-    again = block_activations(case, case.stages[0].layers[0]).core if case.config.train.recompute == "selective" else 0
-    return case.a * wide + 2 * case.gathered_bytes + 2 * case.x_bytes + again
+    attention = case.a * case.tokens * (local.query + 2 * local.key_value + normed) + case.gathered_bytes + case.x_bytes
+    return attention + _waiting_mlp(case) + _core_again(case)
+
+
+def split_peak(case: Case, blocks: int) -> int:
+    """The most that so many blocks hold in the first half of a split backward pass, beside what they keep.
+
+    This half frees nothing that was kept. It ends at the core of the first block: the other blocks wait, and so does
+    the MLP of this one. Beside them are the gradients of x, [T/s, H], of the values, [T·q/t], and in a core that goes
+    step by step those of P before and after dropout. With full recompute, a backward pass is not split.
+    """
+    if case.config.train.recompute == "full":
+        return 0
+    matrices = 2 * case.a * case.probabilities if case.attends_step_by_step else 0
+    core = case.x_bytes + case.a * case.tokens * case.local.query + matrices + _core_again(case)
+    return (blocks - 1) * waiting_bytes(case) + _waiting_mlp(case) + core
+
+
+def _waiting_mlp(case: Case) -> int:
+    """Gradients that wait in the MLP: of its first layer, [T·F/t] (gated: twice), output, [T·H], and norm, [T/s·H]."""
+    first = (2 if case.model.gated else 1) * case.local.intermediate
+    return case.a * case.tokens * first + case.gathered_bytes + case.x_bytes
+
+
+def _core_again(case: Case) -> int:
+    """The inside of the core as selective recompute computes it again."""
+    return block_activations(case, case.stages[0].layers[0]).core if case.config.train.recompute == "selective" else 0
 
 
 def norm_bytes(case: Case) -> int:

@@ -21,6 +21,7 @@ class Pass:
         last: at the end of the backward pass.
         waiting: beside what is kept, between the two halves of a split backward pass.
         reduction: while this stage's gradients are reduced, after its last micro-batch.
+        split: beside what is kept, the most during the first half of a split backward pass.
         onwards: the message to the next stage, which is held until the end of the step.
         back: the message to the previous stage, held likewise.
     """
@@ -32,6 +33,7 @@ class Pass:
     last: int
     waiting: int
     reduction: int
+    split: int = 0
     onwards: int = 0
     back: int = 0
 
@@ -82,6 +84,7 @@ def peak(order: Iterable[Action], passes: Mapping[int, Pass], micro_batches: int
             if action.stage > 0:  # torch's first stage does all of its backward pass with the gradients of the weights
                 with_copy = kept + losses + needs.loss_kept
                 now = max(with_copy, kept + losses - needs.kept - needs.loss_kept + needs.backward)
+                now = max(now, kept + losses + needs.split)
                 kept += needs.waiting
                 activations, forward = max(activations, kept), max(forward, kept + losses)
                 now = max(now, kept + losses)

@@ -16,6 +16,7 @@ from shardwise.cost.activations import (
     block_stack,
     invariant_masks,
     norm_bytes,
+    split_peak,
     waiting_bytes,
 )
 from shardwise.cost.buckets import bucket_shapes
@@ -45,7 +46,7 @@ class MemoryEstimate:
         buffers: rotary tables; the numbers of elements for stochastic rounding; and what recompute, the gradients of
             activations, the reduction and stochastic rounding need at the peak, beyond the memory that activations and
             loss have freed by then.
-        pipeline: what is received from other stages, for all micro-batches of a step, and what is sent to them.
+        pipeline: a message that is under way, and what is sent to other stages if it is held until the end of the step.
     """
 
     parameters: int
@@ -120,7 +121,7 @@ def memory_of(case: Case) -> MemoryEstimate:
         activations=step.activations,
         loss=step.forward - step.activations,
         buffers=_rotary_tables(case) + numbers + max(step.whole, rounding) - step.forward,
-        pipeline=_received(case) + step.sent,
+        pipeline=step.sent + (case.x_bytes if case.layout.pipeline > 1 else 0),
     )
 
 
@@ -133,10 +134,10 @@ def _step_peak(case: Case) -> Peak:
 def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
     """What one micro-batch needs in a stage: embedding, blocks, last norm and loss.
 
-    A stage's input and output are x, [T/s, H]. The input of a later stage is counted as received (`_received`), so it
-    is taken off where the first block keeps it. The output is held until the backward pass; if the rank has several
-    stages, it is counted as sent. If embedding and tied head are in one stage, the head's gradient is held until it is
-    added to the embedding's.
+    A stage's input and output are x, [T/s, H]. The input of a later stage is held until the backward pass, also where
+    the first block does not keep it. The output is held until the backward pass; if the rank has several stages, it is
+    counted as sent. The gradient of the output is received for the backward pass, and is held until its last part. If
+    embedding and tied head are in one stage, the head's gradient is held until it is added to the embedding's.
     """
     parallel, x = case.config.parallel, case.x_bytes
     blocks = block_stack(case, stage.layers)
@@ -144,7 +145,8 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
     last = _last_activations(case) if stage.is_last else 0
     kept = blocks.kept + embedding + last + _document_tables(case)
     keeps_input = block_activations(case, stage.layers[0]).saves_input or case.config.train.recompute == "full"
-    received = x if keeps_input and not stage.is_first else 0
+    received = 0 if keeps_input or stage.is_first else x
+    gradient = 0 if stage.is_last else x
     onwards = back = 0
     if parallel.schedule in SINGLE_STAGE:
         kept += 0 if stage.is_last else x
@@ -154,12 +156,13 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
     table = DTYPE_BYTES[case.precision.gradient] * case.local.vocabulary * case.model.hidden_size
     head = table if stage.is_first and stage.is_last and case.model.tie_word_embeddings else 0
     return Pass(
-        kept=kept - received,
+        kept=kept + received,
         loss=_loss(case) if stage.is_last else 0,
         loss_kept=_loss_gradients(case) if stage.is_last else 0,
-        backward=blocks.peak + embedding + head - received,
-        last=_embedding_gradient(case, tied=head > 0) + head if stage.is_first else 0,
-        waiting=len(stage.layers) * waiting_bytes(case),
+        backward=blocks.peak + embedding + head + received + gradient,
+        last=_embedding_gradient(case, tied=head > 0) + head + gradient if stage.is_first else 0,
+        waiting=len(stage.layers) * waiting_bytes(case) + gradient,
+        split=split_peak(case, len(stage.layers)) + gradient,
         reduction=reduction,
         onwards=onwards,
         back=back,
@@ -175,23 +178,9 @@ def _sends(case: Case, stage: Stage) -> tuple[bool, bool]:
 
 def messages_of_a_micro_batch(case: Case) -> int:
     """Bytes that messages add to the rank's memory for each micro-batch of a long step."""
-    if case.layout.pipeline == 1:
+    if case.layout.pipeline == 1 or case.config.parallel.schedule in SINGLE_STAGE:
         return 0
-    sent = 0
-    if case.config.parallel.schedule not in SINGLE_STAGE:
-        sent = sum(sum(_sends(case, stage)) for stage in case.stages)
-    return _received(case) // case.micro_batches + sent * case.x_bytes
-
-
-def _received(case: Case) -> int:
-    """Memory for messages, [T/s, H] each: x for each stage but the first, the gradient of x for each but the last.
-
-    Every micro-batch of a step has its own, for as long as the run lives.
-    """
-    if case.layout.pipeline == 1:
-        return 0
-    messages = sum((not stage.is_first) + (not stage.is_last) for stage in case.stages)
-    return messages * case.micro_batches * case.x_bytes
+    return case.x_bytes * sum(sum(_sends(case, stage)) for stage in case.stages)
 
 
 def invariant_dropout(

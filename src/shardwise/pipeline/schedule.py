@@ -187,6 +187,7 @@ class _Stage(PipelineStage):
             # Each weight's gradient by itself would compute a block that is recomputed again for each of its weights.
             dw_builder=_nothing_left if _recomputes_blocks(module.model) else None,
         )
+        self._message = like_x
         self._module, self._pp, self._clock = module, mesh.pp, clock
         self._x_bytes = x.numel() * x.element_size()
         self._on_reduction = on_reduction
@@ -194,14 +195,29 @@ class _Stage(PipelineStage):
         # in Python at which the second part begins (the loss) then is freed too early, so its graph is held here. torch
         # 2.15 keeps outputs elsewhere, and needs none of this.
         self._graphs: dict[int, list[Any]] = {}
+        self._losses: dict[int, Tensor] = {}
         self.awaited: list[str] = []
         """Names of the messages that this rank has asked for and not yet used, the oldest first."""
+
+    def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
+        prepared = super()._prepare_forward_infra(*args, **options)
+        for receives in self.args_recv_info.values():
+            _free_buffers(receives, self._message)
+        return prepared
+
+    def _prepare_backward_infra(self, *args: Any, **options: Any) -> Any:
+        prepared = super()._prepare_backward_infra(*args, **options)
+        for receives in self.grad_recv_info.values():
+            _free_buffers(receives, self._message)
+        return prepared
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self._module.micro_batch = fwd_chunk_id
         self._arrived(self._name("x", fwd_chunk_id, -1))
         with self._clock.time(FORWARD, self.stage_index, fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
+        _free_buffers(self.args_recv_info[fwd_chunk_id], self._message)
+        return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self._arrived(self._name("the gradient of x", bwd_chunk_id, 1))
@@ -210,18 +226,34 @@ class _Stage(PipelineStage):
             outputs = self.fwd_cache[bwd_chunk_id][0] if options.get("loss") is None else (options["loss"],)
             self._graphs[bwd_chunk_id] = [output.grad_fn for output in outputs]
         with self._clock.time(kind, self.stage_index, bwd_chunk_id), self._module.remembering():
-            return super().backward_one_chunk(bwd_chunk_id, *args, **options)
+            super().backward_one_chunk(bwd_chunk_id, *args, **options)
+        _free_buffers(self.grad_recv_info[bwd_chunk_id], self._message)
+        if (loss := options.get("loss")) is not None:
+            self._losses[bwd_chunk_id] = loss
+            if kind == BACKWARD:
+                self._free_graph(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         with self._clock.time(WEIGHTS, self.stage_index, bwd_chunk_id), self._module.remembering():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
         self._graphs.pop(bwd_chunk_id, None)
+        self._free_graph(bwd_chunk_id)
+
+    def _free_graph(self, micro_batch: int) -> None:
+        """Let go of the input of a micro-batch whose loss was differentiated.
+
+        The schedule holds the losses until the end of the step, and the graph of a loss ends at the input.
+        """
+        if (loss := self._losses.pop(micro_batch, None)) is not None:
+            loss.detach_()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        _allocate_buffers(self.args_recv_info[fwd_chunk_id], self._message, self.device)
         receives = name_messages(super().get_fwd_recv_ops(fwd_chunk_id), "receive", self.stage_index, fwd_chunk_id)
         return self._awaiting(receives, self._name("x", fwd_chunk_id, -1))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        _allocate_buffers(self.grad_recv_info[bwd_chunk_id], self._message.detach(), self.device)
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         receives = name_messages(ops, "receive of the gradient", self.stage_index, bwd_chunk_id)
         return self._awaiting(receives, self._name("the gradient of x", bwd_chunk_id, 1))
@@ -255,6 +287,30 @@ class _Stage(PipelineStage):
         for _ in sends:
             self._pp.count("send", self._x_bytes)
         return sends
+
+
+def _allocate_buffers(receives: Sequence[Any], message: Tensor, device: torch.device) -> None:
+    """Make the tensors into which messages are received; `message` is one of their shape, without memory.
+
+    Releases before torch 2.15 make those of all micro-batches at the first step and keep them, so that their memory
+    grows with the global batch. torch 2.15 makes and frees them as is done here.
+    """
+    for receive in receives:
+        if _has_buffer(receive) and receive.buffer.is_meta:
+            receive.buffer = torch.empty_like(message, device=device)
+            receive.buffer.requires_grad_(message.requires_grad)
+
+
+def _free_buffers(receives: Sequence[Any], message: Tensor) -> None:
+    """Let go of tensors that messages were received into: what still needs them holds them."""
+    for receive in receives:
+        if _has_buffer(receive):
+            receive.buffer = message
+
+
+def _has_buffer(receive: Any) -> bool:
+    """Whether torch gave it a buffer: not to an argument of the first stage, nor since torch 2.15 before it is used."""
+    return getattr(receive, "buffer", None) is not None
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def test_given_keys_are_kept_and_two_are_compared(capsys: pytest.CaptureFixture[
         ),
         (
             ["--device", "a100-40gb:2", "parallel.tensor=2"],
-            r"no layout fits 2 × NVIDIA A100 40GB SXM .*: the smallest \(.*--nodes 12 is",
+            r"no layout fits 2 × NVIDIA A100 40GB SXM .*: the smallest \(.*--nodes 8 is",
         ),
         (
             ["--device", "a100-40gb:1", "parallel.pipeline=1"],

@@ -38,7 +38,12 @@ def config(**changes: dict[str, Any]) -> Config:
 def text(chosen: Config, layout: Layout, error: BaseException | None = None, **progress: Any) -> str:
     """Of the last rank."""
     return out_of_memory_text(
-        chosen, layout, layout.world - 1, torch.device("cpu"), Progress(**progress), error or MemoryError("no room\nmore")
+        chosen,
+        layout,
+        layout.world - 1,
+        torch.device("cpu"),
+        Progress(**progress),
+        error or MemoryError("no room\nmore"),
     )
 
 
