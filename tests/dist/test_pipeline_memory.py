@@ -49,7 +49,7 @@ def test_a_step_of_a_pipeline_holds_what_cost_has(
     config = make_config(
         model=sizes | {"num_hidden_layers": max(2 * degree, SIZES["num_hidden_layers"])},
         parallel={"pipeline": degree, "schedule": schedule},
-        train={"micro_batch": 2, "global_batch": 4 * degree, "sequence_length": 64, "recompute": recompute},
+        train={"micro_batch": 2, "global_batch": 8 * degree, "sequence_length": 64, "recompute": recompute},
     )
     memory = memory_by_rank(config, check_layout(config, degree))
     assert memory is not None

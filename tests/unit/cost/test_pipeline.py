@@ -124,7 +124,7 @@ def test_a_pipeline_of_one_is_none() -> None:
     [("gpipe", [M, M, M, M]), ("1f1b", [4, 3, 2, 1])],
 )
 def test_activations_of_the_micro_batches_in_flight(schedule: str, flying: list[int]) -> None:
-    """Each stage keeps what its block saves, its input among that, and its output; the last one, what its norm saves."""
+    """A stage keeps what its block saves, with its input, and its output; the last one, what its norm saves."""
     found = memory(config(schedule=schedule, pipeline=4))
     block = cost.expected_memory(config(pipeline=1), Layout(1))
     assert block is not None
