@@ -17,6 +17,7 @@ from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint_format.places import Place, newest_intact
 from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.hugging_face import from_hugging_face
+from shardwise.config.load import ignored_fields
 from shardwise.config.model import OwnConfig
 from shardwise.data import Tokenizer, detect
 from shardwise.errors import ConfigError, keys_renamed, listing, nearest_name
@@ -120,7 +121,7 @@ def open_folder(
 
     Args:
         target: a path, a URL or a hub id.
-        values: the user's, of which `checkpoint.revision` and `model.family` count.
+        values: the user's, of which `checkpoint.revision`, `model.family` and `model.ignore` count.
         cached: open a hub id from the cache, without any request.
         announce: called with one line on what takes a moment.
 
@@ -130,7 +131,7 @@ def open_folder(
         StoreError: a checkpoint cannot be read.
         DamageError: a checkpoint is not what was written.
     """
-    revision, family = values.get("checkpoint", {}).get("revision"), values.get("model", {}).get("family")
+    revision, chosen = values.get("checkpoint", {}).get("revision"), values.get("model", {})
     if hub.is_url(target) or Path(target).expanduser().is_dir():
         place = newest_intact(target, announce)
         if place.single and revision is not None:
@@ -139,7 +140,7 @@ def open_folder(
                 "has revisions"
             )
         if place.single:
-            return _open_checkpoint(place, family)
+            return _open_checkpoint(place, chosen)
         if not place.root.is_local:
             raise ConfigError(
                 f"{place.root} must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a Hugging Face "
@@ -155,11 +156,11 @@ def open_folder(
     except OSError as error:
         raise ConfigError(f"{path / _CONFIG} cannot be read: {reason_of(error)}") from None
     files = frozenset(file.name for file in path.iterdir() if file.is_file())
-    model = _model_section(described, str(path / _CONFIG), family)
+    model = _model_section(described, str(path / _CONFIG), chosen)
     return ModelFolder(str(path), str(path), Root.of(path), path, files, model, {})
 
 
-def _open_checkpoint(place: Place, family: str | None) -> ModelFolder:
+def _open_checkpoint(place: Place, chosen: Mapping[str, Any]) -> ModelFolder:
     """One of our checkpoints: what is read of it was verified; of one behind a URL, small files are copied here."""
     root = place.root
     manifest = Manifest.read(root)
@@ -171,7 +172,7 @@ def _open_checkpoint(place: Place, family: str | None) -> ModelFolder:
     }
     if _CONFIG not in contents:
         raise ConfigError(f"{root} must have a {_CONFIG} that its {MANIFEST} lists, and it has none")
-    model = _model_section(contents[_CONFIG], str(root / _CONFIG), family)
+    model = _model_section(contents[_CONFIG], str(root / _CONFIG), chosen)
     if root.is_local:
         path = root.local()
     else:
@@ -298,12 +299,18 @@ def _without_tokenizer(folder: ModelFolder) -> ConfigError:
     )
 
 
-def _model_section(text: bytes, file: str, family: str | None) -> dict[str, Any]:
-    """The `model` section that the text of a `config.json` describes; `file`: its name, for messages."""
-    described = _object(text, file)
+def _model_section(text: bytes, file: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The `model` section that the text of a `config.json` describes.
+
+    Args:
+        text: of the file.
+        file: its name, for messages.
+        chosen: the user's `model` section, of which `family` and `ignore` count.
+    """
+    described, family = _object(text, file), chosen.get("family")
     own = described.get("family")
     if not isinstance(own, str) or ":" not in own:
-        section = from_hugging_face(described, file)
+        section = from_hugging_face(described, file, ignored_fields(chosen))
         if family not in (None, section["family"]):
             raise ConfigError(f"model.family ({family}) must be left out or {section['family']}, as {file} says")
         return section

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatch
 from functools import partial
 from typing import Any
@@ -21,8 +21,12 @@ from shardwise.hub import BESIDE_WEIGHTS, INDEX
 from shardwise.storage.root import Buffer, Root
 
 
-def open_hugging_face(folder: Root) -> ForeignModel:
+def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignModel:
     """The model of a folder with config.json and safetensors weights.
+
+    Args:
+        folder: the folder.
+        ignore: fields of config.json that change nothing, as the user says.
 
     Raises:
         ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file
@@ -30,7 +34,7 @@ def open_hugging_face(folder: Root) -> ForeignModel:
     """
     if not (folder / CONFIG).exists():
         raise ConfigError(f"{folder} must hold a {CONFIG} that describes the model: it has none")
-    config = read_model(folder / CONFIG)
+    config = read_model(folder / CONFIG, ignore)
     tensors = StoredTensors.of(folder)
     stored = tensors.states[MODEL]
     shapes = canonical_shapes(config)
