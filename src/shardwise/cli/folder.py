@@ -32,7 +32,7 @@ HELP = (
 )
 ARGUMENTS = {"checkpoint.load": "CHECKPOINT"}
 """What errors name instead of the key of a recipe."""
-_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_CONFIG = "config.json"
 # What `config.json` of a user's own model has beside its `model` section.
 _BESIDE = ("torch_dtype", "bos_token_id", "eos_token_id")
 # Keys that describe the run's own data, and no other data.
@@ -72,7 +72,7 @@ class ModelFolder:
 
     def stops(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Ids after which a text ends: as transformers reads them, else the tokenizer's end of a document."""
-        for name in (_GENERATION, _CONFIG):
+        for name in (hub.GENERATION, _CONFIG):
             if name in self.files:
                 ids = _object((self.path / name).read_bytes(), f"{self.name}/{name}").get("eos_token_id")
                 if ids is not None:

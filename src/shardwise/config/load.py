@@ -163,6 +163,7 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
         model, file_problems = _expanded(model)
         all_problems += file_problems
         model_is_unread = model is None
+        values = values if model_is_unread else _with_companions(values)
     family = str(model.get("family")) if isinstance(model, dict) else ""
     try:
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
@@ -269,6 +270,14 @@ def _expanded(model: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
         return None, problems
     aliases = FAMILIES[family].aliases
     return section | {aliases.get(key, key): value for key, value in beside.items()}, problems
+
+
+def _with_companions(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The sections with the `checkpoint.companions` that `model.config` means where no other key names any."""
+    checkpoint = values.get("checkpoint") or {}
+    if not isinstance(checkpoint, dict) or checkpoint.get("load") or checkpoint.get("companions"):
+        return values
+    return {**values, "checkpoint": {**checkpoint, "companions": values["model"]["config"]}}
 
 
 def ignored_fields(model: Mapping[str, Any]) -> list[str]:

@@ -157,6 +157,8 @@ def _begin(run: Run, trainer: Trainer, reporter: Reporter, copies: MemoryCopies 
         reporter.message(f"model.ignore: config.json is read without {listing(run.config.model.ignore)}")
     if run.folder.batch is not None:
         reporter.message(run.folder.batch)
+    for note in run.companions.notes:
+        reporter.message(note)
     for note in run.folder.notes:
         reporter.warning(note)
     if copies is not None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping
-from fnmatch import fnmatch
+from collections.abc import Collection, Iterator
 from functools import partial
-from typing import Any
 
 from shardwise.boxes import Box
 from shardwise.checkpoint.agreement import read_model
+from shardwise.checkpoint.companions import beside_weights, token_ids
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint_format.comparison import differing_copies, find_sources
 from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
@@ -17,7 +15,6 @@ from shardwise.checkpoint_format.safetensors import DTYPES
 from shardwise.checkpoint_format.tensors import StoredTensors, segments
 from shardwise.checkpoint_format.writing import CONFIG, STREAM_BYTES, StreamedWeight
 from shardwise.errors import ConfigError
-from shardwise.hub import BESIDE_WEIGHTS, INDEX
 from shardwise.storage.root import Buffer, Root
 
 
@@ -50,9 +47,7 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
         for name, shape in shapes.items()
         for source in sources[name][:1]
     ]
-    names = [name for name in folder.names() if any(fnmatch(name, pattern) for pattern in BESIDE_WEIGHTS)]
-    beside = {name: (folder / name).read() for name in names if name != INDEX and not (folder / name).is_folder()}
-    return ForeignModel(config, weights, beside=beside, tokens=token_ids(folder / CONFIG))
+    return ForeignModel(config, weights, beside=beside_weights(folder), tokens=token_ids(folder / CONFIG))
 
 
 def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
@@ -63,8 +58,3 @@ def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
 def _boxes(entry: TensorEntry) -> Iterator[Box]:
     """A tensor, cut so that one box fits into memory."""
     return segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize)
-
-
-def token_ids(config_file: Root) -> Mapping[str, Any]:
-    """The ids of special tokens in a `config.json`; a copy without one has the same default."""
-    return {key: value for key, value in json.loads(config_file.read()).items() if key.endswith("_token_id")}

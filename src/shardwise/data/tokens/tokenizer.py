@@ -99,6 +99,10 @@ class Tokenizer:
         """The id of one token, None where the vocabulary lacks it."""
         return self._backend.token_to_id(token)
 
+    def token_of(self, number: int) -> str | None:
+        """The token of an id, None where the vocabulary lacks it."""
+        return self._backend.id_to_token(number) if 0 <= number < self.vocab_size else None
+
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """The ids of `text`, nothing added."""
         self._backend.encode_special_tokens = False
