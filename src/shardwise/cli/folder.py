@@ -71,13 +71,14 @@ class ModelFolder:
         return str(self.path) if hub.holds_tokenizer(self.files) else None
 
     def stops(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Ids after which a text ends: as transformers reads them, else the tokenizer's end of a document."""
+        """Ids after which a text ends: as transformers reads them, else the tokenizer's end of a document, if any."""
         for name in (hub.GENERATION, _CONFIG):
             if name in self.files:
                 ids = _object((self.path / name).read_bytes(), f"{self.name}/{name}").get("eos_token_id")
                 if ids is not None:
                     return frozenset(ids if isinstance(ids, list) else [ids])
-        return frozenset([tokenizer.end_of_document_id])
+        end = tokenizer.end_of_document_id
+        return frozenset(() if end is None else (end,))
 
     def __enter__(self) -> ModelFolder:
         return self
