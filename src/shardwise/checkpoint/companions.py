@@ -17,10 +17,12 @@ from typing import Any
 
 from shardwise.checkpoint_format.writing import CONFIG, to_json
 from shardwise.config import Config
-from shardwise.data import Tokenizer, special_token_ids
+from shardwise.data import Tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.hub import BESIDE_WEIGHTS, GENERATION, INDEX, holds_tokenizer
 from shardwise.storage.root import Root, StoreError
+
+_END = "eos_token_id"
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def _fitting(source: _Source, tokenizer: Path) -> Companions | None:
     document by different tokens, the data's is the user's choice.
     """
     generation = source.generation
-    ends = [*_ids(source.ids, "eos_token_id"), *_ids(generation, "eos_token_id")]
+    ends = [*_ids(source.ids, _END), *_ids(generation, _END)]
     ours, theirs = Tokenizer.load(tokenizer), source.tokenizer()
     end = ours.end_of_document_id
     if theirs is None:
@@ -154,13 +156,12 @@ def _fitting(source: _Source, tokenizer: Path) -> Companions | None:
     files = {name: content for name, content in source.files.items() if name == GENERATION}
     if theirs is None or end in ends or end in (None, theirs.end_of_document_id):
         return Companions(source.ids, files)
-    chosen = {name: number for name, number in special_token_ids(tokenizer).items() if number is not None}
-    files = {name: to_json(generation | chosen) for name in files}
+    files = {name: to_json({**generation, _END: end}) for name in files}
     note = (
         f"the checkpoints end a text with {ours.end_of_document}, as the data's tokenizer does, and not with "
         f"{theirs.end_of_document}, as in {source.name}"
     )
-    return Companions({**source.ids, **chosen}, files, (note,))
+    return Companions({**source.ids, _END: end}, files, (note,))
 
 
 def _ids(fields: Mapping[str, Any], name: str = "_token_id") -> list[int]:
