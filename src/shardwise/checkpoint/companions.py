@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint_format.places import place_of_companions
 from shardwise.checkpoint_format.writing import CONFIG, to_json
 from shardwise.config import Config
 from shardwise.data import Tokenizer
@@ -103,13 +104,7 @@ def find_companions(config: Config, weights: Root | None, tokenizer: Path | None
 def _places(config: Config, weights: Root | None) -> list[Root]:
     places = [] if weights is None else [weights]
     if config.checkpoint.companions is not None:
-        named = Path(config.checkpoint.companions).expanduser()
-        if not named.exists():
-            raise ConfigError(
-                f"checkpoint.companions ({named}) must be a Hugging Face folder or its config.json: there is none of "
-                "that name"
-            )
-        places.insert(0, Root.of(named))
+        places.insert(0, Root.of(place_of_companions(config.checkpoint.companions)))
     if config.data.tokenizer is not None:
         tokenizer = Path(config.data.tokenizer).expanduser()
         folder = tokenizer if tokenizer.is_dir() else tokenizer.parent

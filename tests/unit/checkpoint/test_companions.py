@@ -100,7 +100,7 @@ def test_fault_09_what_is_a_key_of_the_model_stays_the_models() -> None:
 
 
 def test_fault_09_companions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.companions \(gone\) must be a Hugging Face folder or its conf"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.companions \(gone\) must be a Hugging Face folder or its c"):
         find_companions(run_of(companions="gone"), None, None)
     weights = published(tmp_path / "published")
     for text, problem in (("{", "cannot be read"), ("[]", "must hold a JSON object")):

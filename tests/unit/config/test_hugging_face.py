@@ -370,6 +370,16 @@ def test_fault_08_the_user_says_which_fields_mean_nothing(tmp_path: Path) -> Non
     assert "ignore" not in to_hugging_face(model_of(LLAMA2_7B))
 
 
+def test_fault_09_the_file_of_the_model_says_where_its_special_tokens_are(tmp_path: Path) -> None:
+    """Unless the loaded weights or the user say it."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA2_7B))
+    named = {"model": {"config": str(tmp_path)}, **REST}
+    assert config_from(named).checkpoint.companions == str(tmp_path)
+    assert config_from(named | {"checkpoint": {"load": "weights"}}).checkpoint.companions is None
+    assert config_from(named | {"checkpoint": {"companions": "other"}}).checkpoint.companions == "other"
+    assert load_config("llama2-tiny").checkpoint.companions is None
+
+
 @pytest.mark.parametrize("name", ["embedding_multiplier", "hidden_size", "rope_theta", "sliding_window", "n_embd"])
 def test_fault_08_what_changes_the_computation_cannot_be_ignored(name: str) -> None:
     with pytest.raises(ConfigError, match=f"model.ignore must not name {name}, which changes what a model computes"):

@@ -54,7 +54,7 @@ class DocumentEnds:
 
 
 def without_end(config: Config) -> list[str]:
-    """The problem of a configuration that needs the id of the end of a document, and whose tokenizer, if any, has none."""
+    """The problem of a configuration that needs the id of the end of a document, which no tokenizer says."""
     data = config.data
     if not data.document_options or data.eod_token is not None:
         return []
