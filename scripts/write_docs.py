@@ -52,8 +52,11 @@ default depends on other keys. `make pages` writes this page from the code.
 NOTES = {
     "model": """\
 `model.config=PATH` takes the model from a Hugging Face `config.json`, or from the folder that holds one, in place of
-the recipe's model. `model.*` keys that are given with it change single values. A file with a field that no family here
-supports is refused, and the message names the field.""",
+the recipe's model. `model.*` keys that are given with it change single values. Fields that change nothing that the
+model computes (names, tools, text generation, other heads) have no effect. A field that describes another model than
+those here is refused, and so is one that shardwise does not know. If you know that an unknown field changes nothing,
+leave it out by `model.ignore=[NAME,…]`, which counts for the `config.json` of `checkpoint.load` too, and in
+`shardwise evaluate` and `shardwise generate`.""",
     "precision": """\
 [Precision](precision.md) says which dtype each mode has for weights, gradients, masters and moments.""",
     "hooks": """\

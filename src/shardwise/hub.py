@@ -33,7 +33,8 @@ _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", *TOKENIZERS[-1],
     "chat_template.jinja",
 )  # fmt: skip
-BESIDE_WEIGHTS = ("generation_config.json", *_TOKENIZER_FILES)
+GENERATION = "generation_config.json"
+BESIDE_WEIGHTS = (GENERATION, *_TOKENIZER_FILES)
 """Files that a model's folder holds beside its weights and config.json."""
 _WEIGHTS = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS)
 # Files of a data set's repository that name its configurations and the data files of each.

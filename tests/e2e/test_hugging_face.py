@@ -11,9 +11,10 @@ import torch
 import transformers
 from torch import nn
 
+from shardwise.cli.folder import open_folder
 from shardwise.config import Config, load_config
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.data import IGNORE, Batch, PreparedData, TokenBatches, prepare
+from shardwise.data import IGNORE, Batch, PreparedData, TokenBatches, Tokenizer, prepare
 from tests.e2e.command import UNDER_TORCHRUN, Outcome, environment, metrics, miniature, shardwise, within
 from tests.e2e.conftest import Trained
 from tests.loopback_hub import TOKEN, serve, user_of
@@ -87,6 +88,8 @@ def test_generate_works(trained: Trained) -> None:
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 6)
 
 
+SPECIAL = {"bos_token_id": 0, "eos_token_id": [0, 5, 7], "pad_token_id": 6}
+BESIDE = ("config.json", "generation_config.json")
 GPT_TINY = ("parallel.tensor=2", "parallel.sequence=true", "train.stop_after=2", "log.sample_tokens=0")
 
 
@@ -96,15 +99,38 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pretrained") / "gpt2"
     torch.manual_seed(3)
     fields = to_hugging_face(load_config("gpt-tiny").model)
-    config = transformers.GPT2Config(**{**fields, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None})
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    config = transformers.GPT2Config(**{**fields, "initializer_range": 0.2, **SPECIAL})
+    model = transformers.GPT2LMHeadModel(config)
+    model.generation_config = transformers.GenerationConfig(**SPECIAL, do_sample=True, temperature=0.6)
+    model.save_pretrained(folder)
     return folder
 
 
-def test_a_run_starts_from_what_transformers_saved(pretrained: Path, tmp_path: Path) -> None:
-    said = shardwise("train", "gpt-tiny", f"checkpoint.load={pretrained}", *GPT_TINY, at=tmp_path).succeeded()
+@pytest.fixture(scope="module")
+def started(pretrained: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """A folder with a run that started from these weights, and what it printed."""
+    at = tmp_path_factory.mktemp("started")
+    return at, shardwise("train", "gpt-tiny", f"checkpoint.load={pretrained}", *GPT_TINY, at=at).succeeded()
+
+
+def test_fault_09_a_run_keeps_what_lies_beside_its_weights(pretrained: Path, started: tuple[Path, Outcome]) -> None:
+    """In its checkpoint, in the export of that, and for what generates from either."""
+    run = started[0] / "runs/latest"
+    within("checkpoint", "export", run, started[0] / "exported", at=started[0]).succeeded()
+    for folder in (run / "checkpoints/step-00000002", started[0] / "exported"):
+        described, generation = (json.loads((folder / name).read_text()) for name in BESIDE)
+        assert generation == json.loads((pretrained / "generation_config.json").read_text())
+        assert {name: described[name] for name in SPECIAL} == SPECIAL
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert model.generation_config.eos_token_id == [0, 5, 7]
+        with open_folder(str(folder), {}, cached=True) as opened:
+            assert opened.stops(Tokenizer.load(folder)) == {0, 5, 7}
+
+
+def test_a_run_starts_from_what_transformers_saved(pretrained: Path, started: tuple[Path, Outcome]) -> None:
+    at, said = started
     assert f"weights: those of {pretrained}" in said.out
-    run = tmp_path / "runs/latest"
+    run = at / "runs/latest"
     start, steps = metrics(run, "start")[0], metrics(run, "step")
     assert start["loaded"] == str(pretrained)
     assert steps[0]["step"] == 1

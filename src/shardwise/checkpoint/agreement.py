@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,7 +56,7 @@ def config_problems(config: ModelConfig, folder: Root) -> list[str]:
     path = folder / "config.json"
     if isinstance(config, OwnConfig) or not path.exists():
         return []
-    theirs = read_model(path)
+    theirs = read_model(path, config.ignore)
     if theirs.family != config.family:
         raise ConfigError(
             f"model.family ({config.family}) must be that of {path} ({theirs.family}){see('checkpoints#other-model')}"
@@ -85,13 +85,13 @@ def _vocabulary(tokenizer: Any) -> Any:
     return {**ids, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
 
 
-def read_model(path: Root) -> FamilyConfig:
-    """The model that a `config.json` describes.
+def read_model(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
+    """The model that a `config.json` describes; `ignore`: fields that change nothing, as the user says.
 
     Raises:
         ConfigError: with every problem: the model is not supported, or the file cannot be read.
     """
-    return validated(parse_hugging_face(path.read(), str(path)), str(path))
+    return validated(parse_hugging_face(path.read(), str(path), ignore), str(path))
 
 
 def validated(section: Mapping[str, Any], where: str) -> FamilyConfig:
@@ -105,7 +105,7 @@ def validated(section: Mapping[str, Any], where: str) -> FamilyConfig:
 
 def _meaning(config: FamilyConfig) -> dict[str, Any]:
     """The fields that say what the weights mean."""
-    free = {"initializer_range", *(key for role, key in config.keys.items() if role.endswith("_dropout"))}
+    free = {"initializer_range", "ignore", *(key for role, key in config.keys.items() if role.endswith("_dropout"))}
     values = {key: value for key, value in config.model_dump(mode="json").items() if key not in free}
     values[config.keys["activation"]] = config.activation
     if values.get("rope_scaling") == {"rope_type": "default"}:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint.canonical import canonical_tensors, held_tensors
+from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.dtypes import DTYPE_NAMES
 from shardwise.checkpoint_format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
 from shardwise.config import ModelConfig, OwnConfig
@@ -55,19 +57,26 @@ def export_hugging_face(
     comm.barrier(mesh.world)
 
 
-def model_files(config: ModelConfig, dtype: torch.dtype, tokenizer: Path | None) -> dict[str, bytes]:
+def model_files(
+    config: ModelConfig, dtype: torch.dtype, tokenizer: Path | None, companions: Companions | None = None
+) -> dict[str, bytes]:
     """What `transformers` reads beside the weights: name → content of `config.json` and of the tokenizer's files.
 
     The `config.json` of a user's own model is its `model` section, which only its class reads. The ids that begin and
-    end a text are the tokenizer's, or null: without them transformers would take those of its own default tokenizer,
-    which are letters in most vocabularies, and generation would stop there. A model that generates nothing has none.
+    end a text are those of the companions, else the tokenizer's, or null: without them transformers would take those of
+    its own default tokenizer, which are letters in most vocabularies, and generation would stop there. A model that
+    generates nothing has none.
     """
+    companions = companions or Companions()
     files = {file.name: file.read_bytes() for file in sorted(tokenizer.iterdir())} if tokenizer else {}
     fields = config.model_dump(mode="json") if isinstance(config, OwnConfig) else to_hugging_face(config)
-    special: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    special: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     if tokenizer is not None and config.causal:
         special = special_token_ids(tokenizer)
-    return {**files, CONFIG: to_json({**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special})}
+    named = special if isinstance(config, OwnConfig) else companions.ids.keys() - type(config).model_fields.keys()
+    special |= {name: ids for name, ids in companions.ids.items() if name in named}
+    described = {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special}
+    return {**companions.files, **files, CONFIG: to_json(described)}
 
 
 def _read(tensors: Iterator[tuple[str, Tensor]], name: str) -> Iterator[Buffer]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import union
+from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.conveyor import Aborted, Conveyor
 from shardwise.checkpoint.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.checkpoint.export import model_files
@@ -114,6 +115,7 @@ class Saver:
         group: all ranks, for the writing threads alone: their collectives must not meet those of the training.
         described: fields of the manifest that are the same for every save (`data`, `versions`, `layout`).
         tokenizer: a folder whose files are copied into each checkpoint.
+        companions: what else lies beside the weights.
         buffer_bytes: host memory of this rank for copies; None: as much as a save needs, but at most this rank's share
             of half the memory that is free.
         keeping: which checkpoints stay after each save.
@@ -131,6 +133,7 @@ class Saver:
         *,
         described: Mapping[str, Any],
         tokenizer: Path | None = None,
+        companions: Companions | None = None,
         buffer_bytes: int | None = None,
         keeping: Keeping | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -142,7 +145,7 @@ class Saver:
         self._keeping = keeping or Keeping()
         self._weights = WeightPlan(model, mesh, max_shard_bytes)
         # Read now: the tokenizer may be gone from its cache by the time of a save.
-        self._small = self._small_files(tokenizer) if mesh.world.rank == 0 else {}
+        self._small = self._small_files(tokenizer, companions) if mesh.world.rank == 0 else {}
         self._buffer_bytes = buffer_bytes
         self._conveyor: Conveyor | None = None
         self._thread: threading.Thread | None = None
@@ -380,13 +383,14 @@ class Saver:
         for step in sorted(self._lengths)[: -(self._keeping.last or 1)]:
             del self._lengths[step]
 
-    def _small_files(self, tokenizer: Path | None) -> dict[str, bytes]:
+    def _small_files(self, tokenizer: Path | None, companions: Companions | None) -> dict[str, bytes]:
         """What `transformers` reads beside the weights."""
         files = self._weights.files
         dtype = TORCH_DTYPES[files[0].weights[0].dtype]
         index = weight_index({file.name: file.weights for file in files})
-        described = {} if self._config is None else model_files(self._config.model, dtype, tokenizer)
-        return {**described, **index}
+        if self._config is None:
+            return index
+        return {**model_files(self._config.model, dtype, tokenizer, companions), **index}
 
 
 def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:

@@ -150,6 +150,17 @@ def glance_at_weights(load: str, revision: str | None) -> str:
     return load if isinstance(place, Path) else f"{load}: {FOUND[find(place)]}"
 
 
+def place_of_companions(named: str) -> Path:
+    """The folder or file that `checkpoint.companions` names; ConfigError where there is none."""
+    path = Path(named).expanduser()
+    if path.exists():
+        return path
+    raise ConfigError(
+        f"checkpoint.companions ({named}) must be a Hugging Face folder or its config.json, and there is none of that "
+        "name: set it to where they are now, or to a checkpoint of the run"
+    )
+
+
 def _holds_checkpoints(names: Collection[str]) -> bool:
     return _FOLDER in names or _CONFIG in names or any(step_of(name) is not None for name in names)
 

@@ -6,7 +6,8 @@ start, from train.sequence_length at its end. Neither the number of ranks nor tr
 
 The text is that of the run where a checkpoint tells it, else the built-in one; data.* keys name another. Read are
 data.*, parallel.* (but vocab_multiple), precision.mode, train.sequence_length, train.micro_batch, train.seed (what BERT
-masks), model.family (which must name the class of your own model: its code runs) and checkpoint.revision (of a hub id).
+masks), model.family (which must name the class of your own model: its code runs), model.ignore (fields of config.json
+that change nothing) and checkpoint.revision (of a hub id).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _KEYS = (
     "data.", "parallel.tensor", "parallel.sequence", "parallel.pipeline", "parallel.schedule",
     "parallel.virtual_stages", "parallel.stages", "precision.mode", "train.sequence_length", "train.micro_batch",
-    "train.seed", "model.family", "checkpoint.revision",
+    "train.seed", "model.family", "model.ignore", "checkpoint.revision",
 )  # fmt: skip
 
 

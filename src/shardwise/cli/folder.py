@@ -17,6 +17,7 @@ from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint_format.places import Place, newest_intact
 from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.hugging_face import from_hugging_face
+from shardwise.config.load import ignored_fields
 from shardwise.config.model import OwnConfig
 from shardwise.data import Tokenizer, detect
 from shardwise.errors import ConfigError, keys_renamed, listing, nearest_name
@@ -31,7 +32,7 @@ HELP = (
 )
 ARGUMENTS = {"checkpoint.load": "CHECKPOINT"}
 """What errors name instead of the key of a recipe."""
-_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_CONFIG = "config.json"
 # What `config.json` of a user's own model has beside its `model` section.
 _BESIDE = ("torch_dtype", "bos_token_id", "eos_token_id")
 # Keys that describe the run's own data, and no other data.
@@ -70,13 +71,14 @@ class ModelFolder:
         return str(self.path) if hub.holds_tokenizer(self.files) else None
 
     def stops(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Ids after which a text ends: as transformers reads them, else the tokenizer's end of a document."""
-        for name in (_GENERATION, _CONFIG):
+        """Ids after which a text ends: as transformers reads them, else the tokenizer's end of a document, if any."""
+        for name in (hub.GENERATION, _CONFIG):
             if name in self.files:
                 ids = _object((self.path / name).read_bytes(), f"{self.name}/{name}").get("eos_token_id")
                 if ids is not None:
                     return frozenset(ids if isinstance(ids, list) else [ids])
-        return frozenset([tokenizer.end_of_document_id])
+        end = tokenizer.end_of_document_id
+        return frozenset(() if end is None else (end,))
 
     def __enter__(self) -> ModelFolder:
         return self
@@ -120,7 +122,7 @@ def open_folder(
 
     Args:
         target: a path, a URL or a hub id.
-        values: the user's, of which `checkpoint.revision` and `model.family` count.
+        values: the user's, of which `checkpoint.revision`, `model.family` and `model.ignore` count.
         cached: open a hub id from the cache, without any request.
         announce: called with one line on what takes a moment.
 
@@ -130,7 +132,7 @@ def open_folder(
         StoreError: a checkpoint cannot be read.
         DamageError: a checkpoint is not what was written.
     """
-    revision, family = values.get("checkpoint", {}).get("revision"), values.get("model", {}).get("family")
+    revision, chosen = values.get("checkpoint", {}).get("revision"), values.get("model", {})
     if hub.is_url(target) or Path(target).expanduser().is_dir():
         place = newest_intact(target, announce)
         if place.single and revision is not None:
@@ -139,7 +141,7 @@ def open_folder(
                 "has revisions"
             )
         if place.single:
-            return _open_checkpoint(place, family)
+            return _open_checkpoint(place, chosen)
         if not place.root.is_local:
             raise ConfigError(
                 f"{place.root} must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a Hugging Face "
@@ -155,11 +157,11 @@ def open_folder(
     except OSError as error:
         raise ConfigError(f"{path / _CONFIG} cannot be read: {reason_of(error)}") from None
     files = frozenset(file.name for file in path.iterdir() if file.is_file())
-    model = _model_section(described, str(path / _CONFIG), family)
+    model = _model_section(described, str(path / _CONFIG), chosen)
     return ModelFolder(str(path), str(path), Root.of(path), path, files, model, {})
 
 
-def _open_checkpoint(place: Place, family: str | None) -> ModelFolder:
+def _open_checkpoint(place: Place, chosen: Mapping[str, Any]) -> ModelFolder:
     """One of our checkpoints: what is read of it was verified; of one behind a URL, small files are copied here."""
     root = place.root
     manifest = Manifest.read(root)
@@ -171,7 +173,7 @@ def _open_checkpoint(place: Place, family: str | None) -> ModelFolder:
     }
     if _CONFIG not in contents:
         raise ConfigError(f"{root} must have a {_CONFIG} that its {MANIFEST} lists, and it has none")
-    model = _model_section(contents[_CONFIG], str(root / _CONFIG), family)
+    model = _model_section(contents[_CONFIG], str(root / _CONFIG), chosen)
     if root.is_local:
         path = root.local()
     else:
@@ -298,12 +300,18 @@ def _without_tokenizer(folder: ModelFolder) -> ConfigError:
     )
 
 
-def _model_section(text: bytes, file: str, family: str | None) -> dict[str, Any]:
-    """The `model` section that the text of a `config.json` describes; `file`: its name, for messages."""
-    described = _object(text, file)
+def _model_section(text: bytes, file: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The `model` section that the text of a `config.json` describes.
+
+    Args:
+        text: of the file.
+        file: its name, for messages.
+        chosen: the user's `model` section, of which `family` and `ignore` count.
+    """
+    described, family = _object(text, file), chosen.get("family")
     own = described.get("family")
     if not isinstance(own, str) or ":" not in own:
-        section = from_hugging_face(described, file)
+        section = from_hugging_face(described, file, ignored_fields(chosen))
         if family not in (None, section["family"]):
             raise ConfigError(f"model.family ({family}) must be left out or {section['family']}, as {file} says")
         return section

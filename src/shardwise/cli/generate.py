@@ -5,7 +5,8 @@ same --seed gives the same text, and in float32 at any layout. The tokenizer may
 <s>. The text goes to standard output, the number of tokens and the speed to standard error.
 
 Read are parallel.tensor, parallel.pipeline, parallel.stages, precision.mode, data.tokenizer, model.family (which must
-name the class of your own model: its code runs) and checkpoint.revision (of a hub id).
+name the class of your own model: its code runs), model.ignore (fields of config.json that change nothing) and
+checkpoint.revision (of a hub id).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 _KEYS = (
     "parallel.tensor", "parallel.pipeline", "parallel.stages", "precision.mode", "data.tokenizer", "model.family",
-    "checkpoint.revision",
+    "model.ignore", "checkpoint.revision",
 )  # fmt: skip
 _ENDS = {
     "eos": "ended by the model",

@@ -158,6 +158,13 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
 
         glance = opening.glance(config)
         rows, problems = [*glance.rows], [*glance.problems]
+    if config.checkpoint.companions is not None:
+        from shardwise.checkpoint_format.places import place_of_companions
+
+        try:
+            rows.append(("special tokens", f"those of {place_of_companions(config.checkpoint.companions)}"))
+        except ConfigError as error:
+            problems += error.problems
     if load is not None:
         from shardwise.checkpoint_format.places import glance_at_weights
 

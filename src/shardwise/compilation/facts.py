@@ -25,7 +25,7 @@ from shardwise.models import check_own
 
 _SOURCES = ("models/*.py", "parallel/*.py", "compilation/units.py", "comm.py", "random_bits.py", "_torch_private.py")
 """Of this package: what a graph is captured from."""
-_OUTSIDE_OF_GRAPHS = ("num_hidden_layers", "initializer_range")
+_OUTSIDE_OF_GRAPHS = ("num_hidden_layers", "initializer_range", "ignore")
 """Of a model: what no graph depends on."""
 
 

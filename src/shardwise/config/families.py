@@ -89,6 +89,13 @@ class TransformerConfig(Section):
     max_position_embeddings: Longest
     initializer_range: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
     tie_word_embeddings: Tied
+    ignore: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[["training_notes"]],
+        description="fields of a Hugging Face config.json that are left out, as they change nothing that the model "
+        "computes; fields that are known to change it are refused",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -18,6 +18,8 @@ from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig
 from shardwise.config.model import FamilyConfig
 
 _ROTARY = ("rope_theta", "rope_scaling", "rotary_pct")
+_OURS = ("family", "ignore")
+"""Keys of a `model` section that no `config.json` has."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,9 @@ class Format:
         defaults: our key → Hugging Face's default, where the family's class has none or another one.
         names: our key → Hugging Face's field, where they differ.
         spellings: another spelling that Hugging Face reads → field.
-        only: field → its one supported value, beside `ONLY`; these count before `INERT`.
+        only: field → its one supported value, beside `ONLY`; these count before `inert` and `is_inert`.
         absent: field → what its absence means to transformers; our files say null there.
-        inert: fields of this family, beside `INERT`, that change nothing that is trained.
+        inert: fields that change nothing that is trained in this family, whatever `ONLY` says.
         writes_derived_heads: whether a file states `head_dim` where it follows from other fields.
     """
 
@@ -59,7 +61,7 @@ class Format:
 
         `rope_theta`, `rope_scaling` and `rotary_pct` are not among them: Hugging Face writes them in several ways.
         """
-        keys = {key: info for key, info in self.model.model_fields.items() if key not in ("family", *_ROTARY)}
+        keys = {key: info for key, info in self.model.model_fields.items() if key not in (*_OURS, *_ROTARY)}
         return {
             key: (self.names.get(key, key), self.defaults.get(key, None if info.default_factory else info.default))
             for key, info in keys.items()
@@ -71,47 +73,116 @@ class Format:
         return get_args(self.model.model_fields[self.model.keys["activation"]].annotation)
 
 
-# Fields that would make another model of any family, each with its one supported value.
+# Fields that change what a model of any family computes, each with the one value at which it changes nothing. No
+# `model.ignore` excuses another value.
 ONLY: dict[str, Any] = {
+    # attention
+    "alibi": False,
+    "attention_chunk_size": None,
+    "attention_multiplier": None,
+    "attn_logit_softcapping": None,
+    "clip_qkv": None,
+    "kv_lora_rank": None,
+    "layer_types": None,
+    "multi_query": False,
+    "no_rope_layer_interval": None,
+    "no_rope_layers": None,
+    "q_lora_rank": None,
+    "qk_layernorm": False,
+    "query_pre_attn_scalar": None,
+    "sliding_window": None,
+    "sliding_window_pattern": None,
+    "use_logn_attn": False,
+    "use_qk_norm": False,
+    "use_sliding_window": False,
+    # blocks and scales of their values
+    "dim_model_base": None,
+    "embedding_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "lm_head_multiplier": 1.0,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "new_decoder_architecture": False,
+    "parallel_attn": False,
+    "pruned_heads": {},
+    "residual_multiplier": 1.0,
+    "scale_depth": None,
+    "scale_emb": 1,
+    # experts
+    "mlp_only_layers": None,
+    "moe_intermediate_size": None,
+    "n_routed_experts": None,
+    "n_shared_experts": None,
+    "num_experts": None,
+    "num_experts_per_tok": None,
+    "num_local_experts": None,
+    "shared_expert_intermediate_size": None,
+    # encoders and other inputs
     "add_cross_attention": False,
-    "auto_map": None,
     "cross_attention_hidden_size": None,
     "is_encoder_decoder": False,
-    "layer_types": None,
-    "per_layer_config": None,
-    "pruned_heads": {},
-    "quantization_config": None,
-    "sliding_window": None,
     "tie_encoder_decoder": False,
-    "use_sliding_window": False,
+    "vision_config": None,
+    # weights that are stored in another form
+    "compression_config": None,
+    "quantization": None,
+    "quantization_config": None,
+    "per_layer_config": None,
 }
 # Fields that change nothing that is trained, with one exception: in transformers a Llama's embedding of pad_token_id
 # gets no gradient from the look-up. Packed text has no padding, so here that row is trained like any other. The dtype
 # is the recipe's.
-INERT = frozenset({
+_INERT = frozenset({
     # where the file comes from, and how it is stored and run
-    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "model_type", "architectures",
-    "torch_dtype", "dtype", "torchscript", "use_bfloat16", "tf_legacy_loss", "low_cpu_mem_usage",
-    "is_decoder", "use_cache", "output_past", "chunk_size_feed_forward", "gradient_checkpointing",
-    "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
-    # neuronx-distributed's; here parallel.sequence and train.recompute say it
-    "sequence_parallel_enabled", "selective_checkpoint_enabled", "move_model_to_device",
+    "name_or_path", "transformers_version", "model_type", "architectures", "torch_dtype", "dtype", "torchscript",
+    "use_bfloat16", "bf16", "fp16", "fp32", "tf_legacy_loss", "low_cpu_mem_usage", "is_decoder", "use_cache",
+    "output_past", "chunk_size_feed_forward", "attn_implementation", "author", "base_model", "base_model_name_or_path",
+    "custom_pipelines", "is_llama_config", "language", "library_name", "license", "model_name", "model_version",
+    "neuron", "pipeline_tag", "tags", "transformers.js_config", "unsloth_fixed", "unsloth_version", "version",
+    "xla_device",
+    # kernels, which compute the same in another way
+    "attention_softmax_in_fp32", "flash_attention", "fused_bias_fc", "fused_dropout_add_ln", "softmax_in_fp32",
+    "use_cache_kernel", "use_cache_quantization", "use_dynamic_cache", "use_flash_attention", "use_flash_attention_2",
+    "use_flash_attn", "use_flash_rmsnorm", "use_flash_rotary", "use_fused_rms_norm", "use_fused_rope",
+    "use_liger_kernel", "use_sdpa", "use_xformers",
+    # longest sequences, of which transformers reads max_position_embeddings alone
+    "context_length", "max_seq_len", "max_seq_length", "max_sequence_length", "max_window_layers", "model_max_length",
+    "n_ctx", "n_positions", "seq_len", "seq_length", "tokenizer_model_max_length", "training_sequence_length",
+    # training, by what saves memory or time; neuronx-distributed's are parallel.sequence and train.recompute here
+    "gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing",
+    "sequence_parallel_enabled", "selective_checkpoint_enabled", "move_model_to_device", "loss_type",
     # what a forward pass returns
-    "return_dict", "use_return_dict", "output_hidden_states", "output_attentions",
-    # classification heads
+    "return_dict", "use_return_dict", "output_hidden_states", "output_attentions", "output_router_logits",
+    # heads that pretraining lacks
     "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "classifier_dropout",
-    # special tokens
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class",
+    "classifier_activation", "classifier_bias", "n_special", "predict_special_tokens", "summary_type",
+    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    # tokens
+    "tokenizer_class", "tokenizer_name", "chat_format", "chat_template", "padding_side", "add_bos_token",
+    "add_eos_token",
     # text generation
-    "task_specific_params", "prefix", "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping",
-    "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p",
-    "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty", "length_penalty",
-    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
-    "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id",
-    "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
-    "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
-    "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "task_specific_params", "prefix", "generation_config", "max_length", "min_length", "max_new_tokens",
+    "min_new_tokens", "max_time", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
+    "encoder_repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "force_words_ids", "num_return_sequences", "output_scores", "output_logits",
+    "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+    "begin_suppress_tokens", "renormalize_logits", "sequence_bias", "guidance_scale", "low_memory", "penalty_alpha",
+    "stop_strings", "token_healing", "watermarking_config", "cache_implementation", "cache_config",
+    "assistant_confidence_threshold", "assistant_lookbehind", "assistant_early_exit", "target_lookbehind",
+    "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
 })  # fmt: skip
+
+
+def is_inert(name: str) -> bool:
+    """Whether a field changes nothing that is trained, in a file of any family.
+
+    The name of a program's own note begins with `_`, and ids of special tokens, which only a tokenizer and text
+    generation read, end in `_token_id`.
+    """
+    return name in _INERT or name.startswith("_") or name.endswith(("_token_id", "_token_ids"))
+
 
 _SIZES_OF_LLAMA = {
     "vocab_size": 32000,
@@ -123,7 +194,7 @@ _SIZES_OF_LLAMA = {
 _SIZES_OF_QWEN = _SIZES_OF_LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
 _SIZES_OF_BERT = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
 # What a file says of windows means nothing while use_sliding_window is false, which is all that is supported.
-_UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
+_UNUSED_WINDOW = frozenset({"sliding_window"})
 _SPELLINGS_OF_GPT2 = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -187,15 +258,6 @@ FORMATS = {
         names=_SPELLINGS_OF_GPT2 | {"intermediate_size": "n_inner"},
         spellings=_SPELLINGS_OF_GPT2 | {"n_ctx": "n_positions"},
         only={"reorder_and_upcast_attn": False, "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True},
-        inert=frozenset(
-            {
-                "summary_type",
-                "summary_use_proj",
-                "summary_activation",
-                "summary_proj_to_labels",
-                "summary_first_dropout",
-            }
-        ),
     ),
     "gpt_neox": Format(
         GPTNeoXConfig,
@@ -229,3 +291,11 @@ FORMATS = {
     ),
 }
 """By `model_type`."""
+
+KNOWN = frozenset(ONLY).union(
+    *(form.only for form in FORMATS.values()),
+    *(form.spellings for form in FORMATS.values()),
+    *((name for name, _ in form.fields.values()) for form in FORMATS.values()),
+    (*_ROTARY, "partial_rotary_factor", "rope_parameters", "rotary_emb_base"),
+)
+"""Fields that change what a model of some family computes."""

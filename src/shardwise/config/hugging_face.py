@@ -1,19 +1,21 @@
 """Hugging Face's `config.json` and our `model` section, in both directions.
 
-No field is ignored: it is translated, or has the one value that we support (`formats.ONLY`), or is known to change
-nothing that is trained (`formats.INERT`); every other field is an error. An absent field has Hugging Face's default.
+A field is translated, or has the one value that we support (`formats.ONLY`), or changes nothing that is trained
+(`formats.is_inert`), or the user says so (`model.ignore`); every other field is an error. An absent field has Hugging
+Face's default.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwise.config.decoders import DecoderConfig, every_nth_without_rope
 from shardwise.config.families import GPTConfig, GPTNeoXConfig
-from shardwise.config.formats import FORMATS, INERT, ONLY, Format
+from shardwise.config.formats import FORMATS, KNOWN, ONLY, Format, is_inert
 from shardwise.config.model import FamilyConfig
 from shardwise.errors import ConfigError, listing
 
@@ -35,15 +37,19 @@ class UnsupportedError(ConfigError):
         self.section = section
 
 
-def read_hugging_face(path: Path) -> dict[str, Any]:
+def read_hugging_face(path: Path, ignore: Collection[str] = ()) -> dict[str, Any]:
     """The `model` section that a `config.json`, or the folder that holds one, describes.
+
+    Args:
+        path: the file or the folder.
+        ignore: as in `from_hugging_face`.
 
     Raises:
         ConfigError: the file is missing or no JSON object; else as `from_hugging_face`.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        return parse_hugging_face(file.read_bytes(), str(file))
+        return parse_hugging_face(file.read_bytes(), str(file), ignore)
     except FileNotFoundError:
         if path.is_dir():
             raise ConfigError(f"the folder {path} holds no config.json") from None
@@ -52,8 +58,8 @@ def read_hugging_face(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
-def parse_hugging_face(text: bytes, origin: str) -> dict[str, Any]:
-    """The `model` section that the text of a `config.json` describes; `origin` names it in errors.
+def parse_hugging_face(text: bytes, origin: str, ignore: Collection[str] = ()) -> dict[str, Any]:
+    """The `model` section that the text of a `config.json` describes; `origin` and `ignore` as in `from_hugging_face`.
 
     Raises:
         ConfigError: the text is no JSON object; else as `from_hugging_face`.
@@ -66,14 +72,19 @@ def parse_hugging_face(text: bytes, origin: str) -> dict[str, Any]:
         raise ConfigError(f"{origin} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{origin} must hold a JSON object, as a Hugging Face config.json does")
-    return from_hugging_face(values, origin)
+    return from_hugging_face(values, origin, ignore)
 
 
-def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """The `model` section that the fields of a Hugging Face configuration describe; `origin` names them in errors.
+def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection[str] = ()) -> dict[str, Any]:
+    """The `model` section that the fields of a Hugging Face configuration describe.
 
     Old and new spellings are read: GPT-2's `n_embd`, `rotary_pct` and `rotary_emb_base`, `rope_theta` and
     `rope_scaling` or the `rope_parameters` of transformers 5. Pydantic checks the section's own values later.
+
+    Args:
+        values: the fields.
+        origin: names the fields in errors.
+        ignore: names of fields that change nothing, as the user says (`model.ignore`).
 
     Raises:
         UnsupportedError: with every field that describes a model which shardwise lacks, and what is supported.
@@ -87,6 +98,8 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     given, problems = _one_spelling(values, form)
     problems += _layers(given, form)
     section: dict[str, Any] = {"family": form.family}
+    if ignore:
+        section["ignore"] = list(ignore)
     for key, (name, default) in form.fields.items():
         value = given.pop(name, default)
         if value is None and name not in (*_DERIVED, "pad_token_id"):
@@ -109,7 +122,7 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
         rotary, rotary_problems = _rotary(given, section["max_position_embeddings"], form)
         section |= rotary
         problems += rotary_problems
-    problems += _leftover(given, form)
+    problems += _leftover(given, form, ignore) + _not_ignorable(values, form, ignore)
     if problems:
         raise UnsupportedError([f"{origin}: {problem}" for problem in problems], section)
     return section
@@ -227,22 +240,54 @@ def _scaling(parameters: Mapping[str, Any], longest: int) -> dict[str, Any] | No
     return {"rope_type": kind, **rest}
 
 
-def _leftover(given: Mapping[str, Any], form: Format) -> list[str]:
-    """An error for each field that is not translated, lacks its one supported value and is not known to be inert."""
-    only, inert = {**ONLY, **form.only}, (INERT | form.inert) - form.only.keys()
+def _leftover(given: Mapping[str, Any], form: Format, ignore: Collection[str]) -> list[str]:
+    """An error for each field that is not translated and has another value than the one that changes nothing.
+
+    The fields that no family knows are one error, with the key that leaves them out.
+    """
+    only = {**ONLY, **form.only}
     problems = [
         f"{name} is missing, which means {_shown(value)}: only {_shown(only[name])} is supported"
         for name, value in form.absent.items()
         if name not in given and name in only
     ]
+    unknown = []
     for name, value in given.items():
-        if value is None or name in inert:
+        if value is None or _is_inert(name, form):
             continue
-        if name not in only:
+        if name in only:
+            problems += [_unsupported(name, value, (only[name],))] if value != only[name] else []
+        elif name in KNOWN:
             problems.append(f"{name} ({_shown(value)}) is not supported")
-        elif value != only[name]:
-            problems.append(_unsupported(name, value, (only[name],)))
+        elif name not in ignore:
+            unknown.append(name)
+    if unknown:
+        shown = listing(f"{name} ({_shown(given[name])})" for name in unknown)
+        are, they = ("is no field", "it changes") if len(unknown) == 1 else ("are no fields", "they change")
+        problems.append(
+            f"{shown} {are} that shardwise knows: if {they} nothing that the model computes, set "
+            f"model.ignore={_list([*ignore, *unknown])}"
+        )
     return problems
+
+
+def _not_ignorable(values: Mapping[str, Any], form: Format, ignore: Collection[str]) -> list[str]:
+    """An error for the fields of the file that `model.ignore` names although they change what a model computes."""
+    names = [name for name in ignore if name in values and name in KNOWN and not _is_inert(name, form)]
+    if not names:
+        return []
+    change = "changes" if len(names) == 1 else "change"
+    return [f"model.ignore must not name {listing(names)}, which {change} what a model computes"]
+
+
+def _is_inert(name: str, form: Format) -> bool:
+    return name in form.inert or (is_inert(name) and name not in form.only)
+
+
+def _list(names: Iterable[str]) -> str:
+    """A list as one word of a command line, with the names that need them in quotes."""
+    shown = (name if re.fullmatch(r"[A-Za-z_][\w.-]*", name) else json.dumps(name) for name in names)
+    return f"[{','.join(shown)}]"
 
 
 def _unsupported(name: str, value: Any, valid: Iterable[Any]) -> str:

@@ -163,6 +163,7 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
         model, file_problems = _expanded(model)
         all_problems += file_problems
         model_is_unread = model is None
+        values = values if model_is_unread else _with_companions(values)
     family = str(model.get("family")) if isinstance(model, dict) else ""
     try:
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
@@ -257,7 +258,7 @@ def _expanded(model: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
         return None, [f"{_MODEL_FILE} ({path!r}) must be the path of a Hugging Face config.json or of its folder"]
     problems: list[str] = []
     try:
-        section = read_hugging_face(Path(path).expanduser())
+        section = read_hugging_face(Path(path).expanduser(), ignored_fields(model))
     except ConfigError as error:
         problems = [f"{_MODEL_FILE}: {problem}" for problem in error.problems]
         if not isinstance(error, UnsupportedError):
@@ -269,6 +270,20 @@ def _expanded(model: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
         return None, problems
     aliases = FAMILIES[family].aliases
     return section | {aliases.get(key, key): value for key, value in beside.items()}, problems
+
+
+def _with_companions(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The sections with the `checkpoint.companions` that `model.config` means where no other key names any."""
+    checkpoint = values.get("checkpoint") or {}
+    if not isinstance(checkpoint, dict) or checkpoint.get("load") or checkpoint.get("companions"):
+        return values
+    return {**values, "checkpoint": {**checkpoint, "companions": values["model"]["config"]}}
+
+
+def ignored_fields(model: Mapping[str, Any]) -> list[str]:
+    """The names in `model.ignore` of an unchecked section."""
+    names = model.get("ignore")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
 
 
 def _texts(details: Any, family: str = "") -> list[str]:
@@ -333,8 +348,9 @@ def _list_rule(field: FieldInfo) -> str:
     kind, *others = get_args(tuple_type)
     if others != [...]:
         return "must be a list of two numbers"
-    is_whole = kind is int or get_args(kind)[:1] == (int,)
-    entries = "names" if get_origin(kind) is Literal else "whole numbers" if is_whole else "numbers"
+    entries = "whole numbers" if kind is int or get_args(kind)[:1] == (int,) else "numbers"
+    if kind is str or get_origin(kind) is Literal:
+        entries = "names"
     return f"must be a list of {entries}, such as {listing(field.examples or [], 'or')}"
 
 

@@ -11,7 +11,7 @@ from shardwise.config.sections import Config, share_of
 from shardwise.errors import ConfigError
 
 _FIXED_SECTIONS = ("model", "data")
-_FREE_KEYS = ("data.workers",)
+_FREE_KEYS = ("data.workers", "model.ignore")
 _FIXED_KEYS = (
     "train.seed", "train.sequence_length", "train.dropout_mode", "optimizer.name", "hooks.data", "hooks.loss",
     "hooks.optimizer",

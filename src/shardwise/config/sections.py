@@ -321,6 +321,12 @@ class CheckpointConfig(Section):
         "path or a URL), a Hugging Face folder or a hub id; null = drawn from train.seed",
     )
     revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id in load")
+    companions: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a Hugging Face folder, or its config.json, whose ids of special tokens and generation_config.json "
+        "every checkpoint has; null = those of load, else of model.config, else of the folder of data.tokenizer",
+    )
 
     @field_validator("resume", mode="before")
     @classmethod

@@ -161,6 +161,7 @@ def build_checkpoints(
         mesh.host_group("checkpoint"),
         described={**_described(run), "versions": versions()},
         tokenizer=data.tokenizer_path,
+        companions=run.companions,
         buffer_bytes=None if settings.buffer_mib is None else int(settings.buffer_mib * 2**20),
         keeping=Keeping(settings.keep, settings.keep_every),
     )

@@ -6,13 +6,14 @@ import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from shardwise import __version__, comm, cost, hub
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import agree
+from shardwise.checkpoint.companions import Companions, find_companions
 from shardwise.checkpoint_format.earlier_run import earlier_run
 from shardwise.checkpoint_format.owner import Owner, take
 from shardwise.checkpoint_format.places import newest_of, require_checkpoint
@@ -65,6 +66,7 @@ class Run:
 
     Attributes:
         weights: the folder of `checkpoint.load`; None where weights are drawn or a checkpoint of the run has them.
+        companions: what lies beside the weights in each checkpoint; on rank 0 alone.
     """
 
     config: Config
@@ -74,6 +76,7 @@ class Run:
     data: PreparedData
     folder: Folder
     weights: Root | None
+    companions: Companions = field(default_factory=Companions)
 
 
 def open_run(config: Config, layout: Layout, mesh: Mesh, progress: Progress, run_path: Path | None, recipe: str) -> Run:
@@ -84,8 +87,13 @@ def open_run(config: Config, layout: Layout, mesh: Mesh, progress: Progress, run
     """
     data = while_others_wait(lambda: prepare(config), mesh.world)
     weights = _find_weights(config, mesh)
+    companions = Companions()
+    with raised_on_every_rank(mesh.world):
+        if mesh.world.rank == 0:
+            companions = find_companions(config, weights, data.tokenizer_path)
     folder = _open_folder(config, run_path, recipe, mesh)
-    return Run(config, layout, mesh, progress, data, folder, None if folder.checkpoints.candidates else weights)
+    weights = None if folder.checkpoints.candidates else weights
+    return Run(config, layout, mesh, progress, data, folder, weights, companions)
 
 
 def while_others_wait(work: Callable[[], _R], group: Group) -> _R:

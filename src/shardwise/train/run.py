@@ -13,9 +13,9 @@ from shardwise import device as devices
 from shardwise.checkpoint.agreement import differ_in_tokens
 from shardwise.checkpoint_format.folders import step_name
 from shardwise.compilation import Keeper
-from shardwise.config import Config, Layout, check_layout
+from shardwise.config import Config, Layout, OwnConfig, check_layout
 from shardwise.data import StreamBatches
-from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError, see
+from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError, listing, see
 from shardwise.launch import heartbeat, stopping
 from shardwise.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.storage.root import Root
@@ -153,8 +153,12 @@ def _begin(run: Run, trainer: Trainer, reporter: Reporter, copies: MemoryCopies 
         epochs=trainer.batches.epochs(run.config.train.steps * run.config.train.global_batch),
     )
     reporter.message(f"data: {run.data.summary}")
+    if not isinstance(run.config.model, OwnConfig) and run.config.model.ignore:
+        reporter.message(f"model.ignore: config.json is read without {listing(run.config.model.ignore)}")
     if run.folder.batch is not None:
         reporter.message(run.folder.batch)
+    for note in run.companions.notes:
+        reporter.message(note)
     for note in run.folder.notes:
         reporter.warning(note)
     if copies is not None:

@@ -169,6 +169,23 @@ def test_a_checkpoint_that_does_not_describe_its_model_is_refused(
     assert said in capsys.readouterr().err
 
 
+def test_fault_08_every_command_leaves_out_what_the_user_says(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save("gpt", here / "noted", vocab_size=270)
+    train_tokenizer([TEXT], 270, "test").save(here / "noted")
+    file = here / "noted/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"notes": 1, "more": 2}))
+    commands = {
+        "model.ignore=[notes,more]": ["evaluate", "noted", "data.path=own.txt"],
+        "model.ignore=[more,notes]": ["generate", "noted", "--prompt", "a", "--max-tokens", "1"],
+        "--ignore=[notes,more]": ["checkpoint", "import", "noted", "ours"],
+    }
+    for option, command in commands.items():
+        assert main(command) == 2
+        assert f"set {option.partition('=')[0]}=[notes,more]" in capsys.readouterr().err
+        assert main([*command, option]) == 0, capsys.readouterr().err
+    assert Manifest.read(Root.of(here / "ours/step-00000000")).config["model"]["ignore"] == ["notes", "more"]
+
+
 def test_a_prompt_without_a_token_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save("gpt", here / "folder")
     words = tokenizers.Tokenizer(models.WordLevel({"<|endoftext|>": 0, "ring": 1}, unk_token="<|endoftext|>"))

@@ -273,7 +273,7 @@ def test_every_unsupported_field_is_told() -> None:
         "reorder_and_upcast_attn (true) is not supported: only false",
         "scale_attn_weights (false) is not supported: only true",
         "add_cross_attention (true) is not supported: only false",
-        "alibi (true) is not supported",
+        "alibi (true) is not supported: only false",
         'quantization_config ({"bits": 4}) is not supported: only null',
     ]
 
@@ -297,10 +297,16 @@ def test_every_unsupported_field_is_told() -> None:
             {"model_type": "smollm3", "no_rope_layer_interval": 0},
             "no_rope_layer_interval (0) must be a positive whole number",
         ),
-        ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv (8.0) is not supported"),
+        ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv (8.0) is not supported: only null"),
+        ({**LLAMA2_7B, "embedding_multiplier": 12.0}, "embedding_multiplier (12.0) is not supported: only 1.0"),
+        ({**LLAMA2_7B, "type_vocab_size": 2}, "type_vocab_size (2) is not supported"),
         ({**LLAMA2_7B, "pretraining_tp": 2}, "pretraining_tp (2) is not supported: only 1"),
         ({**LLAMA2_7B, "sliding_window": 4096}, "sliding_window (4096) is not supported: only null"),
-        ({**LLAMA2_7B, "auto_map": {"AutoModel": "x"}}, 'auto_map ({"AutoModel": "x"}) is not supported: only null'),
+        (
+            {**LLAMA2_7B, "auto_map": {"AutoModel": "x"}},
+            'auto_map ({"AutoModel": "x"}) is no field that shardwise knows: if it changes nothing that the model '
+            "computes, set model.ignore=[auto_map]",
+        ),
         ({**LLAMA2_7B, "hidden_act": "relu"}, 'hidden_act ("relu") is not supported: only "silu"'),
         ({**LLAMA2_7B, "rope_scaling": 2}, "rope_scaling (2) must be an object"),
         ({**LLAMA2_7B, "partial_rotary_factor": 0.5}, "partial_rotary_factor (0.5) is not supported: only 1.0"),
@@ -320,11 +326,64 @@ def test_every_unsupported_field_is_told() -> None:
             "rope_theta (5000) must be 10000, which Hugging Face reads from rope_scaling, rope_parameters or "
             "rotary_emb_base",
         ),
-        ({**PYTHIA_6_9B, "long": "x" * 100}, f'long ("{"x" * 76}…) is not supported'),
+        (
+            {**PYTHIA_6_9B, "long": "x" * 100, "my note": 1},
+            f'long ("{"x" * 76}…) and my note (1) are no fields that shardwise knows: if they change nothing that the '
+            'model computes, set model.ignore=[long,"my note"]',
+        ),
     ],
 )
 def test_what_is_not_supported(values: dict[str, Any], problem: str) -> None:
     assert problems(values) == [problem]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_fault_08_notes_of_a_published_file_mean_nothing(kind: str) -> None:
+    """Names, tools, text generation, kernels and other heads; all by their kinds."""
+    notes = {
+        "is_llama_config": True, "transformers.js_config": {"kv_cache_dtype": {}}, "unsloth_fixed": True,
+        "custom_pipelines": {"text-generation": {"impl": "x.Y"}}, "n_special": 0, "predict_special_tokens": True,
+        "_num_labels": 2, "_flash_attn_2_enabled": True, "max_sequence_length": 2048, "eos_token_ids": 0,
+        "mask_token_id": 4, "min_p": 0.1, "summary_type": "cls_index", "use_flash_attn": True, "xla_device": True,
+        "embedding_multiplier": 1, "num_local_experts": None,
+    }  # fmt: skip
+    plain = {"model_type": kind} | dict.fromkeys(FORMATS[kind].absent)
+    assert from_hugging_face(plain | notes, "config.json") == from_hugging_face(plain, "config.json")
+
+
+def test_fault_08_the_user_says_which_fields_mean_nothing(tmp_path: Path) -> None:
+    """Recorded in the configuration, and only for fields of which nothing is known."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA2_7B, "notes": 1, "more notes": 2, "vision_config": {}}))
+    section = {"config": str(tmp_path), "ignore": ["notes"]}
+    with pytest.raises(ConfigError) as caught:
+        config_from({"model": section, **REST})
+    first, second = [problem.partition("config.json: ")[2] for problem in caught.value.problems]
+    assert first == "vision_config ({}) is not supported: only null"
+    assert second.endswith('set model.ignore=[notes,"more notes"]')
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA2_7B, "notes": 1, "more notes": 2}))
+    config = config_from({"model": section | {"ignore": ["notes", "more notes"]}, **REST})
+    assert config.model.model_dump(mode="json") == {
+        **model_of(LLAMA2_7B).model_dump(mode="json"),
+        "ignore": ["notes", "more notes"],
+    }
+    assert config_from(config.model_dump(mode="json")) == config
+    assert "ignore" not in to_hugging_face(model_of(LLAMA2_7B))
+
+
+def test_fault_09_the_file_of_the_model_says_where_its_special_tokens_are(tmp_path: Path) -> None:
+    """Unless the loaded weights or the user say it."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA2_7B))
+    named = {"model": {"config": str(tmp_path)}, **REST}
+    assert config_from(named).checkpoint.companions == str(tmp_path)
+    assert config_from(named | {"checkpoint": {"load": "weights"}}).checkpoint.companions is None
+    assert config_from(named | {"checkpoint": {"companions": "other"}}).checkpoint.companions == "other"
+    assert load_config("llama2-tiny").checkpoint.companions is None
+
+
+@pytest.mark.parametrize("name", ["embedding_multiplier", "hidden_size", "rope_theta", "sliding_window", "n_embd"])
+def test_fault_08_what_changes_the_computation_cannot_be_ignored(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.ignore must not name {name}, which changes what a model computes"):
+        from_hugging_face({**LLAMA2_7B, name: 3}, "config.json", [name])
 
 
 def test_two_spellings_of_rope_must_agree() -> None:

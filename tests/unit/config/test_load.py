@@ -265,7 +265,7 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
     assert problems(f"model.config={path}", "model.resid_pdrop=0.1", "model.n_head=x", "train.steps=0") == [
         f'model.config: {path}: activation_function ("quick_gelu") is not supported: only "gelu", "gelu_new", '
         '"gelu_fast", "gelu_pytorch_tanh" or "relu"',
-        f"model.config: {path}: alibi (true) is not supported",
+        f"model.config: {path}: alibi (true) is not supported: only false",
         "model.hidden_size ('768') must be a whole number",
         "model.num_hidden_layers (2.5) must be a whole number",
         "model.num_attention_heads ('x') must be a whole number",

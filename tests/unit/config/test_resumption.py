@@ -41,6 +41,11 @@ def test_what_may_change_is_told_a_line_each() -> None:
     ]
 
 
+def test_fault_08_a_run_goes_on_with_more_fields_left_out() -> None:
+    assert resume_problems(resolved(), resolved("model.ignore=[notes]")) == []
+    assert resume_changes(resolved(), resolved("model.ignore=[notes]")) == ['model.ignore [] → ["notes"]']
+
+
 @pytest.mark.parametrize(
     ("override", "difference"),
     [

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatch
+from collections.abc import Collection, Iterator
 from functools import partial
-from typing import Any
 
 from shardwise.boxes import Box
 from shardwise.checkpoint.agreement import read_model
+from shardwise.checkpoint.companions import beside_weights, token_ids
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint_format.comparison import differing_copies, find_sources
 from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
@@ -17,12 +15,15 @@ from shardwise.checkpoint_format.safetensors import DTYPES
 from shardwise.checkpoint_format.tensors import StoredTensors, segments
 from shardwise.checkpoint_format.writing import CONFIG, STREAM_BYTES, StreamedWeight
 from shardwise.errors import ConfigError
-from shardwise.hub import BESIDE_WEIGHTS, INDEX
 from shardwise.storage.root import Buffer, Root
 
 
-def open_hugging_face(folder: Root) -> ForeignModel:
+def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignModel:
     """The model of a folder with config.json and safetensors weights.
+
+    Args:
+        folder: the folder.
+        ignore: fields of config.json that change nothing, as the user says.
 
     Raises:
         ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file
@@ -30,7 +31,7 @@ def open_hugging_face(folder: Root) -> ForeignModel:
     """
     if not (folder / CONFIG).exists():
         raise ConfigError(f"{folder} must hold a {CONFIG} that describes the model: it has none")
-    config = read_model(folder / CONFIG)
+    config = read_model(folder / CONFIG, ignore)
     tensors = StoredTensors.of(folder)
     stored = tensors.states[MODEL]
     shapes = canonical_shapes(config)
@@ -46,9 +47,7 @@ def open_hugging_face(folder: Root) -> ForeignModel:
         for name, shape in shapes.items()
         for source in sources[name][:1]
     ]
-    names = [name for name in folder.names() if any(fnmatch(name, pattern) for pattern in BESIDE_WEIGHTS)]
-    beside = {name: (folder / name).read() for name in names if name != INDEX and not (folder / name).is_folder()}
-    return ForeignModel(config, weights, beside=beside, tokens=token_ids(folder / CONFIG))
+    return ForeignModel(config, weights, beside=beside_weights(folder), tokens=token_ids(folder / CONFIG))
 
 
 def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
@@ -59,8 +58,3 @@ def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
 def _boxes(entry: TensorEntry) -> Iterator[Box]:
     """A tensor, cut so that one box fits into memory."""
     return segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize)
-
-
-def token_ids(config_file: Root) -> Mapping[str, Any]:
-    """The ids of special tokens in a `config.json`; a copy without one has the same default."""
-    return {key: value for key, value in json.loads(config_file.read()).items() if key.endswith("_token_id")}

@@ -25,15 +25,15 @@ tensor tells whether a rank has it whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from shardwise.checkpoint.agreement import read_model
+from shardwise.checkpoint.companions import token_ids
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
-from shardwise.checkpoint.importing.hugging_face import token_ids
 from shardwise.checkpoint.importing.shards import Shards, Stacked, difference, require_ranks, stack
 from shardwise.checkpoint_format.spelling import spelling
 from shardwise.config import BertConfig, GPTNeoXConfig, LlamaConfig
@@ -52,12 +52,15 @@ _NORM = re.compile(r".*[nN]orm\.(weight|bias)")
 _VOCABULARY = re.compile(r".*(embed_tokens|lm_head|embed_in|embed_out|word_embeddings)\.weight|cls\.predictions\.bias")
 
 
-def open_neuronx(source: Path, config_file: Path, *, allow_drift: bool = False) -> ForeignModel:
+def open_neuronx(
+    source: Path, config_file: Path, *, allow_drift: bool = False, ignore: Collection[str] = ()
+) -> ForeignModel:
     """The model in a checkpoint of neuronx-distributed.
 
     Args:
         config_file: its Hugging Face `config.json`, or the folder.
         allow_drift: whether the first of several replicas is taken although others differ.
+        ignore: fields of the file that change nothing, as the user says.
 
     Raises:
         ConfigError: it is none, of another model than Llama, GPT-NeoX or BERT, incomplete, or contradicts itself:
@@ -66,7 +69,7 @@ def open_neuronx(source: Path, config_file: Path, *, allow_drift: bool = False) 
     described = config_file / "config.json" if config_file.is_dir() else config_file
     if not described.is_file():
         raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
-    config = read_model(Root.of(described))
+    config = read_model(Root.of(described), ignore)
     if not isinstance(config, LlamaConfig | GPTNeoXConfig | BertConfig):
         raise ConfigError(f"the model in {described} ({config.family}) must be llama, gpt_neox or bert")
     ranks = _ranks(source)

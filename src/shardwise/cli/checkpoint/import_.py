@@ -19,6 +19,7 @@ from shardwise import hub
 from shardwise.checkpoint_format.places import reached
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
+from shardwise.config.text import parse_value
 from shardwise.errors import ConfigError, keys_renamed, listing
 from shardwise.units import count, counted, size
 
@@ -32,7 +33,11 @@ _OPTIONS = {
     "vocab_size": ("--vocab-size", (_MEGATRON, _NEMO)),
     "tokenizer": ("--tokenizer", (_MEGATRON, _NEMO, _NEURONX)),
     "allow_drift": ("--allow-drift", (_MEGATRON, _NEMO, _NEURONX)),
+    "ignore": ("--ignore", (_HUB, _NEURONX)),
 }
+
+_KEYS = {"checkpoint.load": "SOURCE", "checkpoint.revision": "--revision", "model.ignore": "--ignore"}
+"""Keys that messages name → what the command has instead."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +72,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="shards: take the first of several replicas where they differ, as stochastic rounding lets them (default: "
         "refused)",
+    )
+    parser.add_argument(
+        "--ignore",
+        metavar="NAME,…",
+        help="fields of config.json that are left out, as they change nothing that the model computes",
     )
     add_max_shard_size(parser)
 
@@ -115,17 +125,19 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
     from shardwise.checkpoint import importing
     from shardwise.storage.root import Root
 
+    ignore = _names(arguments.ignore)
     if arguments.kind == _HUB:
-        if hub.is_url(arguments.source):
-            return importing.open_hugging_face(reached(arguments.source))
-        with keys_renamed({"checkpoint.load": "SOURCE", "checkpoint.revision": "--revision"}):
+        with keys_renamed(_KEYS):
+            if hub.is_url(arguments.source):
+                return importing.open_hugging_face(reached(arguments.source), ignore)
             folder = hub.resolve(arguments.source, arguments.revision, announce=output.progress)
-        return importing.open_hugging_face(Root.of(folder))
+            return importing.open_hugging_face(Root.of(folder), ignore)
     source = Path(arguments.source).expanduser()
     vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
     drift = bool(arguments.allow_drift)
     if arguments.kind == _NEURONX:
-        opened = importing.open_neuronx(source, arguments.config.expanduser(), allow_drift=drift)
+        with keys_renamed(_KEYS):
+            opened = importing.open_neuronx(source, arguments.config.expanduser(), allow_drift=drift, ignore=ignore)
     else:
         open_shards = importing.open_megatron if arguments.kind == _MEGATRON else importing.open_nemo
         opened = open_shards(source, arguments.vocab_size or vocabulary, allow_drift=drift)
@@ -134,6 +146,14 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
             f"the vocabulary of --tokenizer ({vocabulary:,}) must be at most the model's ({opened.config.vocab_size:,})"
         )
     return replace(opened, beside=files, tokens=tokens) if files else opened
+
+
+def _names(given: str | None) -> list[str]:
+    """The names that `--ignore` gives: a,b or [a,b], as of model.ignore."""
+    if given is None:
+        return []
+    names = parse_value(f"[{given.removeprefix('[').removesuffix(']')}]", "--ignore")
+    return [str(name) for name in names]
 
 
 def _tokenizer(path: str | None) -> tuple[int | None, dict[str, bytes], dict[str, int | None]]:

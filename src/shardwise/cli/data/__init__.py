@@ -17,6 +17,7 @@ _ARGUMENTS = {
     "data.split": "--split",
     "data.tokenizer": "--tokenizer",
     "data.text_key": "--text-key",
+    "set data.append_eod=false": "give --no-append-eod",
     "data.append_eod": "--append-eod",
     "data.prepend_bos": "--prepend-bos",
     "set data.format=text": "rename the file",

@@ -46,15 +46,15 @@ class DocumentEnds:
         if not data.document_options:
             return None
         token = data.eod_token
-        if token is None:
-            if tokenizer is None:
-                raise ConfigError(without_end(config))
+        if token is None and tokenizer is not None:
             token = Tokenizer.load(tokenizer).end_of_document_id
+        if token is None:
+            raise ConfigError(without_end(config))
         return DocumentEnds(token, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
 
 
 def without_end(config: Config) -> list[str]:
-    """The problem of a configuration that needs the id of the end of a document, and has neither it nor a tokenizer."""
+    """The problem of a configuration that needs the id of the end of a document, which no tokenizer says."""
     data = config.data
     if not data.document_options or data.eod_token is not None:
         return []

@@ -25,7 +25,7 @@ class DocumentMarks:
         """The tokenizer's marks that keys of `data` ask for; None: a document is closed, and nothing precedes it.
 
         Raises:
-            DataError: the tokenizer has no token that begins a text.
+            DataError: the tokenizer has no token that begins a text, or none that ends a document.
         """
         token = tokenizer.begin_of_document if prepend_bos else None
         begin = None if token is None else tokenizer.token_id(token)
@@ -34,7 +34,7 @@ class DocumentMarks:
                 "data.prepend_bos (true) needs a token that begins a text, such as <s>, and data.tokenizer has none: "
                 "name one as bos_token in a tokenizer_config.json beside it"
             )
-        return cls(begin, None if append_eod is False else tokenizer.end_of_document_id)
+        return cls(begin, None if append_eod is False else tokenizer.required_end())
 
     def put(
         self, tokens: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64], ends: Sequence[bool], *, begun: bool

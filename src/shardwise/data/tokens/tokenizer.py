@@ -20,6 +20,7 @@ from shardwise.data.tokens.tokenizer_files import (
     CONFIG,
     END_OF_DOCUMENT,
     JSON,
+    KNOWN_ENDS,
     PAIR_TOKENS,
     SPECIAL,
     TokenizerFiles,
@@ -50,25 +51,25 @@ class Tokenizer:
     """Text to token ids and back.
 
     Args:
-        end_of_document: the token that closes a document.
+        end_of_document: the token that closes a document; None where the vocabulary has none.
         pair_names: the tokenizer's names of BERT's special tokens, by the keys of `PAIR_TOKENS`; None where unknown.
         begin_of_document: the token that files beside the tokenizer say a text begins with; None where they do not.
+        name: of the file, for messages.
     """
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        end_of_document: str,
+        end_of_document: str | None,
         pair_names: Mapping[str, str] | None = None,
         begin_of_document: str | None = None,
+        name: str = "the tokenizer",
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        end = backend.token_to_id(end_of_document)
-        assert end is not None
-        self._backend = backend
+        self._backend, self._name = backend, name
         self.end_of_document = end_of_document
-        self.end_of_document_id: int = end
+        self.end_of_document_id = None if end_of_document is None else backend.token_to_id(end_of_document)
         self.pair_names = pair_names
         self._begin_of_document = begin_of_document
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -78,7 +79,7 @@ class Tokenizer:
         """Opens the tokenizer of a folder, or the one that a file belongs to, of any kind that `TokenizerFiles` knows.
 
         Raises:
-            DataError: when it is missing, unreadable or has no token that ends a document.
+            DataError: when it is missing or unreadable.
         """
         return cls._of(TokenizerFiles.find(Path(path)))
 
@@ -86,7 +87,8 @@ class Tokenizer:
     def _of(cls, files: TokenizerFiles) -> Tokenizer:
         backend = files.open()
         begin = next(iter(files.named("bos_token")), None)
-        return cls(backend, files.end_of_document(backend), begin_of_document=begin)
+        name = str(next(iter(files.own.values())))
+        return cls(backend, files.end_of_document(backend), begin_of_document=begin, name=name)
 
     @cached_property
     def digest(self) -> str:
@@ -95,9 +97,26 @@ class Tokenizer:
         parts = {key: described[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
+    def required_end(self) -> int:
+        """The id of the token that closes a document.
+
+        Raises:
+            DataError: there is none.
+        """
+        if self.end_of_document_id is None:
+            raise DataError(
+                f"{self._name} has no token that ends a document (none of {', '.join(KNOWN_ENDS)}): name one as "
+                f"eos_token in a {CONFIG} beside it, or set data.append_eod=false, so that documents have none"
+            )
+        return self.end_of_document_id
+
     def token_id(self, token: str) -> int | None:
         """The id of one token, None where the vocabulary lacks it."""
         return self._backend.token_to_id(token)
+
+    def token_of(self, number: int) -> str | None:
+        """The token of an id, None where the vocabulary lacks it."""
+        return self._backend.id_to_token(number) if 0 <= number < self.vocab_size else None
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """The ids of `text`, nothing added."""
@@ -178,6 +197,7 @@ class Tokenizer:
             special = {"bos_token": self.begin_of_document or end, "eos_token": end}
         else:
             special = {f"{role}_token": name for role, name in names.items()}
+        special = {role: name for role, name in special.items() if name is not None}
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "add_prefix_space": False,

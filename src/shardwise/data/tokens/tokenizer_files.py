@@ -29,8 +29,8 @@ PAIR_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "
 _ADDED = "added_tokens.json"
 # What transformers may read beside a vocabulary; an export copies those that are there.
 _COMPANIONS = (CONFIG, SPECIAL, _ADDED, "chat_template.jinja")
-# The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT.
-_KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
+KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
+"""The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT."""
 # Without unk: sentencepiece reads its name in a text as text, and in GPT-2 it is the end of document.
 _ROLES = ("bos", "eos", "sep", "pad", "cls", "mask")
 # Classes of transformers that read vocab.json and merges.txt as GPT-2 does; others split text by rules of their own.
@@ -112,25 +112,15 @@ class TokenizerFiles:
         contents = [token.get("content") if isinstance(token, dict) else token for token in tokens]
         return [token for token in contents if isinstance(token, str)]
 
-    def end_of_document(self, backend: tokenizers.Tokenizer) -> str:
-        """The token that closes a document.
-
-        Raises:
-            DataError: there is none.
-        """
-        for token in [*self.named("eos_token"), *_KNOWN_ENDS]:
-            if backend.token_to_id(token) is not None:
-                return token
-        file = next(iter(self.own.values()))
-        raise DataError(
-            f"{file} has no token that ends a document (none of {', '.join(_KNOWN_ENDS)}): name one as eos_token in "
-            f"a {CONFIG} beside it"
-        )
+    def end_of_document(self, backend: tokenizers.Tokenizer) -> str | None:
+        """The token that closes a document; None where there is none."""
+        ends = (token for token in [*self.named("eos_token"), *KNOWN_ENDS] if backend.token_to_id(token) is not None)
+        return next(ends, None)
 
     def _add_tokens(self, backend: tokenizers.Tokenizer) -> None:
         """Marks the special tokens of a vocabulary, and adds those that the companions have beyond it."""
         special = [token for role in _ROLES for token in self.named(f"{role}_token")]
-        _add_special(backend, [token for token in [*special, *_KNOWN_ENDS] if backend.token_to_id(token) is not None])
+        _add_special(backend, [token for token in [*special, *KNOWN_ENDS] if backend.token_to_id(token) is not None])
         for file in [file for file in self.companions if file.name == _ADDED]:
             for token, number in sorted(_ids(file).items(), key=lambda item: item[1]):
                 _add_special(backend, [token])

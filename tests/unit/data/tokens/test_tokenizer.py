@@ -10,15 +10,19 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
+from shardwise.config import load_config
+from shardwise.data.samples.causal import DocumentEnds
+from shardwise.data.tokens.marks import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
     END_OF_DOCUMENT,
     Tokenizer,
     export_user_tokenizer,
     open_user_tokenizer,
+    special_token_ids,
     train_tokenizer,
     user_tokenizer_digest,
 )
-from shardwise.errors import DataError
+from shardwise.errors import ConfigError, DataError
 
 TEXT = ["The quick brown fox jumps over the lazy dog.\n" * 3, "def quick(fox):\n    return fox.jumps(over='dog')\n" * 2]
 STRANGE = "tabs\tand  spaces\r\n\n\n日本語 🦊 \x00 naïve café — “quotes” 12345\n"
@@ -123,6 +127,25 @@ def test_a_users_folder_keeps_its_configuration(tmp_path: Path, eos: object) -> 
     assert json.loads((tmp_path / "export" / "tokenizer_config.json").read_text(encoding="utf-8"))["mine"] is True
 
 
+def test_fault_10_a_tokenizer_may_have_no_end_of_a_document(tmp_path: Path) -> None:
+    """Only documents that are to be closed need one; what is saved for transformers names none."""
+    wordlevel(tmp_path / "tokenizer.json", ["[UNK]", "the"])
+    tokenizer = open_user_tokenizer(str(tmp_path), 100)
+    assert DocumentMarks.of(tokenizer, append_eod=False, prepend_bos=None) == DocumentMarks(None, None)
+    wanted = (
+        r"tokenizer\.json has no token that ends a document .*: name one as eos_token .*, or set data\.append_eod=false"
+    )
+    with pytest.raises(DataError, match=wanted):
+        DocumentMarks.of(tokenizer, append_eod=None, prepend_bos=None)
+    config = load_config("gpt-tiny", ["data.eod_mask_loss=true", "data.path=x"])
+    with pytest.raises(ConfigError, match=r"needs the id of the token that ends a document: set data\.eod_token"):
+        DocumentEnds.of(config, tmp_path)
+    export_user_tokenizer(str(tmp_path), tokenizer, tmp_path / "export")
+    assert special_token_ids(tmp_path / "export") == {"bos_token_id": None, "eos_token_id": None}
+    named = json.loads((tmp_path / "export/special_tokens_map.json").read_text(encoding="utf-8"))
+    assert named == {}
+
+
 def test_what_cannot_be_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.tokenizer \(no-one/has-it\) must be in the cache of this machine"):
         open_user_tokenizer("no-one/has-it", 100)
@@ -132,8 +155,6 @@ def test_what_cannot_be_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a tokenizer that Hugging Face tokenizers can read"):
         open_user_tokenizer(str(tmp_path), 100)
     wordlevel(tmp_path / "tokenizer.json", ["[UNK]", "the"])
-    with pytest.raises(DataError, match=r"has no token that ends a document .* eos_token"):
-        open_user_tokenizer(str(tmp_path), 100)
     wordlevel(tmp_path / "tokenizer.json", ["[UNK]", "</s>", "the"])
     with pytest.raises(DataError, match=r"\(3\) must be at most model\.vocab_size \(2\): set model\.vocab_size=3"):
         open_user_tokenizer(str(tmp_path), 2)

@@ -1,0 +1,109 @@
+"""What lies beside the weights that a run starts from, and stays beside those that it saves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint.companions import Companions, find_companions
+from shardwise.checkpoint.export import model_files
+from shardwise.config import Config, OwnConfig, load_config
+from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.errors import ConfigError
+from shardwise.storage.root import Root
+
+END, TURN, PAD = 0, 258, 259
+IDS = {"bos_token_id": 1, "eos_token_id": [END, TURN], "pad_token_id": PAD}
+GENERATION = {"eos_token_id": [TURN, END], "temperature": 0.6}
+
+
+def tokenizer(folder: Path, *, end: str = "<|endoftext|>", tokens: tuple[str, ...] = ("<|turn|>", "<|pad|>")) -> Path:
+    """A byte-level BPE with two more special tokens."""
+    train_tokenizer(["some text " * 9], 258, "text").save(folder)
+    described = json.loads((folder / "tokenizer.json").read_text())
+    like = described["added_tokens"][0]
+    described["added_tokens"] += [like | {"id": TURN + i, "content": token} for i, token in enumerate(tokens)]
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    return folder
+
+
+def published(folder: Path) -> Path:
+    """A model's folder, without weights."""
+    tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **IDS, "sep_token_id": None}))
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    return folder
+
+
+def run_of(**checkpoint: Any) -> Config:
+    return load_config("llama2-tiny", [f"checkpoint.{key}={value}" for key, value in checkpoint.items()])
+
+
+def generation_of(companions: Companions) -> Any:
+    return json.loads(companions.files["generation_config.json"])
+
+
+def test_fault_09_ids_and_generation_stay_where_they_mean_the_same_tokens(tmp_path: Path) -> None:
+    """Of loaded weights, of `checkpoint.companions` and of the tokenizer's folder; more tokens do no harm."""
+    weights = published(tmp_path / "published")
+    own = tokenizer(tmp_path / "own", end="<|turn|>", tokens=("<|turn|>", "<|pad|>", "<|more|>"))
+    whole = Companions(IDS, {"generation_config.json": (weights / "generation_config.json").read_bytes()})
+    for data in (weights, own):
+        assert find_companions(run_of(), Root.of(weights), data) == whole
+        assert find_companions(run_of(companions=weights), None, data) == whole
+        assert find_companions(run_of(companions=weights / "config.json"), None, data) == whole
+    named = load_config("llama2-tiny", [f"data.tokenizer={weights / 'tokenizer.json'}"])
+    assert find_companions(named, Root.of(tmp_path / "nothing"), weights) == whole
+    alone = tmp_path / "alone.json"
+    alone.write_bytes((weights / "config.json").read_bytes())
+    assert find_companions(run_of(companions=alone), None, own) == Companions(IDS)
+
+
+def test_fault_09_what_the_user_names_goes_first(tmp_path: Path) -> None:
+    weights = published(tmp_path / "published")
+    own = tokenizer(tmp_path / "own", end="<|pad|>")
+    found = find_companions(run_of(), Root.of(weights), own)
+    assert found.ids == {"bos_token_id": 1, "eos_token_id": PAD, "pad_token_id": PAD}
+    assert generation_of(found) == {"eos_token_id": PAD, "temperature": 0.6}
+    assert "the checkpoints end a text with <|pad|>, as the data's tokenizer does, and not with <|end" in found.notes[0]
+    other = tokenizer(tmp_path / "other", tokens=("<|pad|>", "<|turn|>"))
+    found = find_companions(run_of(), Root.of(weights), other)
+    assert not found.ids
+    assert not found.files
+    assert "the checkpoints have the special tokens of the data's tokenizer, and not those of" in found.notes[0]
+    (other / "config.json").write_text(json.dumps({"eos_token_id": [END, TURN + 1]}))
+    beside = load_config("llama2-tiny", [f"data.tokenizer={other}"])
+    assert find_companions(beside, Root.of(weights), other) == Companions({"eos_token_id": [END, TURN + 1]})
+
+
+def test_fault_09_data_of_tokens_keep_the_weights_tokenizer(tmp_path: Path) -> None:
+    weights = published(tmp_path / "published")
+    found = find_companions(run_of(), Root.of(weights), None)
+    files = model_files(load_config("llama2-tiny").model, torch.bfloat16, None, found)
+    described = json.loads(files.pop("config.json"))
+    assert {name: described[name] for name in IDS} == IDS
+    there = {file.name: file.read_bytes() for file in weights.iterdir() if file.name != "config.json"}
+    assert files == there
+
+
+def test_fault_09_what_is_a_key_of_the_model_stays_the_models() -> None:
+    ids = Companions({"pad_token_id": 7, "sep_token_id": 5, "eos_token_id": [2, 3]})
+    bert = json.loads(model_files(load_config("bert-tiny").model, torch.float32, None, ids)["config.json"])
+    assert (bert["pad_token_id"], bert["sep_token_id"]) == (0, 5)
+    own = OwnConfig(family="package.module:Class", vocab_size=9)
+    assert json.loads(model_files(own, torch.float32, None, ids)["config.json"]).keys() == {
+        *own.model_dump(), "torch_dtype", "bos_token_id", "eos_token_id",
+    }  # fmt: skip
+
+
+def test_fault_09_companions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.companions \(gone\) must be a Hugging Face folder or its c"):
+        find_companions(run_of(companions="gone"), None, None)
+    weights = published(tmp_path / "published")
+    for text, problem in (("{", "cannot be read"), ("[]", "must hold a JSON object")):
+        (weights / "generation_config.json").write_text(text)
+        with pytest.raises(ConfigError, match=rf"published/generation_config\.json {problem}"):
+            find_companions(run_of(), Root.of(weights), weights)
