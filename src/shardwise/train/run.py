@@ -12,6 +12,7 @@ from shardwise import comm, units
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import differ_in_tokens
 from shardwise.checkpoint_format.folders import step_name
+from shardwise.checkpoint_format.model_file import differences
 from shardwise.compilation import Keeper
 from shardwise.config import Config, Layout, check_layout
 from shardwise.data import StreamBatches
@@ -197,6 +198,9 @@ def _report_weights(run: Run, reporter: Reporter) -> None:
     if weights is None:
         return
     reporter.message(f"weights: those of {weights}")
+    if run.mesh.world.rank == 0:
+        for change in differences(run.config.model, weights).changes:
+            reporter.message(f"changed: {change}")
     if tokenizer is not None and weights.is_local and differ_in_tokens(weights.local(), tokenizer):
         reporter.warning(
             f"the tokenizer of the data has other ids than that of the loaded weights ({weights}): to keep "

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from shardwise.boxes import Box
-from shardwise.checkpoint.agreement import read_model
+from shardwise.checkpoint_format.model_file import read_model
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint_format.comparison import differing_copies, find_sources
 from shardwise.checkpoint_format.manifest import MODEL, TensorEntry

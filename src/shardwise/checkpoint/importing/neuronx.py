@@ -30,7 +30,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwise.checkpoint.agreement import read_model
+from shardwise.checkpoint_format.model_file import read_model
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.hugging_face import token_ids
