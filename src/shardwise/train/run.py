@@ -166,7 +166,7 @@ def _begin(run: Run, trainer: Trainer, reporter: Reporter, copies: MemoryCopies 
             sent = f"; that of {units.counted(loaded.received, 'rank')} from another node" if loaded.received else ""
             reporter.message(f"the state was in the memory of the nodes{sent}, and loaded in {load_seconds:.2f} s")
     else:
-        reporter.changed(run.folder.changes)
+        reporter.changed(_changes(run))
         _report_weights(run, reporter)
     return resumed
 
@@ -193,14 +193,18 @@ def _report_resumption(run: Run, resumed: Resumed, reporter: Reporter, load_seco
     reporter.resumed(manifest, str(resumed.folder), run.folder.changes, load_seconds)
 
 
+def _changes(run: Run) -> tuple[str, ...]:
+    """How a run that begins differs from the earlier run of its folder, and, on rank 0, from the weights' model."""
+    if run.weights is None or run.mesh.world.rank > 0:
+        return run.folder.changes
+    return (*run.folder.changes, *differences(run.config.model, run.weights).changes)
+
+
 def _report_weights(run: Run, reporter: Reporter) -> None:
     weights, tokenizer = run.weights, run.data.tokenizer_path
     if weights is None:
         return
     reporter.message(f"weights: those of {weights}")
-    if run.mesh.world.rank == 0:
-        for change in differences(run.config.model, weights).changes:
-            reporter.message(f"changed: {change}")
     if tokenizer is not None and weights.is_local and differ_in_tokens(weights.local(), tokenizer):
         reporter.warning(
             f"the tokenizer of the data has other ids than that of the loaded weights ({weights}): to keep "
