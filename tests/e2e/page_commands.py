@@ -61,6 +61,7 @@ RECIPES = {
     "docs/tutorials/bert-mini.yaml": [*_SMALL, *_MODEL, *_PAIRS, "data.dataset=tiny"],
     "my.yaml": [*_SMALL, *_MODEL, "model.num_key_value_heads=4"],
     "llama2-tiny": _LOG,
+    "llama3-tiny": _LOG,
 }
 SCRIPTS = {
     "scripts.tutorial_bert": [

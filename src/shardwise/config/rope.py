@@ -41,13 +41,13 @@ def effective_scaling(scaling: Mapping[str, Any], longest: int) -> dict[str, Any
     from `longest`, the model's `max_position_embeddings`. Types and fields that transformers lacks too are kept.
     """
     rope_type = scaling["rope_type"]
-    if rope_type == "default":
-        return None
     if not isinstance(rope_type, str) or rope_type not in _FIELDS:
         return dict(scaling)  # `rope_scaling_problems` refuses it
     fields, unread = _FIELDS[rope_type], _NAMES.difference(_FIELDS[rope_type])
     effective = {key: value for key, value in scaling.items() if value is not None and key not in unread}
-    return {**effective, LENGTH: effective.get(LENGTH, longest)} if LENGTH in fields else effective
+    if LENGTH in fields:
+        return {**effective, LENGTH: effective.get(LENGTH, longest)}
+    return None if effective == {"rope_type": "default"} else effective
 
 
 def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[str]:

@@ -54,7 +54,9 @@ CASES = [*_scalings(), *(pytest.param(keys, id=key) for key, keys in OTHERS.item
 
 def test_every_key_with_a_mapping_or_a_list_is_tried() -> None:
     structured = {
-        key for key, field in config_fields().items() if any(kind in str(field.annotation) for kind in ("dict", "tuple["))
+        key
+        for key, field in config_fields().items()
+        if any(kind in str(field.annotation) for kind in ("dict", "tuple["))
     }
     assert structured == {*OTHERS, "model.rope_scaling"}
 

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from shardwise.boxes import Box
-from shardwise.checkpoint_format.model_file import read_model
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint_format.comparison import differing_copies, find_sources
 from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
+from shardwise.checkpoint_format.model_file import read_model
 from shardwise.checkpoint_format.safetensors import DTYPES
 from shardwise.checkpoint_format.tensors import StoredTensors, segments
 from shardwise.checkpoint_format.writing import CONFIG, STREAM_BYTES, StreamedWeight
