@@ -143,7 +143,8 @@ class Reader:
     def _train(self, arguments: list[str], world: int | None = None) -> Outcome:
         if self.quick:
             ranks = [] if world is None else ["--nproc", str(world)]
-            checked = self._run("-m", "shardwise", *self._newest(arguments), *ranks, "--dry-run")
+            no_weights = "checkpoint.load=null"  # those of this folder are of a small model; the training loads them
+            checked = self._run("-m", "shardwise", *self._newest(arguments), no_weights, *ranks, "--dry-run")
             if checked.code:
                 return checked
             return self._run("-m", "shardwise", *_without_ranks(self._small(arguments)), *ALONE)
