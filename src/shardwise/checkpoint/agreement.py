@@ -1,16 +1,16 @@
-"""Agreement of ranks on problems, and of a folder's `config.json` and tokenizer with the recipe's."""
+"""Agreement of ranks on problems, and of a folder's model and tokenizer with the recipe's."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise import comm
-from shardwise.config import FamilyConfig, ModelConfig, OwnConfig, model_from
-from shardwise.config.hugging_face import parse_hugging_face
-from shardwise.errors import ConfigError, see
+from shardwise.checkpoint_format.model_file import differences
+from shardwise.config import ModelConfig
+from shardwise.errors import ConfigError
 from shardwise.mesh import Group
 from shardwise.storage.root import Root
 
@@ -35,38 +35,12 @@ def agree(problems: list[str], group: Group) -> None:
 
 
 def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
-    """Raise, on every rank of the group, what `config_problems` finds on any."""
+    """Raise, on every rank of the group, why the weights of a folder are not the model's, where any rank finds it."""
     try:
-        problems = config_problems(config, folder)
+        problems = list(differences(config, folder).problems)
     except ConfigError as error:
         problems = error.problems
     agree(problems, group)
-
-
-def config_problems(config: ModelConfig, folder: Root) -> list[str]:
-    """Every field in which `folder`/config.json describes another model than `config`; none where there is no file.
-
-    Free to differ are dropout, the initial weights' deviation, names of one activation (`gelu_new` and
-    `gelu_pytorch_tanh`), and the longest sequence where positions are rotary and not scaled by it.
-
-    Raises:
-        ConfigError: the file is of another family, of no model that we have, or not readable: names and shapes of the
-        weights then say nothing more.
-    """
-    path = folder / "config.json"
-    if isinstance(config, OwnConfig) or not path.exists():
-        return []
-    theirs = read_model(path, config.ignore)
-    if theirs.family != config.family:
-        raise ConfigError(
-            f"model.family ({config.family}) must be that of {path} ({theirs.family}){see('checkpoints#other-model')}"
-        )
-    ours, wanted = _meaning(config), _meaning(theirs)
-    differing = [key for key in ours if ours[key] != wanted[key]]
-    problems = [f"model.{key} ({ours[key]}) must be that of {path} ({wanted[key]})" for key in differing]
-    if problems:
-        problems[-1] += f"; model.config={folder} takes the folder's model"
-    return problems
 
 
 def differ_in_tokens(folder: Path, other: Path) -> bool:
@@ -83,33 +57,3 @@ def _vocabulary(tokenizer: Any) -> Any:
     held = tokenizer["model"]["vocab"]
     ids = held if isinstance(held, dict) else {piece: number for number, (piece, _) in enumerate(held)}
     return {**ids, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
-
-
-def read_model(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
-    """The model that a `config.json` describes; `ignore`: fields that change nothing, as the user says.
-
-    Raises:
-        ConfigError: with every problem: the model is not supported, or the file cannot be read.
-    """
-    return validated(parse_hugging_face(path.read(), str(path), ignore), str(path))
-
-
-def validated(section: Mapping[str, Any], where: str) -> FamilyConfig:
-    """The model of a `model` section; ConfigError, with every problem, where `where` describes none."""
-    try:
-        return model_from(section)
-    except ConfigError as error:
-        reasons = error.problems
-    raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons])
-
-
-def _meaning(config: FamilyConfig) -> dict[str, Any]:
-    """The fields that say what the weights mean."""
-    free = {"initializer_range", "ignore", *(key for role, key in config.keys.items() if role.endswith("_dropout"))}
-    values = {key: value for key, value in config.model_dump(mode="json").items() if key not in free}
-    values[config.keys["activation"]] = config.activation
-    if values.get("rope_scaling") == {"rope_type": "default"}:
-        values["rope_scaling"] = None
-    if config.rotary_dim and not config.extends_positions:
-        del values["max_position_embeddings"]
-    return values

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from shardwise import comm
-from shardwise.checkpoint.agreement import agree, config_problems
+from shardwise.checkpoint.agreement import agree
 from shardwise.checkpoint.dtypes import TORCH_DTYPES
 from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, read
 from shardwise.checkpoint.restore import held_pieces, read_manifest
 from shardwise.checkpoint_format.comparison import differing_copies, find_sources
 from shardwise.checkpoint_format.manifest import MODEL
+from shardwise.checkpoint_format.model_file import differences
 from shardwise.checkpoint_format.tensors import StoredTensors, segments
 from shardwise.checkpoint_format.verify import non_finite_text
 from shardwise.checkpoint_format.writing import STREAM_BYTES
@@ -43,7 +44,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
     tensors, disagreements, problems = None, [], []
     try:
         check_weights(folder)
-        tensors, disagreements = StoredTensors.of(root), config_problems(config, root)
+        tensors, disagreements = StoredTensors.of(root), list(differences(config, root).problems)
     except ConfigError as error:
         problems = error.problems
     except StoreError as error:

@@ -136,8 +136,8 @@ def require_checkpoint(folder: Root) -> None:
     )
 
 
-def glance_at_weights(load: str, revision: str | None) -> str:
-    """What a dry run says of `checkpoint.load`; nothing is fetched.
+def glance_at_weights(load: str, revision: str | None) -> tuple[str, Root | None]:
+    """A dry run's text on `checkpoint.load`, and the folder of the weights unless it is a hub id; nothing is fetched.
 
     Raises:
         ConfigError: there are no such weights.
@@ -145,9 +145,9 @@ def glance_at_weights(load: str, revision: str | None) -> str:
     load = newest_of(load)
     if is_url(load):
         require_checkpoint(Root.of(load))
-        return load
+        return load, Root.of(load)
     place = place_of_weights(load, revision)
-    return load if isinstance(place, Path) else f"{load}: {FOUND[find(place)]}"
+    return (load, Root.of(place)) if isinstance(place, Path) else (f"{load}: {FOUND[find(place)]}", None)
 
 
 def place_of_companions(named: str) -> Path:

@@ -165,18 +165,30 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
             rows.append(("special tokens", f"those of {place_of_companions(config.checkpoint.companions)}"))
         except ConfigError as error:
             problems += error.problems
-    if load is not None:
-        from shardwise.checkpoint_format.places import glance_at_weights
-
-        try:
-            is_awaited = not Path(load).exists() and _names_weights(recipe, load)
-            found = f"{load}: not there yet; the run that saves it comes first"
-            if not is_awaited:
-                found = glance_at_weights(load, config.checkpoint.revision)
-            rows.append(("weights", found))
-        except ConfigError as error:
-            problems += error.problems
+    if load is not None and not Path(load).exists() and _names_weights(recipe, load):
+        rows.append(("weights", f"{load}: not there yet; the run that saves it comes first"))
+    elif load is not None:
+        more, wrong = _glance_at_weights(load, config)
+        rows, problems = rows + more, problems + wrong
     return rows, problems
+
+
+def _glance_at_weights(load: str, config: Config) -> tuple[list[tuple[str, str]], list[str]]:
+    """What weights a run would load, and what of their model the recipe changes; and why they cannot be loaded."""
+    from shardwise.checkpoint_format.model_file import differences
+    from shardwise.checkpoint_format.places import glance_at_weights
+    from shardwise.storage.root import StoreError
+
+    try:
+        text, folder = glance_at_weights(load, config.checkpoint.revision)
+        if folder is None:
+            return [("weights", text)], []
+        found = differences(config.model, folder)
+    except ConfigError as error:
+        return [], error.problems
+    except StoreError as error:
+        return [], [f"checkpoint.load: {error}"]
+    return [("weights", text), *(("  changed", change) for change in found.changes)], list(found.problems)
 
 
 def _names_weights(recipe: str, load: str) -> bool:

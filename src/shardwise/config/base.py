@@ -20,6 +20,10 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
+    def __hash__(self) -> int:
+        """The hash of all values, of mappings and lists by their contents: sections are keys of caches."""
+        return hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
+
     @field_validator("*", mode="after")
     @classmethod
     def _is_not_too_large(cls, value: Any, info: ValidationInfo) -> Any:
@@ -28,6 +32,15 @@ class Section(BaseModel):
         if isinstance(value, int) and value > LARGEST and not has_bound:
             raise PydanticKnownError("less_than_equal", {"le": LARGEST})
         return value
+
+
+def _hashable(value: Any) -> Any:
+    """A value whose hash is equal for equal values; mappings and lists, which have none, are replaced at any depth."""
+    if isinstance(value, dict):
+        return frozenset((key, _hashable(inner)) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
+    return value
 
 
 def reject(problems: Sequence[str]) -> None:

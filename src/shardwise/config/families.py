@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from shardwise.config.base import MOST_LAYERS, Section, reject
-from shardwise.config.rope import rope_scaling_problems
+from shardwise.config.rope import rope_scaling_problems, with_one_type
 from shardwise.errors import divisors, listing, nearest_numbers
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -113,8 +113,8 @@ class TransformerConfig(Section):
         named = {cls.aliases.get(key, key): value for key, value in data.items()}
         given = {key: value for key, value in named.items() if key not in cls.derived or value is not None}
         scaling = given.get("rope_scaling")
-        if isinstance(scaling, dict) and "type" in scaling and "rope_type" not in scaling:
-            given["rope_scaling"] = {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
+        if isinstance(scaling, dict):
+            given["rope_scaling"] = with_one_type(scaling)
         return given
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from shardwise.config.decoders import DecoderConfig, every_nth_without_rope
 from shardwise.config.families import GPTConfig, GPTNeoXConfig
 from shardwise.config.formats import FORMATS, KNOWN, ONLY, Format, is_inert
 from shardwise.config.model import FamilyConfig
+from shardwise.config.rope import LENGTH, effective_scaling, with_one_type
 from shardwise.errors import ConfigError, listing
 
 _DERIVED = ("num_key_value_heads", "head_dim")
@@ -198,7 +199,9 @@ def _rotary(given: dict[str, Any], longest: int, form: Format) -> tuple[dict[str
     ]
     if problems:
         return {}, problems
-    old, new = scalings["rope_scaling"], scalings["rope_parameters"]
+    # A length beside the mappings counts before one in them, where their type needs it.
+    length = {key: given.pop(key) for key in (LENGTH,) if given.get(key) is not None}
+    old, new = ({**value, **length} if value else {} for value in scalings.values())
     theta_field, part_field = ("rotary_emb_base", "rotary_pct") if partial else ("rope_theta", "partial_rotary_factor")
     chosen = old or new
     theta = _first(chosen.get("rope_theta"), given.get(theta_field), keys["rope_theta"].default)
@@ -229,15 +232,10 @@ def _rotary(given: dict[str, Any], longest: int, form: Format) -> tuple[dict[str
 
 
 def _scaling(parameters: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
-    """Our `rope_scaling` of Hugging Face's: without what is a key by itself here, and with the length it stretches."""
-    moved = ("rope_theta", "partial_rotary_factor", "type", "rope_type")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    rest = {key: value for key, value in parameters.items() if key not in moved and value is not None}
-    if kind == "default" and not rest:
-        return None
-    if kind in ("llama3", "longrope"):
-        rest.setdefault("original_max_position_embeddings", longest)
-    return {"rope_type": kind, **rest}
+    """Our `rope_scaling` of Hugging Face's: what decides the angles, without what is a key by itself here."""
+    moved = ("rope_theta", "partial_rotary_factor")
+    scaling = with_one_type({key: value for key, value in parameters.items() if key not in moved and value is not None})
+    return effective_scaling(scaling, longest) if "rope_type" in scaling else scaling or None
 
 
 def _leftover(given: Mapping[str, Any], form: Format, ignore: Collection[str]) -> list[str]:

@@ -8,19 +8,46 @@ from typing import Any, TypeGuard
 from shardwise.config.base import LARGEST
 from shardwise.errors import listing, nearest_name
 
-_LENGTH = "original_max_position_embeddings"
+LENGTH = "original_max_position_embeddings"
+"""The field for the longest sequence before the scaling."""
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor", _LENGTH),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
+    "longrope": ("short_factor", "long_factor", LENGTH),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", LENGTH),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", _LENGTH, "truncate"),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", LENGTH, "truncate"),
     "longrope": ("attention_factor", "factor"),
 }
+_FIELDS = {rope_type: (*names, *_OPTIONAL.get(rope_type, ())) for rope_type, names in _REQUIRED.items()}
+_NAMES = {name for names in _FIELDS.values() for name in names} | {"finetuned"}
+"""Fields of all types; files with `finetuned` say by it that the weights were trained with the scaling."""
+
+
+def with_one_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """A `rope_scaling` mapping with `rope_type` alone: the old name `type` counts where `rope_type` is null."""
+    rest = {key: value for key, value in scaling.items() if key not in ("rope_type", "type")}
+    kinds = [scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None]
+    return {"rope_type": kinds[0], **rest} if kinds else rest
+
+
+def effective_scaling(scaling: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
+    """The fields of a `rope_scaling` mapping that decide the angles; None where nothing is scaled.
+
+    Fields of other types are left out: transformers does not read them. The length before the scaling is filled in,
+    from `longest`, the model's `max_position_embeddings`. Types and fields that transformers lacks too are kept.
+    """
+    rope_type = scaling["rope_type"]
+    if not isinstance(rope_type, str) or rope_type not in _FIELDS:
+        return dict(scaling)  # `rope_scaling_problems` refuses it
+    fields, unread = _FIELDS[rope_type], _NAMES.difference(_FIELDS[rope_type])
+    effective = {key: value for key, value in scaling.items() if value is not None and key not in unread}
+    if LENGTH in fields:
+        return {**effective, LENGTH: effective.get(LENGTH, longest)}
+    return None if effective == {"rope_type": "default"} else effective
 
 
 def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[str]:
@@ -30,14 +57,14 @@ def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[s
         valid = f"one of {listing(_REQUIRED, 'or')}"
         given = f"is missing: {valid}" if rope_type is None else f"({rope_type!r}) must be {valid}"
         return [f"model.rope_scaling.rope_type {given}"]
-    allowed = ("rope_type", *_REQUIRED[rope_type], *_OPTIONAL.get(rope_type, ()))
+    allowed = ("rope_type", *_FIELDS[rope_type])
     problems = [
         f"model.rope_scaling.{key} is missing: rope_type {rope_type} needs it"
         for key in _REQUIRED[rope_type]
         if scaling.get(key) is None
     ]
     for key, value in scaling.items():
-        if key not in allowed:
+        if key not in (*allowed, LENGTH):  # types that have no use for the length ignore it, as transformers does
             near = nearest_name(str(key), allowed)
             hint = f"did you mean {near}?" if near else f"rope_type {rope_type} takes {listing(allowed)}"
             problems.append(f"model.rope_scaling.{key}: unknown key; {hint}")
@@ -73,7 +100,7 @@ def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
         return [] if isinstance(value, bool) else [f"{shown} must be true or false"]
     if _is_number(value) and value > LARGEST:
         return [f"{shown} must be at most {LARGEST}"]
-    if key == _LENGTH and not (_is_number(value) and isinstance(value, int) and value > 0):
+    if key == LENGTH and not (_is_number(value) and isinstance(value, int) and value > 0):
         return [f"{shown} must be a positive integer"]
     if not _is_number(value):
         return [f"{shown} must be a number"]

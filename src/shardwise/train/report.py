@@ -163,7 +163,7 @@ class Reporter:
         self.changed(changes)
 
     def changed(self, changes: Sequence[str]) -> None:
-        """Print how the configuration differs from that of the earlier run of this folder."""
+        """Print how the configuration differs from that of the earlier run of this folder, or of the loaded weights."""
         for change in changes:
             self.message(f"changed: {change}")
 

@@ -12,6 +12,7 @@ from shardwise import comm, units
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import differ_in_tokens
 from shardwise.checkpoint_format.folders import step_name
+from shardwise.checkpoint_format.model_file import differences
 from shardwise.compilation import Keeper
 from shardwise.config import Config, Layout, OwnConfig, check_layout
 from shardwise.data import StreamBatches
@@ -169,7 +170,7 @@ def _begin(run: Run, trainer: Trainer, reporter: Reporter, copies: MemoryCopies 
             sent = f"; that of {units.counted(loaded.received, 'rank')} from another node" if loaded.received else ""
             reporter.message(f"the state was in the memory of the nodes{sent}, and loaded in {load_seconds:.2f} s")
     else:
-        reporter.changed(run.folder.changes)
+        reporter.changed(_changes(run))
         _report_weights(run, reporter)
     return resumed
 
@@ -194,6 +195,13 @@ def _report_resumption(run: Run, resumed: Resumed, reporter: Reporter, load_seco
             "back once more, move the later checkpoints away"
         )
     reporter.resumed(manifest, str(resumed.folder), run.folder.changes, load_seconds)
+
+
+def _changes(run: Run) -> tuple[str, ...]:
+    """How a run that begins differs from the earlier run of its folder, and, on rank 0, from the weights' model."""
+    if run.weights is None or run.mesh.world.rank > 0:
+        return run.folder.changes
+    return (*run.folder.changes, *differences(run.config.model, run.weights).changes)
 
 
 def _report_weights(run: Run, reporter: Reporter) -> None:

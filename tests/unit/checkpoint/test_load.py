@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shardwise.checkpoint import canonical_tensors, differ_in_tokens, export_hugging_face, load_hugging_face
-from shardwise.config import FamilyConfig, OwnConfig, config_from
+from shardwise.checkpoint_format.model_file import Differences, differences
+from shardwise.config import FamilyConfig, OwnConfig, config_from, model_from
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.models import build_model
+from shardwise.storage.root import Root
 from tests.hugging_face import CASES, described, save
 
 Weights = dict[str, Tensor]
@@ -229,7 +231,7 @@ def test_every_field_of_the_config_that_disagrees(tmp_path: Path) -> None:
         "model.hidden_act (gelu) must be that of FOLDER/config.json (relu)",
         "model.layer_norm_eps (1e-05) must be that of FOLDER/config.json (1e-06)",
         "model.use_parallel_residual (True) must be that of FOLDER/config.json (False); "
-        "model.config=FOLDER takes the folder's model",
+        "model.config=FOLDER takes the folder's model, without these keys beside it",
     ]
 
 
@@ -238,7 +240,8 @@ def test_another_vocabulary_disagrees_in_config_and_shapes(tmp_path: Path) -> No
     assert sorted(problems(tmp_path, vocab_size=67)) == [
         "checkpoint.load (FOLDER): shape of bert.embeddings.word_embeddings.weight [61, 32] must be [67, 32]",
         "checkpoint.load (FOLDER): shape of cls.predictions.bias [61] must be [67]",
-        "model.vocab_size (67) must be that of FOLDER/config.json (61); model.config=FOLDER takes the folder's model",
+        "model.vocab_size (67) must be that of FOLDER/config.json (61); model.config=FOLDER takes the folder's model, "
+        "without this key beside it",
     ]
 
 
@@ -248,6 +251,60 @@ def test_what_weights_do_not_mean_may_differ(tmp_path: Path) -> None:
     assert_equal(load(tmp_path, **free, activation_function="gelu_pytorch_tanh"), load(tmp_path))
     save("llama", tmp_path / "llama")
     assert_equal(load(tmp_path / "llama", max_position_embeddings=4096), load(tmp_path / "llama"))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+# By what changes: the model, fields of its file, and the recipe's keys.
+ROTATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "base": ("llama", {}, {"rope_theta": 5e6}),
+    "scaled": ("qwen3", {}, {"rope_scaling": YARN}),
+    "scaled by the length": ("llama", {}, {"rope_scaling": DYNAMIC}),
+    "scaled no more": ("llama", {"rope_scaling": YARN}, {"rope_scaling": None}),
+    "scaled otherwise": ("llama", {"rope_scaling": DYNAMIC}, {"rope_scaling": YARN}),
+    "longest": ("mistral", {}, {"max_position_embeddings": 96}),
+    "longest of scaled ones": ("llama", {"rope_scaling": DYNAMIC}, {"max_position_embeddings": 96}),
+    "share of a head": ("neox", {}, {"rotary_pct": 0.5}),
+    "blocks": ("smollm3", {}, {"no_rope_layers": (0, 1)}),
+}
+
+
+@pytest.mark.parametrize("change", ROTATIONS)
+def test_fault_07_a_stated_change_of_positions_keeps_the_weights_and_is_said(change: str, tmp_path: Path) -> None:
+    case, fields, keys = ROTATIONS[change]
+    save(case, tmp_path)
+    rewrite_config(tmp_path, **({"rope_parameters": None} if fields else {}), **fields)
+    before = described(tmp_path)
+    assert_equal(load(tmp_path, **keys), load(tmp_path))
+    ((key, value),) = keys.items()
+    value, old = (list(v) if isinstance(v, tuple) else v for v in (value, getattr(before, key)))
+    said = differences(model_from(before.model_dump() | keys), Root.of(tmp_path)).changes
+    file = tmp_path / "config.json"
+    assert said == (f"model.{key} ({value}) replaces that of {file} ({old}), with the same weights",)
+    unstated = {name: inner for name, inner in before.model_dump().items() if name != key}
+    assert differences(model_from(unstated), Root.of(tmp_path)).changes == ()
+
+
+def test_fault_07_a_default_changes_no_positions(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    rewrite_config(tmp_path, rope_parameters={**DYNAMIC, "rope_theta": 5e5})
+    keys = {"rope_theta", "rope_scaling", "max_position_embeddings"}
+    unstated = {name: value for name, value in described(tmp_path).model_dump().items() if name not in keys}
+    found = differences(model_from(unstated), Root.of(tmp_path))
+    assert found.changes == ()
+    assert [problem.replace(str(tmp_path), "FOLDER") for problem in found.problems] == [
+        "model.max_position_embeddings (2048) must be that of FOLDER/config.json (24)",
+        "model.rope_theta (10000.0) must be that of FOLDER/config.json (500000.0)",
+        f"model.rope_scaling (None) must be that of FOLDER/config.json ({DYNAMIC}); "
+        "model.config=FOLDER takes the folder's model, without these keys beside it",
+    ]
+
+
+def test_fault_07_a_length_that_no_angle_depends_on_may_differ(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    rewrite_config(tmp_path, rope_parameters={**YARN, "rope_theta": 1e4})
+    unstated = {name: value for name, value in described(tmp_path).model_dump().items() if name[:3] != "max"}
+    assert differences(model_from(unstated), Root.of(tmp_path)) == Differences()
 
 
 def test_learned_positions_are_weights(tmp_path: Path) -> None:

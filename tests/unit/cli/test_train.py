@@ -1,5 +1,6 @@
 """`shardwise train`: what it checks, how many ranks it starts, and what a dry run tells."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import pytest
 from shardwise import cost, units
 from shardwise.cli import main
 from shardwise.config import check_layout, config_from, dump_yaml, load_config, parse_yaml, recipe_text
+from shardwise.config.hugging_face import to_hugging_face
 from shardwise.errors import DataError
 from shardwise.launch.stopping import request, requested
 from shardwise.plan import parameter_count
@@ -75,6 +77,25 @@ def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys
     assert "\n# data           corpus.jsonl: 1 file, 22 B, prepared when the run starts" in out
     assert "\n# tokenizer      byte-level BPE of 512 tokens, trained on the data when the run starts\n" in out
     assert config_from(parse_yaml(out, "dry run")).data.path == "corpus.jsonl"
+
+
+def test_fault_07_a_dry_run_says_what_changes_beside_loaded_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("weights").mkdir()
+    Path("weights/model.safetensors").touch()
+    fields = to_hugging_face(load_config("llama2-tiny").model)
+    Path("weights/config.json").write_text(json.dumps(fields))
+    given = ["train", "llama2-tiny", "--dry-run", "model.config=weights", "checkpoint.load=weights"]
+    yarn = "model.rope_scaling={rope_type: yarn, factor: 4}"
+    assert main([*given, "model.rope_theta=5e6", yarn, "train.sequence_length=256"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "\n#   changed      model.rope_theta (5000000.0) replaces that of weights/config.json (10000.0), "
+        "with the same weights\n" in shown
+    )
+    assert "\n#   changed      model.rope_scaling ({'rope_type': 'yarn', 'factor': 4, 'original_max_" in shown
+    assert main([*given, "model.rms_norm_eps=1e-3"]) == 2
+    text = capsys.readouterr().err
+    assert "model.rms_norm_eps (0.001) must be that of weights/config.json (1e-05); model.config=weights takes" in text
 
 
 def test_a_dry_run_refuses_weights_that_are_not_there(

@@ -68,6 +68,12 @@ def test_what_must_stay(override: str, difference: str) -> None:
     )
 
 
+def test_fault_07_a_resumed_run_keeps_its_positions() -> None:
+    stored = resolved("checkpoint.load=weights")
+    (problem,) = resume_problems(stored, resolved("checkpoint.load=weights", "model.rope_theta=5e6"))
+    assert "  model.rope_theta (5000000.0) must be 10000.0\n" in problem
+
+
 def test_every_difference_is_told_at_once() -> None:
     (problem,) = resume_problems(resolved(), resolved(recipe="gpt-tiny"))
     assert "  model.family (gpt) must be llama\n" in problem

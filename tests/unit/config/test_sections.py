@@ -39,6 +39,8 @@ def test_precision_keys_refine_the_mode() -> None:
         "{rope_type: default}",
         "{type: linear, factor: 2}",
         "{rope_type: dynamic, factor: 2.0}",
+        "{rope_type: dynamic, factor: 2.0, original_max_position_embeddings: 32}",
+        "{rope_type: null, type: linear, factor: 2.0, original_max_position_embeddings: null}",
         "{rope_type: yarn, factor: 4, beta_fast: 32, beta_slow: 1, truncate: false}",
         "{rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 64}",
         "{rope_type: longrope, short_factor: [1, 1, 1, 1, 1, 1, 1, 1], long_factor: [2, 2, 2, 2, 2, 2, 2, 2], "
@@ -57,6 +59,11 @@ def test_rope_scaling_as_hugging_face_writes_it(scaling: str) -> None:
         ("{factor: 2}", "rope_scaling.rope_type is missing: one of default, linear,"),
         ("{rope_type: [linear]}", "rope_scaling.rope_type (['linear']) must be one of default, linear,"),
         ("{rope_type: ntk}", "rope_scaling.rope_type ('ntk') must be one of default, linear,"),
+        ("{rope_type: null, type: null}", "rope_scaling.rope_type is missing: one of default, linear,"),
+        (
+            "{rope_type: dynamic, factor: 2, beta_fast: 32}",
+            "rope_scaling.beta_fast: unknown key; rope_type",
+        ),
         ("{rope_type: linear}", "rope_scaling.factor is missing: rope_type linear needs it"),
         ("{rope_type: linear, factor: 0.5}", "rope_scaling.factor (0.5) must be at least 1"),
         (

@@ -1,12 +1,15 @@
 """Rotary tables against Hugging Face's, bit for bit, for every `rope_type`."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from shardwise.config import LlamaConfig
+from shardwise.config import GPTNeoXConfig, LlamaConfig, model_from
+from shardwise.config.hugging_face import from_hugging_face
+from shardwise.config.rope import LENGTH
 from shardwise.models.rotary import Rotary, frequencies, rotate
 
 LONGEST = 64
@@ -65,6 +68,59 @@ def test_tables_are_hugging_faces(name: str, length: int) -> None:
     for what, found, wanted in (("cosine", cos, wanted_cos), ("sine", sin, wanted_sin)):
         found = torch.cat((found, found), dim=-1).view(length, -1)
         assert torch.equal(found, wanted[0]), f"{what} is off by {float((found - wanted[0]).abs().max()):.1e}"
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+# Fields of a config.json that transformers does not read, or reads before others.
+FILES: dict[str, dict[str, Any]] = {
+    "linear, original context": {"rope_scaling": {"type": "linear", "factor": 3.0, LENGTH: 16}},
+    "dynamic, original context": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.5, LENGTH: 16}},
+    "default, original context": {"rope_scaling": {"rope_type": "default", LENGTH: 16, "factor": 8.0}},
+    "fields of other types": {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "beta_fast": 8, "mscale": 0.5}},
+    "yarn, trained with it": {"rope_scaling": {**YARN, LENGTH: 16, "finetuned": True}},
+    "type null": {"rope_scaling": {"rope_type": "linear", "type": None, "factor": 3.0}},
+    "two types": {"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 3.0}},
+    "length beside yarn": {"rope_scaling": {**YARN, LENGTH: 32}, LENGTH: 16},
+    "length beside longrope": {"rope_scaling": {**LONGROPE, "attention_factor": None}, LENGTH: 16},
+    "length beside dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.5}, LENGTH: 16},
+    "length without scaling": {LENGTH: 16},
+    "yarn without length": {"rope_scaling": YARN},
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_fault_10_fields_of_a_file_mean_what_they_mean_to_transformers(name: str) -> None:
+    file = {"model_type": "llama", **SIZES, "rope_theta": 1000.0, **FILES[name]}
+    ours = model_from(from_hugging_face(file, "config.json"))
+    assert isinstance(ours, LlamaConfig)
+    theirs = modeling_llama().LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(copy.deepcopy(file)))
+    for length in (16, LONGEST, 3 * LONGEST):
+        found, _ = Rotary(ours).tables(length, torch.zeros(1))
+        wanted = theirs(torch.zeros(1), torch.arange(length)[None])[0][0, :, :8]
+        assert torch.equal(found.view(length, -1), wanted), f"{length} positions"
+
+
+def test_fault_10_the_old_name_of_the_type_counts_where_the_new_one_is_null() -> None:
+    old, new = (
+        {"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": kind, "type": "linear", "factor": 3.0}}
+        for kind in (None, "linear")
+    )
+    assert from_hugging_face(old, "config.json") == from_hugging_face(new, "config.json")
+    scaling = {"rope_type": None, "type": "linear", "factor": 3.0}
+    assert LlamaConfig(family="llama", **SIZES, rope_scaling=scaling).rope_scaling == SCALINGS["linear"]
+
+
+def test_fault_10_a_part_of_a_head_is_scaled_as_transformers_scales_it() -> None:
+    scaling = {"rope_type": "dynamic", "type": None, "factor": 2.5, LENGTH: 16}
+    file = {"model_type": "gpt_neox", **SIZES, "rotary_pct": 0.5, "rotary_emb_base": 1000, "rope_scaling": scaling}
+    ours = model_from(from_hugging_face(file, "config.json"))
+    assert isinstance(ours, GPTNeoXConfig)
+    theirs = transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXRotaryEmbedding(
+        transformers.GPTNeoXConfig.from_dict(copy.deepcopy(file))
+    )
+    found, _ = Rotary(ours).tables(3 * LONGEST, torch.zeros(1))
+    wanted = theirs(torch.zeros(1), torch.arange(3 * LONGEST)[None])[0][0, :, :4]
+    assert torch.equal(found.view(3 * LONGEST, -1), wanted)
 
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if name not in ("none", "default", "yarn at factor 1")])

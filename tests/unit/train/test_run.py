@@ -1,5 +1,6 @@
 """As what an error ends a run, and what its ranks agree on."""
 
+import json
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config import Layout, load_config
+from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import ConfigError, DataError, LostPeerError, RunError
 from shardwise.mesh import Mesh
 from shardwise.storage.root import Root
 from shardwise.train.record import Progress
-from shardwise.train.run import _explained, _report_weights, _with_one_batch, run
+from shardwise.train.run import _changes, _explained, _report_weights, _with_one_batch, run
 from tests.dist.training import make_config
 
 
@@ -65,6 +67,21 @@ def test_weights_whose_tokenizer_is_another_are_told(tmp_path: Path) -> None:
         f"the tokenizer of the data has other ids than that of the loaded weights ({tmp_path / 'weights'}): to keep "
         f"what they learned, set data.tokenizer={tmp_path / 'weights'}"
     ]
+
+
+def test_fault_07_a_run_says_what_it_changes_beside_loaded_weights(tmp_path: Path) -> None:
+    config = load_config("llama3-tiny", ["model.rope_theta=5e6"])
+    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(load_config("llama3-tiny").model)))
+    here: Any = SimpleNamespace(
+        config=config,
+        weights=Root.of(tmp_path),
+        folder=SimpleNamespace(changes=("train.steps 1 → 2",)),
+        mesh=SimpleNamespace(world=SimpleNamespace(rank=0)),
+    )
+    changed = f"model.rope_theta (5000000.0) replaces that of {tmp_path}/config.json (500000.0), with the same weights"
+    assert _changes(here) == ("train.steps 1 → 2", changed)
+    here.mesh.world.rank = 1
+    assert _changes(here) == ("train.steps 1 → 2",)
 
 
 def test_all_ranks_have_the_batch_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

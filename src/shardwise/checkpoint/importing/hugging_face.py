@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator
 from functools import partial
 
 from shardwise.boxes import Box
-from shardwise.checkpoint.agreement import read_model
 from shardwise.checkpoint.companions import beside_weights, token_ids
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint_format.comparison import differing_copies, find_sources
 from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
+from shardwise.checkpoint_format.model_file import read_model
 from shardwise.checkpoint_format.safetensors import DTYPES
 from shardwise.checkpoint_format.tensors import StoredTensors, segments
 from shardwise.checkpoint_format.writing import CONFIG, STREAM_BYTES, StreamedWeight

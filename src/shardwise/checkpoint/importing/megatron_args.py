@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.checkpoint.agreement import validated
+from shardwise.checkpoint_format.model_file import validated
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise.errors import ConfigError, listing
 

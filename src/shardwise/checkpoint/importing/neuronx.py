@@ -30,11 +30,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwise.checkpoint.agreement import read_model
 from shardwise.checkpoint.companions import token_ids
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.shards import Shards, Stacked, difference, require_ranks, stack
+from shardwise.checkpoint_format.model_file import read_model
 from shardwise.checkpoint_format.spelling import spelling
 from shardwise.config import BertConfig, GPTNeoXConfig, LlamaConfig
 from shardwise.errors import ConfigError, listing

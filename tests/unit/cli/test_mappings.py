@@ -1,0 +1,96 @@
+"""Values of the configuration that are mappings or lists, in the commands that compute from the configuration alone."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.config import Config, check_layout, load_config
+from shardwise.config.rope import _OPTIONAL, _REQUIRED
+from shardwise.plan.partition import compute_shares
+from tests.arch.source import config_fields
+
+FIELDS: dict[str, Any] = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 7 + [2.5],
+    "attention_factor": 1.1,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+    "truncate": False,
+}
+OTHERS: dict[str, list[str]] = {
+    "model.ignore": ["model.ignore=[unsloth_fixed]"],
+    "model.no_rope_layers": ["model.family=smollm3", "model.no_rope_layers=[1,0,1,0,1,0,1,0]"],
+    "parallel.stages": ["parallel.stages=[3,5]"],
+    "optimizer.betas": ["optimizer.betas=[0.8,0.9]"],
+    "data.blend": ["data.dataset=null", "data.blend=[0.5,a,0.5,b]"],
+    "compile.options": ["compile.options={max_autotune: true, more: [1, {deep: [2]}]}"],
+    "hooks.optimizer_options": ["hooks.optimizer=torch.optim:SGD", "hooks.optimizer_options={momentum: 0.9}"],
+    "hooks.callbacks": ["hooks.callbacks=[builtins:print]"],
+    "launch.sbatch": ["launch.sbatch=[--qos=high]"],
+    "launch.environment": ["launch.environment={NCCL_DEBUG: WARN}"],
+    "log.trackers": ["log.trackers=[wandb]"],
+    "log.profile_ranks": ["log.profile=2:4", "log.profile_ranks=[0]"],
+}
+
+
+def _scalings() -> Iterator[Any]:
+    for rope_type, needed in _REQUIRED.items():
+        for names in dict.fromkeys([needed, (*needed, *_OPTIONAL.get(rope_type, ()))]):
+            scaling = {"rope_type": rope_type, **{name: FIELDS[name] for name in names}}
+            yield pytest.param([f"model.rope_scaling={json.dumps(scaling)}"], id=f"{rope_type}, {len(names)} fields")
+
+
+CASES = [*_scalings(), *(pytest.param(keys, id=key) for key, keys in OTHERS.items())]
+
+
+def test_every_key_with_a_mapping_or_a_list_is_tried() -> None:
+    structured = {
+        key
+        for key, field in config_fields().items()
+        if any(kind in str(field.annotation) for kind in ("dict", "tuple["))
+    }
+    assert structured == {*OTHERS, "model.rope_scaling"}
+
+
+def sections(config: Config) -> list[Any]:
+    return [config, *(getattr(config, name) for name in type(config).model_fields)]
+
+
+@pytest.mark.parametrize("keys", CASES)
+def test_fault_06_each_section_is_a_key_of_a_cache(keys: list[str]) -> None:
+    keys = [*keys, "parallel.pipeline=2"]
+    config, again, other = (load_config("llama2-tiny", given) for given in (keys, keys, ["model.vocab_size=640"]))
+    assert len({*sections(config)}) == len(sections(config))
+    assert {*sections(config)} == {*sections(again)}
+    assert other not in {config}
+
+
+@pytest.mark.parametrize("keys", CASES)
+def test_fault_06_commands_take_every_mapping_and_list(
+    keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda *_: None)
+    for command in ("train", "submit"):
+        monkeypatch.setattr(f"shardwise.cli.{command}.glance_at_inputs", lambda *_: ([], []))
+    # The planner searches the keys that are not given.
+    keys = [*keys, "train.micro_batch=1", "parallel.tensor=1", "parallel.pipeline=2"]
+    config = load_config("llama2-tiny", keys)
+    assert sum(compute_shares(config, check_layout(config, 2))) == pytest.approx(1)
+    for arguments in (
+        ["train", "llama2-tiny", *keys, "--dry-run"],
+        ["plan", "llama2-tiny", *keys, "train.recompute=none", "--device", "h100:2"],
+        ["submit", "llama2-tiny", *keys, "--nodes", "2", "launch.ranks_per_node=1", "--dry-run"],
+    ):
+        code = main(arguments)
+        assert code == 0, capsys.readouterr().err
