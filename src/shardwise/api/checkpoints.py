@@ -108,8 +108,7 @@ def load_checkpoint(
     """
     from shardwise import checkpoint
     from shardwise.api.own_loop import mesh_of, on_first_rank, require_loadable
-    from shardwise.checkpoint.agreement import agree
-    from shardwise.checkpoint.restore import optimizer_problems, read_manifest, restore
+    from shardwise.checkpoint.restore import read_manifest, restore
     from shardwise.train.opening import raised_on_every_rank
 
     mesh = mesh_of(mesh)
@@ -122,7 +121,6 @@ def load_checkpoint(
         if optimizer is None:
             checkpoint.load_checkpoint(model, str(manifest.config.get("model", {}).get("family", "")), mesh, root)
         else:
-            agree(optimizer_problems(root, manifest, optimizer), mesh.world)
             restore(root, manifest, model, optimizer, mesh)
     return manifest.step
 
