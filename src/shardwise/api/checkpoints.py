@@ -58,15 +58,19 @@ def save_checkpoint(
         ConfigError: on every rank, an argument is none of those; nothing was written.
         RunError: on every rank, it could not be written.
     """
-    from shardwise.api.own_loop import mesh_of, on_first_rank, require_saveable
+    from shardwise.api.own_loop import mesh_of, on_first_rank, require_one_model, require_saveable
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
+    from shardwise.train.drift import check_replicas
     from shardwise.train.opening import raised_on_every_rank, versions
 
     mesh = mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
         root = Root.of(require_path("folder", folder))
-        require_saveable(model, optimizer, step, config)
+        require_saveable(model, optimizer, step, config, mesh)
+    require_one_model(model, config, mesh)
+    optimizer.gathers.wait()
+    check_replicas(model, mesh, int(step))
     on_first_rank(root.make, mesh.world)
     layout = asdict(Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size)) | {"data": mesh.dp.size}
     described = {"layout": layout, "data": {}, "versions": versions()}
@@ -114,7 +118,7 @@ def load_checkpoint(
     mesh = mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
         place = require_path("folder", folder)
-        require_loadable(model, optimizer)
+        require_loadable(model, optimizer, mesh)
     root = Root.of(on_first_rank(lambda: _checkpoint_at(place), mesh.world))
     manifest = read_manifest(root, mesh.world)
     with keys_renamed(_ARGUMENTS):

@@ -17,7 +17,7 @@ from shardwise import comm, placement
 from shardwise.errors import ConfigError, listing, see
 from shardwise.mesh import Group
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.checks import broadcast_value, require_same_parameters
+from shardwise.optim.checks import broadcast_value, described, require_same_parameters
 
 _SHOWN = 3
 _TOLERANCE = 1e-2
@@ -25,14 +25,9 @@ _TOLERANCE = 1e-2
 are."""
 
 
-def names_of(groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, str]:
-    """The uncut parameters of some parameter groups, in order, as messages call them: by name, if given, and shape."""
-    return {
-        p: f"{name} {list(p.shape)}".lstrip()
-        for options in groups
-        for p, name in zip(options["params"], options.get("param_names") or [""] * len(options["params"]), strict=True)
-        if placement.of_or_whole(p).group.size == 1
-    }
+def uncut_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
+    """The uncut parameters of some parameter groups, in order."""
+    return [p for options in groups for p in options["params"] if placement.of_or_whole(p).group.size == 1]
 
 
 @torch.no_grad()
@@ -52,20 +47,21 @@ def take_first_values(groups: Sequence[dict[str, Any]], tensor: Group, data: Gro
     """
     if tensor.size == 1:
         return
-    names, changed = names_of(groups), list[str]()
-    require_same_parameters([{"params": list(names)}], tensor, device)
-    for p, name in names.items():
+    uncut, changed = uncut_of(groups), list[int]()
+    require_same_parameters([{"params": uncut}], tensor, device)
+    for number, p in enumerate(uncut):
         before = p.detach().clone()
         broadcast_value(p, tensor)
         if not torch.equal(before, p.detach()):
-            changed.append(name)
+            changed.append(number)
     if not comm.any_rank(bool(changed), tensor):
         return
-    everyones = dict.fromkeys(name for of_rank in comm.all_gather_objects(changed, tensor) for name in of_rank)
+    everyones = {number for of_rank in comm.all_gather_objects(changed, tensor) for number in of_rank}
     if tensor.rank == data.rank == 0:
+        names = described([uncut[number] for number in sorted(everyones)])
         warnings.warn(
             "each tensor-parallel rank holds these parameters whole, and they began with other values on other ranks: "
-            f"{listing(everyones, most=_SHOWN)}. All ranks go on with the values of the first rank, which alone says "
+            f"{listing(names, most=_SHOWN)}. All ranks go on with the values of the first rank, which alone says "
             f"so. Give all ranks one seed before the model is made{see('training#uncut-parameters')}",
             stacklevel=2,
         )
@@ -91,15 +87,15 @@ class UncutGradients:
         device: torch.device,
     ) -> None:
         self._tensor, self._data, self._device, self._steps = tensor, data, device, 0
-        self._views: list[tuple[str, list[Tensor]]] = []
-        """Name, and what this rank owns of the gradient."""
-        names = names_of(groups) if tensor.size > 1 else {}
+        self._views: list[tuple[nn.Parameter, list[Tensor]]] = []
+        """A parameter, and what this rank owns of its gradient."""
+        uncut = set(uncut_of(groups) if tensor.size > 1 else ())
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
-                if p in names:
+                if p in uncut:
                     runs = bucket.owned_runs(index, placement.Box.whole(tuple(p.shape)))
                     views = [bucket.gradient[start : start + length] for start, length in runs]
-                    self._views.append((names[p], views))
+                    self._views.append((p, views))
 
     @torch.no_grad()
     def require_equal(self) -> None:
@@ -119,8 +115,8 @@ class UncutGradients:
         if found:
             raise ConfigError(
                 "each tensor-parallel rank holds these parameters whole and must get the same gradient, but the ranks' "
-                f"gradients differ: {listing(found, most=_SHOWN)}. Where a rank sees a part of the sequence or of the "
-                "heads, use a layer of shardwise with group= and sequence_parallel_enabled=True, or "
+                f"gradients differ: {listing(described(found), most=_SHOWN)}. Where a rank sees a part of the sequence "
+                "or of the heads, use a layer of shardwise with group= and sequence_parallel_enabled=True, or "
                 "shardwise.make_parameter with partial=True; elsewhere give all ranks the same activations and dropout "
                 f"masks{see('training#uncut-parameters')}"
             )
