@@ -30,7 +30,6 @@ def uncut_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
     return [p for options in groups for p in options["params"] if placement.of_or_whole(p).group.size == 1]
 
 
-@torch.no_grad()
 def take_first_values(groups: Sequence[dict[str, Any]], tensor: Group, data: Group, device: torch.device) -> None:
     """Give uncut parameters the values of the first tensor-parallel rank; one rank warns where this changed some.
 
@@ -63,7 +62,7 @@ def take_first_values(groups: Sequence[dict[str, Any]], tensor: Group, data: Gro
             "each tensor-parallel rank holds these parameters whole, and they began with other values on other ranks: "
             f"{listing(names, most=_SHOWN)}. All ranks go on with the values of the first rank, which alone says "
             f"so. Give all ranks one seed before the model is made{see('training#uncut-parameters')}",
-            stacklevel=2,
+            stacklevel=4,  # the caller of the optimizer's constructor, or of add_param_group
         )
 
 
