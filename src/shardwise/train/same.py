@@ -11,7 +11,7 @@ from shardwise import comm
 from shardwise.checkpoint_format.diff import by_dotted_key
 from shardwise.config import Config
 from shardwise.errors import ConfigError, listing
-from shardwise.mesh import Group, Mesh
+from shardwise.mesh import Group, Mesh, join
 from shardwise.train.opening import versions
 
 _FOLDER = "the run's folder"
@@ -37,12 +37,16 @@ def require_same(config: Config, mesh: Mesh, run_path: Path | None = None) -> No
     _require_equal(own, first, mesh.world)
 
 
-def require_same_run_dir(run_dir: Path | None, world: Group) -> None:
-    """Compare the folder that each rank was given with rank 0's; None: it was given none. Collective.
+def require_same_run_dir(run_dir: Path | None, timeout: float) -> None:
+    """Join the job, and compare the folder that each rank was given with rank 0's; None: it was given none.
+
+    Collective; `timeout`: as of `join`.
 
     Raises:
         ConfigError: on every rank, with the folders and the ranks.
     """
+    join(timeout=timeout)
+    world = Group.world()
     own = {"run_dir": None if run_dir is None else str(run_dir.absolute())}
     _require_equal(own, comm.broadcast_object(own, world), world)
 
