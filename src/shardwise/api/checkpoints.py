@@ -48,15 +48,17 @@ def save_checkpoint(
         optimizer: of all the model's parameters.
         step: updates done, the same on all ranks; the checkpoint is `FOLDER/step-0000STEP`, and replaces one of that
             name.
-        mesh: the one that the model's and the optimizer's groups come from; None: data parallelism alone.
-        config: what `config.json` and the manifest say of the model; `export_checkpoint` needs it.
+        mesh: the one that the model and the optimizer were made with; None: data parallelism alone.
+        config: what `config.json` and the manifest say of the model; `export_checkpoint` needs it. Names and shapes
+            must be the model's; those of a class that `model.family` names are not compared.
 
     Returns:
         the path or URL of the checkpoint.
 
     Raises:
-        ConfigError: on every rank, an argument is none of those; nothing was written.
-        RunError: on every rank, it could not be written.
+        ConfigError: on every rank, an argument is none of those, or a checkpoint of it could not be read again;
+            nothing was written.
+        RunError: on every rank, it could not be written, or the ranks' copies of a parameter differ.
     """
     from shardwise.api.own_loop import mesh_of, on_first_rank, require_one_model, require_saveable
     from shardwise.checkpoint.save import Saver

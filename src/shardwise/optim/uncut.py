@@ -44,9 +44,9 @@ def take_first_values(groups: Sequence[dict[str, Any]], tensor: Group, data: Gro
     Raises:
         ConfigError: on every rank of `tensor`, the ranks hold other uncut parameters.
     """
-    if tensor.size == 1:
-        return
     uncut, changed = uncut_of(groups), list[int]()
+    if tensor.size == 1 or not uncut:
+        return
     require_same_parameters([{"params": uncut}], tensor, device)
     for number, p in enumerate(uncut):
         before = p.detach().clone()

@@ -56,7 +56,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     `step()` uses the gradients up: afterwards they are 0. A parameter without a gradient counts as one whose gradient
     is 0. At group size 1 there is no communication and the result is that of the wrapped class. Making the optimizer
     is collective: all ranks give the same parameters in the same order, and all of them, frozen ones too, take the
-    values of the group's first rank. A `torch.amp.GradScaler` skips a step on all ranks or on none; leave out its
+    values of the group's first rank. So do, over the mesh's tensor-parallel ranks, parameters that are not cut, whose
+    gradients must be equal there. A `torch.amp.GradScaler` skips a step on all ranks or on none; leave out its
     `unscale_`.
 
     Attributes:
