@@ -168,7 +168,7 @@ def test_fault_01_other_gradients_of_a_whole_parameter_are_refused(at: int, rank
     assert (done, said) == other
     assert done == at
     assert said.startswith(
-        "each tensor-parallel rank holds these parameters whole and must get the same gradient, but the ranks' gradients "
+        "each tensor-parallel rank holds these parameters whole and must get the same gradient, but the ranks' "
     )
     assert "norm.weight" in said
 

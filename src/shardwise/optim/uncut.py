@@ -116,8 +116,8 @@ class UncutGradients:
                 "each tensor-parallel rank holds these parameters whole and must get the same gradient, but the ranks' "
                 f"gradients differ: {listing(described(found), most=_SHOWN)}. Where a rank sees a part of the sequence "
                 "or of the heads, use a layer of shardwise with group= and sequence_parallel_enabled=True, or "
-                "shardwise.make_parameter with partial=True; elsewhere give all ranks the same activations and dropout "
-                f"masks{see('training#uncut-parameters')}"
+                "shardwise.make_parameter with partial=True; elsewhere give all ranks the same activations, frozen "
+                f"parameters and dropout masks{see('training#uncut-parameters')}"
             )
 
     def _squares(self, views: Sequence[Tensor]) -> Tensor:
