@@ -269,17 +269,30 @@ def share(parameter: Tensor, ranks: Group) -> None:
     cast(PlacedParameter, parameter).placement = replace(record, pieces=shared)
 
 
-def of_or_whole(parameter: Tensor, name: str = "") -> Placement:
-    """A parameter's record; one without is taken as whole on every rank."""
+def of_or_whole(parameter: Tensor, name: str = "", tensor: Group | None = None) -> Placement:
+    """A parameter's record; one without, such as those of torch's own modules, is one canonical tensor, whole.
+
+    Args:
+        parameter: of a model.
+        name: of a parameter without a record.
+        tensor: the tensor-parallel ranks of the model. Each of them has a copy of a parameter that no group cuts.
+    """
     shape = tuple(parameter.shape)
     whole = Box.whole(shape)
-    return of(parameter) or Placement((Piece(name, shape, whole, whole, Init.constant(0.0)),))
+    record = of(parameter) or Placement((Piece(name, shape, whole, whole, Init.constant(0.0)),))
+    if tensor is None or record.group.size > 1:
+        return record
+    copied = tuple(replace(piece, copies=tensor) if piece.copies.size == 1 else piece for piece in record.pieces)
+    return Placement(copied, tensor)
 
 
-def placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-    """Each parameter of a model once, with its local name and its record under full canonical names."""
+def placements(module: nn.Module, tensor: Group | None = None) -> Iterator[tuple[str, nn.Parameter, Placement]]:
+    """Each parameter of a model once, with its local name and its record under full canonical names.
+
+    `tensor`: as in `of_or_whole`.
+    """
     for path, parameter in module.named_parameters():
-        placement = of_or_whole(parameter, path)
+        placement = of_or_whole(parameter, path, tensor)
         prefix = path.rpartition(".")[0]
         full = tuple(replace(p, name=prefix + p.name) if p.name.startswith(".") else p for p in placement.pieces)
         yield path, parameter, replace(placement, pieces=full)

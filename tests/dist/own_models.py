@@ -85,3 +85,27 @@ class WholeNumbers(Dropping):
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
         self.order = nn.Parameter(torch.arange(4), requires_grad=False)
+
+
+class Mixed(nn.Module):
+    """Torch's own modules around one sharded MLP: a tied head, a frozen projection, a norm.
+
+    Without a seed of their own the layers of shardwise draw as torch's do, so ranks may begin with other weights.
+    """
+
+    def __init__(self, vocab_size: int = 33, width: int = 8, group: sw.Group | None = None) -> None:
+        super().__init__()
+        group = sw.Group.of(group)
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.norm = nn.LayerNorm(width)
+        self.up = sw.ColumnParallelLinear(width, 2 * width, gather_output=False, group=group)
+        self.down = sw.RowParallelLinear(2 * width, width, input_is_parallel=True, group=group)
+        self.late = sw.RMSNorm(width, group=sw.Group())  # a layer of shardwise that shares nothing
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids_SB: Tensor) -> Tensor:
+        x = self.frozen(self.embedding(ids_SB))
+        x = x + self.down(self.up(self.norm(x)).relu())
+        return nn.functional.cross_entropy(self.head(self.late(x)).flatten(0, 1), ids_SB.flatten())

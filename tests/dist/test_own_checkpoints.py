@@ -1,5 +1,6 @@
 """Checkpoints of a loop of the user's own over real ranks: what calls leave behind, and problems of one rank."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ from torch import nn
 from torch.distributed.distributed_c10d import _world
 
 import shardwise
+from shardwise import comm
 from shardwise.checkpoint.save import Saver
+from shardwise.errors import ConfigError, RunError
 from shardwise.mesh import Group
 from shardwise.storage.root import Root
 from shardwise.testing import RankPool
 from tests.dist.checkpoints import PLACE
 from tests.dist.dense import mesh as shared_mesh
+from tests.dist.own_models import Mixed
+from tests.dist.test_drift import flip
 
 
 def parts() -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
@@ -89,3 +94,123 @@ def test_a_saver_refuses_a_step_before_its_thread_begins(tmp_path: Path) -> None
         saver.save(None, PLACE)  # type: ignore[arg-type]
     saver.wait()
     assert saver.finished() == []
+
+
+# ---- torch's own modules beside sharded layers
+
+
+def mixed(tensor: int, options: dict[str, Any]) -> tuple[Mixed, shardwise.ZeroRedundancyOptimizer]:
+    mesh = shared_mesh(tensor)
+    model = Mixed(group=mesh.tp)
+    return model, shardwise.ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.NAdam, lr=0.01, mesh=mesh, **options
+    )
+
+
+def trained(tensor: int, load: str | None, save: str, options: dict[str, Any]) -> tuple[list[float], list[str]]:
+    """Losses and gradient norms of three steps, begun with another seed on each rank; and what was warned of."""
+    mesh, found = shared_mesh(tensor), list[float]()
+    torch.manual_seed(mesh.world.rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, optimizer = mixed(tensor, options)
+    start = 0 if load is None else shardwise.load_checkpoint(load, model, optimizer, mesh=mesh)
+    for step in range(start, start + 3):
+        ids = torch.randint(33, (6, 4), generator=torch.Generator().manual_seed(step))
+        loss = model(ids[:, mesh.dp.rank :: mesh.dp.size])
+        loss.backward()
+        norm, _ = optimizer.norms()
+        optimizer.step()
+        found += [float(comm.all_reduce_(loss.detach().clone(), mesh.dp)) / mesh.dp.size, float(norm)]
+    shardwise.save_checkpoint(save, model, optimizer, step=start + 3, mesh=mesh)
+    return found, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("world", "options"), [(2, {}), (4, {}), (4, {"shard": False})])
+def test_fault_01_a_model_with_torchs_own_modules_resumes_at_any_layout(
+    world: int, options: dict[str, Any], ranks: Any, tmp_path: Path
+) -> None:
+    """They are whole on every tensor-parallel rank: saved and counted once, begun with the first rank's values."""
+    pool: RankPool = ranks(world)
+    one, cut, last = (str(tmp_path / name) for name in ("one", "cut", "last"))
+    first, said = trained(1, None, one, {})
+    assert not said
+    second, _ = trained(1, one, last, {})
+    for rank, (found, said) in enumerate(pool.run(trained, 2, None, cut, options)):
+        assert found == pytest.approx(first, rel=1e-5)
+        assert len(said) == (rank == 0)
+        if said:
+            assert "and they began with other values on other ranks: embedding.weight, frozen.weight and" in said[0]
+    assert trained(1, cut, last, {})[0] == pytest.approx(second, rel=1e-5)
+    for found, _ in pool.run(trained, 2, one, last, options):
+        assert found == pytest.approx(second, rel=1e-5)
+
+
+def with_other_gradients(at: int) -> tuple[int, str]:
+    """The steps that were done, and what was said, where the ranks see other tokens from step `at` on."""
+    torch.manual_seed(0)
+    model, optimizer = mixed(2, {})
+    rank = shared_mesh(2).world.rank
+    for step in range(3):
+        model(torch.arange(4).view(4, 1) + (rank if step >= at else 0)).backward()
+        try:
+            optimizer.step()
+        except ConfigError as error:
+            return step, str(error)
+    return 3, ""
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_fault_01_other_gradients_of_a_whole_parameter_are_refused(at: int, ranks: Any) -> None:
+    """As under sequence parallelism, where each rank has a part of them: the copies would drift apart."""
+    pool: RankPool = ranks(2)
+    (done, said), other = pool.run(with_other_gradients, at)
+    assert (done, said) == other
+    assert done == at
+    assert said.startswith(
+        "each tensor-parallel rank holds these parameters whole and must get the same gradient, but the ranks' "
+    )
+    assert "norm.weight" in said
+
+
+def drifted(folder: str) -> list[str]:
+    mesh, said = shared_mesh(2), list[str]()
+    torch.manual_seed(0)
+    model, optimizer = mixed(2, {})
+    other = shared_mesh(1)
+    for changed, given in ((model.frozen.bias, mesh), (model.late.weight, mesh), (None, other)):
+        if changed is not None and mesh.world.rank == 1:
+            flip(changed, 3, 2)
+        try:
+            shardwise.save_checkpoint(folder, model, optimizer, step=1, mesh=given)
+        except (RunError, ConfigError) as error:
+            said.append(str(error))
+        if changed is not None and mesh.world.rank == 1:
+            flip(changed, 3, 2)
+    return said
+
+
+def test_fault_01_a_save_compares_the_copies_and_the_mesh(ranks: Any, tmp_path: Path) -> None:
+    pool: RankPool = ranks(2)
+    one, other = pool.run(drifted, str(tmp_path / "saved"))
+    assert one == other
+    assert "parameters have drifted apart: frozen.bias on ranks [1] differs from rank 0" in one[0]
+    assert "parameters have drifted apart: late.weight on ranks [1] differs from rank 0" in one[1]
+    assert "the data-parallel ranks of the optimizer (0) must be those of mesh (0 and 1)" in one[2]
+    assert not (tmp_path / "saved").exists()
+
+
+def stages_of_one_name(folder: str) -> str:
+    mesh = shared_mesh(1, 2)
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, mesh=mesh)
+    with pytest.raises(ConfigError) as caught:
+        shardwise.save_checkpoint(folder, model, optimizer, step=1, mesh=mesh)
+    return str(caught.value)
+
+
+def test_fault_22_stages_with_one_name_for_two_parameters_are_refused(ranks: Any, tmp_path: Path) -> None:
+    """Only those of the first stage would be saved."""
+    pool: RankPool = ranks(2)
+    for said in pool.run(stages_of_one_name, str(tmp_path)):
+        assert said.startswith("pipeline stages must name their parameters differently, and several have 0.weight and")

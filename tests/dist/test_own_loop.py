@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise import LAMB, ColumnParallelLinear, Mesh, ZeroRedundancyOptimizer
+from shardwise import LAMB, ColumnParallelLinear, Mesh, RMSNorm, ZeroRedundancyOptimizer
 from shardwise.errors import ConfigError
 from shardwise.testing import RankPool, canonical_weights
 from tests.dist.dense import mesh as shared_mesh
@@ -97,6 +97,29 @@ def test_other_parameters_on_another_rank_are_refused_with_the_first_difference(
     ]
     assert one[:-1] == [f"{start} {difference}" for difference in differences]
     assert one[-1] == f"1 group: {start} 0 is [2] {float32} on rank 0, but [3] {float32} on rank 1"
+
+
+def stepped_after_norms(measures: bool) -> list[Tensor]:
+    """Weights after a step in which parameters were added, with the gradient norm asked for before or not."""
+    mesh = shared_mesh(2)
+    norms = [RMSNorm(4, group=mesh.tp, sequence_parallel_enabled=True) for _ in range(2)]
+    optimizer = ZeroRedundancyOptimizer(norms[0].parameters(), torch.optim.SGD, lr=0.1, max_norm=None, mesh=mesh)
+    x = torch.arange(1.0, 5.0).view(1, 4) + mesh.tp.rank
+    norms[1](norms[0](x)).square().sum().backward()
+    if measures:
+        optimizer.norms()
+    optimizer.add_param_group({"params": list(norms[1].parameters())})
+    optimizer.step()
+    return [norm.weight.detach() for norm in norms]
+
+
+def test_fault_22_parameters_may_be_added_after_the_norm_was_measured(ranks: Any) -> None:
+    """The gradients that are summed already, over data and sequence, are not summed again."""
+    pool: RankPool = ranks(2)
+    for found, wanted in zip(pool.run(stepped_after_norms, True), pool.run(stepped_after_norms, False), strict=True):
+        assert all(map(torch.equal, found, wanted))
+        assert not torch.equal(wanted[0], torch.ones(4))
+        assert not torch.equal(wanted[1], torch.ones(4))
 
 
 def fresh_weights(tensor: int) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from shardwise.checkpoint.agreement import agree
 from shardwise.config import load_config
 from shardwise.errors import ConfigError
@@ -55,6 +57,25 @@ def test_another_folder_is_refused(ranks: Any) -> None:
 def test_one_folder_may_be_written_in_two_ways(ranks: Any) -> None:
     assert ranks(2).run(of_folders, "runs/a", str(Path("runs/a").absolute())) == [[], []]
     assert ranks(2).run(of_folders, "runs/a", None) == [[], []]
+
+
+def of_run_dirs(*folders: str | None) -> list[str]:
+    folder = folders[Group.world().rank]
+    try:
+        same.require_same_run_dir(None if folder is None else Path(folder), 60.0)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize(("first", "second"), [("runs/a", None), (None, "runs/a"), ("runs/a", "runs/b")])
+def test_fault_22_every_rank_is_given_one_run_dir_or_none(first: str | None, second: str | None, ranks: Any) -> None:
+    """Else the rank that finds a finished run returns, and the others wait for it."""
+    pool = ranks(2)
+    here = [None if folder is None else str(Path(folder).absolute()) for folder in (first, second)]
+    wanted = f"run_dir must be the same on all ranks: {here[0]} on rank 0, and {here[1]} on rank 1"
+    assert pool.run(of_run_dirs, first, second) == [[wanted]] * 2
+    assert pool.run(of_run_dirs, first, here[0]) == [[], []]
 
 
 def test_many_differences_are_counted(ranks: Any) -> None:

@@ -48,25 +48,31 @@ def save_checkpoint(
         optimizer: of all the model's parameters.
         step: updates done, the same on all ranks; the checkpoint is `FOLDER/step-0000STEP`, and replaces one of that
             name.
-        mesh: the one that the model's and the optimizer's groups come from; None: data parallelism alone.
-        config: what `config.json` and the manifest say of the model; `export_checkpoint` needs it.
+        mesh: the one that the model and the optimizer were made with; None: data parallelism alone.
+        config: what `config.json` and the manifest say of the model; `export_checkpoint` needs it. Names and shapes
+            must be the model's; those of a class that `model.family` names are not compared.
 
     Returns:
         the path or URL of the checkpoint.
 
     Raises:
-        ConfigError: on every rank, an argument is none of those; nothing was written.
-        RunError: on every rank, it could not be written.
+        ConfigError: on every rank, an argument is none of those, or a checkpoint of it could not be read again;
+            nothing was written.
+        RunError: on every rank, it could not be written, or the ranks' copies of a parameter differ.
     """
-    from shardwise.api.own_loop import mesh_of, on_first_rank, require_saveable
+    from shardwise.api.own_loop import mesh_of, on_first_rank, require_one_model, require_saveable
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
+    from shardwise.train.drift import check_replicas
     from shardwise.train.opening import raised_on_every_rank, versions
 
     mesh = mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
         root = Root.of(require_path("folder", folder))
-        require_saveable(model, optimizer, step, config)
+        require_saveable(model, optimizer, step, config, mesh)
+    require_one_model(model, config, mesh)
+    optimizer.gathers.wait()
+    check_replicas(model, mesh, int(step))
     on_first_rank(root.make, mesh.world)
     layout = asdict(Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size)) | {"data": mesh.dp.size}
     described = {"layout": layout, "data": {}, "versions": versions()}
@@ -108,21 +114,19 @@ def load_checkpoint(
     """
     from shardwise import checkpoint
     from shardwise.api.own_loop import mesh_of, on_first_rank, require_loadable
-    from shardwise.checkpoint.agreement import agree
-    from shardwise.checkpoint.restore import optimizer_problems, read_manifest, restore
+    from shardwise.checkpoint.restore import read_manifest, restore
     from shardwise.train.opening import raised_on_every_rank
 
     mesh = mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
         place = require_path("folder", folder)
-        require_loadable(model, optimizer)
+        require_loadable(model, optimizer, mesh)
     root = Root.of(on_first_rank(lambda: _checkpoint_at(place), mesh.world))
     manifest = read_manifest(root, mesh.world)
     with keys_renamed(_ARGUMENTS):
         if optimizer is None:
             checkpoint.load_checkpoint(model, str(manifest.config.get("model", {}).get("family", "")), mesh, root)
         else:
-            agree(optimizer_problems(root, manifest, optimizer), mesh.world)
             restore(root, manifest, model, optimizer, mesh)
     return manifest.step
 

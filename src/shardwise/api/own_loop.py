@@ -5,6 +5,7 @@ A problem is a ConfigError that says what is wrong, on every rank, and no Attrib
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from numbers import Integral
 from typing import TypeVar, cast
@@ -13,10 +14,18 @@ from torch import nn
 
 from shardwise import comm
 from shardwise.api.arguments import config_problems, shown_value
+from shardwise.checkpoint.importing.foreign_model import canonical_shapes
+from shardwise.checkpoint.load import tensor_shapes
+from shardwise.checkpoint.reading import other_ends
+from shardwise.checkpoint_format.comparison import mismatches
+from shardwise.checkpoint_format.manifest import TensorEntry
+from shardwise.checkpoint_format.spelling import spelling
+from shardwise.config import Config, OwnConfig
 from shardwise.errors import ConfigError, ShardwiseError, listing
 from shardwise.mesh import Group, Mesh
+from shardwise.models.storable import storage_problems
 from shardwise.optim import ZeroRedundancyOptimizer
-from shardwise.placement import unplaced_state
+from shardwise.placement import placements, unplaced_state
 from shardwise.units import counted
 
 _R = TypeVar("_R")
@@ -62,9 +71,11 @@ def on_first_rank(work: Callable[[], _R], world: Group) -> _R:
     return cast("_R", done)
 
 
-def require_saveable(model: object, optimizer: object, step: object, config: object) -> None:
+def require_saveable(model: object, optimizer: object, step: object, config: object, mesh: Mesh) -> None:
     """Raise ConfigError, with every problem, for what no checkpoint can be made of."""
-    problems = _problems(model, optimizer)
+    problems = _problems(model, optimizer, mesh)
+    if isinstance(model, nn.Module):
+        problems += storage_problems(model)
     if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) < _MOST_STEPS:
         problems.append(f"step ({shown_value(step)}) must be the number of updates done, a whole number from 0 on")
     if config is not None:
@@ -73,13 +84,41 @@ def require_saveable(model: object, optimizer: object, step: object, config: obj
         raise ConfigError(problems)
 
 
-def require_loadable(model: object, optimizer: object | None) -> None:
-    """Raise ConfigError, with every problem, for what no checkpoint can be loaded into."""
-    if problems := _problems(model, optimizer, needs_optimizer=False):
+def require_one_model(model: nn.Module, config: Config | None, mesh: Mesh) -> None:
+    """Raise ConfigError where stages share a name, or `config` is of another model. Collective over the pipeline.
+
+    The configuration of a model of the user's own names a class, which is not called here, so it is not compared.
+    """
+    alone = [
+        piece.name
+        for _, _, record in placements(model)
+        for piece in record.pieces
+        if piece.box.numel and other_ends(piece, mesh).size == 1
+    ]
+    everywhere = Counter(name for names in comm.all_gather_objects(dict.fromkeys(alone), mesh.pp) for name in names)
+    if twice := [name for name, stages in everywhere.items() if stages > 1]:
+        raise ConfigError(
+            f"pipeline stages must name their parameters differently, and several have {listing(twice, most=_SHOWN)}: "
+            "name the modules of each stage as the whole model does"
+        )
+    if config is None or isinstance(config.model, OwnConfig):
+        return
+    shapes, described = tensor_shapes(model, mesh.pp), canonical_shapes(config.model)
+    canonical = spelling(config.model.family).canonical(list(shapes), set(described))
+    renamed = {canonical.get(name, name): shape for name, shape in shapes.items()}
+    stored = {name: TensorEntry(shape, "F32", ()) for name, shape in described.items()}
+    if problems := mismatches(f"config ({config.model.family})", renamed, stored):
+        problems[-1] += "; give the configuration of the model that is saved, or none"
         raise ConfigError(problems)
 
 
-def _problems(model: object, optimizer: object, *, needs_optimizer: bool = True) -> list[str]:
+def require_loadable(model: object, optimizer: object | None, mesh: Mesh) -> None:
+    """Raise ConfigError, with every problem, for what no checkpoint can be loaded into."""
+    if problems := _problems(model, optimizer, mesh, needs_optimizer=False):
+        raise ConfigError(problems)
+
+
+def _problems(model: object, optimizer: object, mesh: Mesh, *, needs_optimizer: bool = True) -> list[str]:
     problems = []
     if not isinstance(model, nn.Module):
         problems.append(f"model ({shown_value(model)}) must be a torch.nn.Module")
@@ -96,8 +135,19 @@ def _problems(model: object, optimizer: object, *, needs_optimizer: bool = True)
                 "class: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)"
             )
     elif isinstance(model, nn.Module):
-        problems += _of_other_model(model, optimizer)
+        problems += _of_other_model(model, optimizer) + _of_other_mesh(optimizer, mesh)
     return problems
+
+
+def _of_other_mesh(optimizer: ZeroRedundancyOptimizer, mesh: Mesh) -> list[str]:
+    """Why the ranks of an optimizer are not those of a mesh."""
+    axes = {"data-parallel": (optimizer.group, mesh.dp), "tensor-parallel": (optimizer.tensor, mesh.tp)}
+    return [
+        f"the {axis} ranks of the optimizer ({listing(held.ranks)}) must be those of mesh ({listing(wanted.ranks)}): "
+        "give mesh= here and to the optimizer, the same"
+        for axis, (held, wanted) in axes.items()
+        if held.ranks != wanted.ranks and max(held.size, wanted.size) > 1
+    ]
 
 
 def _of_other_model(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> list[str]:

@@ -149,6 +149,7 @@ def train(
     from shardwise.cli.train import with_batch
     from shardwise.config import check_layout
     from shardwise.train.run import run
+    from shardwise.train.same import require_same_run_dir
 
     _require_arguments(config, run_dir, name, callbacks)
     place = _join()
@@ -161,6 +162,8 @@ def train(
         raise ConfigError("data.path, data.blend or data.dataset must name the data; for a trial, data.dataset=tiny")
     with given(objects), ExitStack() as held:
         _check_own_code(config)
+        # A rank that finds a finished run there returns, and ranks that look elsewhere would wait for it.
+        require_same_run_dir(path, config.launch.timeout)
         if path is not None and is_finished(held, config, path, place):
             return Run(path)
         path = prepare_run(held, config, name, path, place)

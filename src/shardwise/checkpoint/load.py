@@ -53,7 +53,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
     assert tensors is not None
     where = f"checkpoint.load ({folder})"
     stored = tensors.states[MODEL]
-    sources, problems = find_sources(where, config.family, _shapes(model, mesh.pp), stored)
+    sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh.pp), stored)
     agree(disagreements + problems, world)
     wants = [Want(MODEL, piece.name, piece.box, target) for _, piece, target in held_pieces(model)]
     wants = [want.part(box) for want in wants for box in segments(want.box.size, STREAM_BYTES // 8)]
@@ -84,7 +84,7 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
     """
     manifest = read_manifest(folder, mesh.world)
     stored = manifest.tensors.get(MODEL, {})
-    _, problems = find_sources(f"checkpoint.load ({folder})", family, _shapes(model, mesh.pp), stored)
+    _, problems = find_sources(f"checkpoint.load ({folder})", family, tensor_shapes(model, mesh.pp), stored)
     agree(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
     wants = []
@@ -117,7 +117,7 @@ def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
     )
 
 
-def _shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...]]:
     """Canonical name → shape of the tensors of all stages; collective over the pipeline."""
     here = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
     return {name: shape for of_rank in comm.all_gather_objects(here, pipeline) for name, shape in of_rank.items()}

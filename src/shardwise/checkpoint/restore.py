@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,9 +20,12 @@ from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import (
     MASTER,
+    STEP,
+    Number,
     begin_restoring,
     finish_restoring,
     kept_states,
+    names_by_bucket,
     state_slices,
     state_tensors,
 )
@@ -103,9 +107,11 @@ def restore(
         DamageError, StoreError: as `reading.read`. The weights are then neither the old nor the new ones.
     """
     states, steps = ([], 0) if weights_only else _optimizer_state(manifest, folder)
-    agree(_mismatches(manifest, model, states, mesh, folder), mesh.world)
-    if states:
-        begin_restoring(optimizer, states, steps)
+    numbers, problems = (None, []) if weights_only else _numbers(manifest, model, optimizer, steps)
+    others = [] if weights_only else _optimizer_problems(manifest, optimizer, states, steps, folder)
+    agree(others + problems + _mismatches(manifest, model, states, mesh, folder), mesh.world)
+    if not weights_only:
+        begin_restoring(optimizer, states, steps, numbers)
     reader = CheckpointReader(folder, manifest)
     wants = list(_wants(manifest, model, optimizer, states, mesh))
     # All data-parallel ranks have copies of the weights that no optimizer changes.
@@ -124,10 +130,11 @@ def restore(
     return Restored(manifest, reader.bytes_read, damage)
 
 
-def optimizer_problems(folder: Root, manifest: Manifest, optimizer: ZeroRedundancyOptimizer) -> list[str]:
+def _optimizer_problems(
+    manifest: Manifest, optimizer: ZeroRedundancyOptimizer, states: Iterable[str], steps: int, folder: Root
+) -> list[str]:
     """Why an optimizer cannot go on with the states of a checkpoint: it keeps others."""
-    states, steps = _optimizer_state(manifest, folder)
-    stored, kept = set(states), kept_states(optimizer)
+    stored, kept = {*states, *(manifest.optimizer or {}).get("numbers", {})} - {STEP}, kept_states(optimizer)
     lacks = kept - stored if steps and optimizer.buckets else ()
     if not stored - kept and not lacks:
         return []
@@ -143,10 +150,48 @@ def optimizer_problems(folder: Root, manifest: Manifest, optimizer: ZeroRedundan
 def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:
     """Names of the wrapped optimizer's states, without the master, which belongs to the weights; and its steps."""
     described = manifest.optimizer or {"states": [], "steps": 0}
-    names, steps = described.get("states"), described.get("steps")
-    if not isinstance(names, list) or not all(name in manifest.tensors for name in names) or type(steps) is not int:
+    names, steps, numbers = described.get("states"), described.get("steps"), described.get("numbers", {})
+    are_held = isinstance(names, list) and all(name in manifest.tensors for name in names)
+    if not (are_held and type(steps) is int and _are_numbers(numbers)):
         raise ConfigError(f"{folder} names the states of an optimizer that it does not hold: {dict(described)}")
-    return [name for name in names if name != MASTER], steps
+    return [name for name in described["states"] if name != MASTER], steps
+
+
+def _are_numbers(numbers: object) -> bool:
+    """Whether a manifest's value names a number for each state, or one for each canonical tensor."""
+    if not isinstance(numbers, dict):
+        return False
+    of_states = [value.values() if isinstance(value, dict) else [value] for value in numbers.values()]
+    try:
+        return all(isinstance(float(value), float) for values in of_states for value in values)
+    except (TypeError, ValueError):
+        return False
+
+
+def _numbers(
+    manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, steps: int
+) -> tuple[list[dict[str, Number]] | None, list[str]]:
+    """The numbers of each bucket that a checkpoint holds, and why there are none for a bucket.
+
+    None instead of the numbers: the checkpoint is of an earlier version, which stored only the optimizer's steps.
+    """
+    stored: Mapping[str, Any] | None = (manifest.optimizer or {}).get("numbers")
+    if stored is None:
+        return None, []
+    names, numbers, problems = names_by_bucket(model, optimizer), list[dict[str, Number]](), list[str]()
+    for bucket in optimizer.buckets:
+        numbers.append({})
+        first = names[bucket][0]
+        for state, values in stored.items():
+            by_tensor = values if isinstance(values, Mapping) else dict.fromkeys(names[bucket], values)
+            numbers[-1][state] = by_tensor.get(first, steps)
+            other = next((name for name in names[bucket] if by_tensor.get(name, steps) != numbers[-1][state]), None)
+            if other is not None:
+                problems.append(
+                    f"{first} and {other} must be in parameter groups of their own, as they were when they were saved: "
+                    f"their {state} differs ({numbers[-1][state]} and {by_tensor.get(other, steps)})"
+                )
+    return numbers, problems[:_SHOWN]
 
 
 def _wants(

@@ -46,13 +46,15 @@ from shardwise.errors import ShardwiseError, listing, see
 from shardwise.hardware import available_memory
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
-from shardwise.optim.state import StateSlice, state_slices, state_tensors
+from shardwise.optim.state import Number, StateSlice, names_by_bucket, state_numbers, state_slices, state_tensors
 from shardwise.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.storage.root import Root, StoreError
 
 _ABORTED = "the copy of the state failed"
 _Slices: TypeAlias = dict[str, list[tuple[StateSlice, Tensor]]]
 """By state: the slices that this rank writes, each with the flat tensor that it is in."""
+_Numbers: TypeAlias = dict[str, dict[str, Number]]
+"""By state: the number that the wrapped optimizer keeps for each canonical tensor."""
 _SEEN_WITHIN_SECONDS = 30.0
 """For rank 0 to see the files of other machines: a network file system may report for some seconds that a file is
 missing which another machine has written."""
@@ -93,6 +95,7 @@ class _Job:
     final: Root
     conveyor: Conveyor
     files: tuple[PlannedFile, ...]
+    numbers: _Numbers
     manifest: dict[str, Any]
     started: float
     blocked: float = 0.0
@@ -168,7 +171,7 @@ class Saver:
             self._conveyor = Conveyor(self._mesh.device, self._limit(sum(file.size for file in files)))
         conveyor = self._conveyor
         final = self.root / step_name(step)
-        job = _Job(step, final, conveyor, files, self._manifest(step, progress), started)
+        job = _Job(step, final, conveyor, files, self._numbers(), self._manifest(step, progress), started)
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
         if conveyor.is_limited:  # else nothing is written before training continues: the cores are for the copy
             self._thread.start()
@@ -212,6 +215,16 @@ class Saver:
             state: [(part, flats[part.bucket]) for part in mine if part.bucket in flats]
             for state, flats in sorted(state_tensors(self._optimizer).items())
         }
+
+    def _numbers(self) -> _Numbers:
+        """The numbers of the state, from one rank of each pipeline stage: its other ranks have the same."""
+        numbers: _Numbers = {}
+        if self._mesh.dp.rank == self._mesh.tp.rank == 0:
+            names = names_by_bucket(self._model, self._optimizer)
+            for bucket, values in zip(self._optimizer.buckets, state_numbers(self._optimizer), strict=True):
+                for state, value in values.items():
+                    numbers.setdefault(state, {}).update(dict.fromkeys(names[bucket], value))
+        return numbers
 
     def _files(self, slices: _Slices) -> Iterator[PlannedFile]:
         """This rank's files, in the order in which their bytes are copied."""
@@ -285,8 +298,9 @@ class Saver:
         entries, problem = self._write_files(staging, job, problem)
         problem = self._agreed(problem)
         if problem is None:
-            gathered = comm.gather_objects((entries, [file.places for file in job.files]), self._group)
-            total = sum(entry.bytes for of_rank, _ in gathered or [] for entry in of_rank)
+            mine = entries, [file.places for file in job.files], job.numbers
+            gathered = comm.gather_objects(mine, self._group)
+            total = sum(entry.bytes for of_rank, *_ in gathered or [] for entry in of_rank)
             problem = self._together(lambda: self._commit(staging, final, job, gathered))
         seconds = time.perf_counter() - job.started
         if self._group.rank == 0:
@@ -356,17 +370,18 @@ class Saver:
         staging: Root,
         final: Root,
         job: _Job,
-        gathered: list[tuple[list[FileEntry], list[tuple[str, Places]]]] | None,
+        gathered: list[tuple[list[FileEntry], list[tuple[str, Places]], _Numbers]] | None,
     ) -> None:
         """On rank 0: the small files, the manifest, and the folder's name."""
         if gathered is None:
             return
-        entries = [entry for of_rank, _ in gathered for entry in of_rank]
+        entries = [entry for of_rank, *_ in gathered for entry in of_rank]
         _require_all(staging, entries)
-        tensors = tensor_entries(entries, [file for _, files in gathered for file in files])
+        tensors = tensor_entries(entries, [file for _, files, _ in gathered for file in files])
         entries += [write_small(staging / name, data) for name, data in self._small.items()]
         # Of all ranks: this one may have nothing to train, and so no state.
         job.manifest["optimizer"]["states"] = sorted(tensors.keys() - {MODEL})
+        job.manifest["optimizer"]["numbers"] = _joined([numbers for *_, numbers in gathered])
         text = Manifest(**job.manifest, files=tuple(entries), tensors=tensors).to_json()
         problems = untiled(tensors)
         if problem := too_large(text):
@@ -391,6 +406,18 @@ class Saver:
         if self._config is None:
             return index
         return {**model_files(self._config.model, dtype, tokenizer, companions), **index}
+
+
+def _joined(of_ranks: Sequence[_Numbers]) -> dict[str, Number | dict[str, Number]]:
+    """The numbers of all ranks by state: by canonical tensor, or one where all tensors have the same."""
+    joined: _Numbers = {}
+    for numbers in of_ranks:
+        for state, of_tensors in numbers.items():
+            joined.setdefault(state, {}).update(of_tensors)
+    return {
+        state: next(iter(of_tensors.values())) if len(set(of_tensors.values())) == 1 else of_tensors
+        for state, of_tensors in joined.items()
+    }
 
 
 def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:

@@ -52,7 +52,7 @@ class WeightPlan:
         self._mesh = mesh
         self._local: dict[tuple[str, Box], tuple[nn.Parameter, Piece]] = {}
         held: list[tuple[PlannedPiece, Box, bool]] = []
-        for _, parameter, record in placements(model):
+        for _, parameter, record in placements(model, mesh.tp):
             for piece in record.pieces:
                 if piece.box.numel:
                     self._local[piece.name, piece.box] = parameter, replace(piece, copies=Group())

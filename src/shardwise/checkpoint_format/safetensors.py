@@ -21,6 +21,8 @@ MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library accepts."""
 _LENGTH = struct.Struct("<Q")
 MAX_DIMS = 64
+METADATA = "__metadata__"
+"""The member of a header that describes no tensor."""
 _LARGEST = 2**63
 _POINTER = b"version https://git-lfs"
 
@@ -62,7 +64,7 @@ def header(
     Returns:
         the file's first bytes (a multiple of 8), each tensor's offset in the file, and the file's length.
     """
-    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    fields: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     offsets, end = [], 0
     for name, dtype, shape in tensors:
         assert name not in fields, f"two tensors of the name {name}"
@@ -99,7 +101,7 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
         fields = json.loads(file.read(_LENGTH.size, _LENGTH.size + length), object_pairs_hook=_without_duplicates)
         if not isinstance(fields, dict):
             raise ValueError("it is no JSON object")
-        fields.pop("__metadata__", None)
+        fields.pop(METADATA, None)
         first = _LENGTH.size + length
         tensors = {name: _tensor(name, entry, first) for name, entry in fields.items()}
         tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
@@ -126,9 +128,14 @@ def _tensor(name: str, entry: object, first: int) -> StoredTensor:
     return StoredTensor(dtype, shape, first + offsets[0], first + offsets[1])
 
 
+def is_tensor_name(name: str) -> bool:
+    """Whether a file can hold a tensor of this name, which will be shown: a terminal obeys some characters."""
+    return name.isprintable() and name != METADATA
+
+
 def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tuple[int, ...]]:
     """The fields of a tensor's JSON object, its dtype and its shape; ValueError where it describes no tensor."""
-    if not name.isprintable():  # it will be shown, and a terminal obeys some characters
+    if not is_tensor_name(name):
         raise ValueError(f"the name of a tensor ({name!r}) must be printable")
     if not isinstance(entry, dict):
         raise ValueError(f"{name} must be a JSON object")

@@ -14,7 +14,7 @@ It also gets
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any, cast
@@ -28,16 +28,14 @@ from shardwise._torch_private import has_data
 from shardwise.config import Config, OwnConfig
 from shardwise.errors import ConfigError, listing, nearest_name, see
 from shardwise.mesh import Group
+from shardwise.models.storable import sentences, storage_problems
 from shardwise.parallel import Dropout
-from shardwise.placement import of, placements, unplaced_state
+from shardwise.placement import of, unplaced_state
 from shardwise.user_code import error_text, load
 
 RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")
 """Arguments that the run gives. A class that does not take the last three is made after `torch.manual_seed(train.seed)`
 and then moved to its device and dtype."""
-
-_SHOWN = 4
-_STORED = ("float64", "float32", "float16", "bfloat16")
 
 
 def check_own(config: Config) -> type[nn.Module]:
@@ -235,25 +233,17 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
     trainable = {path: p for path, p in model.named_parameters() if p.requires_grad}
     if not any(p.numel() for p in trainable.values()):
         return ["the number of trainable parameters (0) must be at least 1"]
-    dtype_of = {path: str(p.dtype).removeprefix("torch.") for path, p in model.named_parameters()}
-    odd = [f"{path} ({dtype})" for path, dtype in dtype_of.items() if dtype not in _STORED]
     unplaced = [path for path, p in trainable.items() if group.size > 1 and of(p) is None]
     alone = [path for path, p in trainable.items() if (record := of(p)) and record.group.size != group.size]
-    names = Counter(name for _, _, record in placements(model) for name in {piece.name for piece in record.pieces})
     problems = {
-        f"the dtype of {{}} must be {listing(_STORED, 'or')}, which checkpoints have: register it as a buffer with "
-        "persistent=False": odd,
         f"parallel.tensor ({group.size}) needs layers of shardwise, or shardwise.make_parameter, for {{}}: nothing "
         "says which part of them a rank holds": unplaced,
         f"parallel.tensor ({group.size}) needs group=group, which the constructor is given, in the layers of {{}}: "
         "they were made without it": alone,
-        "several parameters have the name {}: give their layers other names": [
-            name for name, count in names.items() if count > 1
-        ],
         "a checkpoint holds parameters only, and {} would be lost: register them with persistent=False, or as "
         "parameters": unplaced_state(model),
     }
-    return _told(problems)
+    return storage_problems(model) + sentences(problems)
 
 
 def _dropout_problems(model: nn.Module, group: Group) -> list[str]:
@@ -272,9 +262,4 @@ def _dropout_problems(model: nn.Module, group: Group) -> list[str]:
             path for path, module in ours.items() if places[module.place.layer, module.place.site] > 1
         ],
     }
-    return _told(problems)
-
-
-def _told(problems: Mapping[str, Sequence[str]]) -> list[str]:
-    """Each text with its paths, if there are any."""
-    return [text.format(listing(paths, most=_SHOWN)) for text, paths in problems.items() if paths]
+    return sentences(problems)

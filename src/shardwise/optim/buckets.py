@@ -249,11 +249,15 @@ def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 class PartialGradients:
     """The owned parts of gradients that must still be summed over some ranks, as placements say.
 
+    Attributes:
+        summed: in this step.
+
     Args:
         buckets: of this rank.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.summed = False
         self._views: dict[Group, list[Tensor]] = {}
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
@@ -264,7 +268,10 @@ class PartialGradients:
                         self._views.setdefault(piece.copies, []).extend(views)
 
     def sum_(self) -> None:
-        """Sum them; one all-reduce for each group."""
+        """Sum them, unless they are `summed` already; one all-reduce for each group."""
+        if self.summed:
+            return
+        self.summed = True
         for group, views in self._views.items():
             if views:
                 total = comm.all_reduce_(torch.cat(views), group)

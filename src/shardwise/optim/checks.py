@@ -117,6 +117,16 @@ def _descriptions(number: int, options: dict[str, Any]) -> Iterable[str]:
         yield f"{name} {list(p.shape)}{strides} of {p.dtype} in group {number}{frozen}".lstrip()
 
 
+def described(parameters: Sequence[nn.Parameter]) -> list[str]:
+    """Names of parameters for a message: the longest path that a module of this process has for each, or the shape."""
+    modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+    paths: dict[nn.Parameter, str] = {}
+    for module in modules:
+        for path, p in module.named_parameters():
+            paths[p] = max(paths.get(p, ""), path, key=len)
+    return [paths.get(p, f"one of shape {list(p.shape)}") for p in parameters]
+
+
 def device_of(groups: Sequence[dict[str, Any]], mesh: Mesh | None) -> torch.device:
     """Where the parameters of some parameter groups lie, trained or frozen; the mesh's device where there are none."""
     otherwise = torch.device("cpu") if mesh is None else mesh.device

@@ -1,4 +1,4 @@
-"""Whether an optimizer updates each element by itself, found out by running it.
+"""How an optimizer class updates a parameter, and what state it keeps for one, found out by running it.
 
 ZeRO-1 gives the wrapped optimizer flat slices of many parameters. That is right for Adam, SGD and their like, and wrong
 for a class that looks at a whole parameter (somebody's LAMB, Muon's matrix, Adafactor's factors), at all of them
@@ -7,6 +7,8 @@ for a class that looks at a whole parameter (somebody's LAMB, Muon's matrix, Ada
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,17 +21,19 @@ _ADVICE = (
     "each rank gives it flat slices of parameters, so it must update each element by itself, as AdamW does, "
     "or be shardwise.LAMB"
 )
+_STEPS = 12
+"""Of the trial. RAdam updates otherwise from step 6 on; a class that does so later than this passes."""
 
 
 def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
-    """Refuse a class that updates a matrix otherwise than two optimizers of it update the matrix's halves.
+    """Refuse a class that updates a matrix otherwise than two optimizers of it update the matrix's halves, in 12 steps.
 
     Raises:
         ValueError: with the class's name and what it did. What its constructor says of its options is passed on.
     """
     weight, gradients = (
         torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
-        for seed, shape in enumerate([(6, 4), (3, 6, 4)])
+        for seed, shape in enumerate([(6, 4), (_STEPS, 6, 4)])
     )
     gradients[:, 3:] *= 100.0  # rows of different size, so that a norm over all of them shows
     options = trial_options(defaults)
@@ -47,6 +51,38 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
         raise ValueError(f"{refusal}; its trial failed with: {error_text(error)}") from error
     if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
         raise ValueError(f"{refusal}; its result depends on the whole parameter")
+
+
+def kept_state(inner: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The state that an optimizer makes for a parameter in the first step, by name, with the options of some groups.
+
+    The parameter has two elements: a tensor of that shape is state of each element, and one element is a number.
+
+    Raises:
+        Exception: whatever the class raises where an option is missing.
+    """
+    state, own_groups = inner.state, inner.param_groups
+    made: dict[str, Any] = {}
+    try:
+        for group in groups:
+            trial = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
+            trial.grad = torch.zeros_like(trial)
+            # As in torch's load_state_dict: the class adds the options that its earlier versions did not have.
+            inner.__setstate__(
+                {"state": defaultdict(dict), "param_groups": [{**trial_options(group), "params": [trial]}]}
+            )
+            step_optimizer(inner)
+            made |= inner.state[trial]
+    finally:
+        inner.state, inner.param_groups = state, own_groups
+    return made
+
+
+def is_number(value: object, parameter: Tensor) -> bool:
+    """Whether an entry of a parameter's state is one number, such as a count of steps."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.shape != parameter.shape
+    return isinstance(value, int | float)
 
 
 def trial_options(options: dict[str, Any]) -> dict[str, Any]:

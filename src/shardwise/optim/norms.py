@@ -98,14 +98,10 @@ def _norm(runs: Sequence[ElementRun], take: Take, dtype: torch.dtype) -> Tensor:
     return norm
 
 
-def _owners(bucket: Bucket, index: int, tensor_ranks: int) -> Iterator[tuple[Piece, int]]:
-    """Yield the pieces of a bucket's parameter, each with the number of ranks that own the same elements.
-
-    A parameter that is not cut is equal on every tensor-parallel rank, whether a layer of shardwise made it or not.
-    """
-    record = placement.of_or_whole(bucket.parameters[index])
-    copies = (1 if bucket.sharded else bucket.group.size) * (tensor_ranks if record.group.size == 1 else 1)
-    for piece in record.pieces:
+def _owners(bucket: Bucket, index: int, tensor: Group) -> Iterator[tuple[Piece, int]]:
+    """Yield the pieces of a bucket's parameter, each with the number of ranks that own the same elements."""
+    copies = 1 if bucket.sharded else bucket.group.size
+    for piece in placement.of_or_whole(bucket.parameters[index], tensor=tensor).pieces:
         yield piece, copies * piece.copies.size
 
 
@@ -116,13 +112,13 @@ class ModelNorms:
         buckets: of this rank, which may have none.
         device: of the model.
         world: the ranks that together hold the model.
-        tensor_ranks: tensor-parallel ranks.
+        tensor: the tensor-parallel ranks.
         exact: sum in float64. The order of the sum, which depends on the layout, then hardly ever changes the result,
             which is float32 in any case. A device without float64 sums in float32.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], device: torch.device, world: Group, tensor_ranks: int, *, exact: bool = False
+        self, buckets: Sequence[Bucket], device: torch.device, world: Group, tensor: Group, *, exact: bool = False
     ) -> None:
         self._world, self._device, self._dtype = world, device, _sum_dtype(exact, device)
         self._runs: dict[int, list[ElementRun]] = {}
@@ -130,7 +126,7 @@ class ModelNorms:
             end = 0
             for index, p in enumerate(bucket.parameters):
                 first = bucket.offsets[index] - bucket.owned.start
-                for piece, copies in _owners(bucket, index, tensor_ranks):
+                for piece, copies in _owners(bucket, index, tensor):
                     runs = self._runs.setdefault(copies, [])
                     for start, length in bucket.owned_runs(index, piece.local):
                         # Between the end of one parameter and the start of the next all is 0: one run covers both.
@@ -190,7 +186,7 @@ class CanonicalNorms:
     Args:
         groups: the buckets of each parameter group.
         pieces: of each parameter.
-        device, world, tensor_ranks, exact: as in `ModelNorms`.
+        device, world, tensor, exact: as in `ModelNorms`.
 
     Attributes:
         count: T, the number of canonical tensors of the model.
@@ -205,7 +201,7 @@ class CanonicalNorms:
         pieces: Pieces,
         device: torch.device,
         world: Group,
-        tensor_ranks: int,
+        tensor: Group,
         *,
         exact: bool = False,
     ) -> None:
@@ -215,7 +211,7 @@ class CanonicalNorms:
             for group, buckets in enumerate(groups)
             for bucket in buckets
             for index in range(len(bucket.parameters))
-            for key, copies, runs in _tensors(bucket, index, tensor_ranks, pieces)
+            for key, copies, runs in _tensors(bucket, index, tensor, pieces)
         ]
         elements: dict[_Key, Fraction] = {}  # fractions, as copies share an element
         for _, copies, key, runs in held:
@@ -251,13 +247,11 @@ class CanonicalNorms:
                     yield number, run
 
 
-def _tensors(
-    bucket: Bucket, index: int, tensor_ranks: int, pieces: Pieces
-) -> Iterator[tuple[_Key, int, list[ElementRun]]]:
+def _tensors(bucket: Bucket, index: int, tensor: Group, pieces: Pieces) -> Iterator[tuple[_Key, int, list[ElementRun]]]:
     """Yield the canonical tensors of which a parameter holds a part, as (key, copies, owned runs)."""
     runs_of: dict[tuple[_Key, int], list[ElementRun]] = {}
     named = pieces[bucket.parameters[index]]
-    for piece, (_, copies) in zip(named, _owners(bucket, index, tensor_ranks), strict=True):
+    for piece, (_, copies) in zip(named, _owners(bucket, index, tensor), strict=True):
         runs = runs_of.setdefault(((piece.name, piece.shape), copies), [])
         for start, length in bucket.owned_runs(index, piece.local):
             _append(runs, ElementRun(bucket, start, length), joint=start)

@@ -6,22 +6,27 @@ parameter's placement, a box of a canonical tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise._torch_private import step_optimizer
 from shardwise.boxes import Box
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.elementwise import trial_options
+from shardwise.optim.elementwise import is_number, kept_state
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.placement import Piece, placements
 
 MASTER = "master"
 """The name under which masters are stored that are not the parameters' own memory."""
+Number: TypeAlias = float | str
+"""A number as JSON has it: one that is not finite is a text, which `float` reads."""
+STEP = "step"
+"""The number by which torch's classes count the steps of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def state_slices(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterat
 
     Ranks that hold copies of one piece (a norm, a replicated K/V head) all have it.
     """
-    records = {parameter: record for _, parameter, record in placements(model)}
+    records = {parameter: record for _, parameter, record in placements(model, optimizer.tensor)}
     for bucket in optimizer.buckets:
         for index, parameter in enumerate(bucket.parameters):
             for piece, box, start in bucket.owned_boxes(index, records[parameter].pieces, bucket.share):
@@ -69,35 +74,74 @@ def state_tensors(optimizer: ZeroRedundancyOptimizer) -> dict[str, dict[Bucket, 
     return flats
 
 
+def names_by_bucket(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[Bucket, list[str]]:
+    """Canonical names of the tensors of which a bucket holds a part."""
+    names = {parameter: [piece.name for piece in record.pieces] for _, parameter, record in placements(model)}
+    return {bucket: [name for p in bucket.parameters for name in names[p]] for bucket in optimizer.buckets}
+
+
+def state_numbers(optimizer: ZeroRedundancyOptimizer) -> list[dict[str, Number]]:
+    """By bucket: the numbers that the wrapped optimizer keeps for it, such as the count of its steps."""
+    return [
+        {
+            name: _as_json(float(value))
+            for name, value in optimizer.inner.state[bucket.master].items()
+            if is_number(value, bucket.master)
+        }
+        for bucket in optimizer.buckets
+    ]
+
+
 def kept_states(optimizer: ZeroRedundancyOptimizer) -> set[str]:
     """Names of the states that the wrapped optimizer makes in its first step, whether it has done one or not."""
-    inner, names = optimizer.inner, set()
-    groups = inner.param_groups
-    try:
-        for group in groups:
-            trial = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
-            trial.grad = torch.zeros_like(trial)
-            inner.param_groups = [{**trial_options(group), "params": [trial]}]
-            step_optimizer(inner)
-            made = inner.state.pop(trial, {})
-            names |= {name for name, value in made.items() if isinstance(value, Tensor) and value.shape == trial.shape}
-    finally:
-        inner.param_groups = groups
-    return names
+    made = kept_state(optimizer.inner, optimizer.inner.param_groups)
+    return {name for name, value in made.items() if isinstance(value, Tensor | int | float)} - {STEP}
 
 
-def begin_restoring(optimizer: ZeroRedundancyOptimizer, names: Sequence[str], steps: int) -> None:
-    """Give the wrapped optimizer the state of one that did `steps` steps; its tensors are 0 and wait to be filled."""
+def begin_restoring(
+    optimizer: ZeroRedundancyOptimizer,
+    names: Sequence[str],
+    steps: int,
+    numbers: Sequence[Mapping[str, Number]] | None = None,
+) -> None:
+    """Give the wrapped optimizer the state of one that did `steps` steps; its tensors are 0 and wait to be filled.
+
+    Args:
+        optimizer: whose state this becomes.
+        names: of the tensors.
+        steps: of the whole optimizer.
+        numbers: of each bucket; None: the count of steps alone, as checkpoints of earlier versions have it.
+    """
+    inner = optimizer.inner
+    templates: dict[str, Any] = {STEP: torch.tensor(0.0, device="cpu")}
+    if numbers is not None:
+        templates = kept_state(inner, inner.param_groups)
     state = {
         index: {
-            "step": torch.tensor(float(steps), device="cpu"),
+            **{name: _like(templates[name], value) for name, value in of_bucket.items()},
             **{name: torch.zeros_like(bucket.master) for name in names},
         }
-        for index, bucket in enumerate(optimizer.buckets)
+        for index, (bucket, of_bucket) in enumerate(
+            zip(optimizer.buckets, numbers or [{STEP: steps}] * len(optimizer.buckets), strict=True)
+        )
     }
-    groups = optimizer.inner.state_dict()["param_groups"]
-    optimizer.inner.load_state_dict({"state": state, "param_groups": groups})
+    groups = inner.state_dict()["param_groups"]
+    inner.load_state_dict({"state": state if steps else {}, "param_groups": groups})
+    for index, bucket in enumerate(optimizer.buckets if steps else ()):
+        for name, value in state[index].items():
+            if name != STEP and name not in names and isinstance(value, Tensor):
+                # torch would give it the dtype of the masters, which may be bfloat16.
+                inner.state[bucket.master][name] = value.to(bucket.master.device)
     optimizer.steps = steps
+
+
+def _like(template: Any, value: Number) -> Any:
+    """A number of the kind that the class keeps."""
+    return torch.full_like(template, float(value)) if isinstance(template, Tensor) else type(template)(float(value))
+
+
+def _as_json(value: float) -> Number:
+    return value if math.isfinite(value) else str(value)
 
 
 @torch.no_grad()

@@ -31,9 +31,11 @@ from shardwise.optim.checks import (
 from shardwise.optim.elementwise import require_elementwise
 from shardwise.optim.gathers import Gathers
 from shardwise.optim.lamb import updates_whole_tensors
+from shardwise.optim.loading import layout_of, require_loadable
 from shardwise.optim.norms import CanonicalNorms, ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
 from shardwise.optim.scaling import require_scaled, spread_non_finite
+from shardwise.optim.uncut import UncutGradients, take_first_values
 from shardwise.optim.update import Update, options_of
 from shardwise.placement import named_pieces
 
@@ -54,12 +56,14 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     `step()` uses the gradients up: afterwards they are 0. A parameter without a gradient counts as one whose gradient
     is 0. At group size 1 there is no communication and the result is that of the wrapped class. Making the optimizer
     is collective: all ranks give the same parameters in the same order, and all of them, frozen ones too, take the
-    values of the group's first rank. A `torch.amp.GradScaler` skips a step on all ranks or on none; leave out its
+    values of the group's first rank. So do, over the mesh's tensor-parallel ranks, parameters that are not cut, whose
+    gradients must be equal there. A `torch.amp.GradScaler` skips a step on all ranks or on none; leave out its
     `unscale_`.
 
     Attributes:
         steps: updates so far.
         gathers: the way of new parameters to all ranks.
+        tensor: the tensor-parallel ranks.
 
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
@@ -121,7 +125,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.grad_clipping, self.max_norm = grad_clipping, max_norm
         self.group = Group.of(group) if group is not None else mesh.dp if mesh is not None else Group.world("dp")
         self._mesh, self._world = mesh, mesh.world if mesh is not None else self.group
-        self._tensor_ranks, self._stage = (mesh.tp.size, mesh.pp.rank) if mesh is not None else (1, 0)
+        self.tensor, self._stage = (mesh.tp, mesh.pp.rank) if mesh is not None else (Group(), 0)
         self.shard, self._average = shard, average
         self._bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
         self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32)
@@ -130,6 +134,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.steps = 0
         self._inner: torch.optim.Optimizer | None = None
         self.buckets: list[Bucket] = []
+        self._partial: list[PartialGradients] = []
         self.gathers = Gathers()
         self._at: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._assignments = Assignments(self._at)
@@ -145,10 +150,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     # ---- construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add `param_group`, as `torch.optim.Optimizer` does; its parameters move into buckets of their own.
-
-        Collective, as making the optimizer is.
-        """
+        """Add `param_group`; its parameters move into buckets of their own. Collective, as making the optimizer is."""
         super().add_param_group(param_group)
         if self._inner is not None:  # else it is one of the constructor's, which takes all of them over at once
             try:
@@ -161,13 +163,14 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         require_plain((p for options in groups for p in options["params"]), has_mesh=self._mesh is not None)
         device, exact = device_of(self.param_groups, self._mesh), self._is_stochastic
         require_same_parameters(groups, self.group, device)
-        for options in groups:
-            self._move(options)
-        self._partial = PartialGradients(self.buckets)
-        self._model = ModelNorms(self.buckets, device, self._world, self._tensor_ranks, exact=exact)
+        take_first_values(groups, self.tensor, self.group, device)
+        self._partial.append(PartialGradients([bucket for options in groups for bucket in self._move(options)]))
+        self._uncut = UncutGradients(self.param_groups, self.buckets, self.tensor, self.group, device)
+        self._model = ModelNorms(self.buckets, device, self._world, self.tensor, exact=exact)
+        self._norms = None  # of this step: the gradients of the new buckets are not in it
         self._updates = self._make_update(device)
 
-    def _move(self, options: dict[str, Any]) -> None:
+    def _move(self, options: dict[str, Any]) -> list[Bucket]:
         """Bring a group's parameters to the first rank's values, those that are trained as views into buckets."""
         frozen = [p for p in options["params"] if not p.requires_grad]
         for p in frozen:
@@ -188,6 +191,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         else:
             self._inner.add_param_group(inner)
         self.buckets += buckets
+        return buckets
 
     def _make_inner(self, group: dict[str, Any]) -> torch.optim.Optimizer:
         return self._inner_class([group], **self._defaults)
@@ -196,7 +200,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         pieces = named_pieces(self.param_groups, self._stage)
 
         def norms(groups: list[list[Bucket]]) -> CanonicalNorms:
-            return CanonicalNorms(groups, pieces, device, self._world, self._tensor_ranks, exact=self._is_stochastic)
+            return CanonicalNorms(groups, pieces, device, self._world, self.tensor, exact=self._is_stochastic)
 
         if not self._is_stochastic:
             return Update(self.inner, self.buckets, norms)
@@ -270,7 +274,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                 self._start(bucket)
         for bucket in self.buckets:
             bucket.finish_reduction()
-        self._partial.sum_()
+        for partial in self._partial:
+            partial.sum_()
+        self._uncut.require_equal()
         self._norms = self._model.measure(ElementRun.gradient, ElementRun.master)
         self._norms[0] *= self._scale
         for bucket in self.buckets:
@@ -343,10 +349,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Reduce, clip, update, share the new parameters; gradients are 0 then. `closure` computes the loss before."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         scaled = hasattr(self, "found_inf")
         # As a scaler looks for inf it multiplies the gradients by 1 in place, which counts as a change of them.
         gradient_norm = self.norms()[0] if scaled else self._final_norm()
@@ -375,6 +379,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             bucket.attach_gradients()
         for p in self._frozen:
             p.grad = None
+        for partial in self._partial:
+            partial.summed = False
         self._norms = None
         self._clipped = False
         self._overlapping = False
@@ -396,6 +402,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             "state": inner["state"],
             "param_groups": [{**options_of(outer), "params": group["params"]} for outer, group in groups],
             "masters": [b.master.detach() if b.separate else None for b in self.buckets],
+            "class": type(self.inner).__name__,
             "layout": self._layout(),
             "steps": self.steps,
         }
@@ -405,11 +412,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         """Restore what `state_dict` gave on the same rank of the same layout. Collective over the group.
 
         Raises:
-            ValueError: the state belongs to another layout, bucket size or model.
+            ValueError: the state belongs to another layout, bucket size, model or class.
         """
-        stored, own = state_dict.get("layout"), self._layout()
-        if stored != own:
-            raise ValueError(f"optimizer state is of layout {stored}, which must be this optimizer's {own}")
+        require_loadable(state_dict, self.inner, self.param_groups, self._layout())
         self.inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         counts = (int(state.get("step", 0)) for state in state_dict["state"].values())  # older states have no "steps"
         self.steps = state_dict.get("steps", max(counts, default=0))
@@ -427,19 +432,13 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         )
 
     def _layout(self) -> dict[str, Any]:
-        return {
-            "rank": self.group.rank if self.shard else 0,
-            "ranks": self.group.size if self.shard else 1,
-            "buckets": [b.numel for b in self.buckets],
-            "dtypes": [f"{b.values.dtype}/{b.master.dtype}" for b in self.buckets],
-        }
+        return layout_of(self.buckets, self.group if self.shard else Group())
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes on this rank by kind: masters and the wrapped class's state, and how many of them are padding."""
-        assert self._inner is not None
         state = sum(
             t.numel() * t.element_size()
-            for s in self._inner.state.values()
+            for s in self.inner.state.values()
             for t in s.values()
             if isinstance(t, Tensor) and t.dim()
         )

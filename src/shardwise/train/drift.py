@@ -24,7 +24,7 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
         RunError: names the first tensor that differs and the ranks whose value is not that of most of their group.
     """
     by_group: dict[Group, list[tuple[str, Tensor]]] = {}
-    for _, parameter, placement in placements(model):
+    for _, parameter, placement in placements(model, mesh.tp):
         for piece in placement.pieces:
             groups = [group for group in (mesh.dp, piece.copies) if group.size > 1]
             if groups:

@@ -35,7 +35,7 @@ from shardwise.launch.environment import NODE
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_tensors
+from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_numbers, state_tensors
 
 MEMORY = Path("/dev/shm")
 _KEPT = 2
@@ -239,6 +239,7 @@ class MemoryCopies:
         state = list(self._state())
         states = list(dict.fromkeys(name for name, bucket, _ in state if bucket is not None and name != MASTER))
         header = {"fits": self._fits(), "shapes": self._shapes(), "states": states, "steps": self._optimizer.steps}
+        header["numbers"] = state_numbers(self._optimizer)
         text = json.dumps({**header, "start": len(self._began), "described": dict(described)}).encode()
         path, digest = self._path(self._mesh.world.rank, step), xxhash.xxh3_128()
         parts: list[Any] = [len(text).to_bytes(_HEADER_BYTES, "little"), text]
@@ -331,7 +332,7 @@ class MemoryCopies:
 
     def _read(self, header: Mapping[str, Any], content: Tensor) -> None:
         """Fill this rank's state from its part."""
-        begin_restoring(self._optimizer, header["states"], header["steps"])
+        begin_restoring(self._optimizer, header["states"], header["steps"], header.get("numbers"))
         start = 0
         for _, _, tensor in self._state():
             values = content[start : start + tensor.nbytes].clone()  # a dtype needs an address that is a multiple

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from shardwise import comm
 from shardwise.checkpoint_format.diff import by_dotted_key
 from shardwise.config import Config
 from shardwise.errors import ConfigError, listing
-from shardwise.mesh import Mesh
+from shardwise.mesh import Group, Mesh, join
 from shardwise.train.opening import versions
 
 _FOLDER = "the run's folder"
@@ -32,10 +34,29 @@ def require_same(config: Config, mesh: Mesh, run_path: Path | None = None) -> No
     folder = first[_FOLDER]
     alike = run_path is None or (folder is not None and Path(folder).absolute() == run_path.absolute())
     own[_FOLDER] = folder if alike else str(run_path)
+    _require_equal(own, first, mesh.world)
+
+
+def require_same_run_dir(run_dir: Path | None, timeout: float) -> None:
+    """Join the job, and compare the folder that each rank was given with rank 0's; None: it was given none.
+
+    Collective; `timeout`: as of `join`.
+
+    Raises:
+        ConfigError: on every rank, with the folders and the ranks.
+    """
+    join(timeout=timeout)
+    world = Group.world()
+    own = {"run_dir": None if run_dir is None else str(run_dir.absolute())}
+    _require_equal(own, comm.broadcast_object(own, world), world)
+
+
+def _require_equal(own: Mapping[str, Any], first: Mapping[str, Any], world: Group) -> None:
+    """Raise ConfigError on every rank, with what differs, where any rank's values are not those of the first."""
     other = [(name, first.get(name), own.get(name)) for name in {**first, **own} if first.get(name) != own.get(name)]
-    if not comm.any_rank(bool(other), mesh.world):
+    if not comm.any_rank(bool(other), world):
         return
-    everywhere = comm.all_gather_objects(other, mesh.world)
+    everywhere = comm.all_gather_objects(other, world)
     ranks: dict[str, list[int]] = {}
     for rank, differences in enumerate(everywhere):
         for name, there, here in differences:

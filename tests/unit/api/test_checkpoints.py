@@ -13,6 +13,7 @@ from torch import nn
 import shardwise
 from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
 from shardwise.errors import ConfigError, RunError
+from shardwise.models import build_model
 from shardwise.storage.root import Root
 
 
@@ -212,3 +213,131 @@ def test_a_checkpoint_without_updates_goes_with_any_optimizer(tmp_path: Path) ->
     optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     assert shardwise.load_checkpoint(tmp_path, model, optimizer) == 0
     step(model, optimizer)
+
+
+def named(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_parameter(name, nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False))
+    return model
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (shardwise.RMSNorm(4, name="norm", group=shardwise.Group()) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (named("a\nb"), r"^'a\\nb': a parameter's name must have printable characters only and not be __metadata__"),
+        (named("\ud800"), r"^'\\ud800': a parameter's name must have printable characters"),
+        (nn.ModuleDict({"a\u202eb": nn.Linear(2, 2)}), r"'a\\u202eb\.bias': a parameter's name must have printable"),
+        (named("__metadata__"), "'__metadata__': a parameter's name must have printable characters"),
+        (Twice(), r"^several parameters have the name norm\.weight: give their layers other names$"),
+        (named("whole", torch.int8), r"^the dtype of whole \(int8\) must be float64, float32, float16 or bfloat16"),
+    ],
+    ids=["control", "surrogate", "invisible", "reserved", "twice", "dtype"],
+)
+def test_fault_22_what_could_not_be_read_again_is_refused_at_the_save(
+    model: nn.Module, text: str, tmp_path: Path
+) -> None:
+    optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
+    with pytest.raises(ConfigError, match=text):
+        shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
+    assert not (tmp_path / "saved").exists()
+
+
+NUMBERS: dict[str, dict[str, Any]] = {
+    "NAdam": {},
+    "ASGD": {"t0": 2.0, "lr": 0.1},
+    "RAdam": {},
+    "Adagrad": {"initial_accumulator_value": 0.1},
+    "Adamax": {},
+    "Adadelta": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "SGD": {"lr": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_fault_22_every_class_of_torch_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """NAdam and ASGD keep numbers beside the count of steps; SGD keeps nothing at all."""
+
+    def made() -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
+        model, _ = parts(0)
+        return model, shardwise.ZeroRedundancyOptimizer(model.parameters(), getattr(torch.optim, name), **NUMBERS[name])
+
+    model, optimizer = made()
+    for _ in range(3):
+        step(model, optimizer)
+    shardwise.save_checkpoint(tmp_path, model, optimizer, step=3)
+    wanted = [step(model, optimizer) for _ in range(3)]
+    other, its_optimizer = made()
+    shardwise.load_checkpoint(tmp_path, other, its_optimizer)
+    assert its_optimizer.steps == 3
+    assert [step(other, its_optimizer) for _ in range(3)] == wanted
+
+
+class Patient(torch.optim.SGD):
+    """Keeps numbers of other kinds: a whole number, and one that is not finite."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"], state["best"] = state.get("count", 0) + 1, float("inf")
+                state["mean"] = state.get("mean", torch.zeros(1, dtype=torch.float64)) + 0.1
+
+
+def test_fault_22_numbers_are_those_of_each_parameter_group(tmp_path: Path) -> None:
+    """A group that was added later has done fewer steps, and a number keeps its type."""
+
+    def made(groups: int) -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
+        model, _ = parts(0)
+        taken = model[0].parameters() if groups == 2 else model.parameters()
+        return model, shardwise.ZeroRedundancyOptimizer(taken, Patient, lr=0.1, momentum=0.9)
+
+    def add(model: nn.Module, optimizer: shardwise.ZeroRedundancyOptimizer) -> None:
+        assert isinstance(model, nn.Sequential)
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+
+    model, optimizer = made(2)
+    step(model, optimizer)
+    add(model, optimizer)
+    step(model, optimizer)
+    saved = shardwise.save_checkpoint(tmp_path, model, optimizer, step=2)
+    numbers = Manifest.read(Root.of(saved)).optimizer["numbers"]  # type: ignore[index]
+    assert numbers["best"] == "inf"
+    assert numbers["count"] == {"0.weight": 2.0, "0.bias": 2.0, "1.weight": 1.0, "1.bias": 1.0}
+    other, its_optimizer = made(2)
+    add(other, its_optimizer)
+    shardwise.load_checkpoint(tmp_path, other, its_optimizer)
+    first, late = (its_optimizer.inner.state[bucket.master] for bucket in its_optimizer.buckets)
+    assert (first["count"], first["best"], late["count"]) == (2, float("inf"), 1)
+    assert type(first["count"]) is int
+    assert torch.equal(first["mean"], torch.full((1,), 0.2, dtype=torch.float64))
+    with pytest.raises(
+        ConfigError, match=r"must be in parameter groups of their own, as they were when they were saved"
+    ):
+        shardwise.load_checkpoint(tmp_path, *made(1))
+
+
+def test_fault_22_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
+    config = shardwise.load_recipe("llama2-tiny", model={"num_hidden_layers": 1})
+    model = build_model(config, shardwise.Group(), sequence_parallel=False)
+    optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
+    saved = shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1, config=config)
+    shardwise.export_checkpoint(saved, tmp_path / "exported")
+    other = shardwise.load_recipe("llama2-tiny", model={"num_hidden_layers": 1, "vocab_size": 300})
+    deeper = shardwise.load_recipe("llama2-tiny", model={"num_hidden_layers": 2})
+    for given, text in (
+        (other, r"config \(llama\): shape of model\.embed_tokens\.weight \[300, 64\] must be \[512, 64\]"),
+        (deeper, r"config \(llama\) has model\.layers\.1\.self_attn\.q_proj\.weight \[64, 64\], which the model lacks"),
+        (deeper, "; give the configuration of the model that is saved, or none$"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            shardwise.save_checkpoint(tmp_path / "other", model, optimizer, step=1, config=given)
+    assert not (tmp_path / "other").exists()

@@ -49,6 +49,17 @@ class Centralized(torch.optim.SGD):
         super().step()
 
 
+class Late(torch.optim.SGD):
+    """Divides by the norm of the whole gradient from its fourth step on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["done"] = group.get("done", 0) + 1
+            for p in group["params"] if group["done"] > 3 else ():
+                p.grad = p.grad / p.grad.norm()
+        super().step()
+
+
 ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 REFUSED = ["LBFGS", "Adafactor", "SparseAdam"] + [name for name in ("Muon",) if hasattr(torch.optim, name)]
 
@@ -77,6 +88,11 @@ def test_others_are_refused_by_name(optimizer_class: type[torch.optim.Optimizer]
     with pytest.raises(ValueError, match=f"{optimizer_class.__name__} cannot be sharded.* as AdamW does, .*; {why}"):
         ZeroRedundancyOptimizer(model.parameters(), optimizer_class)
     assert model.weight.grad is None
+
+
+def test_fault_22_a_class_that_turns_to_whole_parameters_in_step_4_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Late cannot be sharded: .*; its result depends on the whole parameter$"):
+        require_elementwise(Late, {})
 
 
 def test_wrong_options_are_the_classes_own_errors() -> None:

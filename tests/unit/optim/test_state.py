@@ -1,8 +1,12 @@
-"""Where a part of a local tensor lies in the canonical one. By checkpoints: tests/dist/test_checkpoint.py."""
+"""Where a part of a local tensor lies in the canonical one, and state of another class; also test_checkpoint.py."""
+
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from shardwise import ZeroRedundancyOptimizer
 from shardwise.boxes import Box
 from shardwise.placement import Init, Piece
 
@@ -19,3 +23,44 @@ def test_a_box_of_a_piece_is_the_same_elements_of_the_canonical_tensor(transpose
     for box in (Box((5, 0), (3, 4)), Box((6, 1), (1, 2)), Box((6, 0), (2, 4))):
         found, wanted = local[box.slices], canonical[piece.canonical(box).slices]
         assert torch.equal(found.t() if transposed else found, wanted)
+
+
+CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {}),
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "adamax": (torch.optim.Adamax, {}),
+    "nadam": (torch.optim.NAdam, {}),
+}
+MAY_LOAD = {("sgd", "momentum"), ("momentum", "sgd"), ("adamw", "amsgrad"), ("amsgrad", "adamw")}
+"""The options of the state count, so it is the same class; AdamW is Adam with another decay."""
+
+
+@pytest.mark.parametrize("saved", CLASSES)
+def test_fault_22_state_of_a_class_that_keeps_other_state_is_refused(saved: str) -> None:
+    """Else a state would be missing in the next step, or be dropped; the optimizer is as it was."""
+
+    def made(kind: str) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+        model = nn.Linear(3, 2)
+        optimizer_class, options = CLASSES[kind]
+        return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class, **options)
+
+    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> None:
+        model(torch.ones(4, 3)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = made(saved)
+    step(model, optimizer)
+    for kind, (optimizer_class, _) in CLASSES.items():
+        other, its_optimizer = made(kind)
+        before = str(its_optimizer.state_dict())
+        if kind == saved or (saved, kind) in MAY_LOAD:
+            its_optimizer.load_state_dict(optimizer.state_dict())
+        else:
+            name = optimizer_class.__name__
+            text = rf"optimizer state \(.*, of \w+\) must be what {name} keeps \(.*\): make the optimizer of the class"
+            with pytest.raises(ValueError, match=text):
+                its_optimizer.load_state_dict(optimizer.state_dict())
+            assert str(its_optimizer.state_dict()) == before
+        step(other, its_optimizer)
