@@ -197,6 +197,14 @@ class RunDirectory:
             write_atomic(self.identity, json_text({"id": run, "format": FORMAT}) + "\n")
         return run
 
+    def key(self) -> str:
+        """What tells this folder from a copy of it, and stays when it is renamed; it needs `id` before.
+
+        A copy is another folder, and a folder that is restored from a backup has a new file. Device numbers are left
+        out: on a network disk they differ from node to node.
+        """
+        return f"{self.path.stat().st_ino:x}-{self.identity.stat().st_ctime_ns:x}"
+
     def finished_steps(self) -> int | None:
         """The steps in results.json; None where no run has reached its end here."""
         steps = _value(self.results, "steps")

@@ -14,12 +14,14 @@ from shardwise import comm
 from shardwise.config import Config, check_layout
 from shardwise.cost import memory_copies_bytes
 from shardwise.files import lock, open_lock
-from shardwise.train.memory_copies import MemoryCopies, is_undone, newest_complete
+from shardwise.train.memory_copies import MemoryCopies, is_of_history, newest_complete
+from shardwise.train.part_files import Part
 from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
 from tests.dist.test_checkpoint import config_of, differences
 
 RUN = "3f2a"
 DESCRIBED = {"layout": {"ranks": 4}, "data": {"fingerprint": "f"}}
+Starts = tuple[int, ...] | None
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP 2, ZeRO off": {"tensor": 2, "zero": 0},
     "PP 2, mixed": {"parallel": {"pipeline": 2}, "mode": "mixed"},
@@ -39,13 +41,17 @@ class Seen:
 
 
 def train(
-    config: Config, memory: Path, before: int, after: int, damage: str | None = None, began: tuple[int, ...] = ()
+    config: Config, memory: Path, before: int, after: int, damage: str | None = None, began: Starts = None
 ) -> Seen:
-    """Restore if there is something, train `before` steps with a copy after each one, damage, and train on."""
+    """Restore if there is something, train `before` steps with a copy after each one, damage, and train on.
+
+    `began` is by default that of a run's first start where copies are made, and of its second one elsewhere.
+    """
     trainer = make_trainer(config)
     world = trainer.mesh.world
     os.environ.update(LOCAL_WORLD_SIZE="2", SLURMD_NODENAME=f"n{world.rank // 2}")
-    copies = MemoryCopies(RUN, DESCRIBED, trainer.model, trainer.optimizer, config, trainer.mesh, memory, began)
+    starts = ((0,) if before == 0 else ()) if began is None else began
+    copies = MemoryCopies(RUN, DESCRIBED, trainer.model, trainer.optimizer, config, trainer.mesh, memory, starts)
     loaded = copies.restore(0)
     if loaded is not None:
         trainer.progress.step, trainer.progress.position = loaded.manifest.step, loaded.manifest.position
@@ -136,11 +142,11 @@ def test_steps_that_were_undone_are_not_continued_from(tmp_path: Path, ranks: An
 
 
 def test_a_step_is_undone_by_a_later_start_before_it() -> None:
-    assert not is_undone(35, 0, (0,))
-    assert not is_undone(35, 0, (0, 35))
-    assert is_undone(35, 0, (0, 10))
-    assert is_undone(35, 0, (0, 10, 40))
-    assert not is_undone(14, 1, (0, 10, 14))
+    assert is_of_history(35, (), (0,))
+    assert is_of_history(35, (), (0, 35))
+    assert not is_of_history(35, (), (0, 10))
+    assert not is_of_history(35, (), (0, 10, 40))
+    assert is_of_history(14, (0,), (0, 10, 14))
 
 
 def test_copies_of_another_configuration_or_number_of_ranks_are_left_alone(tmp_path: Path, ranks: Any) -> None:
@@ -184,9 +190,9 @@ def test_copies_that_take_too_much_memory_are_not_made(tmp_path: Path, ranks: An
 
 
 def test_the_newest_step_with_all_parts_is_taken() -> None:
-    a, b = {(0, 4), (1, 4), (0, 5)}, {(2, 4), (3, 4), (2, 5), (3, 5)}
+    a, b = {Part(0, 4), Part(1, 4), Part(0, 5)}, {Part(2, 4), Part(3, 4), Part(2, 5), Part(3, 5)}
     assert newest_complete({"a": a, "b": b}, 4) == 4
-    assert newest_complete({"a": a, "b": b | {(1, 5)}}, 4) == 5, "of rank 1 the other node has the newer part"
+    assert newest_complete({"a": a, "b": b | {Part(1, 5)}}, 4) == 5, "of rank 1 the other node has the newer part"
     assert newest_complete({"a": a}, 4) is None
 
 

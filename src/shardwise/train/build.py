@@ -174,7 +174,8 @@ def build_memory_copies(run: Run, trainer: Trainer) -> MemoryCopies | None:
     if not steps_between(run.config):
         return None
     model, optimizer, began = trainer.model, trainer.optimizer, run.folder.began
-    return MemoryCopies(run.folder.id, _described(run), model, optimizer, run.config, run.mesh, began=began)
+    name = f"{run.folder.id}-{run.folder.key}"
+    return MemoryCopies(name, _described(run), model, optimizer, run.config, run.mesh, began=began)
 
 
 def _described(run: Run) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Folder:
     Attributes:
         directory: the folder itself.
         id: of the run.
+        key: tells this folder from copies of it, which may have the same id.
         checkpoints: that the run can continue from.
         changes: of the configuration since the earlier run of this folder.
         notes: on files of the earlier run that were rebuilt.
@@ -47,6 +48,7 @@ class Folder:
 
     directory: RunDirectory
     id: str
+    key: str
     checkpoints: FoundCheckpoints
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -168,7 +170,7 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
     notes = () if earlier is None else earlier.notes
     batch = None if earlier is None else kept_batch_note(earlier.config, config)
     began = tuple(event.get("steps_before", 0) for event in directory.events("start"))
-    folder = Folder(directory, run, checkpoints, changes, notes, batch, began)
+    folder = Folder(directory, run, directory.key(), checkpoints, changes, notes, batch, began)
     folder.require_room(config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
     directory.set_results_aside()
     directory.write_config(dump_yaml(resolved))
