@@ -35,6 +35,10 @@ class NoLocksError(OSError):
     """The file system has no locks, as some network disks."""
 
 
+class UntrustedError(OSError):
+    """Another user may have put a file or folder there, or may write it."""
+
+
 def reason_of(error: OSError) -> str:
     """Why the system refused, such as `No space left on device`."""
     return error.strerror or str(error)
@@ -54,7 +58,8 @@ def open_folder(path: Path, denied: int = 0) -> int:
             alone, which must be no link.
 
     Raises:
-        OSError: as `os.open`; EPERM where a part of the path may be another user's trap, or the mode has a denied bit.
+        OSError: as `os.open`.
+        UntrustedError: a part of the path may be another user's trap, or the mode has a denied bit.
     """
     names, links = [*reversed(path.absolute().parts)], 0
     folder = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -69,7 +74,7 @@ def open_folder(path: Path, denied: int = 0) -> int:
                 if stat.S_ISLNK(status.st_mode):
                     links += 1
                     if links > _MOST_LINKS or (denied == OTHERS and not names):
-                        raise OSError(errno.ELOOP, f"{shown / name} is a link that is not followed: remove it")
+                        raise UntrustedError(errno.ELOOP, f"{shown / name} is a link that is not followed: remove it")
                     names += reversed(Path(os.readlink("", dir_fd=entry)).parts)
                     continue
                 if not stat.S_ISDIR(status.st_mode):
@@ -85,13 +90,17 @@ def open_folder(path: Path, denied: int = 0) -> int:
 
 
 def require_trusted(path: Path, denied: int = 0) -> None:
-    """Check a folder as `open_folder` does; one that is not there yet passes.
+    """Check a folder as `open_folder` does. One that is not there, or cannot be opened, passes: who uses it says so.
 
     Raises:
-        OSError: as `open_folder`.
+        UntrustedError: as `open_folder`.
     """
-    with contextlib.suppress(FileNotFoundError):
+    try:
         os.close(open_folder(path, denied))
+    except UntrustedError:
+        raise
+    except OSError:
+        pass
 
 
 def make_folder(path: Path) -> None:
@@ -146,7 +155,7 @@ def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None)
 def _require_trusted(folder: os.stat_result, entry: os.stat_result, path: Path) -> None:
     """Raise OSError for an entry of a folder that anyone may write, if a user put it there who is not trusted."""
     if folder.st_mode & ANYONE_WRITES and entry.st_uid not in (os.geteuid(), 0, folder.st_uid):
-        raise OSError(
+        raise UntrustedError(
             errno.EPERM,
             f"{path} must belong to you, and it belongs to {_user(entry.st_uid)}, who may have put it there because "
             f"anyone may write {path.parent}: remove it, or choose another folder",
@@ -157,10 +166,12 @@ def _require_mode(status: os.stat_result, path: Path, denied: int) -> None:
     """Raise OSError where a mode has denied bits, or another user owns what is for this user alone."""
     mode = stat.S_IMODE(status.st_mode)
     if denied == OTHERS and status.st_uid != os.geteuid():
-        raise OSError(errno.EPERM, f"{path} must belong to you, and it belongs to {_user(status.st_uid)}: remove it")
+        raise UntrustedError(
+            errno.EPERM, f"{path} must belong to you, and it belongs to {_user(status.st_uid)}: remove it"
+        )
     if mode & denied:
         who = "anyone may write it" if denied == ANYONE_WRITES else "others may use it"
-        raise OSError(
+        raise UntrustedError(
             errno.EPERM,
             f"the mode of {path} ({mode:04o}) must be {mode & ~denied:04o} or stricter, as {who}: check what is in it "
             f"and run `chmod {mode & ~denied:04o} {path}`",

@@ -188,7 +188,7 @@ class GraphCache:
         """Raise ConfigError where any user may have put programs there; a folder that is not there yet passes."""
         try:
             files.require_trusted(self.root, files.ANYONE_WRITES)
-        except OSError as error:
+        except files.UntrustedError as error:
             reason = files.reason_of(error)
             raise ConfigError(
                 f"compile.cache_dir ({self.root}) cannot be trusted, and what is in it are programs: {reason}"

@@ -189,11 +189,11 @@ class RunDirectory:
             return uuid.UUID(str(_value(self.identity, "id"))).hex
         return None
 
-    def id(self, rebuilt: str | None = None) -> str:
-        """The id of the run that is here; it gets one at the first call. `rebuilt`: what it had before it was lost."""
+    def id(self, known: str | None = None) -> str:
+        """The id of the run that is here; it gets one at the first call. `known`: which it is to have from now on."""
         run = self.stored_id()
-        if run is None:
-            run = rebuilt or uuid.uuid4().hex
+        if run is None or known not in (None, run):
+            run = known or uuid.uuid4().hex
             write_atomic(self.identity, json_text({"id": run, "format": FORMAT}) + "\n")
         return run
 

@@ -163,10 +163,13 @@ def build_checkpoints(
         tokenizer=data.tokenizer_path,
         buffer_bytes=None if settings.buffer_mib is None else int(settings.buffer_mib * 2**20),
         keeping=Keeping(settings.keep, settings.keep_every),
+        find_root=None if run.followed is None else run.followed.follow,
     )
     how = went_back(config, None if resumed is None else resumed.manifest)
     stream = trainer.batches if isinstance(trainer.batches, StreamBatches) else None
-    return Checkpoints(saver, config, reporter, mesh, make_stop_check(run.folder.directory), how, stream, copies)
+    return Checkpoints(
+        saver, config, reporter, mesh, make_stop_check(run.folder.directory), how, stream, copies, run.followed
+    )
 
 
 def build_memory_copies(run: Run, trainer: Trainer) -> MemoryCopies | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from shardwise.launch import stdio
 from shardwise.mesh import Group, Mesh
 from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.storage.root import Root, StoreError
+from shardwise.train.followed import FollowedFolder
 from shardwise.train.record import Progress
 from shardwise.train.resume import FoundCheckpoints, find_checkpoints
 from shardwise.train.scalars import require_trackers
@@ -67,6 +69,7 @@ class Run:
 
     Attributes:
         weights: the folder of `checkpoint.load`; None where weights are drawn or a checkpoint of the run has them.
+        followed: the run's folder, on rank 0; None on the others.
     """
 
     config: Config
@@ -76,6 +79,7 @@ class Run:
     data: PreparedData
     folder: Folder
     weights: Root | None
+    followed: FollowedFolder | None
 
 
 def open_run(config: Config, layout: Layout, mesh: Mesh, progress: Progress, run_path: Path | None, recipe: str) -> Run:
@@ -87,7 +91,9 @@ def open_run(config: Config, layout: Layout, mesh: Mesh, progress: Progress, run
     data = while_others_wait(lambda: prepare(config), mesh.world)
     weights = _find_weights(config, mesh)
     folder = _open_folder(config, run_path, recipe, mesh)
-    return Run(config, layout, mesh, progress, data, folder, None if folder.checkpoints.candidates else weights)
+    followed = FollowedFolder(folder.directory.path) if mesh.world.rank == 0 else None
+    weights = None if folder.checkpoints.candidates else weights
+    return Run(config, layout, mesh, progress, data, folder, weights, followed)
 
 
 def while_others_wait(work: Callable[[], _R], group: Group) -> _R:
@@ -165,9 +171,12 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
     # Before anything is written: a folder that is refused must not look like that of a run.
     checkpoints = find_checkpoints(config, directory, stored, earlier_id)
     directory.create()
-    run = directory.id(earlier_id)
+    original = checkpoints.original
+    run = directory.id(earlier_id if original is None else uuid.uuid4().hex)
     changes = () if earlier is None else tuple(resume_changes(earlier.config, resolved))
     notes = () if earlier is None else earlier.notes
+    if original is not None:
+        notes += (f"{run_path} is a copy of {original}: it goes on as a run of its own, with another id",)
     batch = None if earlier is None else kept_batch_note(earlier.config, config)
     began = tuple(event.get("steps_before", 0) for event in directory.events("start"))
     folder = Folder(directory, run, directory.key(), checkpoints, changes, notes, batch, began)

@@ -68,6 +68,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             with build_checkpoints(here, trainer, reporter, resumed, copies) as checkpoints:
                 if resumed is not None and resumed.damage:
                     checkpoints.save_again(resumed.manifest)
+                checkpoints.follow()
                 stopping.install()
                 stopped_by = trainer.run(checkpoints)
                 progress.phase = "wait for the checkpoint"
