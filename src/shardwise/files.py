@@ -107,8 +107,9 @@ def make_folder(path: Path) -> None:
     """Make a folder and those above it. Where anyone may write it is for this user alone; no other user may write it.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made. UntrustedError: a part of its path may be another user's trap.
     """
+    require_trusted(path)
     if not path.is_dir():
         make_folder(path.parent)
         is_shared = path.parent.stat().st_mode & ANYONE_WRITES

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, see
-from shardwise.files import free_bytes, lock, open_own, reason_of, write_atomic
+from shardwise.files import free_bytes, lock, open_own, reason_of, require_trusted, write_atomic
 from shardwise.redaction import recorded_variables, redacted_arguments
 from shardwise.units import size
 
@@ -174,6 +174,7 @@ class RunDirectory:
         """Makes the folders that are not there yet. ConfigError when the path is no folder or cannot be written."""
         self.require_folder()
         with _making(self.path):
+            require_trusted(self.path)
             for folder in ("ranks", "logs"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
         return self

@@ -138,23 +138,25 @@ class PartFiles:
 
     def remove(self, part: Part) -> None:
         """Remove a part, or a folder of its name."""
-        try:
-            os.unlink(part.file_name, dir_fd=self._folder)
-        except FileNotFoundError:
-            pass
-        except IsADirectoryError:
-            shutil.rmtree(part.file_name, dir_fd=self._folder)
+        self._remove(part.file_name)
 
     def remove_half_written(self) -> None:
         """Remove what killed ranks have not written to the end."""
         for name in self._names():
             if name.endswith(_NEW):
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=self._folder)
+                self._remove(name)
 
     def remove_all(self) -> None:
         """Remove the folder with all that it holds."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def _remove(self, name: str) -> None:
+        try:
+            os.unlink(name, dir_fd=self._folder)
+        except FileNotFoundError:
+            pass
+        except IsADirectoryError:
+            shutil.rmtree(name, dir_fd=self._folder)
 
     def _names(self) -> list[str]:
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._folder)
@@ -167,8 +169,7 @@ class PartFiles:
     def _new(self, part: Part) -> BinaryIO:
         """A new file to write, which has no part's name yet."""
         name = part.file_name + _NEW
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._folder)
+        self._remove(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.fdopen(os.open(name, flags, 0o600, dir_fd=self._folder), "wb")
 
