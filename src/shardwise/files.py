@@ -110,7 +110,7 @@ def make_folder(path: Path) -> None:
         OSError: it cannot be made. UntrustedError: a part of its path may be another user's trap.
     """
     require_trusted(path)
-    if not path.is_dir():
+    if not path.exists():
         make_folder(path.parent)
         is_shared = path.parent.stat().st_mode & ANYONE_WRITES
         path.mkdir(0o700 if is_shared else 0o775, exist_ok=True)

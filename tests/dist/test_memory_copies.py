@@ -6,6 +6,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from shardwise import comm
 from shardwise.config import Config, check_layout
 from shardwise.cost import memory_copies_bytes
 from shardwise.files import lock, open_lock
+from shardwise.train import build
 from shardwise.train.memory_copies import MemoryCopies, is_of_history, newest_complete
 from shardwise.train.part_files import Part
 from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
@@ -159,6 +161,17 @@ def test_fault_17_what_is_no_part_of_this_run_counts_as_missing(tmp_path: Path, 
         assert ranks(4).run(train, config, tmp_path, 0, 0, None, began, run, data)[0].step is None
     left = ranks(4).run(train, config, tmp_path, 2, 0, None, (0,))[0]
     assert left.problem is None, "what is in the way of a copy is removed"
+
+
+def test_fault_17_copies_are_named_after_the_folder_too() -> None:
+    run: Any = SimpleNamespace(folder=SimpleNamespace(id="1d", key="a-b", began=()), config=config_of(), mesh=None)
+    with (
+        mock.patch.object(build, "steps_between", return_value=1),
+        mock.patch.object(build, "_described", return_value={}),
+        mock.patch.object(build, "MemoryCopies") as made,
+    ):
+        build.build_memory_copies(run, mock.Mock())
+    assert made.call_args.args[0] == "1d-a-b"
 
 
 @pytest.mark.parametrize("trap", ["a link", "others may read it", "another user's"])
