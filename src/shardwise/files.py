@@ -5,7 +5,10 @@ one rename, and the name is on the disk (`sync_folder`). `write_atomic` does all
 
 Our own files beside a user's (locks, parts of a file being fetched, temporary files) have names that can be predicted.
 In a folder that others can write to, someone may have made a link of that name to a file that only the user may write,
-so links are never followed.
+or a folder of that name. So our files are opened without following links, relative to a folder that was found without
+trusting such entries (`open_folder`). In a folder that anyone may write, such as /tmp, an entry counts only if this
+user, root or the owner of that folder owns it. Elsewhere those who may write a folder are trusted: its owner, and its
+group where a team shares it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import pwd
 import shutil
 import stat
 from pathlib import Path
@@ -21,10 +25,18 @@ from typing import BinaryIO
 
 _LINKS = (errno.ELOOP, errno.EMLINK)  # what systems answer to O_NOFOLLOW
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_MOST_LINKS = 40  # as many as Linux follows in one path
+ANYONE_WRITES = stat.S_IWOTH
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+"""Bits of a mode, for `open_folder` and `open_own`."""
 
 
 class NoLocksError(OSError):
     """The file system has no locks, as some network disks."""
+
+
+class UntrustedError(OSError):
+    """Another user may have put a file or folder there, or may write it."""
 
 
 def reason_of(error: OSError) -> str:
@@ -35,23 +47,144 @@ def reason_of(error: OSError) -> str:
 # ---- opening
 
 
-def open_own(path: Path, flags: int) -> int:
-    """A descriptor of the regular file at `path`; `flags` are those of `os.open`, which may make it.
+def open_folder(path: Path, denied: int = 0) -> int:
+    """A descriptor of the folder at `path`, for opening what is in it; nothing that another user may have put counts.
+
+    A link on the way is followed where its owner counts, so that a home or a scratch folder may be one.
+
+    Args:
+        path: of the folder.
+        denied: bits that its mode must not have: `ANYONE_WRITES` for programs, `OTHERS` for a folder of this user
+            alone, which must be no link.
 
     Raises:
-        OSError: as `os.open`; ELOOP where the file is a link, symbolic or hard, or no regular file.
+        OSError: as `os.open`.
+        UntrustedError: a part of the path may be another user's trap, or the mode has a denied bit.
+    """
+    names, links = [*reversed(path.absolute().parts)], 0
+    folder = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    shown = Path("/")
+    try:
+        while names:
+            name = names.pop()
+            entry = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                status = os.fstat(entry)
+                _require_trusted(os.fstat(folder), status, shown / name)
+                if stat.S_ISLNK(status.st_mode):
+                    links += 1
+                    if links > _MOST_LINKS or (denied == OTHERS and not names):
+                        raise UntrustedError(errno.ELOOP, f"{shown / name} is a link that is not followed: remove it")
+                    names += reversed(Path(os.readlink("", dir_fd=entry)).parts)
+                    continue
+                if not stat.S_ISDIR(status.st_mode):
+                    raise NotADirectoryError(errno.ENOTDIR, f"{shown / name} is no folder")
+                folder, entry, shown = entry, folder, shown / name
+            finally:
+                os.close(entry)
+        _require_mode(os.fstat(folder), path, denied)
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder
+
+
+def require_trusted(path: Path, denied: int = 0) -> None:
+    """Check a folder as `open_folder` does. One that is not there, or cannot be opened, passes: who uses it says so.
+
+    Raises:
+        UntrustedError: as `open_folder`.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        os.close(open_folder(path, denied))
+    except UntrustedError:
+        raise
+    except OSError:
+        pass
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it. Where anyone may write it is for this user alone; no other user may write it.
+
+    Raises:
+        OSError: it cannot be made. UntrustedError: a part of its path may be another user's trap.
+    """
+    require_trusted(path)
+    if not path.exists():
+        make_folder(path.parent)
+        is_shared = path.parent.stat().st_mode & ANYONE_WRITES
+        path.mkdir(0o700 if is_shared else 0o775, exist_ok=True)
+
+
+def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None) -> int:
+    """A descriptor of the regular file at `path`; `flags` are those of `os.open`, which may make it.
+
+    Args:
+        path: of the file.
+        flags: of `os.open`.
+        denied: bits that the modes of the file and of its folder must not have.
+        folder: a descriptor of the file's folder, from `open_folder`; None opens it here.
+
+    Raises:
+        OSError: as `os.open` and `open_folder`; ELOOP where the file is a link, symbolic or hard, or no regular file.
+    """
+    if folder is None:
+        folder = open_folder(path.parent, denied)
+        try:
+            return open_own(path, flags, denied, folder)
+        finally:
+            os.close(folder)
+    try:
+        descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=folder)
     except OSError as error:
         if error.errno not in _LINKS:
             raise
     else:
         status = os.fstat(descriptor)
-        if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
-            return descriptor
+        try:
+            if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+                _require_trusted(os.fstat(folder), status, path)
+                _require_mode(status, path, denied)
+                return descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
     raise OSError(errno.ELOOP, f"{path.name} is a link or no plain file, and links are not followed: remove it")
+
+
+def _require_trusted(folder: os.stat_result, entry: os.stat_result, path: Path) -> None:
+    """Raise OSError for an entry of a folder that anyone may write, if a user put it there who is not trusted."""
+    if folder.st_mode & ANYONE_WRITES and entry.st_uid not in (os.geteuid(), 0, folder.st_uid):
+        raise UntrustedError(
+            errno.EPERM,
+            f"{path} must belong to you, and it belongs to {_user(entry.st_uid)}, who may have put it there because "
+            f"anyone may write {path.parent}: remove it, or choose another folder",
+        )
+
+
+def _require_mode(status: os.stat_result, path: Path, denied: int) -> None:
+    """Raise OSError where a mode has denied bits, or another user owns what is for this user alone."""
+    mode = stat.S_IMODE(status.st_mode)
+    if denied == OTHERS and status.st_uid != os.geteuid():
+        raise UntrustedError(
+            errno.EPERM, f"{path} must belong to you, and it belongs to {_user(status.st_uid)}: remove it"
+        )
+    if mode & denied:
+        who = "anyone may write it" if denied == ANYONE_WRITES else "others may use it"
+        raise UntrustedError(
+            errno.EPERM,
+            f"the mode of {path} ({mode:04o}) must be {mode & ~denied:04o} or stricter, as {who}: check what is in it "
+            f"and run `chmod {mode & ~denied:04o} {path}`",
+        )
+
+
+def _user(number: int) -> str:
+    """The name of a user, or the number where the machine knows no name."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
 
 
 def new_file(path: Path, mode: int = 0o666) -> BinaryIO:

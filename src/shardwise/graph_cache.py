@@ -2,7 +2,9 @@
 
 A file `KEY.zip` is written beside its place and renamed, so that it is whole or not there, whoever else reads, writes
 or dies; any number of jobs can share the folder, on a network disk too. KEY is a hash of the graph's facts. Whatever
-is damaged is removed, and compiled again. The files hold programs: a folder or an export is as trusted as its writer.
+is damaged is removed, and compiled again. The files hold programs, so a folder or a file that anyone may write, or that
+another user may have put in the way, is refused. A folder is as trusted as its owner and, where a team shares it, its
+group; an export is as trusted as its writer.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shardwise import files
 from shardwise.errors import ConfigError
@@ -114,7 +116,8 @@ class GraphCache:
     def _opened(self, entry: Entry) -> zipfile.ZipFile | None:
         archive = None
         try:
-            archive = zipfile.ZipFile(entry.path)
+            with _open(entry.path) as file:
+                archive = zipfile.ZipFile(io.BytesIO(file.read()))
             if archive.testzip() is None:
                 return archive
         except OSError:
@@ -145,9 +148,9 @@ class GraphCache:
         return self._write(facts, packed.getvalue())
 
     def _write(self, facts: Facts, content: bytes) -> Entry:
-        self.root.mkdir(parents=True, exist_ok=True)
+        self._make()
         path = self.root / f"{key_of(facts)}.zip"
-        files.write_atomic(path, content)
+        files.write_atomic(path, content, mode=0o664)
         self.log_of(facts).unlink(missing_ok=True)
         entry = self._entry(path)
         if entry is None:
@@ -176,10 +179,24 @@ class GraphCache:
         Raises:
             OSError: that is not possible.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
+        self._make()
         probe = self.root / f".{os.getpid()}.zip.probe.tmp"
         files.write_atomic(probe, bytes(4096))
         probe.unlink()
+
+    def require_trusted(self) -> None:
+        """Raise ConfigError where any user may have put programs there; a folder that is not there yet passes."""
+        try:
+            files.require_trusted(self.root, files.ANYONE_WRITES)
+        except files.UntrustedError as error:
+            reason = files.reason_of(error)
+            raise ConfigError(
+                f"compile.cache_dir ({self.root}) cannot be trusted, and what is in it are programs: {reason}"
+            ) from None
+
+    def _make(self) -> None:
+        files.make_folder(self.root)
+        files.require_trusted(self.root, files.ANYONE_WRITES)
 
     def clean(self) -> tuple[int, int]:
         """Remove all graphs, logs and parts of files; returns the number of graphs and their bytes."""
@@ -211,7 +228,8 @@ class GraphCache:
         try:
             with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
                 for entry in found:
-                    archive.write(entry.path, entry.path.name)
+                    with _open(entry.path) as file:
+                        archive.writestr(entry.path.name, file.read())
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -249,13 +267,19 @@ class GraphCache:
 
     def _entry(self, path: Path) -> Entry | None:
         try:
-            facts, status = _facts(path), path.stat()
+            with _open(path) as file:
+                facts, status = _facts(file), os.fstat(file.fileno())
         except _UNREADABLE:
             return None
         return Entry(path, facts, status.st_size, status.st_mtime)
 
 
-def _facts(archive_file: Path | io.BytesIO) -> Facts:
+def _open(path: Path) -> BinaryIO:
+    """Open the file of a graph, which no other user may have put there."""
+    return os.fdopen(files.open_own(path, os.O_RDONLY, files.ANYONE_WRITES), "rb")
+
+
+def _facts(archive_file: BinaryIO) -> Facts:
     with zipfile.ZipFile(archive_file) as archive:
         facts: object = json.loads(archive.read(FACTS))
     if not isinstance(facts, dict) or not {"unit", "training"} <= facts.keys():

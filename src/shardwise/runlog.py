@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, see
-from shardwise.files import free_bytes, lock, open_own, reason_of, write_atomic
+from shardwise.files import free_bytes, lock, open_own, reason_of, require_trusted, write_atomic
 from shardwise.redaction import recorded_variables, redacted_arguments
 from shardwise.units import size
 
@@ -174,6 +174,7 @@ class RunDirectory:
         """Makes the folders that are not there yet. ConfigError when the path is no folder or cannot be written."""
         self.require_folder()
         with _making(self.path):
+            require_trusted(self.path)
             for folder in ("ranks", "logs"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
         return self
@@ -189,13 +190,21 @@ class RunDirectory:
             return uuid.UUID(str(_value(self.identity, "id"))).hex
         return None
 
-    def id(self, rebuilt: str | None = None) -> str:
-        """The id of the run that is here; it gets one at the first call. `rebuilt`: what it had before it was lost."""
+    def id(self, known: str | None = None) -> str:
+        """The id of the run that is here; it gets one at the first call. `known`: which it is to have from now on."""
         run = self.stored_id()
-        if run is None:
-            run = rebuilt or uuid.uuid4().hex
+        if run is None or known not in (None, run):
+            run = known or uuid.uuid4().hex
             write_atomic(self.identity, json_text({"id": run, "format": FORMAT}) + "\n")
         return run
+
+    def key(self) -> str:
+        """What tells this folder from a copy of it, and stays when it is renamed; it needs `id` before.
+
+        A copy is another folder, and a folder that is restored from a backup has a new file. Device numbers are left
+        out: on a network disk they differ from node to node.
+        """
+        return f"{self.path.stat().st_ino:x}-{self.identity.stat().st_ctime_ns:x}"
 
     def finished_steps(self) -> int | None:
         """The steps in results.json; None where no run has reached its end here."""

@@ -2,24 +2,29 @@
 
 import errno
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import xxhash
 
 from shardwise import comm
 from shardwise.config import Config, check_layout
 from shardwise.cost import memory_copies_bytes
 from shardwise.files import lock, open_lock
-from shardwise.train.memory_copies import MemoryCopies, is_undone, newest_complete
+from shardwise.train import build
+from shardwise.train.memory_copies import MemoryCopies, is_of_history, newest_complete
+from shardwise.train.part_files import Part
 from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
 from tests.dist.test_checkpoint import config_of, differences
 
 RUN = "3f2a"
-DESCRIBED = {"layout": {"ranks": 4}, "data": {"fingerprint": "f"}}
+Starts = tuple[int, ...] | None
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP 2, ZeRO off": {"tensor": 2, "zero": 0},
     "PP 2, mixed": {"parallel": {"pipeline": 2}, "mode": "mixed"},
@@ -39,13 +44,25 @@ class Seen:
 
 
 def train(
-    config: Config, memory: Path, before: int, after: int, damage: str | None = None, began: tuple[int, ...] = ()
+    config: Config,
+    memory: Path,
+    before: int,
+    after: int,
+    damage: str | None = None,
+    began: Starts = None,
+    run: str = RUN,
+    data: str = "f",
 ) -> Seen:
-    """Restore if there is something, train `before` steps with a copy after each one, damage, and train on."""
+    """Restore if there is something, train `before` steps with a copy after each one, damage, and train on.
+
+    `began` is by default that of a run's first start where copies are made, and of its second one elsewhere.
+    """
     trainer = make_trainer(config)
     world = trainer.mesh.world
     os.environ.update(LOCAL_WORLD_SIZE="2", SLURMD_NODENAME=f"n{world.rank // 2}")
-    copies = MemoryCopies(RUN, DESCRIBED, trainer.model, trainer.optimizer, config, trainer.mesh, memory, began)
+    starts = ((0,) if before == 0 else ()) if began is None else began
+    described = {"layout": {"ranks": 4}, "data": {"fingerprint": data}}
+    copies = MemoryCopies(run, described, trainer.model, trainer.optimizer, config, trainer.mesh, memory, starts)
     loaded = copies.restore(0)
     if loaded is not None:
         trainer.progress.step, trainer.progress.position = loaded.manifest.step, loaded.manifest.position
@@ -124,6 +141,63 @@ def test_damaged_parts_count_as_missing(tmp_path: Path, ranks: Any) -> None:
     assert (again.step, again.received) == (2, 0), "the step before is whole"
 
 
+def test_fault_17_what_is_no_part_of_this_run_counts_as_missing(tmp_path: Path, ranks: Any) -> None:
+    """Alien names, folders and stumps, a part renamed to another step, other starts, another run and other data."""
+    config = config_of()
+    ranks(4).run(train, config, tmp_path, 3, 0)
+    for node in range(2):
+        there = folder(tmp_path, node)
+        (there / "rank-000x-step-0000000y").write_bytes(b"")
+        (there / "rank-0000-step-00000004.new").mkdir()
+        (there / "rank-0001-step-00000007").mkdir()
+        (there / "rank-0001-step-00000008").symlink_to("rank-0001-step-00000003")
+        (there / "rank-0001-step-00000009").write_bytes(xxhash.xxh3_128().digest())
+        (there / "rank-0002-step-00000009").write_bytes(b"")
+        for rank in range(4):
+            shutil.copy(there / f"rank-000{rank}-step-00000003", there / f"rank-000{rank}-step-00000006")
+        shutil.copytree(there, tmp_path / f"shardwise-{os.getuid()}-other-n{node}", symlinks=True)
+    assert ranks(4).run(train, config, tmp_path, 0, 0)[0].step == 3
+    for began, run, data in (((), RUN, "f"), ((3,), RUN, "f"), (None, "other", "f"), (None, RUN, "g")):
+        assert ranks(4).run(train, config, tmp_path, 0, 0, None, began, run, data)[0].step is None
+    left = ranks(4).run(train, config, tmp_path, 2, 0, None, (0,))[0]
+    assert left.problem is None, "what is in the way of a copy is removed"
+
+
+def test_fault_17_copies_are_named_after_the_folder_too() -> None:
+    run: Any = SimpleNamespace(folder=SimpleNamespace(id="1d", key="a-b", began=()), config=config_of(), mesh=None)
+    with (
+        mock.patch.object(build, "steps_between", return_value=1),
+        mock.patch.object(build, "_described", return_value={}),
+        mock.patch.object(build, "MemoryCopies") as made,
+    ):
+        build.build_memory_copies(run, mock.Mock())
+    assert made.call_args.args[0] == "1d-a-b"
+
+
+@pytest.mark.parametrize("trap", ["a link", "others may read it", "another user's"])
+def test_fault_16_a_folder_that_is_not_this_users_alone_gets_no_copies(trap: str, tmp_path: Path, ranks: Any) -> None:
+    there, target = folder(tmp_path, 0), tmp_path / "target"
+    target.mkdir(0o700)
+    (target / "in-use").write_text("")
+    if trap == "a link":
+        there.symlink_to(target)
+    else:
+        there.mkdir(0o700 if trap == "another user's" else 0o755)
+    if trap == "another user's":
+        if os.geteuid() != 0:
+            pytest.skip("only root gives files to another user")
+        os.chown(there, 65534, 65534)
+    seen = ranks(2).run(train, config_of(), tmp_path, 1, 0)[0]
+    told = {
+        "a link": "is a link that is not followed: remove it",
+        "others may read it": "must be 0700 or stricter, as ",
+    }
+    assert seen.problem is not None
+    assert f"{there} " in seen.problem
+    assert told.get(trap, "must belong to you, and it belongs to ") in seen.problem
+    assert [path.name for path in (*target.iterdir(), *there.iterdir())] == ["in-use"] * (1 + (trap == "a link"))
+
+
 def test_steps_that_were_undone_are_not_continued_from(tmp_path: Path, ranks: Any) -> None:
     """A run has copies of steps 2 and 3, goes back to step 1, does one step again, and starts once more."""
     config = config_of()
@@ -136,11 +210,11 @@ def test_steps_that_were_undone_are_not_continued_from(tmp_path: Path, ranks: An
 
 
 def test_a_step_is_undone_by_a_later_start_before_it() -> None:
-    assert not is_undone(35, 0, (0,))
-    assert not is_undone(35, 0, (0, 35))
-    assert is_undone(35, 0, (0, 10))
-    assert is_undone(35, 0, (0, 10, 40))
-    assert not is_undone(14, 1, (0, 10, 14))
+    assert is_of_history(35, (), (0,))
+    assert is_of_history(35, (), (0, 35))
+    assert not is_of_history(35, (), (0, 10))
+    assert not is_of_history(35, (), (0, 10, 40))
+    assert is_of_history(14, (0,), (0, 10, 14))
 
 
 def test_copies_of_another_configuration_or_number_of_ranks_are_left_alone(tmp_path: Path, ranks: Any) -> None:
@@ -184,9 +258,9 @@ def test_copies_that_take_too_much_memory_are_not_made(tmp_path: Path, ranks: An
 
 
 def test_the_newest_step_with_all_parts_is_taken() -> None:
-    a, b = {(0, 4), (1, 4), (0, 5)}, {(2, 4), (3, 4), (2, 5), (3, 5)}
+    a, b = {Part(0, 4), Part(1, 4), Part(0, 5)}, {Part(2, 4), Part(3, 4), Part(2, 5), Part(3, 5)}
     assert newest_complete({"a": a, "b": b}, 4) == 4
-    assert newest_complete({"a": a, "b": b | {(1, 5)}}, 4) == 5, "of rank 1 the other node has the newer part"
+    assert newest_complete({"a": a, "b": b | {Part(1, 5)}}, 4) == 5, "of rank 1 the other node has the newer part"
     assert newest_complete({"a": a}, 4) is None
 
 

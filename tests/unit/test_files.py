@@ -11,7 +11,20 @@ import pytest
 
 from shardwise.data import cache
 from shardwise.errors import ConfigError, DataError
-from shardwise.files import NoLocksError, free_bytes, lock, new_file, open_lock, open_own, write_atomic
+from shardwise.files import (
+    OTHERS,
+    NoLocksError,
+    UntrustedError,
+    free_bytes,
+    lock,
+    make_folder,
+    new_file,
+    open_folder,
+    open_lock,
+    open_own,
+    require_trusted,
+    write_atomic,
+)
 from shardwise.prepare.work import WorkFolder
 from shardwise.runlog import RunLock
 from shardwise.storage.root import Root
@@ -151,3 +164,97 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
 
 def test_free_space_is_that_of_the_disk_where_a_path_will_be(tmp_path: Path) -> None:
     assert abs(free_bytes(tmp_path / "not" / "yet") - free_bytes(tmp_path)) < 2**30
+
+
+NOBODY = 65534
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A place that anyone may write, as /tmp."""
+    place = tmp_path / "shared"
+    place.mkdir()
+    place.chmod(0o1777)
+    return place
+
+
+@AS_ROOT
+@pytest.mark.parametrize("below", ["lock", "sub/lock"])
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_fault_16_what_another_user_put_in_a_shared_place_does_not_count(kind: str, below: str, shared: Path) -> None:
+    target, trap, victim = shared.parent / "target", shared / "trap", shared / "victim"
+    (target / "sub").mkdir(parents=True)
+    if kind == "folder":
+        (trap / "sub").mkdir(parents=True)
+    else:
+        trap.symlink_to(target)
+    victim.write_text("")
+    for path in (trap, victim):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    told = (
+        rf" must belong to you, and it belongs to [\w ]+, who may have put it there because anyone may write {shared}"
+    )
+    with pytest.raises(UntrustedError, match=f"{trap}{told}"):
+        open_own(trap / below, os.O_RDWR | os.O_CREAT)
+    with pytest.raises(UntrustedError, match=f"{victim}{told}"):
+        open_own(victim, os.O_RDWR)
+    with pytest.raises(DataError, match=f"{trap}{told}"), cache.locked(trap, "key"):
+        pass
+    with pytest.raises(DataError, match=f"{trap}{told}"):
+        cache.open_entry(trap, "tokens", "key", lambda _: True)
+    with pytest.raises(ConfigError, match=f"{trap}{told}"), RunLock(trap):
+        pass
+    assert [entry.name for entry in target.rglob("*")] == ["sub"]
+
+
+@AS_ROOT
+def test_fault_16_folders_that_a_team_shares_and_links_of_its_own_still_work(shared: Path) -> None:
+    team, place, scratch = shared.parent / "team", shared / "mine", shared / "scratch"
+    (team / "locks").mkdir(parents=True)
+    (team / "locks" / "key.lock").touch()
+    for path in (team, team / "locks", team / "locks" / "key.lock"):
+        os.chown(path, NOBODY, NOBODY)
+    team.chmod(0o2775)
+    place.mkdir()
+    scratch.symlink_to(team)
+    (place / "up").symlink_to("../scratch")
+    with cache.locked(team, "key") as exclusive:
+        assert exclusive
+    with cache.locked(place / "up", "key") as exclusive:
+        assert exclusive, "links of one's own are followed, one after the other"
+    os.chown(shared, NOBODY, NOBODY)
+    os.chown(place, NOBODY, NOBODY)
+    require_trusted(place)  # the owner of a folder may do what he likes in it, whoever else may write it
+
+
+def test_fault_16_a_folder_for_this_user_alone_has_no_other_users(tmp_path: Path, shared: Path) -> None:
+    folder, link = tmp_path / "alone", tmp_path / "link"
+    folder.mkdir(mode=0o700)
+    os.close(open_folder(folder, OTHERS))
+    link.symlink_to(folder)
+    with pytest.raises(UntrustedError, match="link is a link that is not followed: remove it"):
+        open_folder(link, OTHERS)
+    folder.chmod(0o750)
+    with pytest.raises(
+        UntrustedError, match=r"mode of .*alone \(0750\) must be 0700 or stricter, as others may use it"
+    ):
+        open_folder(folder, OTHERS)
+    if os.geteuid() == 0:
+        folder.chmod(0o700)
+        os.chown(folder, NOBODY, NOBODY)
+        with pytest.raises(UntrustedError, match="alone must belong to you, and it belongs to "):
+            open_folder(folder, OTHERS)
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    with pytest.raises(OSError, match="is a link that is not followed"):
+        open_folder(loop)
+
+
+def test_fault_16_folders_are_made_so_that_no_other_user_can_write_them(shared: Path) -> None:
+    umask = os.umask(0)
+    try:
+        make_folder(shared / "cache" / "tokens")
+    finally:
+        os.umask(umask)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (shared / "cache", shared / "cache/tokens")] == [0o700, 0o775]

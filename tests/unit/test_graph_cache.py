@@ -203,3 +203,25 @@ def test_a_graph_that_could_not_be_found_again_is_told(tmp_path: Path, work: Pat
     with pytest.raises(OSError, match=r"\.zip was written and cannot be read"):
         cache.store({"torch": "2.13.0"}, work, [work / "ab/code.so"])
     assert cache.entries() == []
+
+
+def test_fault_16_programs_that_any_user_may_have_written_are_not_used(tmp_path: Path, work: Path) -> None:
+    cache = GraphCache(tmp_path / "cache")
+    path = stored(cache, work)
+    assert path.stat().st_mode & 0o002 == 0
+    path.chmod(0o666)
+    assert cache.find(facts()) is None
+    path.chmod(0o664)
+    cache.root.chmod(0o2775)
+    cache.require_trusted()
+    entry = cache.find(facts())
+    assert entry is not None, "a team shares a folder by its group"
+    cache.root.chmod(0o777)
+    told = r"compile.cache_dir \(.*\) cannot be trusted, and what is in it are programs: the mode of .*/cache \(0777\)"
+    with pytest.raises(ConfigError, match=told):
+        cache.require_trusted()
+    assert cache.find(facts()) is None
+    assert not cache.unpack(entry, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"cannot be written: .* must be 0775 or stricter"), writing(cache.root):
+        stored(cache, work)
+    GraphCache(tmp_path / "none").require_trusted()

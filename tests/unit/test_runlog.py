@@ -4,6 +4,8 @@ import errno
 import fcntl
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -299,3 +301,21 @@ def test_the_commit_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert state["modified"] is False
     (tmp_path / "file").write_text("2")
     assert recorded_git()["modified"] is True
+
+
+def test_fault_17_a_copied_folder_has_another_key_and_a_renamed_one_the_same(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "a").create()
+    run.id()
+    key = run.key()
+    copied = RunDirectory(shutil.copytree(run.path, tmp_path / "b"))
+    assert copied.id() == run.id()
+    assert copied.key() != key
+    shutil.copytree(run.path, tmp_path / "linked", copy_function=os.link)
+    assert RunDirectory(tmp_path / "linked").key() != run.key(), "of files that are one file, the folders differ"
+    shutil.rmtree(tmp_path / "linked")
+    key = run.key()
+    assert RunDirectory(run.path.rename(tmp_path / "c")).key() == key
+    restored = RunDirectory(shutil.copytree(copied.path, tmp_path / "backup"))
+    key = restored.key()
+    restored.identity.write_bytes(restored.identity.read_bytes())  # in the same folder, as a backup that is restored
+    assert restored.key() != key

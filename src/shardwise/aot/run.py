@@ -145,7 +145,7 @@ def _log(facts: Facts, cache: GraphCache, text: str) -> Path | None:
     """Keep the output of a compilation that failed, where the cache can be written."""
     log = cache.log_of(facts)
     with contextlib.suppress(OSError):
-        log.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(log.parent)
         files.write_atomic(log, text)
         return log
     return None

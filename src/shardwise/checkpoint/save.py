@@ -123,6 +123,7 @@ class Saver:
             of half the memory that is free.
         keeping: which checkpoints stay after each save.
         max_shard_bytes: largest size of a file with weights; a larger tensor has a file to itself.
+        find_root: called on rank 0 before a save makes its folder, for a root that may have been renamed.
     """
 
     def __init__(
@@ -140,8 +141,9 @@ class Saver:
         buffer_bytes: int | None = None,
         keeping: Keeping | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        find_root: Callable[[], None] | None = None,
     ) -> None:
-        self.root = root
+        self.root, self._find_root = root, find_root
         self._model, self._optimizer, self._config = model, optimizer, config
         self._mesh, self._group = mesh, group
         self._described = described
@@ -339,6 +341,8 @@ class Saver:
     def _prepare(self, staging: Root, job: _Job) -> None:
         (needed,) = comm.reduce_numbers([sum(file.size for file in job.files)], self._group, op="sum")
         if self._group.rank == 0:
+            if self._find_root is not None:
+                self._find_root()
             remove_checkpoint(staging)
             staging.make()
             (staging / "optimizer").make()

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.checkpoint_format.folders import step_name, steps
 from shardwise.checkpoint_format.manifest import Manifest
-from shardwise.checkpoint_format.owner import owner
+from shardwise.checkpoint_format.owner import is_inside, owner
 from shardwise.config import Config, parse_yaml, resume_problems
 from shardwise.errors import ConfigError
 from shardwise.runlog import RunDirectory
@@ -112,7 +112,7 @@ def _rebuilt_id(directory: RunDirectory, root: Root) -> str | None:
     saving, path = owner(root), directory.path.resolve()
     if saving is not None and directory.identity.exists() and saving.folder == str(path):
         return saving.id
-    if not root.is_local or not root.local().resolve().is_relative_to(path):
+    if not is_inside(root, path):
         return None
     if saving is not None:
         return saving.id

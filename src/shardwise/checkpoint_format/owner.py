@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwise.errors import ConfigError, see
-from shardwise.runlog import RunLock
+from shardwise.runlog import RunDirectory, RunLock
 from shardwise.storage.root import Root
 
 OWNER = "run.json"
@@ -47,6 +47,35 @@ def owner(root: Root) -> Owner | None:
         return None
 
 
+def original_of(root: Root, run: str | None, folder: Path) -> Path | None:
+    """The folder that `folder` is a copy of, as the place of its checkpoints tells; None where it is no copy.
+
+    A copy has the same id, and the folder that last saved there still has it too. That folder is gone if it was moved.
+
+    Args:
+        root: the place of the checkpoints, or a copy of it.
+        run: id of the run in `folder`.
+        folder: of the run that is to save there.
+
+    Raises:
+        StoreError: the place cannot be read.
+    """
+    saving = owner(root)
+    if saving is None or saving.id != run:
+        return None
+    other = Path(saving.folder)
+    try:
+        is_copied = RunDirectory(other).stored_id() == run and not other.samefile(folder)
+    except OSError:
+        return None
+    return other if is_copied else None
+
+
+def is_inside(root: Root, folder: Path) -> bool:
+    """Whether a place lies in a run's folder: what is there was saved by this run, or copied with it."""
+    return root.is_local and root.local().resolve().is_relative_to(folder.resolve())
+
+
 def require_own(root: Root, run: str | None, *, is_empty: bool) -> None:
     """Raise ConfigError where the place belongs to another run, unless that run has ended and saved nothing.
 
@@ -60,7 +89,7 @@ def require_own(root: Root, run: str | None, *, is_empty: bool) -> None:
     raise ConfigError(
         f"checkpoint.path ({root}) must be a run's own, and it is that of {other.folder} on {other.host}: choose "
         f"another checkpoint.path, give --run-dir that folder to continue it, or remove {root / OWNER} if that "
-        "run is gone"
+        "run is gone or this place is a copy of its own"
         f"{see('checkpoints#place-of-another-run')}"
     )
 

@@ -71,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             number, size = cache.clean()
         output.line(f"removed {units.counted(number, 'graph')}, {units.size(size)}, from {cache.root}")
         return 0
+    cache.require_trusted()
     if arguments.imported is not None:
         with writing(cache.root):
             taken = cache.take_in(arguments.imported)

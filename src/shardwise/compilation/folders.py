@@ -9,6 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from shardwise.files import open_own
+
 _PREFIX = f"shardwise-graphs-{os.getuid()}-"
 _LOCK = "owner.lock"
 _HOUR = 3600.0
@@ -44,15 +46,15 @@ def remove_left_over() -> None:
     """Remove the folders of this user's processes that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
-            if folder.stat().st_uid == os.getuid() and not _is_held(folder):
+            if folder.lstat().st_uid == os.getuid() and not _is_held(folder):
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # removed meanwhile by its process, or by another that looks for what is left
+            continue  # another user's, or removed meanwhile by its process or by another that looks for what is left
 
 
 def _is_held(folder: Path) -> bool:
     try:
-        lock = os.open(folder / _LOCK, os.O_RDWR)
+        lock = open_own(folder / _LOCK, os.O_RDWR)
     except FileNotFoundError:
         return time.time() - folder.stat().st_mtime < _HOUR  # it may be a new one, whose lock is made next
     try:

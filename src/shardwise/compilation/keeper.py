@@ -81,7 +81,10 @@ class Keeper:
         try:
             if local_rank == 0:
                 try:
+                    self._cache.require_trusted()
                     self._folder = self._unpacked(missing)
+                except ConfigError as error:
+                    problems += error.problems
                 except OSError as error:
                     problems.append(
                         f"the folder for temporary files ({tempfile.gettempdir()}) cannot be written: "

@@ -30,7 +30,16 @@ from shardwise.data.parts import PARTS, Part
 from shardwise.data.samples.batch import TokenArray
 from shardwise.data.samples.sentences import Sentences
 from shardwise.errors import DataError, see
-from shardwise.files import NoLocksError, lock, open_lock, reason_of, write_atomic
+from shardwise.files import (
+    NoLocksError,
+    lock,
+    make_folder,
+    open_lock,
+    open_own,
+    reason_of,
+    require_trusted,
+    write_atomic,
+)
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 1
@@ -57,7 +66,7 @@ def locked(root: Path, key: str) -> Iterator[bool]:
     """Waits for the only lock on `key`; false where the file system has no locks (then several may build at once)."""
     with writing(root):
         path = root / "locks" / f"{key}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         file = open_lock(path)
     with file:
         exclusive = False
@@ -133,8 +142,14 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[Entry], bool]) -> Entry | None:
-    """The entry, or None where it is absent, of another format, or damaged as `is_sound` finds."""
+    """The entry, or None where it is absent, of another format, or damaged as `is_sound` finds.
+
+    Raises:
+        DataError: another user may have put it there.
+    """
     path = root / kind / key
+    with writing(root):
+        require_trusted(path)
     try:
         entry = Entry(path, json.loads((path / "manifest.json").read_text(encoding="utf-8")))
         return entry if entry.manifest["format"] == FORMAT and is_sound(entry) else None
@@ -170,7 +185,7 @@ def has_its_tokenizer(entry: Entry) -> bool:
 @contextlib.contextmanager
 def _building(target: Path, exclusive: bool) -> Iterator[Path]:
     """A folder to fill, which becomes the entry when the block ends without an error, and vanishes otherwise."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     if exclusive:
         for leftover in target.parent.glob(f".*-{target.name}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -260,7 +275,8 @@ def tokenizer_digest(folder: Path) -> str:
 def known_content(root: Path, stamp: str | None) -> str | None:
     """The content digest that a text with this stamp had."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        content = json.loads((root / "sources" / f"{stamp}.json").read_text(encoding="utf-8"))["content"]
+        with os.fdopen(open_own(root / "sources" / f"{stamp}.json", os.O_RDONLY), "rb") as file:
+            content = json.load(file)["content"]
         return content if isinstance(content, str) else None
     return None
 
@@ -270,7 +286,7 @@ def remember_content(root: Path, stamp: str | None, content: str) -> None:
     if stamp is not None:
         with contextlib.suppress(OSError):
             path = root / "sources" / f"{stamp}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             write_atomic(path, json.dumps({"content": content}) + "\n")
 
 

@@ -92,6 +92,7 @@ def report_failure(failure: Failure) -> bool:
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
+    Path(path).parent.mkdir(parents=True, exist_ok=True)  # it may have been removed with the run's folder
     with contextlib.suppress(FileExistsError), Path(path).open("xb", buffering=0) as file:
         file.write(json.dumps(asdict(failure)).encode())
     return True

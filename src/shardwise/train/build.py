@@ -164,10 +164,13 @@ def build_checkpoints(
         companions=run.companions,
         buffer_bytes=None if settings.buffer_mib is None else int(settings.buffer_mib * 2**20),
         keeping=Keeping(settings.keep, settings.keep_every),
+        find_root=None if run.followed is None else run.followed.follow,
     )
     how = went_back(config, None if resumed is None else resumed.manifest)
     stream = trainer.batches if isinstance(trainer.batches, StreamBatches) else None
-    return Checkpoints(saver, config, reporter, mesh, make_stop_check(run.folder.directory), how, stream, copies)
+    return Checkpoints(
+        saver, config, reporter, mesh, make_stop_check(run.folder.directory), how, stream, copies, run.followed
+    )
 
 
 def build_memory_copies(run: Run, trainer: Trainer) -> MemoryCopies | None:
@@ -175,7 +178,8 @@ def build_memory_copies(run: Run, trainer: Trainer) -> MemoryCopies | None:
     if not steps_between(run.config):
         return None
     model, optimizer, began = trainer.model, trainer.optimizer, run.folder.began
-    return MemoryCopies(run.folder.id, _described(run), model, optimizer, run.config, run.mesh, began=began)
+    name = f"{run.folder.id}-{run.folder.key}"
+    return MemoryCopies(name, _described(run), model, optimizer, run.config, run.mesh, began=began)
 
 
 def _described(run: Run) -> dict[str, Any]:

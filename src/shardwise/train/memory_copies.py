@@ -4,13 +4,12 @@ Every few steps each rank writes its part of the state to a file in its node's m
 rank of the same number on the next node, which keeps it too. When a rank or a node is lost, the ranks take the newest
 step of which all parts are there, own or sent; the disk is read only where nobody has them (Gemini, SOSP 2023, keeps
 checkpoints in the memory of neighbours in the same way). The files hold what a rank updates, so they fit only the same
-layout and configuration; anything else continues from a checkpoint on the disk.
+layout, configuration and data, and the same history of starts; anything else continues from a checkpoint on the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import psutil
 import torch
@@ -30,23 +29,20 @@ from shardwise.checkpoint.agreement import union
 from shardwise.checkpoint.restore import held_pieces
 from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.config import Config
-from shardwise.files import lock, open_lock, reason_of
+from shardwise.files import reason_of
 from shardwise.launch.environment import NODE
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_numbers, state_tensors
+from shardwise.train.part_files import Part, PartFiles, is_in_use
 
 MEMORY = Path("/dev/shm")
 _KEPT = 2
 """Steps that are kept: while a rank writes a step, others may still write the one before."""
 _STALE_SECONDS = 3600.0
-_HEADER_BYTES = 8
-_DIGEST_BYTES = 16
 _LAYOUT_KEYS = ("name", "zero", "bucket_mib")
 """Of `optimizer`: what decides which values are in a part, and in which order."""
-_IN_USE = "in-use"
-"""A file that the ranks of a run keep locked while they may write beside it."""
 
 
 @dataclass
@@ -103,7 +99,7 @@ class MemoryCopies:
         began: Sequence[int] = (),
     ) -> None:
         """Args:
-        run: the run's id.
+        run: the run's id and what names its folder, as a copied folder has the same id.
         described: `Manifest`'s fields on layout and data.
         began: steps that were done when each earlier start of the run began to train.
         memory: a folder in memory.
@@ -114,12 +110,16 @@ class MemoryCopies:
         self._model, self._optimizer, self._config, self._mesh = model, optimizer, config, mesh
         self._nodes, self._began = Nodes.of_job(mesh.world.size), tuple(began)
         self._group: Group = mesh.host_group("memory copies")
-        self._folder = memory / f"shardwise-{os.getuid()}-{run}-{self._nodes.name}"
-        self._in_use: BinaryIO | None = None
+        self._run, self._files = run, PartFiles(memory / f"shardwise-{os.getuid()}-{run}-{self._nodes.name}")
         self._not_kept: str | None = None  # why a part of another node is not kept; told at the next copy
-        self._remove_stale(memory)
         self.node_bytes = self._state_bytes() * self._nodes.per_node * _KEPT * (2 if self._nodes.count > 1 else 1)
-        self.problem = self._agreed(self._lack_of_memory(memory))
+        try:
+            self._files.open()
+            self._remove_stale(memory)
+            problem = self._lack_of_memory(memory)
+        except OSError as error:
+            problem = reason_of(error)
+        self.problem = self._agreed(problem)
 
     @property
     def summary(self) -> str:
@@ -134,11 +134,11 @@ class MemoryCopies:
             return
         began, problem = time.perf_counter(), None
         try:
-            self._use_folder()
+            self._files.make()
             self._forget_but_last_before(step)
             self._write(step, described)
         except OSError as error:
-            problem = f"{self._folder}: {reason_of(error)}"
+            problem = f"{self._files.path}: {reason_of(error)}"
         self.problem = self._agreed(problem or self._not_kept)
         if self.problem is None and self._nodes.count > 1:
             self._send_to_next_node(step)
@@ -152,28 +152,30 @@ class MemoryCopies:
         """
         mine = (self._nodes.name, [] if self.problem is not None else self._valid())
         everywhere = comm.all_gather_objects(mine, self._group)
-        node_of, nodes = [name for name, _ in everywhere], dict[str, set[tuple[int, int]]]()
+        node_of, nodes = [name for name, _ in everywhere], dict[str, set[Part]]()
         for name, parts in everywhere:
             nodes.setdefault(name, set()).update(parts)
         step = newest_complete(nodes, self._mesh.world.size)
         if step is None or step < not_before:
             return None
         received = self._fetch(node_of, nodes, step)
-        header, content = self._opened(self._mesh.world.rank, step)
-        if self._agreed(None if header["shapes"] == self._shapes() else "other buckets") is not None:
+        read = self._files.read(Part(self._mesh.world.rank, step), checked=False)
+        is_usable = read is not None and read[0]["shapes"] == self._shapes()
+        if self._agreed(None if is_usable else "other buckets") is not None or read is None:
             return None
+        header, content = read
         self._read(header, content)
         finish_restoring(self._optimizer)
         progress = {**header["described"], "losses": tuple(header["described"]["losses"])}
         optimizer = {"states": header["states"], "steps": header["steps"]}
         unknown: dict[str, Any] = {"config": {}, "versions": {}, "created": "", "files": (), "tensors": {}}
         facts = {**unknown, "optimizer": optimizer}
-        return Loaded(Manifest(step=step, **self._described, **progress, **facts), self._folder, received)
+        return Loaded(Manifest(step=step, **self._described, **progress, **facts), self._files.path, received)
 
     def remove(self) -> None:
         """Forget the copies of this node: the run has ended, and the disk has its state."""
-        if self._leads_node:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._leads_node and self._files.is_open:
+            self._files.remove_all()
 
     @property
     def _leads_node(self) -> bool:
@@ -193,8 +195,8 @@ class MemoryCopies:
                 f"they take {units.size(self.node_bytes)} of a node, and at most {units.size(bound)} are allowed "
                 f"(checkpoint.memory_share={share:g})"
             )
-        held = sum(path.stat().st_size for path in self._folder.glob("rank-*"))  # which new copies replace
-        free = shutil.disk_usage(memory).free + held
+        replaced = self._files.bytes() if self._files.is_open else 0
+        free = shutil.disk_usage(memory).free + replaced
         return (
             None if self.node_bytes < free else f"{memory} has {units.size(free)}, {units.size(self.node_bytes)} needed"
         )
@@ -216,10 +218,11 @@ class MemoryCopies:
         return 3 * masters + sum(target.nbytes for _, target in self._frozen())
 
     def _fits(self) -> str:
-        """A digest of what a copy must share with this run: what decides which values a rank has, and their order."""
+        """A digest of what a copy must share with this run: its data, which values a rank has, and their order."""
         config = self._config.model_dump(mode="json")
         optimizer = {key: config["optimizer"][key] for key in _LAYOUT_KEYS}
         facts = [config["model"], config["parallel"], config["precision"], optimizer]
+        facts += [self._run, self._described["data"]["fingerprint"]]
         text = json.dumps([*facts, __version__, self._mesh.world.size], sort_keys=True)
         return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -232,30 +235,12 @@ class MemoryCopies:
         held = held_pieces(self._model)
         return [(piece, target) for parameter, piece, target in held if not parameter.requires_grad]
 
-    def _path(self, rank: int, step: int) -> Path:
-        return self._folder / f"rank-{rank:04d}-step-{step:08d}"
-
     def _write(self, step: int, described: Mapping[str, Any]) -> None:
         state = list(self._state())
         states = list(dict.fromkeys(name for name, bucket, _ in state if bucket is not None and name != MASTER))
         header = {"fits": self._fits(), "shapes": self._shapes(), "states": states, "steps": self._optimizer.steps}
-        header["numbers"] = state_numbers(self._optimizer)
-        text = json.dumps({**header, "start": len(self._began), "described": dict(described)}).encode()
-        path, digest = self._path(self._mesh.world.rank, step), xxhash.xxh3_128()
-        parts: list[Any] = [len(text).to_bytes(_HEADER_BYTES, "little"), text]
-        with path.with_suffix(".new").open("wb") as file:
-            for part in itertools.chain(parts, (_raw(tensor) for *_, tensor in state)):
-                digest.update(part)
-                file.write(part)
-            file.write(digest.digest())
-        path.with_suffix(".new").replace(path)
-
-    def _use_folder(self) -> None:
-        """Make the folder, and let other runs know that it is in use, until this process ends."""
-        if self._in_use is None:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            self._in_use = open_lock(self._folder / _IN_USE)
-            lock(self._in_use, wait=False, shared=True)
+        header |= {"numbers": state_numbers(self._optimizer), "began": self._began, "described": dict(described)}
+        self._files.write(Part(self._mesh.world.rank, step), header, (tensor for *_, tensor in state))
 
     def _forget_but_last_before(self, step: int) -> None:
         """Remove what no rank needs once `step` is written, of this rank's part and of the one that it is sent.
@@ -263,10 +248,10 @@ class MemoryCopies:
         While this rank writes, another may still write the step before, which stays. Later steps were undone.
         """
         for rank in self._ranks_kept():
-            steps = sorted(int(path.name[-8:]) for path in self._folder.glob(f"rank-{rank:04d}-step-????????"))
+            steps = [part.step for part in self._files.parts() if part.rank == rank]
             earlier = [old for old in steps if old < step]
             for old in {*steps} - {*earlier[1 - _KEPT :]}:
-                self._path(rank, old).unlink(missing_ok=True)
+                self._files.remove(Part(rank, old))
 
     def _ranks_kept(self) -> set[int]:
         """This rank, and the one of the node before that sends its part."""
@@ -276,12 +261,12 @@ class MemoryCopies:
     def _send_to_next_node(self, step: int) -> None:
         """Send this rank's part to the next node, and keep the part of the node before."""
         rank, size, near = self._mesh.world.rank, self._mesh.world.size, self._nodes.per_node
-        sent = _bytes_of(self._path(rank, step))
+        sent = self._files.content(Part(rank, step))
         pending = [comm.send(part, self._group, (rank + near) % size) for part in (_length(sent), sent)]
         try:
             self._receive(step, (rank - near) % size, (rank - near) % size)
         except OSError as error:
-            self._not_kept = f"{self._folder}: {reason_of(error)}"
+            self._not_kept = f"{self._files.path}: {reason_of(error)}"
         for one in pending:
             one.wait()
 
@@ -289,46 +274,40 @@ class MemoryCopies:
         """Write the part of `rank`, which `source` sends."""
         length = int(comm.receive(torch.zeros(1, dtype=torch.int64), self._group, source))
         part = comm.receive(torch.empty(length, dtype=torch.uint8), self._group, source)
-        temporary = self._path(rank, step).with_suffix(".new")
-        temporary.write_bytes(_raw(part))
-        temporary.replace(self._path(rank, step))
+        self._files.write_whole(Part(rank, step), part)
 
-    def _valid(self) -> list[tuple[int, int]]:
-        """The whole parts that this rank keeps, as (rank, step)."""
-        found = []
-        for rank in self._ranks_kept():
-            for path in self._folder.glob(f"rank-{rank:04d}-step-????????"):
-                step = int(path.name[-8:])
-                whole = _raw(_bytes_of(path))
-                if xxhash.xxh3_128(whole[:-_DIGEST_BYTES]).digest() != bytes(whole[-_DIGEST_BYTES:]):
-                    continue
-                header = self._opened(rank, step)[0]
-                if header["fits"] == self._fits() and not is_undone(step, header["start"], self._began):
-                    found.append((rank, step))
-        return found
+    def _valid(self) -> list[Part]:
+        """The parts on this node of this rank and of the one that sends its own, which this run can continue from."""
+        if not self._files.is_open:
+            return []
+        kept = self._ranks_kept()
+        return [part for part in self._files.parts() if part.rank in kept and self._is_valid(part)]
 
-    def _fetch(self, node_of: Sequence[str], nodes: Mapping[str, Container[tuple[int, int]]], step: int) -> int:
+    def _is_valid(self, part: Part) -> bool:
+        read = self._files.read(part)
+        return (
+            read is not None
+            and read[0]["fits"] == self._fits()
+            and is_of_history(part.step, read[0]["began"], self._began)
+        )
+
+    def _fetch(self, node_of: Sequence[str], nodes: Mapping[str, Container[Part]], step: int) -> int:
         """Bring to each node the parts of its ranks that it lacks; returns their number. `node_of`: by rank."""
         received = 0
         for rank, name in enumerate(node_of):
-            if (rank, step) in nodes[name]:
+            wanted = Part(rank, step)
+            if wanted in nodes[name]:
                 continue
-            holder = next(other for other, its in enumerate(node_of) if (rank, step) in nodes[its])
+            holder = next(other for other, its in enumerate(node_of) if wanted in nodes[its])
             received += 1
             if self._mesh.world.rank == holder:
-                part = _bytes_of(self._path(rank, step))
-                for piece in (_length(part), part):
+                content = self._files.content(wanted)
+                for piece in (_length(content), content):
                     comm.send(piece, self._group, rank).wait()
             elif self._mesh.world.rank == rank:
-                self._use_folder()
+                self._files.make()
                 self._receive(step, rank, holder)
         return received
-
-    def _opened(self, rank: int, step: int) -> tuple[dict[str, Any], Tensor]:
-        """The header of a part, and the bytes of its tensors."""
-        content = _bytes_of(self._path(rank, step))
-        end = _HEADER_BYTES + int.from_bytes(_raw(content[:_HEADER_BYTES]), "little")
-        return json.loads(bytes(_raw(content[_HEADER_BYTES:end]))), content[end:]
 
     def _read(self, header: Mapping[str, Any], content: Tensor) -> None:
         """Fill this rank's state from its part."""
@@ -343,12 +322,12 @@ class MemoryCopies:
         """Remove what a killed rank has half written, and what runs of this user left that ended long ago."""
         if not self._leads_node:
             return
-        for half in self._folder.glob("*.new"):
-            half.unlink(missing_ok=True)
+        if self._files.is_open:
+            self._files.remove_half_written()
         for folder in memory.glob(f"shardwise-{os.getuid()}-*-{self._nodes.name}"):
-            with contextlib.suppress(OSError):  # removed meanwhile by another run
-                old = time.time() - folder.stat().st_mtime > _STALE_SECONDS
-                if old and folder != self._folder and not _is_in_use(folder):
+            with contextlib.suppress(OSError):  # removed meanwhile by another run, or another user's
+                is_old = time.time() - folder.stat().st_mtime > _STALE_SECONDS
+                if is_old and folder != self._files.path and not is_in_use(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -358,37 +337,24 @@ def steps_between(config: Config) -> int:
     return config.checkpoint.every if every is None and NODE in os.environ else every or 0
 
 
-def is_undone(step: int, start: int, began: Sequence[int]) -> bool:
-    """Whether a later start of the run began before `step`, which an earlier one had done.
+def is_of_history(step: int, copied: Sequence[int], began: Sequence[int]) -> bool:
+    """Whether a run that started as `began` tells has done a step, and no later start has undone it.
 
     Args:
-        start: number of the start, from 0, that did the step.
-        began: by start, the steps that were done when it began to train.
+        step: of a copy.
+        copied: the starts before the one that made the copy, as `began`.
+        began: by start of the run, the steps that were done when it began to train.
     """
-    return any(steps < step for steps in began[start + 1 :])
+    number = len(copied)
+    is_known = number < len(began) and list(copied) == list(began[:number])
+    return is_known and began[number] < step and not any(steps < step for steps in began[number + 1 :])
 
 
-def _is_in_use(folder: Path) -> bool:
-    with open_lock(folder / _IN_USE) as file:
-        return not lock(file, wait=False)
-
-
-def newest_complete(nodes: Mapping[str, Iterable[tuple[int, int]]], world: int) -> int | None:
-    """The newest step of which the parts of all ranks are on some node; `nodes`: of each, (rank, step)."""
+def newest_complete(nodes: Mapping[str, Iterable[Part]], world: int) -> int | None:
+    """The newest step of which the parts of all ranks are on some node; `nodes`: of each, its parts."""
     present = {part for parts in nodes.values() for part in parts}
     steps = sorted({step for _, step in present}, reverse=True)
-    return next((step for step in steps if all((rank, step) in present for rank in range(world))), None)
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, on the host."""
-    plain: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return memoryview(plain)
-
-
-def _bytes_of(path: Path) -> Tensor:
-    """The content of a file in memory, `[bytes]`; it is not copied."""
-    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    return next((step for step in steps if all(Part(rank, step) in present for rank in range(world))), None)
 
 
 def _length(part: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from shardwise.launch import stdio
 from shardwise.mesh import Group, Mesh
 from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.storage.root import Root, StoreError
+from shardwise.train.followed import FollowedFolder
 from shardwise.train.record import Progress
 from shardwise.train.resume import FoundCheckpoints, find_checkpoints
 from shardwise.train.scalars import require_trackers
@@ -39,6 +41,7 @@ class Folder:
     Attributes:
         directory: the folder itself.
         id: of the run.
+        key: tells this folder from copies of it, which may have the same id.
         checkpoints: that the run can continue from.
         changes: of the configuration since the earlier run of this folder.
         notes: on files of the earlier run that were rebuilt.
@@ -48,6 +51,7 @@ class Folder:
 
     directory: RunDirectory
     id: str
+    key: str
     checkpoints: FoundCheckpoints
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -67,6 +71,7 @@ class Run:
     Attributes:
         weights: the folder of `checkpoint.load`; None where weights are drawn or a checkpoint of the run has them.
         companions: what lies beside the weights in each checkpoint; on rank 0 alone.
+        followed: the run's folder, on rank 0; None on the others.
     """
 
     config: Config
@@ -76,6 +81,7 @@ class Run:
     data: PreparedData
     folder: Folder
     weights: Root | None
+    followed: FollowedFolder | None
     companions: Companions = field(default_factory=Companions)
 
 
@@ -92,8 +98,9 @@ def open_run(config: Config, layout: Layout, mesh: Mesh, progress: Progress, run
         if mesh.world.rank == 0:
             companions = find_companions(config, weights, data.tokenizer_path)
     folder = _open_folder(config, run_path, recipe, mesh)
+    followed = FollowedFolder(folder.directory.path) if mesh.world.rank == 0 else None
     weights = None if folder.checkpoints.candidates else weights
-    return Run(config, layout, mesh, progress, data, folder, weights, companions)
+    return Run(config, layout, mesh, progress, data, folder, weights, followed, companions)
 
 
 def while_others_wait(work: Callable[[], _R], group: Group) -> _R:
@@ -171,12 +178,15 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
     # Before anything is written: a folder that is refused must not look like that of a run.
     checkpoints = find_checkpoints(config, directory, stored, earlier_id)
     directory.create()
-    run = directory.id(earlier_id)
+    original = checkpoints.original
+    run = directory.id(earlier_id if original is None else uuid.uuid4().hex)
     changes = () if earlier is None else tuple(resume_changes(earlier.config, resolved))
     notes = () if earlier is None else earlier.notes
+    if original is not None:
+        notes += (f"{run_path} is a copy of {original}: it goes on as a run of its own, with another id",)
     batch = None if earlier is None else kept_batch_note(earlier.config, config)
     began = tuple(event.get("steps_before", 0) for event in directory.events("start"))
-    folder = Folder(directory, run, checkpoints, changes, notes, batch, began)
+    folder = Folder(directory, run, directory.key(), checkpoints, changes, notes, batch, began)
     folder.require_room(config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
     directory.set_results_aside()
     directory.write_config(dump_yaml(resolved))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,7 @@ from shardwise.checkpoint_format.folders import (
     survey,
 )
 from shardwise.checkpoint_format.manifest import Manifest
-from shardwise.checkpoint_format.owner import require_own
+from shardwise.checkpoint_format.owner import is_inside, original_of, require_own
 from shardwise.config import Config
 from shardwise.data import PreparedData
 from shardwise.errors import ConfigError, RunError, listing, see
@@ -45,11 +46,13 @@ class FoundCheckpoints:
         root: the place.
         found: all checkpoints, newest first.
         candidates: those to try, in this order, until one is intact.
+        original: the run's folder that this run's is a copy of; None where it is no copy.
     """
 
     root: Root
     found: tuple[Found, ...]
     candidates: tuple[Found, ...]
+    original: Path | None = None
 
 
 def find_checkpoints(
@@ -71,14 +74,18 @@ def find_checkpoints(
         if stored is not None and not there:
             _require_none_elsewhere(root, directory, stored)
         candidates = choose(there, config, root, is_resumed=stored is not None)
-        require_own(root, run or directory.stored_id(), is_empty=not there)
+        run = run or directory.stored_id()
+        original = original_of(root, run, directory.path)
+        if not is_inside(root, directory.path):
+            require_own(root, run if original is None else None, is_empty=not there)
         if is_there or config.checkpoint.path is not None:
             require_writable(root)
         found = tuple(_put_in_place(checkpoint, root) for checkpoint in there)
     except StoreError as error:
         raise ConfigError(f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)) from None
     steps = {candidate.step for candidate in candidates}
-    return FoundCheckpoints(root, found, tuple(checkpoint for checkpoint in found if checkpoint.step in steps))
+    chosen = tuple(checkpoint for checkpoint in found if checkpoint.step in steps)
+    return FoundCheckpoints(root, found, chosen, original)
 
 
 def _put_in_place(checkpoint: Found, root: Root) -> Found:

@@ -59,6 +59,9 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
         with build_reporter(here) as reporter, _explained(config, layout, mesh, progress), ExitStack() as held:
             progress.phase = "construction of the model"
             trainer = build_run_trainer(here, reporter)
+            if here.followed is not None:
+                here.followed.follow()
+            comm.barrier(mesh.world)  # from here on all ranks make files in the folder
             copies = build_memory_copies(here, trainer)
             resumed = _begin(here, trainer, reporter, copies)
             if shortage is not None:
@@ -69,6 +72,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             with build_checkpoints(here, trainer, reporter, resumed, copies) as checkpoints:
                 if resumed is not None and resumed.damage:
                     checkpoints.save_again(resumed.manifest)
+                checkpoints.follow()  # also tells the user
                 stopping.install()
                 stopped_by = trainer.run(checkpoints)
                 progress.phase = "wait for the checkpoint"

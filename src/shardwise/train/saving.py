@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh
 from shardwise.optim import learning_rate
 from shardwise.runlog import RunDirectory
+from shardwise.train.followed import FollowedFolder
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
@@ -70,6 +72,7 @@ class Checkpoints:
         went_back: how the run last went back, for the manifests' `schedule`.
         stream: the batches, if they are a stream: its state is saved too.
         copies: in the memory of the nodes.
+        followed: the run's folder, on rank 0.
     """
 
     saver: Saver
@@ -80,10 +83,13 @@ class Checkpoints:
     went_back: Mapping[str, Any]
     stream: StreamBatches | None = None
     copies: MemoryCopies | None = None
+    followed: FollowedFolder | None = None
     _saved_at: float = field(default_factory=time.monotonic, init=False)
+    _told: Path | None = field(default=None, init=False)
 
     def ask(self) -> tuple[float, float]:
         """Whether this rank is asked to stop, and whether a checkpoint is due by the time: 1 or 0 each."""
+        self.follow()
         minutes = self.config.checkpoint.every_minutes
         old = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         return float(self.asked_to_stop() is not None), float(old and self.mesh.world.rank == 0)
@@ -95,6 +101,7 @@ class Checkpoints:
             asked: the largest numbers of all ranks that `ask` gave during the step; None asks now.
         """
         self._report()
+        self.follow()
         every = self.config.checkpoint.every
         stop, old = largest_of_ranks(self.ask(), self.mesh).tolist() if asked is None else asked
         stopped_by = _first(self.asked_to_stop(), self.mesh) if stop else None
@@ -105,6 +112,22 @@ class Checkpoints:
         if self.copies is not None and between and progress.step % between == 0 and not (last or stopped_by):
             self.copies.copy(progress.step, self._described(progress))
         return stopped_by
+
+    def follow(self) -> None:
+        """Go on in the run's folder where it was renamed, and tell the user; on rank 0.
+
+        Raises:
+            RunError: it is not found.
+        """
+        if self.followed is None:
+            return
+        self.followed.follow()
+        if self.followed.renamed_to != self._told:
+            self._told = self.followed.renamed_to
+            self.reporter.warning(
+                f"the run's folder was renamed to {self._told}: the run goes on there, and a link of the old name "
+                "leads to it, which can be removed once the run has ended"
+            )
 
     def save_again(self, manifest: Manifest) -> None:
         """Save the checkpoint that was just restored once more: it replaces one that is damaged in part."""
@@ -119,6 +142,7 @@ class Checkpoints:
             rank has ended.
         """
         self.saver.wait()
+        self.follow()
         finished = self.saver.finished()  # none where the resumed run had done all its steps before
         for saved in finished:
             if saved is finished[-1] and saved.problem is not None:

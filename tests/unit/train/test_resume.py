@@ -1,5 +1,6 @@
 """What a run sees where it saves, before anything is trained."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,6 +210,29 @@ def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("platform.node", lambda: "elsewhere")
     with pytest.raises(ConfigError, match=r"must be a run's own"):
         find_checkpoints(at, theirs, STORED)
+
+
+def test_fault_17_a_copied_run_is_a_run_of_its_own(tmp_path: Path) -> None:
+    run, place = RunDirectory(tmp_path / "a").create(), tmp_path / "place"
+    for root in (Root.of(run.checkpoints), Root.of(place)):
+        write_checkpoint(root, 100)
+        take(root, Owner.here(run.id(), run.path))
+    copied = RunDirectory(shutil.copytree(run.path, tmp_path / "b"))
+    found = find_checkpoints(config(), copied, STORED)
+    assert (found.original, [each.step for each in found.candidates]) == (run.path, [100])
+    with pytest.raises(ConfigError, match=rf"{place}\) must be a run's own, and it is that of {run.path} on "):
+        find_checkpoints(config(path=str(place)), copied, STORED)
+    assert find_checkpoints(config(), run, STORED).original is None
+    new = copied.id("0" * 32)
+    assert copied.stored_id() == new == copied.id() == "0" * 32
+    take(Root.of(copied.checkpoints), Owner.here(new, copied.path))
+    assert find_checkpoints(config(), copied, STORED).original is None, "it has an id of its own now"
+    moved = RunDirectory(run.path.rename(tmp_path / "c"))
+    for at in ({}, {"path": str(place)}):
+        found = find_checkpoints(config(**at), moved, STORED)
+        assert (found.original, [each.step for each in found.candidates]) == (None, [100])
+    run.path.symlink_to(moved.path)  # as a run leaves it whose folder is renamed
+    assert find_checkpoints(config(path=str(place)), moved, STORED).original is None
 
 
 def test_a_later_checkpoint_that_cannot_be_renamed_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

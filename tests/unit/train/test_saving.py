@@ -1,16 +1,20 @@
 """What a run says of its saves: that it goes on without a checkpoint, where it does."""
 
 import io
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
 from shardwise.checkpoint.save import Saved, Saver
 from shardwise.errors import LostPeerError, RunError, see
 from shardwise.mesh import Mesh
+from shardwise.runlog import RunDirectory
+from shardwise.train.followed import FollowedFolder
 from shardwise.train.saving import Checkpoints
 from tests.unit.train.test_report import config, reporter
 
@@ -53,6 +57,45 @@ def test_a_last_checkpoint_that_another_rank_prevents_is_a_consequence(tmp_path:
     said = rf"^{LOST} while the checkpoint of step 24 was saved$"
     with checkpoints(tmp_path, saved) as (saving, _), pytest.raises(LostPeerError, match=said):
         saving.finish()
+
+
+def test_fault_23_a_run_goes_on_in_its_folder_when_that_is_renamed(tmp_path: Path) -> None:
+    run, told = RunDirectory(tmp_path / "runs" / "a"), []
+    run.path.mkdir(parents=True)
+    with checkpoints(tmp_path / "reported") as (saving, stream):
+        saving.followed = FollowedFolder(run.path)
+        for name in ("runs/b", "runs/sub/c", "other/d"):
+            place = tmp_path / name
+            place.parent.mkdir(exist_ok=True)
+            run.path.resolve().rename(place)
+            for _ in range(2):
+                saving.ask()
+            told.append(f"the run's folder was renamed to {place}: the run goes on there, and a link of the old name")
+            (run.path / place.name).write_text("")
+        (tmp_path / "runs").rename(tmp_path / "old")
+        place.rename(tmp_path / "e")
+        saving.finish()
+        assert (run.path / "d").exists(), "the folder above it was renamed too"
+        said = " ".join(stream.getvalue().split())
+        assert [said.count(text) for text in told] == [1, 1, 1]
+        run.path.unlink()
+        run.path.mkdir()
+        with pytest.raises(RunError, match=r"a link of the old name cannot be made \(File exists\): start again with"):
+            saving.ask()
+        run.path.rmdir()
+        shutil.rmtree(tmp_path / "e")
+        with pytest.raises(RunError, match="was removed or moved to another disk while the run trained: start again"):
+            saving.ask()
+
+
+def test_fault_23_a_folder_that_another_machine_renamed_is_found_beside(tmp_path: Path) -> None:
+    """This machine's kernel then has the old name, as a mount of another machine's disk has."""
+    (tmp_path / "a").mkdir()
+    followed = FollowedFolder(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    with mock.patch.object(Path, "readlink", return_value=tmp_path / "a (deleted)"):
+        followed.follow()
+    assert (tmp_path / "a").samefile(tmp_path / "b")
 
 
 def test_what_could_not_be_removed_is_a_warning(tmp_path: Path) -> None:

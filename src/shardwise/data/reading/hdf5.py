@@ -32,7 +32,7 @@ from shardwise.data import cache
 from shardwise.data.reading.text import first_line, optional_library, readable
 from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError, listing, see
-from shardwise.files import free_bytes
+from shardwise.files import free_bytes, make_folder
 from shardwise.units import counted, size
 
 KEYS = {
@@ -227,7 +227,7 @@ def unpack(root: Path, shards: Sequence[Shard], announce: Callable[[str], None] 
     ]
     if missing:
         with cache.writing(root):
-            root.mkdir(parents=True, exist_ok=True)
+            make_folder(root)
             needed, free = sum(shard.nbytes for shard in missing), free_bytes(root)
         number = counted(len(missing), "shard")
         if needed > free:

@@ -1,0 +1,73 @@
+"""The folder of a run, which may be renamed while the run trains.
+
+All processes of a run write to the folder by its path. So a link of the old name is left where the folder was, which
+leads all of them, on every machine, to where it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwise.errors import RunError
+from shardwise.files import reason_of
+
+
+class FollowedFolder:
+    """A run's folder as it is when the object is made, whatever its name is later.
+
+    Attributes:
+        renamed_to: where the folder is since it was renamed last; None where it was not renamed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.renamed_to: Path | None = None
+        self._path = path.absolute()
+        self._descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def follow(self) -> None:
+        """Leave a link of the old name if the folder was renamed since the last call.
+
+        Raises:
+            RunError: it is not found, or something else has its name.
+        """
+        status = os.fstat(self._descriptor)
+        try:
+            if os.path.samestat(status, self._path.stat()):
+                return
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:
+            return  # a network disk may be away for a moment
+        place = next((path for path in self._candidates() if _is_at(status, path)), None)
+        if place is None:
+            raise RunError(
+                f"the run's folder ({self._path}) was removed or moved to another disk while the run trained: start "
+                "again with --run-dir and the folder that has its last checkpoint"
+            )
+        try:
+            if self._path.is_symlink():
+                self._path.unlink()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.symlink_to(place, target_is_directory=True)
+        except OSError as error:
+            raise RunError(
+                f"the run's folder ({self._path}) was renamed to {place} while the run trained, and a link of the old "
+                f"name cannot be made ({reason_of(error)}): start again with --run-dir {place}"
+            ) from None
+        self.renamed_to = place
+
+    def _candidates(self) -> Iterator[Path]:
+        """Where the folder may be: as this machine knows, or beside its old place if another machine renamed it."""
+        yield Path(f"/proc/self/fd/{self._descriptor}").readlink()
+        if self._path.parent.is_dir():
+            yield from self._path.parent.iterdir()
+
+
+def _is_at(status: os.stat_result, path: Path) -> bool:
+    """Whether a path leads to a file, and not through a link."""
+    try:
+        return os.path.samestat(status, path.lstat())
+    except OSError:
+        return False
