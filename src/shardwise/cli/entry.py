@@ -16,6 +16,7 @@ from typing import NoReturn
 from shardwise import __version__
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.environment import is_one_of_several_tasks, joined, keep_own
+from shardwise.launch.stdio import take_any_character
 
 COMMANDS = {
     "train": "pretrain a model from a recipe",
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done, 2 wrong input, 1 failed, 75 stopped with a checkpoint.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    take_any_character()
     keep_own()
     try:
         if is_one_of_several_tasks() and arguments[:1] in _JOINING:

@@ -20,6 +20,13 @@ _terminal: int | None = None
 """A descriptor of the standard error from before `redirect`."""
 
 
+def take_any_character() -> None:
+    """Let stdout and stderr print a replacement for each character that their encoding lacks, such as × in ASCII."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def redirect(rank: int, log_path: Path) -> None:
     """Send stdout and stderr of every rank but 0 to `log_path`, native libraries' output included."""
     global _terminal
@@ -39,14 +46,21 @@ def redirect(rank: int, log_path: Path) -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """After the `with` statement, stdout and stderr go where they went before, whatever was redirected inside."""
+    """After the `with` statement, stdout and stderr are what they were before, whatever was redirected inside.
+
+    Inside of it they take any character.
+    """
     global _terminal
-    before = [(stream, target, os.dup(target)) for stream, target in ((sys.stdout, 1), (sys.stderr, 2))]
+    streams = ((sys.stdout, 1), (sys.stderr, 2))
+    before = [(stream, target, os.dup(target), getattr(stream, "errors", None)) for stream, target in streams]
+    take_any_character()
     try:
         yield
     finally:
-        for stream, target, kept in before:
+        for stream, target, kept, errors in before:
             stream.flush()
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors=errors)
             os.dup2(kept, target)
             os.close(kept)
         if _terminal is not None:

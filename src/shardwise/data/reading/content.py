@@ -160,13 +160,13 @@ def _xz(file: IO[bytes]) -> Iterator[bytes]:
 
 def _by_arrow(codec: str, file: IO[bytes]) -> Iterator[bytes]:
     arrow = optional_library("pyarrow", f"files packed by {codec} need", "parquet")
-    with arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), codec) as unpacked:
-        try:
-            yield from _blocks(unpacked)
-        except OSError as error:
-            if "Truncated" in str(error):
-                raise EOFError from None
-            raise
+    unpacked = arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), codec)  # not closed: that closes the file
+    try:
+        yield from _blocks(unpacked)
+    except OSError as error:
+        if "Truncated" in str(error):
+            raise EOFError from None
+        raise
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ Kind = Literal["text", "jsonl", "parquet"]
 
 LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".ldjson")
 _TABLES = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
-_SEPARATORS, _COLUMN = (",", "\t", ";", "|"), re.compile(r"[\w .-]{1,64}")
+_SEPARATORS, _COLUMN = (",", "\t", ";", "|"), re.compile(r'"?[\w.-]{1,64}"?')
 _PARQUET = b"PAR1"
 # The first key of an object is asked for, as a text may begin with a brace or a bracket too.
 _OBJECT = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
@@ -132,8 +132,9 @@ def _refuse_table(path: Path | HubFile, name: str, text: str, key: str) -> None:
     header = text.partition("\n")[0].rstrip("\r")
     separator = next((separator for suffix, separator in _TABLES.items() if name.endswith(suffix)), None)
     for each in _SEPARATORS:
-        columns = [column.strip().strip('"') for column in header.split(each)]
-        if len(columns) > 1 and key in columns and all(map(_COLUMN.fullmatch, columns)):
+        columns = header.split(each)
+        named = key in columns or f'"{key}"' in columns
+        if len(columns) > 1 and named and all(map(_COLUMN.fullmatch, columns)):
             separator = each
     if separator is not None:
         raise DataError(
@@ -147,18 +148,18 @@ def _refuse_other_json(path: Path | HubFile, packing: str | None, text: str) -> 
     """Raises DataError for JSON that has no object on each line."""
     first, newline, _ = text.lstrip().partition("\n")
     if _ARRAY_OF_OBJECTS.match(text):
-        held, program = "an array", ".[]"
+        held, program = "a JSON array", ".[]"
     elif _ARRAY_OF_TEXTS.match(text):
-        held, program = "an array", "{text: .[]}"
+        held, program = "a JSON array", "{text: .[]}"
     elif _OBJECT.match(text) and newline and re.search(r"[{[]\s*$|[^}\s]\s*,\s*$", first):
-        held, program = "objects of several lines", "."
+        held, program = "JSON with objects of several lines", "."
     else:
         return
     file = shlex.quote(str(path))
     command = f"jq -c '{program}' {file}" if packing is None else f"{packing} -dc {file} | jq -c '{program}'"
     raise DataError(
-        f"{path} holds JSON, {held}, and a file of JSON must have one object on each line: convert it, for example "
-        f"with `{command} > lines.jsonl`, or {_AS_TEXT}"
+        f"{path} is {held}, and JSON must have one object on each line: convert it, for example with `{command} > "
+        f"lines.jsonl`, or {_AS_TEXT}"
     )
 
 
@@ -167,7 +168,8 @@ def _refuse_binary(path: Path | HubFile, head: bytes) -> None:
     if at < 0:
         return
     for encoding, zeros, others in (("UTF-16LE", head[1::2], head[::2]), ("UTF-16BE", head[::2], head[1::2])):
-        if zeros.count(0) > len(zeros) // 2 and 0 not in others:
+        # Small ids of tokens look alike, but for characters that no text has.
+        if zeros.count(0) > len(zeros) // 2 and min(set(others) - set(b"\t\n\r"), default=0) >= ord(" "):
             raise DataError(
                 f"{path} looks like {encoding} without the mark that begins such files: convert it with `iconv -f "
                 f"{encoding} -t UTF-8`, or leave it out"

@@ -249,6 +249,6 @@ def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
             f"{where} (0x{byte:02x}) is not UTF-8, and null bytes beside it show binary data: leave it out"
         )
     return DataError(
-        f"{where} (0x{byte:02x}) is not UTF-8: convert the file, for example with iconv -f LATIN1 -t UTF-8, "
-        "or leave it out"
+        f"{where} (0x{byte:02x}) is not UTF-8: convert the file from the encoding that it has, for example with "
+        "iconv -f LATIN1 -t UTF-8, or leave it out"
     )
