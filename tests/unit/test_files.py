@@ -13,7 +13,7 @@ from shardwise.data import cache
 from shardwise.errors import ConfigError, DataError
 from shardwise.files import NoLocksError, free_bytes, lock, new_file, open_lock, open_own, write_atomic
 from shardwise.prepare.work import WorkFolder
-from shardwise.runlog import RunLock
+from shardwise.runlog import RunLock, json_text
 from shardwise.storage.root import Root
 
 
@@ -151,3 +151,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
 
 def test_free_space_is_that_of_the_disk_where_a_path_will_be(tmp_path: Path) -> None:
     assert abs(free_bytes(tmp_path / "not" / "yet") - free_bytes(tmp_path)) < 2**30
+
+
+def test_fault_15_a_path_that_is_no_utf8_does_not_end_a_write(tmp_path: Path) -> None:
+    path = os.fsdecode(b"run-\xfc")
+    write_atomic(tmp_path / "a.json", path)
+    assert (tmp_path / "a.json").read_text(encoding="utf-8") == "run-?"
+    assert json_text({"path": path}) == '{"path": "run-?"}'

@@ -37,7 +37,7 @@ def main() -> int:
     nproc, logs, *command = sys.argv[1:]
     log_path = Path(logs) / "launcher.log"
     # Never closed: torch's loggers hold it, and what Python prints as it exits belongs there too.
-    sys.stdout = sys.stderr = log_path.open("a", encoding="utf-8", buffering=1)
+    sys.stdout = sys.stderr = log_path.open("a", encoding="utf-8", errors="replace", buffering=1)
     code = _run(command, int(nproc), Path(logs))
     if log_path.stat().st_size == 0:
         log_path.unlink()
