@@ -210,7 +210,7 @@ ARRAY = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
         ("a.txt", b'"id";"text"\r\n1;a\n', "is a table of separated values, not plain text: convert it, for example"),
         ("a.gz", gzip.compress(archive()), "is a tar archive, not plain text: unpack it with tar -xf, and name"),
         ("a.docx", b"PK\x03\x04\x14\0", "is a zip archive (or a .docx, .xlsx or .epub, which are such archives)"),
-        ("a.txt", b"%PDF-1.7\n", "is a PDF document, not plain text: extract its text, for example with pdftotext"),
+        ("a.txt", b"%PDF-1.7\n", "is a PDF document, not plain text: extract its text, for example with pdftotext, or leave it out"),
         ("a.bz2", bz2.compress(b"<mediawiki>"), "is XML, not plain text: extract its text, for example with wikiex"),
         ("a.gz", gzip.compress(gzip.compress(LINES)), "is packed twice, by gzip and then by gzip: unpack it once"),
         ("a.txt", "a\n".encode("utf-16-le"), "looks like UTF-16LE without the mark that begins such files: convert"),
