@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import io
 import keyword
 import os
 import re
@@ -16,7 +17,6 @@ from typing import NoReturn
 from shardwise import __version__
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.environment import is_one_of_several_tasks, joined, keep_own
-from shardwise.launch.stdio import take_any_character
 
 COMMANDS = {
     "train": "pretrain a model from a recipe",
@@ -80,6 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has gone; Python's own flush at exit must not complain about it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def take_any_character() -> None:
+    """Let stdout and stderr print a replacement for each character that their encoding lacks, such as × in ASCII."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _fail(error: ShardwiseError) -> int:

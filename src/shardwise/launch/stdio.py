@@ -9,22 +9,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from _typeshed import ReadableBuffer
 
 
 _terminal: int | None = None
 """A descriptor of the standard error from before `redirect`."""
-
-
-def take_any_character() -> None:
-    """Let stdout and stderr print a replacement for each character that their encoding lacks, such as × in ASCII."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def redirect(rank: int, log_path: Path) -> None:
@@ -46,14 +40,10 @@ def redirect(rank: int, log_path: Path) -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """After the `with` statement, stdout and stderr are what they were before, whatever was redirected inside.
-
-    Inside of it they take any character.
-    """
+    """After the `with` statement, stdout and stderr are what they were before, whatever was redirected inside."""
     global _terminal
     streams = ((sys.stdout, 1), (sys.stderr, 2))
     before = [(stream, target, os.dup(target), getattr(stream, "errors", None)) for stream, target in streams]
-    take_any_character()
     try:
         yield
     finally:

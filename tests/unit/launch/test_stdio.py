@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.entry import take_any_character
 from shardwise.launch.stdio import restored
 
 SCRIPT = """
@@ -43,6 +44,7 @@ def test_fault_15_a_training_of_a_program_prints_any_character(tmp_path: Path, m
     with (tmp_path / "out").open("w", encoding="ascii") as file:
         monkeypatch.setattr(sys, "stdout", file)
         with restored():
+            take_any_character()
             print("TP 2 × PP 2")
         with pytest.raises(UnicodeEncodeError):
             print("×")

@@ -209,14 +209,15 @@ ARRAY = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
         ("a.TSV", b"1\ta\n", r"sep='\t'"),
         ("a.txt", b'"id";"text"\r\n1;a\n', "is a table of separated values, not plain text: convert it, for example"),
         ("a.gz", gzip.compress(archive()), "is a tar archive, not plain text: unpack it with tar -xf, and name"),
+        ("a.7z", b"7z\xbc\xaf\x27\x1c", ": unpack it with 7z x, or leave it out"),
         ("a.docx", b"PK\x03\x04\x14\0", "is a zip archive (or a .docx, .xlsx or .epub, which are such archives)"),
-        ("a.txt", b"%PDF-1.7\n", "is a PDF document, not plain text: extract its text, for example with pdftotext, or leave it out"),
+        ("a.txt", b"%PDF-1.7\n", "is a PDF document, not plain text: extract its text, for example with pdfto"),
         ("a.bz2", bz2.compress(b"<mediawiki>"), "is XML, not plain text: extract its text, for example with wikiex"),
         ("a.gz", gzip.compress(gzip.compress(LINES)), "is packed twice, by gzip and then by gzip: unpack it once"),
         ("a.txt", "a\n".encode("utf-16-le"), "looks like UTF-16LE without the mark that begins such files: convert"),
         ("a.txt", b"\x05\0\x20\0\x07\0", "byte 1 is null, so the file holds binary data and no text: leave it out"),
         ("a.txt", b"\xff\xfe\0\xd8a", "begins with the mark of UTF-16 and is not UTF-16 (unexpected end of data)"),
-        ("a.txt", b"x" * (1 << 14) + b"\xe9\0", "is not UTF-8, and null bytes beside it show binary data: leave it out"),
+        ("a.txt", b"x" * (1 << 14) + b"\xe9\0", "is not UTF-8, and null bytes beside it show binary data: leave"),
     ],
 )
 def test_fault_13_what_is_no_text_is_named_with_a_way_on(name: str, content: bytes, says: str, tmp_path: Path) -> None:
