@@ -34,7 +34,6 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-key", metavar="KEY", default="text", help="the field or column with the text (text)")
     parser.add_argument(
         "--read-as",
-        dest="read_as",
         choices=("text", "jsonl", "parquet"),
         help="how files of text are read (default: as their content says)",
     )
