@@ -264,7 +264,8 @@ def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
         with new_file(temporary, mode) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            # Python stands halves of characters for bytes of a path that its encoding lacks; UTF-8 has none of them.
+            file.write(content.encode(errors="replace") if isinstance(content, str) else content)
             to_disk(file)
         temporary.replace(path)
     except BaseException:

@@ -52,9 +52,11 @@ FORMAT = 1
 _LOCK = ".lock"
 
 
-def json_text(value: Any, *, indent: int | None = None) -> str:
+def json_text(value: Any, *, indent: int | None = None, ascii: bool = False) -> str:
     """`value` as strictly valid JSON; non-finite floats become the strings "nan", "inf" and "-inf"."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=ascii)
+    # As `write_atomic` does: these are lines of files too.
+    return text.encode(errors="replace").decode()
 
 
 def now() -> str:

@@ -26,7 +26,7 @@ from shardwise.files import (
     write_atomic,
 )
 from shardwise.prepare.work import WorkFolder
-from shardwise.runlog import RunLock
+from shardwise.runlog import RunLock, json_text
 from shardwise.storage.root import Root
 
 
@@ -258,3 +258,10 @@ def test_fault_16_folders_are_made_so_that_no_other_user_can_write_them(shared: 
     finally:
         os.umask(umask)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (shared / "cache", shared / "cache/tokens")] == [0o700, 0o775]
+
+
+def test_fault_15_a_path_that_is_no_utf8_does_not_end_a_write(tmp_path: Path) -> None:
+    path = os.fsdecode(b"run-\xfc")
+    write_atomic(tmp_path / "a.json", path)
+    assert (tmp_path / "a.json").read_text(encoding="utf-8") == "run-?"
+    assert json_text({"path": path}) == '{"path": "run-?"}'

@@ -146,6 +146,7 @@ def train(
         StoppedError: the run was asked to stop, and its state is saved; the same call with its `run_dir` continues it.
     """
     from shardwise.cli.claim import is_finished, prepare_run
+    from shardwise.cli.entry import take_any_character
     from shardwise.cli.train import with_batch
     from shardwise.config import check_layout
     from shardwise.train.run import run
@@ -168,6 +169,7 @@ def train(
             return Run(path)
         path = prepare_run(held, config, name, path, place)
         with stdio.restored(), _signals_restored():
+            take_any_character()
             return Run(run(config, path, name))
 
 

@@ -94,7 +94,7 @@ def _draw(
     file: Path, curves: list[tuple[str, Mapping[int, float]]], differences: Mapping[int, float], tolerance: float
 ) -> None:
     """Draw the curves and, below them, their difference on a logarithmic scale."""
-    from shardwise.data.reading.text import optional_library  # costly to import, for a plot alone
+    from shardwise.data.reading.content import optional_library  # costly to import, for a plot alone
 
     matplotlib, figures = (
         optional_library(name, "--plot needs", "plot") for name in ("matplotlib", "matplotlib.figure")

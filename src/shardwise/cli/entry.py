@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import io
 import keyword
 import os
 import re
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done, 2 wrong input, 1 failed, 75 stopped with a checkpoint.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    take_any_character()
     keep_own()
     try:
         if is_one_of_several_tasks() and arguments[:1] in _JOINING:
@@ -78,6 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, such as `head`, has gone; Python's own flush at exit must not complain about it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def take_any_character() -> None:
+    """Let stdout and stderr print a replacement for each character that their encoding lacks, such as × in ASCII."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _fail(error: ShardwiseError) -> int:

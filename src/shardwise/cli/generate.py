@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,16 +121,14 @@ def _require_ranks(config: Config, ranks: int) -> None:
 
 def _prompt_text(arguments: argparse.Namespace) -> str:
     file: Path | None = arguments.prompt_file
-    if file is None:
-        name, text = "--prompt", str(arguments.prompt)
-    else:
-        name = f"--prompt-file ({file})"
-        try:
-            text = file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{name} cannot be read: {reason_of(error)}") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{name} must be UTF-8, and byte {error.start} is not") from None
+    name = "--prompt" if file is None else f"--prompt-file ({file})"
+    try:
+        # Python decodes arguments by the terminal's encoding, which need not be UTF-8.
+        text = os.fsencode(arguments.prompt).decode() if file is None else file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {reason_of(error)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} must be UTF-8, and byte {error.start} is not") from None
     if not text:
         raise ConfigError(f"{name} must not be empty: a model continues a text, and needs one character at least")
     return text

@@ -18,11 +18,12 @@ def raw(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def json(value: Any) -> None:
-    """Print a value as indented JSON."""
+def json(value: Any, *, indent: int | None = 2) -> None:
+    """Print a value as JSON, in ASCII where stdout is not UTF-8."""
     from shardwise.runlog import json_text
 
-    raw(json_text(value, indent=2))
+    encoding = sys.stdout.encoding or "utf-8"
+    raw(json_text(value, indent=indent, ascii=not encoding.lower().startswith("utf")))
 
 
 def printable(text: object) -> str:

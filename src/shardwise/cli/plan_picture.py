@@ -15,7 +15,7 @@ _MOST_BARS = 20_000
 
 def draw(plans: Sequence[Plan], path: Path) -> None:
     """Write the picture; its name's ending is its format."""
-    from shardwise.data.reading.text import optional_library  # costly to import, for a plot alone
+    from shardwise.data.reading.content import optional_library  # costly to import, for a plot alone
 
     figures = optional_library("matplotlib.figure", "--plot needs", "plot")
     figure = figures.Figure(figsize=(11, 8), layout="constrained")

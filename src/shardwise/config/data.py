@@ -50,13 +50,14 @@ class DataConfig(Section):
     )
     format: Literal["auto", "text", "jsonl", "parquet", "datasets", "megatron", "hdf5"] = Field(
         default="auto",
-        description="the format of path; auto detects it from file names: PREFIX.idx, .hdf5 and .h5, .jsonl, .parquet, "
-        "state.json and dataset_dict.json (datasets), else text; files that end with .gz are unpacked",
+        description="the format of path; auto detects it from file names (PREFIX.idx, .hdf5 and .h5, state.json and "
+        "dataset_dict.json of datasets), else from the content of each file: JSON lines, parquet or plain text; packed "
+        "files (gzip, zstd, xz, bzip2, lz4) are unpacked",
     )
     text_key: str = Field(
         default="text",
         min_length=1,
-        description="the field of a .jsonl, or the column of a .parquet or data set, that holds the text; in a data "
+        description="the field of JSON lines, or the column of a .parquet or data set, that holds the text; in a data "
         "set it may hold tokens (lists of integers) instead, and if it has no column text, input_ids is read",
     )
     tokenizer: str | None = Field(

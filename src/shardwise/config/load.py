@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -217,6 +218,12 @@ def _apply(values: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not all(path.strip().split(".")):
         raise ConfigError(f"the override {override!r} must read key=value, such as train.steps=100")
+    encoding = sys.getfilesystemencoding()
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(
+            f"the override {override!r} must be text in {encoding}, the encoding that Python has from the environment: "
+            "set PYTHONUTF8=1, or a locale with UTF-8 such as LC_ALL=C.UTF-8"
+        )
     _set(values, path, parse_value(text, f"the override {override!r}"))
 
 

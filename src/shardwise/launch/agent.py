@@ -37,7 +37,7 @@ def main() -> int:
     nproc, logs, *command = sys.argv[1:]
     log_path = Path(logs) / "launcher.log"
     # Never closed: torch's loggers hold it, and what Python prints as it exits belongs there too.
-    log = sys.stdout = sys.stderr = log_path.open("a", encoding="utf-8", buffering=1)
+    log = sys.stdout = sys.stderr = log_path.open("a", encoding="utf-8", errors="replace", buffering=1)
     code = _run(command, int(nproc), Path(logs))
     if os.fstat(log.fileno()).st_size == 0:
         log_path.unlink(missing_ok=True)  # the run's folder may have been renamed

@@ -135,7 +135,7 @@ def _write_traceback(error: BaseException, log: Path | None) -> bool:
     if log is None:
         return False
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8") as file:
+    with log.open("a", encoding="utf-8", errors="replace") as file:
         file.write(redacted("".join(traceback.format_exception(error))))
     return True
 

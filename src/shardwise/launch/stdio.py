@@ -9,10 +9,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from _typeshed import ReadableBuffer
 
 
@@ -39,14 +40,17 @@ def redirect(rank: int, log_path: Path) -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """After the `with` statement, stdout and stderr go where they went before, whatever was redirected inside."""
+    """After the `with` statement, stdout and stderr are what they were before, whatever was redirected inside."""
     global _terminal
-    before = [(stream, target, os.dup(target)) for stream, target in ((sys.stdout, 1), (sys.stderr, 2))]
+    streams = ((sys.stdout, 1), (sys.stderr, 2))
+    before = [(stream, target, os.dup(target), getattr(stream, "errors", None)) for stream, target in streams]
     try:
         yield
     finally:
-        for stream, target, kept in before:
+        for stream, target, kept, errors in before:
             stream.flush()
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors=errors)
             os.dup2(kept, target)
             os.close(kept)
         if _terminal is not None:

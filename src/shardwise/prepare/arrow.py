@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.data.reading.content import optional_library
 from shardwise.data.reading.datasets import TOKENS
 from shardwise.data.reading.megatron import IndexedFile
-from shardwise.data.reading.text import optional_library
 from shardwise.errors import DataError
 from shardwise.files import sync_folder, to_disk
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config import DataConfig
-from shardwise.data.reading.sources import PIECE_CHARACTERS, Source
+from shardwise.data.reading.content import UTF_8
+from shardwise.data.reading.sources import PIECE_CHARACTERS, FileSource, Source
 from shardwise.data.tokens.cutting import batches, cut_sentences
 from shardwise.data.tokens.encoding import ContentDigest
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -16,7 +17,7 @@ from shardwise.files import free_bytes
 from shardwise.units import size
 
 # Bytes of text for each byte of a compressed file: more than most files have.
-_PACKED = {".gz": 6.0, ".parquet": 6.0}
+_PACKED = 6.0
 # An estimate from the beginning of a text is not exact.
 _MARGIN = 1.25
 # Room for the state; a smaller shortage is not reported.
@@ -44,13 +45,14 @@ class Estimate:
 def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Estimate | None:
     """An estimate from the sizes of the files and the beginning of the text; None where there are no files."""
     files: Sequence[Path] | None = getattr(source, "files", None)
-    wrapped = files is None or any(path.suffix == ".jsonl" for path in files)
+    readings = source.readings if isinstance(source, FileSource) else ()
+    wrapped = files is None or any(reading.kind != "text" or reading.encoding != UTF_8 for reading in readings)
     if files is None:
         if data.path is None:
             return None
         files = [path for path in Path(data.path).expanduser().rglob("*") if path.is_file()]
-    packed = any(path.suffix in _PACKED for path in files)
-    total = sum(round(path.stat().st_size * _PACKED.get(path.suffix, 1.0)) for path in files)
+    packed = {path for path, each in zip(files, readings, strict=False) if each.packing or each.kind == "parquet"}
+    total = sum(round(path.stat().st_size * (_PACKED if path in packed else 1.0)) for path in files)
     digest = ContentDigest()
     pieces = next(batches(digest.watch(source.pieces()), lambda piece: piece.characters, PIECE_CHARACTERS), [])
     texts = [text for piece in pieces for text in (cut_sentences(piece.text) if sentences else [piece.text])]
@@ -61,7 +63,7 @@ def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences:
     return Estimate(
         bytes=total,
         exact=not (wrapped or packed),
-        packed=packed,
+        packed=bool(packed),
         tokens=round(tokens * scale) + documents,
         sentences=round(len(texts) * scale) + documents,
         documents=documents,

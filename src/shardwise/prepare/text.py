@@ -20,7 +20,7 @@ from shardwise.data import cache
 from shardwise.data.reading.datasets import fetch_dataset
 from shardwise.data.reading.hdf5 import library as hdf5_library
 from shardwise.data.reading.megatron import IndexedFile, written_dtype
-from shardwise.data.reading.sources import open_source
+from shardwise.data.reading.sources import FileSource, open_source
 from shardwise.data.samples.pairs import SentencePairBatches, chunk_room
 from shardwise.data.tokens.encoding import ContentDigest
 from shardwise.data.tokens.marks import DocumentMarks
@@ -80,6 +80,8 @@ class _Conversion:
         self.tokenizer = open_user_tokenizer(job.tokenizer, ANY_VOCABULARY, pairs=pairs)
         fetch_dataset(job.data, announce)
         self.source = open_source(job.data)
+        if isinstance(self.source, FileSource) and job.data.path is not None:
+            announce(f"preparing {job.output}: {self.source.name} is {self.source.described()}")
         stamp = self.source.stamp()
         # The prefix keeps it apart from the digest of a run, which depends on how the run divides the text into parts.
         self.stamp = None if stamp is None else f"prepared-{stamp}"

@@ -89,7 +89,7 @@ class Reporter:
         self._consoles: list[Console] = []
         if rank == 0:
             run.log(0).parent.mkdir(parents=True, exist_ok=True)
-            self._log = run.log(0).open("a", encoding="utf-8", buffering=1)
+            self._log = run.log(0).open("a", encoding="utf-8", errors="replace", buffering=1)
             # The log has plain lines even where the environment forces colours (FORCE_COLOR).
             plain = Console(file=self._log, force_terminal=False, color_system=None, highlight=False)
             self._consoles = [Console(file=stream or sys.stdout, highlight=False), plain]

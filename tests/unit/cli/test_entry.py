@@ -1,5 +1,7 @@
 """The command line as a user meets it: exit codes, one text per mistake, and a quick start."""
 
+import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +102,46 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = f"{sys.executable} -m shardwise recipes quickstart | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("train --help", "usage: shardwise train"),
+        ("train llama2-tiny --dry-run", "parameters"),
+        ("train llama2-tiny train.steps=×", "shardwise: train.steps ('?') must be a whole number"),
+        ("recipes", "llama2-tiny"),
+        ("data inspect à.txt --samples 1", "?.txt: text, 24 B"),
+    ],
+)
+def test_fault_15_an_ascii_terminal_shows_replacements(
+    arguments: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("à.txt").write_text("× – …\n" * 2 + "ok", encoding="utf-8")
+    terminal = {name: io.TextIOWrapper(io.BytesIO(), encoding="ascii") for name in ("stdout", "stderr")}
+    for name, stream in terminal.items():
+        monkeypatch.setattr(sys, name, stream)
+    try:
+        code = main(arguments.split())
+    except SystemExit as ended:  # argparse's, after --help
+        code = int(ended.code or 0)
+    said = ""
+    for stream in terminal.values():
+        stream.flush()
+        stream.seek(0)
+        said += stream.read()
+    assert code == (2 if "×" in arguments else 0)
+    assert text in said
+    assert "?" in said
+
+
+def test_fault_15_json_is_whole_on_an_ascii_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("à – 𝄞", encoding="utf-8")
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert main(["data", "inspect", "a.txt", "--json"]) == 0
+    stdout.flush()
+    stdout.seek(0)
+    assert json.loads(stdout.read())["samples"][0]["text"] == "à – 𝄞"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import shutil
 import tempfile
 from dataclasses import replace
@@ -15,8 +17,9 @@ from safetensors.torch import save_file
 from tokenizers import models, pre_tokenizers
 
 from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
-from shardwise.cli import main
+from shardwise.cli import generate, main
 from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.errors import ConfigError
 from shardwise.storage.root import Root
 from tests.hugging_face import save
 
@@ -194,3 +197,12 @@ def test_a_prompt_without_a_token_is_refused(here: Path, capsys: pytest.CaptureF
     assert main(["generate", "folder", "--prompt", " "]) == 2
     said = "the prompt (' ') must have at least 1 token, and the tokenizer makes none of it"
     assert said in capsys.readouterr().err
+
+
+def test_fault_15_a_prompt_is_utf8_whatever_the_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = os.fsdecode(b"caf\xe9")
+    arguments = argparse.Namespace(prompt_file=None, prompt=prompt)
+    with pytest.raises(ConfigError, match="--prompt must be UTF-8, and byte 3 is not"):
+        generate._prompt_text(arguments)
+    arguments.prompt = os.fsdecode("café".encode())
+    assert generate._prompt_text(arguments) == "café"

@@ -74,7 +74,7 @@ def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys
     Path("corpus.jsonl").write_text('{"text": "some text"}\n')
     assert main(["train", "llama2-tiny", wrong[0], "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "\n# data           corpus.jsonl: 1 file, 22 B, prepared when the run starts" in out
+    assert "\n# data           corpus.jsonl: 1 file, 22 B, read as JSON lines, prepared when the run starts" in out
     assert "\n# tokenizer      byte-level BPE of 512 tokens, trained on the data when the run starts\n" in out
     assert config_from(parse_yaml(out, "dry run")).data.path == "corpus.jsonl"
 

@@ -1,6 +1,7 @@
 """From recipes and overrides to a configuration, or to all the reasons why not."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -306,3 +307,8 @@ def test_an_override_wins_in_whichever_spelling(spelling: str, override: str, tm
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(recipe_text("gpt-tiny").replace("num_hidden_layers", spelling))
     assert load_config(str(recipe), [override]).model.num_hidden_layers == 4
+
+
+def test_fault_15_an_override_in_another_encoding_says_which_locale_to_set() -> None:
+    with pytest.raises(ConfigError, match="must be text in utf-8, the encoding that Python has from the environment"):
+        load_config("llama2-tiny", [os.fsdecode(b"log.sample_prompt=caf\xe9")])

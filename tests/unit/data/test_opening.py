@@ -1,5 +1,6 @@
 """What a dry run finds of data and tokenizer: the words of `prepare` where it would refuse them, and nothing built."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,10 @@ import pytest
 
 from shardwise import hub
 from shardwise.config import Config, config_from
-from shardwise.data.opening import Glance, glance, prepare
+from shardwise.data.opening import Glance, glance, inspect, prepare
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DataError
 from tests.dist.training import FAMILIES
 from tests.unit.data import hdf5_shards
 
@@ -64,10 +65,16 @@ def look(family: str = "llama", vocab_size: int = 300, **data: Any) -> Glance:
 GOOD: dict[str, tuple[dict[str, Any], str]] = {
     "a file of which the end is wrong": (
         {"path": "one.jsonl"},
-        "one.jsonl: 1 file, 26 B, prepared when the run starts",
+        "one.jsonl: 1 file, 26 B, read as JSON lines, prepared when the run starts",
     ),
-    "a folder": ({"path": "texts"}, "texts: 2 files, 15 B, prepared"),
-    "a stream": ({"path": "texts", "streaming": True, "tokenizer": "tokenizer"}, "2 files, 15 B, read during training"),
+    "a folder": (
+        {"path": "texts"},
+        "texts: 2 files, 15 B, read as plain text (a.txt) and JSON lines (b.jsonl), prepared",
+    ),
+    "a stream": (
+        {"path": "texts", "streaming": True, "tokenizer": "tokenizer"},
+        "2 files, 15 B, read as plain text (a.txt) and JSON lines (b.jsonl), read during training",
+    ),
     "Megatron's": ({"path": "tokens"}, "tokens: 1 sequence in Megatron's format, as the headers of .idx files say"),
     "a blend": ({"blend": [1, "tokens", 2, "tokens"]}, "2 sequences in Megatron's format"),
     "built-in": ({"dataset": "tiny"}, "tiny: 1 file, "),
@@ -164,3 +171,21 @@ def test_a_vocabulary_that_the_model_has_no_room_for(at: Path) -> None:
 
 def test_all_that_is_wrong_is_reported_at_once(at: Path) -> None:
     assert len(look(path="nowhere", tokenizer="nowhere.json").problems) == 2
+
+
+def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None:
+    Path("texts/c.ndjson").write_text('{"text": "c"}\n')
+    Path("texts/d.txt").write_bytes(gzip.compress("d".encode("utf-16")))
+    Path("texts/_SUCCESS").touch()
+    Path("texts/README.md").write_text("about the data")
+    said = (
+        "texts: 4 files, 53 B, read as plain text (a.txt), JSON lines (2 files) and plain text in UTF-16 unpacked by "
+        "gzip (d.txt), left out README.md and _SUCCESS, prepared when the run starts"
+    )
+    assert said in look(path="texts").rows[0][1]
+    Path("texts/table").write_text("id,text\n1,a\n")
+    (problem,) = look(path="texts").problems
+    assert problem.startswith("texts/table is a table of separated values, not plain text: convert it")
+    assert look(path="texts", format="text").problems == []
+    with pytest.raises(DataError, match="texts/table is a table of separated values"):
+        inspect("texts", 1, {})

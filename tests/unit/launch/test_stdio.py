@@ -4,6 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from shardwise.cli.entry import take_any_character
+from shardwise.launch.stdio import restored
+
 SCRIPT = """
 import os, sys
 from pathlib import Path
@@ -33,3 +38,15 @@ def test_rank_0_keeps_its_output(tmp_path: Path) -> None:
     log = tmp_path / "rank-0000.log"
     assert "native out" in run(0, log)
     assert not log.exists()
+
+
+def test_fault_15_a_training_of_a_program_prints_any_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "out").open("w", encoding="ascii") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        with restored():
+            take_any_character()
+            print("TP 2 × PP 2")
+        with pytest.raises(UnicodeEncodeError):
+            print("×")
+        file.truncate()
+    assert (tmp_path / "out").read_text(encoding="ascii") == "TP 2 ? PP 2\n"

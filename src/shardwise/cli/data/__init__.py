@@ -20,7 +20,7 @@ _ARGUMENTS = {
     "set data.append_eod=false": "give --no-append-eod",
     "data.append_eod": "--append-eod",
     "data.prepend_bos": "--prepend-bos",
-    "set data.format=text": "rename the file",
+    "set data.format=text": "give --read-as text",
     "model.family=bert": "BERT",
 }
 
@@ -28,6 +28,16 @@ _ARGUMENTS = {
 def arguments_named(path: str) -> AbstractContextManager[None]:
     """Makes errors name the command's arguments instead of a recipe's keys; `path`: the one that names the data."""
     return keys_renamed({"data.path": path, "data.dataset": path, **_ARGUMENTS})
+
+
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """The options for how files of text are read."""
+    parser.add_argument("--text-key", metavar="KEY", default="text", help="the field or column with the text (text)")
+    parser.add_argument(
+        "--read-as",
+        choices=("text", "jsonl", "parquet"),
+        help="how files of text are read (default: as their content says)",
+    )
 
 
 def add_marks(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import output
-from shardwise.cli.data import add_marks, arguments_named
+from shardwise.cli.data import add_marks, add_reading, arguments_named
 from shardwise.errors import ConfigError
 from shardwise.units import counted, size
 
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", metavar="PATH|ID", help="shows samples as text (default: the one that the manifest names)"
     )
     parser.add_argument("--samples", metavar="N", type=int, default=3, help="how many are shown (default: 3)")
-    parser.add_argument("--text-key", metavar="KEY", default="text", help="a .jsonl line's field with the text (text)")
+    add_reading(parser)
     add_marks(parser.add_argument_group("options of text, whose tokens are counted by a --tokenizer"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -40,8 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.data.opening import inspect
 
     keys = ("tokenizer", "text_key", "append_eod", "prepend_bos")
+    given = {key: getattr(arguments, key) for key in keys} | {"format": arguments.read_as or "auto"}
     with arguments_named("PATH"):
-        found = inspect(arguments.path, arguments.samples, {key: getattr(arguments, key) for key in keys})
+        found = inspect(arguments.path, arguments.samples, given)
     if arguments.json:
         facts = {**asdict(found), **found.counts}
         output.json({key: value for key, value in facts.items() if key not in ("rows", "counts")})

@@ -1,10 +1,10 @@
 """Make data of text that runs read as they are: tokenized once, on all cores.
 
-INPUT is a text file, a .jsonl or a .parquet, the first two also packed (.gz); a folder of them, or one that datasets
-saved; a data set on the Hugging Face hub; or built-in text: python, tiny. It may also be raw tokens: a .bin of ids
-alone, as nanoGPT writes it, which becomes Megatron's .bin and .idx. With OUTPUT lies a manifest that tells what
-it was made of: a run with another tokenizer is refused. A preparation that was interrupted leaves nothing that a run
-would read, and the same command continues it. What is there already is not made again.
+INPUT is a text file, JSON lines or parquet, the first two also packed (gzip, zstd, xz, bzip2, lz4); a folder of them,
+or one that datasets saved; a data set on the Hugging Face hub; or built-in text: python, tiny. It may also be raw
+tokens: a .bin of ids alone, as nanoGPT writes it, which becomes Megatron's .bin and .idx. With OUTPUT lies a manifest
+that tells what it was made of: a run with another tokenizer is refused. A preparation that was interrupted leaves
+nothing that a run would read, and the same command continues it. What is there already is not made again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import output
-from shardwise.cli.data import add_marks, arguments_named
+from shardwise.cli.data import add_marks, add_reading, arguments_named
 from shardwise.config import data_from
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.errors import ConfigError, listing
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("uint16", "uint32")
 FORMATS = ("megatron", "arrow", "hdf5")
-_PATH_ENDS = ("/", ".txt", ".json", ".jsonl", ".parquet", ".gz")
+_PATH_ENDS = ("/", ".txt", ".json", ".jsonl", ".parquet", ".csv", ".gz", ".zst", ".xz", ".bz2")
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "megatron": {"append_eod": True, "prepend_bos": False, "split_sentences": False},
     "arrow": {"append_eod": True, "prepend_bos": False, "sequence_length": 1024},
@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", metavar="PATH|ID", help="as data.tokenizer: a file, its folder or a hub id; text needs one"
     )
-    parser.add_argument("--text-key", metavar="KEY", default="text", help="the field or column with the text (text)")
+    add_reading(parser)
     parser.add_argument("--config", metavar="NAME", help="the configuration of a hub data set that has several")
     parser.add_argument("--split", metavar="NAME,…", help="a data set's splits, one after another (default: train)")
     parser.add_argument("--force", action="store_true", help="replace an OUTPUT that was prepared otherwise")
@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
             # What exists is meant as a path, and so is what cannot be a hub id.
             is_path = source.exists() or named.startswith((".", "/", "~")) or named.endswith(_PATH_ENDS)
             keys = {key: getattr(arguments, key) for key in ("config", "split", "text_key")}
+            keys["format"] = arguments.read_as
             data = {key: value for key, value in keys.items() if value is not None}
             config = data_from({"path" if is_path else "dataset": named, **data})
             job = TextJob(config, target, arguments.format, arguments.tokenizer, _options(arguments))

@@ -36,10 +36,11 @@ from shardwise.data.formats.inspection import (
     with_tokens,
 )
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
+from shardwise.data.reading.content import first_line
 from shardwise.data.reading.datasets import TOKENS, DataSet, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.sources import ColumnSource
-from shardwise.data.reading.text import first_line, require_sound
+from shardwise.data.reading.text import require_sound
 from shardwise.data.tokens.encoding import token_writers
 from shardwise.data.tokens.split import Split, plan_split
 from shardwise.errors import DataError, ShardwiseError

@@ -15,9 +15,9 @@ from shardwise.config import Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.formats.common import Announce, PreparedText, document_marks, entry_problems, needed_parts
 from shardwise.data.parts import PARTS, Part, describe_sizes
+from shardwise.data.reading.content import readable
 from shardwise.data.reading.sources import ColumnSource, FileSource, PythonSource, TextPiece, open_source
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
-from shardwise.data.reading.text import readable
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches
 from shardwise.data.samples.streaming import HeldOut, Stream, StreamBatches, read_documents
@@ -89,7 +89,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     entry = cache.open_or_build_tokens(
         root,
         _key(config, source.stamp() if isinstance(source, ColumnSource) else _facts(source.files, hashed=False)),
-        lambda folder: _build(folder, source, config),
+        lambda folder: _build(folder, source, config, announce),
         f"{config.data.name}: the first documents of a stream",
         announce,
     )
@@ -102,7 +102,7 @@ def _key(config: Config, stamp: str) -> str:
     described = {
         "stream": stamp,
         "text_key": data.text_key,
-        "kind": data.format,
+        "kind": "by content" if data.format == "auto" else data.format,
         "split": list(data.split_names) or _share(config),
         "tokenizer": user_tokenizer_digest(data.tokenizer),
         "vocab_size": config.model.vocab_size,
@@ -128,7 +128,11 @@ def _facts(paths: Sequence[Path], *, hashed: bool) -> str:
     return cache.digest_of(facts)
 
 
-def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> dict[str, Any]:
+def _build(folder: Path, source: FileSource | ColumnSource, config: Config, announce: Announce) -> dict[str, Any]:
+    if isinstance(source, FileSource):
+        reading = source.described()  # a file that holds no text is refused now, not in the middle of the training
+        if announce is not None:
+            announce(f"preparing the data {source.name}: {reading}")
     data = config.data
     assert data.tokenizer is not None
     tokenizer = open_user_tokenizer(data.tokenizer, config.model.vocab_size)

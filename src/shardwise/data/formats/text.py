@@ -28,8 +28,9 @@ from shardwise.data.formats.common import (
 )
 from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, InspectedSample, Inspection, Lengths
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
+from shardwise.data.reading.kinds import Reading
 from shardwise.data.reading.sources import ColumnSource, FileSource, Source, TextPiece, open_source
-from shardwise.data.reading.text import Kind, documents, kind_of
+from shardwise.data.reading.text import documents
 from shardwise.data.samples.hashing import mix_integer
 from shardwise.data.tokens.cutting import RULE
 from shardwise.data.tokens.encoding import ContentDigest, encode_documents, encode_sentences
@@ -71,7 +72,7 @@ def open_data(
     entry = cache.open_or_build_tokens(
         root,
         _key(content, config),
-        lambda folder: _build(folder, source, scan or _scan(source), config),
+        lambda folder: _build(folder, source, scan or _scan(source), config, announce),
         f"{source.name}: once",
         announce,
     )
@@ -134,7 +135,9 @@ def _key(content: str, config: Config) -> str:
     return cache.key_of(described | ({"sentences": RULE} if in_pairs(config) else {}))
 
 
-def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> dict[str, Any]:
+def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: Announce) -> dict[str, Any]:
+    if announce is not None and isinstance(source, FileSource) and config.data.path is not None:
+        announce(f"preparing the data {source.name}: {source.described()}")
     split = plan_split(scan.characters, config.data.split_weights)
     named, pairs = config.data.tokenizer, in_pairs(config)
     if named is None:
@@ -204,18 +207,19 @@ def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool
 
 
 def glance(config: Config) -> str:
-    """How much text there is; the first document of the first file of each kind is read."""
+    """How much text there is; the first document of the first file of each kind is
+    read."""
     source, then = open_source(config.data), when_read(config)
     if not isinstance(source, FileSource):
         return f"built-in, {then}"
-    firsts: dict[Kind, Path] = {}
-    for file in source.files:
-        firsts.setdefault(source.kind or kind_of(file), file)
-    for kind, file in firsts.items():
-        for _, blocks in islice(documents(file, kind, source.text_key), 1):
+    firsts: dict[Reading, Path] = {}
+    for file, reading in zip(source.files, source.readings, strict=True):
+        firsts.setdefault(reading, file)
+    for reading, file in firsts.items():
+        for _, blocks in islice(documents(file, reading.kind, source.text_key), 1):
             next(iter(blocks), None)
     total = sum(file.stat().st_size for file in source.files)
-    return f"{counted(len(source.files), 'file')}, {size(total)}, {then}"
+    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {then}"
 
 
 def when_read(config: Config) -> str:
@@ -253,8 +257,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
             encoded += nbytes
         read += nbytes
         begins = piece.ends_document
-    files = getattr(source, "files", ())
-    kinds = {"".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]) for path in files} - {""}
+    files, described = (source.files, source.described()) if isinstance(source, FileSource) else ((), "")
     number = len(lengths) if whole else None
     limit = "" if whole else f" in the first {size(read)} of text"
     counts: dict[str, Any] = {
@@ -263,7 +266,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         "looked_at": len(lengths),
         "bytes_looked_at": read,
     }
-    rows = [("files", f"{len(files):,}")] if len(files) != 1 else []
+    rows = [("files", f"{len(files):,}, {described}")]
     rows += [("documents", f"{len(lengths):,}{limit}"), ("characters", f"{count(sum(lengths))}{limit}")]
     if encoded and tokens:
         counts["bytes_per_token"] = encoded / tokens
@@ -274,7 +277,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         rows.append(("a document", listing(said) or "has no tokens of its own around it"))
     return Inspection(
         source.name,
-        f"text{'' if len(kinds) != 1 else f', {kinds.pop()}'}",
+        "text",
         sum(path.stat().st_size for path in files),
         rows,
         counts,

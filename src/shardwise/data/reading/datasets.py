@@ -21,7 +21,8 @@ from typing import Any, Self, TypeVar
 
 from shardwise import hub
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
-from shardwise.data.reading.text import first_line, optional_library, readable, require_sound
+from shardwise.data.reading.content import first_line, optional_library, readable
+from shardwise.data.reading.text import require_sound
 from shardwise.errors import ConfigError, DataError, listing, nearest_name, see
 from shardwise.names import name_problem
 

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.reading.text import first_line, optional_library, readable
+from shardwise.data.reading.content import first_line, optional_library, readable
 from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError, listing, see
 from shardwise.files import free_bytes, make_folder

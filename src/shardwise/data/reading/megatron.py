@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.cache import spread_digest
-from shardwise.data.reading.text import convert_command, readable
+from shardwise.data.reading.content import readable
+from shardwise.data.reading.text import convert_command
 from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError, listing, see
 from shardwise.files import reason_of, sync_folder, to_disk

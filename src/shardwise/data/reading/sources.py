@@ -1,6 +1,6 @@
 """Where text comes from: built-in texts, the user's files and data sets, as one stream of pieces.
 
-A document is a file, a line of a `.jsonl`, or a topic of Python's documentation. It arrives in pieces of bounded
+A document is a file, a JSON line, or a topic of Python's documentation. It arrives in pieces of bounded
 size, so that memory stays bounded whatever the size of a file, and so that one long file is encoded on all cores.
 """
 
@@ -11,18 +11,22 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import sys
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from shardwise.config import DataConfig
+from shardwise.data.reading.content import BLOCK, readable
 from shardwise.data.reading.datasets import DataSet
 from shardwise.data.reading.detect import detect
-from shardwise.data.reading.text import BLOCK, Kind, convert_command, documents, kind_of, readable, row_text, slices
-from shardwise.errors import DataError
+from shardwise.data.reading.kinds import Kind, Reading, chosen_kind, described, reading_of
+from shardwise.data.reading.text import convert_command, documents, row_text, slices
+from shardwise.errors import DataError, listing
 
 PIECE_CHARACTERS = BLOCK
 _BACKTRACK = 1 << 12
@@ -33,6 +37,18 @@ _PYTHON_SKIPPED = frozenset(
 )
 _TOPICS = "pydoc_data/topics.py"
 _TINY = Path(__file__).parent.parent / "corpus" / "tiny.jsonl"
+# What programs leave in a folder of data: marks that a job is complete, checksums, descriptions of columns, locks.
+_BOOKKEEPING = re.compile(
+    r"_[\w-]*|.*\.(crc|md5|sha1|sha256|sha512|lock)|(md5|sha1|sha256|sha512)sums?(\.txt)?"
+    r"|(dataset_info|dataset_infos|dataset_dict|state)\.json|thumbs\.db|desktop\.ini",
+    re.IGNORECASE,
+)
+_BOOKKEEPING_FOLDERS = frozenset({"_delta_log", "_spark_metadata", "_temporary", "__MACOSX"})
+# What people write about data. Beside lines or rows these are no data; in a folder of texts they may be.
+_ABOUT_DATA = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors)([_-]\w+)?(\.(md|rst|txt|cff|bib))?",
+    re.IGNORECASE,
+)
 # A file changed this recently may change again within the resolution of its time stamp.
 _SETTLED_SECONDS = 2.0
 
@@ -52,22 +68,34 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class FileSource:
-    """Text files (one document each), `.jsonl` and `.parquet` files (a document a line or row), in the order given.
+    """Plain texts (one document each), JSON lines and parquet files (a document a line or row), in the order given.
 
     Attributes:
         name: the name that messages use.
-        kind: the kind of all files; None: the name of each file says its kind.
+        kind: the kind of all files; None: the content of each file says its kind.
         text_key: the field or column that holds the text.
+        left_out: files of the same folder that are not read.
     """
 
     name: str
     files: tuple[Path, ...]
     kind: Kind | None
     text_key: str
+    left_out: tuple[Path, ...] = ()
+
+    @cached_property
+    def readings(self) -> tuple[Reading, ...]:
+        """How each file is read; DataError where one holds no text."""
+        return tuple(reading_of(path, self.kind, self.text_key) for path in self.files)
+
+    def described(self) -> str:
+        """How the files are read, and which ones are left out; DataError where one holds no text."""
+        left_out = f", left out {listing((path.name for path in self.left_out), most=3)}" if self.left_out else ""
+        return described(list(zip(self.files, self.readings, strict=True))) + left_out
 
     def stamp(self) -> str | None:
         """A digest that changes when the text may have changed, without reading it; None: read it to know."""
-        return _stamp(self.files, ["files", self.kind, self.text_key])
+        return _stamp(self.files, ["files", self.kind or "by content", self.text_key])
 
     def pieces(self) -> Iterator[TextPiece]:
         """All documents in a fixed order, from the first one in each call.
@@ -76,7 +104,7 @@ class FileSource:
             DataError: naming file, line or offset.
         """
         for path in self.files:
-            for _, blocks in documents(path, self.kind or kind_of(path), self.text_key):
+            for _, blocks in documents(path, self.kind, self.text_key):
                 yield from cut_document(blocks)
 
 
@@ -144,28 +172,44 @@ def open_source(data: DataConfig) -> Source:
 
 
 def _user_source(path: Path, data: DataConfig) -> FileSource:
-    kind = None if data.format == "auto" else kind_of(path, data.format)
+    kind = chosen_kind(data.format)
     if path.is_file():
         return FileSource(str(data.path), (path,), kind, data.text_key)
     if path.is_dir():
-        # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
-        files = tuple(file for file in _walk(path) if file.is_file() or not file.exists())
+        files, left_out = _data_files(path, kind, data.text_key)
         if not files:
+            besides = f" but {listing((file.name for file in left_out), most=3)}" if left_out else ""
             raise DataError(
-                f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none"
+                f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none{besides}"
             )
         # As text, the tokens of a .bin would be refused at some byte, or even be read.
         for file in (file for file in files if kind is None and file.suffix == ".bin"):
             if file.with_suffix(".idx").exists():
                 raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
             raise DataError(f"{file} holds raw tokens, not text: {convert_command(file)}, which runs read")
-        return FileSource(str(data.path), files, kind, data.text_key)
+        return FileSource(str(data.path), files, kind, data.text_key, left_out)
     if path.exists():
         raise DataError(f"data.path ({data.path}) must be a file or a folder; it is neither")
     where = "" if path.is_absolute() else f" in {Path.cwd()}"
     raise DataError(
         f"data.path ({data.path}) does not exist{where}: name a text file, a .jsonl, a .parquet or a folder of them"
     )
+
+
+def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """The files of a folder that are data, and those that are left out."""
+    # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
+    files = [file for file in _walk(folder, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
+    left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name)}
+    about = {file for file in files if _ABOUT_DATA.fullmatch(file.name)} - left_out
+    if about and kind is None:
+        # A file of each suffix tells enough of the others.
+        samples = {file.suffix.lower(): file for file in files if file not in about | left_out}
+        has_rows = any(reading_of(file, None, key).kind != "text" for file in samples.values())
+    else:
+        has_rows = kind != "text"
+    left_out |= about if has_rows else set()
+    return tuple(file for file in files if file not in left_out), tuple(file for file in files if file in left_out)
 
 
 def _python_source(root: Path) -> PythonSource:

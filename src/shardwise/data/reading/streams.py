@@ -10,23 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import DataConfig
+from shardwise.data.reading.content import HubFile, first_line, unpacked_name
 from shardwise.data.reading.datasets import require_whole
-from shardwise.data.reading.text import (
-    HubFile,
-    Kind,
-    documents,
-    first_line,
-    kind_of,
-    require_sound,
-    require_text,
-    row_text,
-    slices,
-)
+from shardwise.data.reading.kinds import LINES, Kind, chosen_kind
+from shardwise.data.reading.text import documents, require_sound, require_text, row_text, slices
 from shardwise.errors import DataError, RunError, ShardwiseError
 
 BLOCK_CHARACTERS = 1 << 26
 """Characters that a block ends with, whatever the buffer is, and the longest document of a plain text."""
-_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
 @dataclass(frozen=True)
@@ -34,7 +25,7 @@ class FileShard:
     """A file of text, on this machine or on the hub, where lines and rows without text are left out."""
 
     path: Path | HubFile
-    kind: Kind
+    kind: Kind | None
     text_key: str
 
     def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
@@ -86,8 +77,10 @@ Shard = FileShard | TableShard
 def open_shard(file: str, data: DataConfig) -> Shard:
     """The shard of a file, or of an address on the hub; DataError where it cannot be streamed."""
     if data.is_hub_dataset:
-        if file.endswith((*_LINES, ".parquet")):
-            return FileShard(HubFile(file), "jsonl" if file.endswith(_LINES) else "parquet", data.text_key)
+        if unpacked_name(file).endswith(LINES):
+            return FileShard(HubFile(file), "jsonl", data.text_key)
+        if file.endswith(".parquet"):
+            return FileShard(HubFile(file), "parquet", data.text_key)
         raise DataError(
             f"{file} must be a .parquet, .jsonl or .json file for data.streaming: set it to false, or data.path to a "
             "copy of the files"
@@ -95,4 +88,4 @@ def open_shard(file: str, data: DataConfig) -> Shard:
     path = Path(file)
     if path.suffix == ".arrow":
         return TableShard(path, data.text_key)
-    return FileShard(path, kind_of(path, data.format), data.text_key)
+    return FileShard(path, chosen_kind(data.format), data.text_key)

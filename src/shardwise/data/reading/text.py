@@ -1,61 +1,33 @@
-"""Files of text: plain text, `.jsonl` and `.parquet`; the first two also packed by gzip."""
+"""Documents of files of text: plain text, JSON lines and parquet; the first two also packed."""
 
 from __future__ import annotations
 
 import codecs
-import gzip
-import importlib
 import json
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import Any
 
+from shardwise.data.reading.content import BLOCK, HubFile, first_line, opened, optional_library, readable
+from shardwise.data.reading.kinds import Kind, reading_of
 from shardwise.errors import DataError, listing, see
-from shardwise.files import reason_of
 
-Kind = Literal["text", "jsonl", "parquet"]
-
-BLOCK = 1 << 18
-"""Characters, and bytes of a plain text, that are read at once."""
 # Decoded at once, so that long texts take little memory too.
 _ROWS = 64
 _PAGE_BYTES = 1 << 20
-_GZIP = b"\x1f\x8b"
-
-
-def kind_of(path: Path, format: str = "auto") -> Kind:
-    """What a file of text holds: `format` where that is a kind of text (`data.format`), else what its name says."""
-    if format in ("text", "jsonl", "parquet"):
-        return cast(Kind, format)
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return "jsonl"
-    return "parquet" if path.suffix == ".parquet" else "text"
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file on the hub (hf://…): what is read of it goes over the network, and nothing is kept."""
-
-    address: str
-
-    def open(self, mode: Literal["rb"], /) -> IO[bytes]:
-        from huggingface_hub import HfFileSystem
-
-        opened: IO[bytes] = HfFileSystem().open(self.address, mode)
-        return opened
-
-    def __str__(self) -> str:
-        return self.address
 
 
 def documents(
-    file: Path | HubFile, kind: Kind, key: str, start: int = 0, *, empty: bool = False, longest: int | None = None
+    file: Path | HubFile,
+    kind: Kind | None,
+    key: str,
+    start: int = 0,
+    *,
+    empty: bool = False,
+    longest: int | None = None,
 ) -> Iterator[tuple[int, Iterable[str]]]:
     """Each document of a file, as blocks of its text, and where the next document begins.
 
@@ -64,14 +36,17 @@ def documents(
     line, and by a page of a parquet file.
 
     Args:
-        start: where the first document begins. A gzip file is still unpacked from its beginning; a parquet file is read
-            from the row group that holds the row.
+        kind: of the file; None: its content decides.
+        start: where the first document begins. A packed file is still unpacked from its beginning; a parquet file is
+            read from the row group that holds the row.
         empty: lines and rows may have no text; they are left out.
         longest: a plain text of more characters is several documents, each of which begins at a byte.
 
     Raises:
         DataError: naming file and line, row or byte.
     """
+    if kind is None:
+        kind = reading_of(file, None, key).kind
     if kind == "parquet":
         yield from _rows(file, key, start, empty)
     elif kind == "jsonl":
@@ -88,43 +63,9 @@ def slices(text: str) -> Iterator[str]:
         yield text[start : start + BLOCK]
 
 
-@contextmanager
-def readable(path: object) -> Iterator[None]:
-    """Turns a refusal of the system into a DataError about the file that it names, or about `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{error.filename or path} cannot be read: {reason_of(error)}") from None
-
-
 def convert_command(path: object) -> str:
     """The command that converts a file of raw tokens, which lacks an index, to data that runs read."""
     return f"`shardwise data prepare {path} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx"
-
-
-@contextmanager
-def _opened(path: Path | HubFile) -> Iterator[IO[bytes] | gzip.GzipFile]:
-    """The file, unpacked as it is read where its name ends in .gz."""
-    with readable(path), path.open("rb") as file:
-        if not str(path).endswith(".gz"):
-            yield file
-            return
-        if file.read(len(_GZIP)) not in (b"", _GZIP):
-            raise DataError(f"{path} is not packed by gzip, as its name says: pack it, or rename it")
-        file.seek(0)
-        try:
-            with gzip.GzipFile(fileobj=file, mode="rb") as unpacked:
-                yield unpacked
-        except EOFError:
-            raise DataError(
-                f"{path} is cut off: its {file.tell():,} bytes end before what gzip packed does; fetch or copy it again"
-                f"{see('data#file-cut-off')}"
-            ) from None
-        except (gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(
-                f"{path} is damaged before byte {file.tell():,}, gzip cannot unpack it ({error}): fetch or copy it "
-                "again"
-            ) from None
 
 
 def _parts(path: Path | HubFile, start: int, longest: int) -> Iterator[tuple[int, list[str]]]:
@@ -145,15 +86,14 @@ def _decoded(path: Path | HubFile, start: int = 0) -> Iterator[tuple[int, str]]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = start
     empty = start == 0
-    with _opened(path) as file:
-        file.seek(start)
+    with opened(path, start) as content:
         while True:
-            block = file.read(BLOCK)
+            block = content.stream.read(BLOCK)
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 at = offset + len(block) - len(error.object) + error.start
-                raise _not_utf8(f"{path}: byte {at}", error.object[error.start]) from None
+                raise _not_utf8(f"{path}: byte {at}", error) from None
             text = text.removeprefix("\ufeff") if offset == 0 else text
             offset += len(block)
             if text:
@@ -167,9 +107,9 @@ def _decoded(path: Path | HubFile, start: int = 0) -> Iterator[tuple[int, str]]:
 
 def _lines(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[tuple[int, Iterable[str]]]:
     none = start == 0
-    with _opened(path) as file:
-        after = file.seek(start)
-        for number, line in enumerate(file, start=1):
+    after = start
+    with opened(path, start) as content:
+        for number, line in enumerate(content.stream, start=1):
             after += len(line)
             if line.strip():
                 none = False
@@ -182,8 +122,8 @@ def _lines(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[
 def _line_name(path: Path | HubFile, start: int, number: int) -> str:
     """The file and the number of a line, `number` lines after byte `start`; the lines before are only counted here."""
     before = 0
-    with _opened(path) as file:
-        while start > 0 and (block := file.read(min(start, BLOCK))):
+    with opened(path) as content:
+        while start > 0 and (block := content.stream.read(min(start, BLOCK))):
             before += block.count(b"\n")
             start -= len(block)
     return f"{path}: line {before + number}"
@@ -193,7 +133,7 @@ def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> 
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise _not_utf8(f"{where()}, byte {error.start}", line[error.start]) from None
+        raise _not_utf8(f"{where()}, byte {error.start}", error) from None
     except (ValueError, RecursionError) as error:
         raise DataError(
             f'{where()} is not JSON ({error}): a .jsonl holds one object such as {{"{key}": "…"}} on each line; '
@@ -287,44 +227,28 @@ def row_text(value: Any, where: str, key: str, *, empty: bool = False) -> str:
     try:
         text: str | None = value.as_py()
     except UnicodeDecodeError as error:
-        raise _not_utf8(f"{where}, byte {error.start} of the column {key!r}", error.object[error.start]) from None
+        raise _not_utf8(f"{where}, byte {error.start} of the column {key!r}", error) from None
     if text is None or not (text or empty):
         raise DataError(f"{where}: the column {key!r} is {'null' if text is None else 'empty'}: remove the row")
     return text
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what a library says, without a period."""
-    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _first_sentence(error: Exception) -> str:
     return first_line(error).partition(". ")[0]
 
 
-def optional_library(module: str, who_needs: str, extra: str) -> Any:
-    """The imported module of a library that only some formats need.
-
-    Args:
-        who_needs: the beginning of the message, such as "parquet files need".
-        extra: the extra of this package that installs it.
-
-    Raises:
-        DataError: the module is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        library = module.partition(".")[0]
-        raise DataError(f"{who_needs} {library} ({error}): pip install 'shardwise[{extra}]'") from None
-
-
 def _arrow(module: str) -> Any:
     return optional_library(module, "parquet files need", "parquet")
 
 
-def _not_utf8(where: str, byte: int) -> DataError:
+def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
+    byte = error.object[error.start]
+    # Text in another encoding has no null bytes; what iconv would make of binary data is no text.
+    if 0 in error.object:
+        return DataError(
+            f"{where} (0x{byte:02x}) is not UTF-8, and null bytes beside it show binary data: leave it out"
+        )
     return DataError(
-        f"{where} (0x{byte:02x}) is not UTF-8: convert the file, for example with iconv -f LATIN1 -t UTF-8, "
-        "or leave it out"
+        f"{where} (0x{byte:02x}) is not UTF-8: convert the file from the encoding that it has, for example with "
+        "iconv -f LATIN1 -t UTF-8, or leave it out"
     )

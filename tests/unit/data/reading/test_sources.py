@@ -219,3 +219,36 @@ def test_raw_tokens_in_a_folder_are_told_how_to_convert_them(tmp_path: Path) -> 
     assert str(caught.value).endswith(f"reads train.bin and train.idx together; of raw tokens, {command}")
     (tmp_path / "train.idx").touch()
     assert failure(tmp_path) == f"{file} holds tokens, not text: name the data by their prefix, {tmp_path / 'train'}"
+
+
+def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Path) -> None:
+    names = ("README.md", "LICENSE", "_SUCCESS", "_delta_log/0.json", "a.json.crc", "dataset_info.json", ".cache/x")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("about" * name.isupper(), encoding="utf-8")
+    assert (
+        failure(tmp_path / "_delta_log")
+        == f"{tmp_path}/_delta_log/0.json is empty: remove it or put one JSON object on each line"
+    )
+    (tmp_path / "LICENSE").write_text("rights", encoding="utf-8")
+    (tmp_path / "README.md").write_text("about", encoding="utf-8")
+    assert read(tmp_path) == ["rights", "about"], "there is nothing else"
+    (tmp_path / "a.json").write_text('{"text": "one"}\n', encoding="utf-8")
+    source = open_source(DataConfig(path=str(tmp_path)))
+    assert isinstance(source, sources.FileSource)
+    assert documents(list(source.pieces())) == ["one"]
+    assert source.described() == "read as JSON lines, left out LICENSE, README.md, _SUCCESS and 2 more"
+    assert read(tmp_path, format="jsonl") == ["one"]
+    assert read(tmp_path, format="text") == ["rights", "about", '{"text": "one"}\n']
+    assert read(tmp_path / "README.md") == ["about"], "a file that is named is read"
+    for name in ("a.json", "README.md", "LICENSE"):
+        (tmp_path / name).unlink()
+    assert failure(tmp_path).endswith("and the folder has none but _SUCCESS, a.json.crc and dataset_info.json")
+
+
+def test_fault_13_a_cached_reading_as_plain_text_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before files were told by their content, the cache kept what was read of them as plain text."""
+    monkeypatch.setattr(sources, "_SETTLED_SECONDS", -1.0)
+    (tmp_path / "a.json").write_text('{"text": "one"}\n', encoding="utf-8")
+    before = sources._stamp([tmp_path / "a.json"], ["files", None, "text"])
+    assert open_source(DataConfig(path=str(tmp_path / "a.json"))).stamp() != before

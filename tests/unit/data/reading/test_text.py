@@ -1,8 +1,12 @@
 """Packed text and parquet: the same documents as plain files have, and one sentence for every kind of bad file."""
 
+import bz2
 import gzip
+import io
 import json
+import lzma
 import sys
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardwise.data.reading.sources import PIECE_CHARACTERS, open_source
+from shardwise.data.reading.streams import open_shard
 from shardwise.errors import see
 from tests.unit.data.reading.test_sources import DataConfig, failure, read
 
@@ -121,3 +126,129 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write_parquet(tmp_path / "a.parquet", TEXTS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "pip install 'shardwise[parquet]'" in failure(tmp_path / "a.parquet")
+
+
+def packed(content: bytes, codec: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, codec) as file:
+        file.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def archive() -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as file:
+        file.addfile(tarfile.TarInfo("a.txt"))
+    return buffer.getvalue()
+
+
+LINES = jsonl(TEXTS)
+SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0data"
+"""A frame of zstd without content, with which pzstd begins."""
+FILES = {
+    "a.json": LINES,
+    "a.ndjson": b"\xef\xbb\xbf" + LINES,
+    "a.JSONL": LINES,
+    "a.txt": b"\n" + LINES,
+    "part-00000": LINES.replace(b"\n", b"\r\n"),
+    "a.jsonl.zst": packed(jsonl(TEXTS[:2]), "zstd") + SKIPPED + packed(jsonl(TEXTS[2:]), "zstd"),
+    "b.jsonl.zst": SKIPPED + packed(LINES, "zstd"),
+    "a.xz": lzma.compress(LINES),
+    "a.lzma": lzma.compress(LINES, format=lzma.FORMAT_ALONE),
+    "a.JSON.BZ2": bz2.compress(LINES),
+    "a.lz4": packed(LINES, "lz4"),
+    "gzip.jsonl": gzip.compress(LINES),
+    "bzip2.gz": bz2.compress(LINES),
+    "utf-16.jsonl": LINES.decode().encode("utf-16"),
+    "utf-16.json": b"\xfe\xff" + LINES.decode().encode("utf-16-be"),
+    "utf-32.jsonl.gz": gzip.compress(LINES.decode().encode("utf-32")),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_fault_13_files_are_read_as_their_content_says(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(FILES[name])
+    assert read(path) == TEXTS
+    shard = open_shard(str(path), DataConfig(path=str(path)))
+    ends = [after for after, _ in shard.documents(0)]
+    for number, after in enumerate(ends, start=1):
+        assert ["".join(blocks) for _, blocks in shard.documents(after)] == TEXTS[number:], "a stream that goes on"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [gzip.compress(b"a caf\xc3\xa9\n"), "a café\n".encode("utf-16"), bz2.compress("a café\n".encode("utf-16"))],
+)
+def test_fault_13_plain_text_is_unpacked_and_decoded(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert read(tmp_path / "a.txt") == read(tmp_path / "a.txt", format="text") == ["a café\n"]
+
+
+def test_fault_13_parquet_of_any_name(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "part-0", TEXTS)
+    assert read(tmp_path / "part-0") == TEXTS
+    (tmp_path / "a.parquet.gz").write_bytes(gzip.compress((tmp_path / "part-0").read_bytes()))
+    assert "is a parquet file packed by gzip, which cannot be read in parts" in failure(tmp_path / "a.parquet.gz")
+
+
+ARRAY = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.json", ARRAY, "is a JSON array, and JSON must have one object on each line: convert it, for example with"),
+        ("a b.txt", ARRAY, "`jq -c '.[]' '{file}' > lines.jsonl`, or set data.format=text to read it as plain text"),
+        ("a.json.gz", gzip.compress(ARRAY), "`gzip -dc {file} | jq -c '.[]' > lines.jsonl`"),
+        ("a.json", b'["a", "b"]', "`jq -c '{{text: .[]}}' {file} > lines.jsonl`"),
+        ("a.jsonl", b'{\n "text": "a"\n}', "is JSON with objects of several lines, and JSON must have one object"),
+        ("a.json", b'{"rows": [\n {"text": "a"}]}', "`jq -c '.' {file} > lines.jsonl`"),
+        ("a.json", b"prose", "line 1 is not JSON"),
+        ("a.csv", b"1,a\n", "pandas.read_csv('{file}', sep=',').to_json('lines.jsonl', orient='records', lines=True)"),
+        ("a.TSV", b"1\ta\n", r"sep='\t'"),
+        ("a.txt", b'"id";"text"\r\n1;a\n', "is a table of separated values, not plain text: convert it, for example"),
+        ("a.gz", gzip.compress(archive()), "is a tar archive, not plain text: unpack it with tar -xf, and name"),
+        ("a.7z", b"7z\xbc\xaf\x27\x1c", ": unpack it with 7z x, or leave it out"),
+        ("a.docx", b"PK\x03\x04\x14\0", "is a zip archive (or a .docx, .xlsx or .epub, which are such archives)"),
+        ("a.txt", b"%PDF-1.7\n", "is a PDF document, not plain text: extract its text, for example with pdfto"),
+        ("a.bz2", bz2.compress(b"<mediawiki>"), "is XML, not plain text: extract its text, for example with wikiex"),
+        ("a.gz", gzip.compress(gzip.compress(LINES)), "is packed twice, by gzip and then by gzip: unpack it once"),
+        ("a.txt", "a\n".encode("utf-16-le"), "looks like UTF-16LE without the mark that begins such files: convert"),
+        ("a.txt", b"\x05\0\x20\0\x07\0", "byte 1 is null, so the file holds binary data and no text: leave it out"),
+        ("a.txt", b"\xff\xfe\0\xd8a", "begins with the mark of UTF-16 and is not UTF-16 (unexpected end of data)"),
+        ("a.txt", b"x" * (1 << 14) + b"\xe9\0", "is not UTF-8, and null bytes beside it show binary data: leave"),
+    ],
+)
+def test_fault_13_what_is_no_text_is_named_with_a_way_on(name: str, content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    said = failure(tmp_path / name)
+    assert said.startswith(str(tmp_path / name))
+    assert says.format(file=tmp_path / name) in said
+
+
+@pytest.mark.parametrize("text", ["{name} is here", "[Music] la la", '["Why?" he said.', "Dear text, and you"])
+def test_fault_13_prose_that_begins_as_other_kinds_do_is_prose(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    assert read(tmp_path / "a.txt") == [text]
+
+
+@pytest.mark.parametrize("codec", ["xz", "bz2", "zstd", "lz4"])
+def test_fault_13_packed_files_that_are_cut_off_or_damaged(codec: str, tmp_path: Path) -> None:
+    content = jsonl([f"{number * number}" for number in range(5000)])
+    whole = {"xz": lzma.compress, "bz2": bz2.compress}.get(codec, lambda content: packed(content, codec))(content)
+    (tmp_path / "a").write_bytes(whole[:-5])
+    assert "is cut off: its " in failure(tmp_path / "a")
+    (tmp_path / "a").write_bytes(whole[:12] + b"\xff" * 200 + whole[212:])
+    assert "cannot unpack it (" in failure(tmp_path / "a")
+
+
+def test_fault_13_zstd_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(packed(LINES, "zstd"))
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(LINES))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    said = failure(tmp_path / "a.jsonl.zst")
+    assert said.startswith("files packed by zstd need pyarrow (")
+    assert said.endswith("): pip install 'shardwise[parquet]'")
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    assert "is packed by xz, which this Python cannot unpack (" in failure(tmp_path / "a.jsonl.xz")

@@ -1,0 +1,286 @@
+"""Content of files: unpacked and in UTF-8, however it is stored, with its beginning for a first look.
+
+What a file is packed by, and whether it is UTF-16, is told by its first bytes and not by its name.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import importlib
+import io
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from shardwise.errors import DataError, see
+from shardwise.files import reason_of
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+BLOCK = 1 << 18
+"""Bytes that are read at once."""
+HEAD = 1 << 13
+UTF_8 = "UTF-8"
+# The marks of UTF-32 come first, as one of them begins with a mark of UTF-16.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file on the hub (hf://…): what is read of it goes over the network, and nothing is kept."""
+
+    address: str
+
+    def open(self, mode: Literal["rb"], /) -> IO[bytes]:
+        from huggingface_hub import HfFileSystem
+
+        opened: IO[bytes] = HfFileSystem().open(self.address, mode)
+        return opened
+
+    def __str__(self) -> str:
+        return self.address
+
+
+@dataclass(frozen=True)
+class Content:
+    """Content of an open file.
+
+    Attributes:
+        stream: its bytes, from the byte that was asked for on.
+        head: its first `HEAD` bytes, or all where there are fewer.
+        packing: the program that packed the file; None where none did.
+        encoding: of the text in the file. The bytes here are UTF-8 in any case.
+    """
+
+    stream: IO[bytes]
+    head: bytes
+    packing: str | None
+    encoding: str
+
+
+@contextmanager
+def opened(path: Path | HubFile, start: int = 0) -> Iterator[Content]:
+    """The content of a file from byte `start` of the unpacked content on.
+
+    Raises:
+        DataError: the file cannot be read, or is cut off or damaged, while it is opened or read.
+    """
+    with readable(path), path.open("rb") as file:
+        head = file.read(HEAD)
+        packing = packing_of(head)
+        encoding = _encoding_of(head)
+        named = packing_named(str(path))
+        if head and named is not None and packing is None:
+            raise DataError(f"{path} is not packed by {named}, as its name says: pack it, or rename it")
+        if packing is None and encoding == UTF_8:
+            file.seek(start)
+            yield Content(file, head, None, UTF_8)
+            return
+        file.seek(0)
+        blocks = _blocks(file) if packing is None else _unpacked(path, file, packing)
+        if packing is not None:
+            head, blocks = _with_head(blocks)
+            encoding = _encoding_of(head)
+        if encoding != UTF_8:
+            head, blocks = _with_head(_in_utf8(path, blocks, encoding))
+        with io.BufferedReader(_Blocks(blocks), BLOCK) as stream:
+            while start > 0 and (block := stream.read(min(start, BLOCK))):
+                start -= len(block)
+            yield Content(stream, head, packing, encoding)
+
+
+@contextmanager
+def readable(path: object) -> Iterator[None]:
+    """Turns a refusal of the system into a DataError about the file that it names, or about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{error.filename or path} cannot be read: {reason_of(error)}") from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what a library says, without a period."""
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+def optional_library(module: str, who_needs: str, extra: str) -> Any:
+    """The imported module of a library that only some formats need.
+
+    Args:
+        who_needs: the beginning of the message, such as "parquet files need".
+        extra: the extra of this package that installs it.
+
+    Raises:
+        DataError: the module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise DataError(f"{who_needs} {library} ({error}): pip install 'shardwise[{extra}]'") from None
+
+
+def _blocks(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
+    while block := file.read(BLOCK):
+        yield block
+
+
+def _gzip(file: IO[bytes]) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=file, mode="rb") as unpacked:
+        yield from _blocks(unpacked)
+
+
+def _bz2(file: IO[bytes]) -> Iterator[bytes]:
+    with bz2.BZ2File(file) as unpacked:
+        yield from _blocks(unpacked)
+
+
+def _xz(file: IO[bytes]) -> Iterator[bytes]:
+    import lzma  # some builds of Python lack it
+
+    with lzma.LZMAFile(file) as unpacked:
+        try:
+            yield from _blocks(unpacked)
+        except lzma.LZMAError as error:
+            raise OSError(str(error)) from None
+
+
+def _by_arrow(codec: str, file: IO[bytes]) -> Iterator[bytes]:
+    arrow = optional_library("pyarrow", f"files packed by {codec} need", "parquet")
+    unpacked = arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), codec)  # not closed: that closes the file
+    try:
+        yield from _blocks(unpacked)
+    except OSError as error:
+        if "Truncated" in str(error):
+            raise EOFError from None
+        raise
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """A program that packs files.
+
+    Attributes:
+        magic: what its files begin with.
+        suffixes: of the names that it gives them.
+        blocks: the unpacked content of an open file; EOFError where the file is cut off, OSError or zlib.error where it
+            is damaged.
+    """
+
+    magic: tuple[bytes, ...]
+    suffixes: tuple[str, ...]
+    blocks: Callable[[IO[bytes]], Iterator[bytes]]
+
+
+_PACKINGS: Mapping[str, _Packing] = {
+    "gzip": _Packing((b"\x1f\x8b",), (".gz", ".gzip", ".bgz"), _gzip),
+    "bzip2": _Packing((b"BZh",), (".bz2", ".bzip2"), _bz2),
+    "xz": _Packing((b"\xfd7zXZ\0", b"\x5d\0\0"), (".xz", ".lzma"), _xz),
+    # A file of zstd may begin with frames that hold no content, of which pzstd writes one.
+    "zstd": _Packing((b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"), (".zst", ".zstd"), partial(_by_arrow, "zstd")),
+    "lz4": _Packing((b"\x04\x22\x4d\x18",), (".lz4",), partial(_by_arrow, "lz4")),
+}
+
+
+def packing_of(head: bytes) -> str | None:
+    """The program that packed a file which begins with `head`."""
+    for name, packing in _PACKINGS.items():
+        # Text may begin with BZh; what bzip2 packs goes on with a digit and the magic of its first block or of its end.
+        if name == "bzip2" and head[4:10] not in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"):
+            continue
+        if head.startswith(packing.magic):
+            return name
+    return None
+
+
+def packing_named(name: str) -> str | None:
+    """The program that packed a file, as its name says."""
+    return next((each for each, packing in _PACKINGS.items() if name.lower().endswith(packing.suffixes)), None)
+
+
+def unpacked_name(name: str) -> str:
+    """The name of a file in lower case, without the suffix of what packed it."""
+    packing = packing_named(name)
+    suffixes = () if packing is None else _PACKINGS[packing].suffixes
+    return next((name.lower().removesuffix(end) for end in suffixes if name.lower().endswith(end)), name.lower())
+
+
+def _unpacked(path: Path | HubFile, file: IO[bytes], packing: str) -> Iterator[bytes]:
+    try:
+        yield from _PACKINGS[packing].blocks(file)
+    except EOFError:
+        raise DataError(
+            f"{path} is cut off: its {file.tell():,} bytes end before what {packing} packed does; fetch or copy it "
+            f"again{see('data#file-cut-off')}"
+        ) from None
+    except (OSError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno:  # the system's; those of damaged content have no number
+            raise
+        raise DataError(
+            f"{path} is damaged before byte {file.tell():,}, {packing} cannot unpack it ({error}): fetch or copy it "
+            "again"
+        ) from None
+    except ImportError as error:
+        raise DataError(
+            f"{path} is packed by {packing}, which this Python cannot unpack ({error}): unpack the file first"
+        ) from None
+
+
+def _encoding_of(head: bytes) -> str:
+    return next((encoding for mark, encoding in _MARKS.items() if head.startswith(mark)), UTF_8)
+
+
+def _in_utf8(path: Path | HubFile, blocks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
+    try:
+        for text in codecs.iterdecode(blocks, encoding):
+            yield text.encode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} begins with the mark of {encoding} and is not {encoding} ({error.reason}): it is damaged or holds "
+            "no text, so fetch or copy it again, or leave it out"
+        ) from None
+
+
+def _with_head(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
+    """The first bytes of a content, and all its blocks."""
+    first = b""
+    for block in blocks:
+        first += block
+        if len(first) >= HEAD:
+            break
+    return first[:HEAD], chain([first] if first else [], blocks)
+
+
+class _Blocks(io.RawIOBase):
+    """A file of the blocks that an iterator gives."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._rest = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        target = memoryview(buffer).cast("B")
+        while not self._rest:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._rest = memoryview(block)
+        count = min(len(target), len(self._rest))
+        target[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
