@@ -33,7 +33,7 @@ from shardwise.errors import DataError, see
 from shardwise.files import NoLocksError, lock, open_lock, reason_of, write_atomic
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
-FORMAT = 1
+FORMAT = 2
 BOUNDS = ("sentences", "documents")
 BOUNDS_DTYPE = np.dtype("<i8")
 _BLOCK = 1 << 16

@@ -160,10 +160,17 @@ class _Conversion:
         """Step 1."""
         total = expected.bytes if expected is not None and expected.exact else None
         longest = _LONGEST_DOCUMENT if self.job.format == "hdf5" else None
-        sequences, size = SequenceOptions(self.sentences, self.marks, longest), self.tokenizer.vocab_size
+        sequences = SequenceOptions(self.sentences, self.marks, longest)
         with self._bar(f"tokenizing {self.source.name}", total) as advance:
             write = functools.partial(
-                write_tokens, self.source, workers, self.work, sequences, size, save=self._save, advance=advance
+                write_tokens,
+                self.source,
+                workers,
+                self.work,
+                sequences,
+                self.tokenizer,
+                save=self._save,
+                advance=advance,
             )
             try:
                 if begin.read.batches:

@@ -211,7 +211,8 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
     )
     told = Told()
     folder.run(folder.job("megatron", "out"), told=told)
-    expected = len(list(batches.text_batches(_Conversion(folder.job("megatron", "x"), print, told.bar).source, False)))
+    source = _Conversion(folder.job("megatron", "x"), print, told.bar).source
+    expected = len(list(batches.text_batches(source, folder.tokenizer, False)))
     assert len(encoded) - 1 == expected - 8, "one call for the estimate, one for each batch that was not done"
     assert any("continuing after" in line for line in told.lines)
 

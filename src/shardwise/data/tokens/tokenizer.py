@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,16 +101,23 @@ class Tokenizer:
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """The ids of `text`, nothing added."""
-        self._backend.encode_special_tokens = False
-        return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return np.array(self.encoding(text).ids, dtype=np.int64)
+
+    def encoding(self, text: str) -> tokenizers.Encoding:
+        """All that the library says about the tokens of `text`, nothing added."""
+        self._read_special_tokens(literally=False)
+        return self._backend.encode(text, add_special_tokens=False)
+
+    def _read_special_tokens(self, *, literally: bool) -> None:
+        if self._backend.encode_special_tokens != literally:  # it must not be set while another thread encodes
+            self._backend.encode_special_tokens = literally
 
     def encode_prompt(self, text: str) -> list[int]:
         """The ids of a text that is to be continued: what the tokenizer puts before a text, such as `<s>`, is added.
 
         What it puts after a text is not.
         """
-        self._backend.encode_special_tokens = False
-        plain = self._backend.encode(text, add_special_tokens=False).ids
+        plain = self.encoding(text).ids
         whole = self._backend.encode(text, add_special_tokens=True).ids
         starts = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
         return [*whole[: next(starts, 0)], *plain]
@@ -127,19 +134,40 @@ class Tokenizer:
         return self.begin_of_text or self._begin_of_document
 
     def encode_rows(
-        self, texts: list[str], *, literally: bool = False
+        self, texts: list[str], *, contexts: Sequence[int] | None = None, literally: bool = False
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """The ids of all texts one after another, nothing added, and how many each text has; encoded on all cores.
 
         Args:
+            contexts: the number of tokens at the beginning of each text that are left out.
             literally: the name of a special token, such as "[SEP]", is text like any other.
         """
-        if self._backend.encode_special_tokens != literally:  # it must not be set while another thread encodes
-            self._backend.encode_special_tokens = literally
+        self._read_special_tokens(literally=literally)
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        sizes = np.fromiter(map(len, encodings), np.int64, len(encodings))
-        ids = chain.from_iterable(encoding.ids for encoding in encodings)
+        left_out = np.zeros(len(texts), dtype=np.int64) if contexts is None else np.asarray(contexts, dtype=np.int64)
+        sizes = np.fromiter(map(len, encodings), np.int64, len(encodings)) - left_out
+        ids = chain.from_iterable(
+            encoding.ids[context:] if context else encoding.ids
+            for encoding, context in zip(encodings, left_out.tolist(), strict=True)
+        )
         return np.fromiter(ids, np.int32, int(sizes.sum())), sizes
+
+    @cached_property
+    def neighbours(self) -> frozenset[str] | None:
+        """All pairs of characters next to each other in a token; None where they do not show what BPE may join.
+
+        Two characters that are no such pair are never joined within a word. Only of tokenizers that split a text into
+        words by single characters, as for others a word may begin far from them.
+        """
+        described = json.loads(self._backend.to_str())
+        model = described["model"]
+        if (
+            model["type"] != "BPE"
+            or model["continuing_subword_prefix"]
+            or not _splits_locally(described["pre_tokenizer"])
+        ):
+            return None
+        return frozenset(pair for token in model["vocab"] for pair in map("".join, pairwise(token)))
 
     def continuations(self) -> npt.NDArray[np.bool_] | None:
         """Which ids continue the word of the token before them, [vocabulary]; None where tokens do not say.
@@ -192,6 +220,18 @@ class Tokenizer:
         assert self.pair_names is not None
         ids: dict[str, Any] = {role: self.token_id(name) for role, name in self.pair_names.items()}
         return PairTokens(**ids)
+
+
+def _splits_locally(step: Mapping[str, Any] | None) -> bool:
+    """Whether a pre-tokenizer decides where to split a text by two neighbouring characters alone."""
+    if step is None:
+        return True
+    kind = step["type"]
+    if kind == "Sequence":
+        return all(map(_splits_locally, step["pretokenizers"]))
+    if kind == "Split":
+        return len(step["pattern"].get("String", "")) == 1
+    return kind in ("Metaspace", "Digits", "Punctuation") or (kind == "ByteLevel" and not step["use_regex"])
 
 
 def trained_special_tokens(vocab_size: int, *, pairs: bool) -> list[str]:
