@@ -24,6 +24,7 @@ from shardwise.data.tokens.tokenizer_files import (
     SPECIAL,
     TokenizerFiles,
     read_bytes,
+    read_object,
 )
 from shardwise.errors import ConfigError, DataError, listing, see
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 LARGEST_TRAINED = 2**20
 """Most tokens of a tokenizer that is trained here: the trainer reserves memory for all of them at its start."""
+_LLAMA, _INPUTS = "LlamaTokenizer", ["input_ids", "attention_mask"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Tokenizer:
         end_of_document: the token that closes a document.
         pair_names: the tokenizer's names of BERT's special tokens, by the keys of `PAIR_TOKENS`; None where unknown.
         begin_of_document: the token that files beside the tokenizer say a text begins with; None where they do not.
+
+    Attributes:
+        dropout: how often the tokenizer's file says that a merge of its BPE is left out by chance; None where it does
+            not. No merge is left out here, so that a text always has the same tokens.
     """
 
     def __init__(
@@ -64,6 +70,9 @@ class Tokenizer:
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
+        self.dropout: float | None = getattr(backend.model, "dropout", None)
+        if self.dropout is not None:
+            backend.model.dropout = None
         end = backend.token_to_id(end_of_document)
         assert end is not None
         self._backend = backend
@@ -85,8 +94,7 @@ class Tokenizer:
     @classmethod
     def _of(cls, files: TokenizerFiles) -> Tokenizer:
         backend = files.open()
-        begin = next(iter(files.named("bos_token")), None)
-        return cls(backend, files.end_of_document(backend), begin_of_document=begin)
+        return cls(backend, files.end_of_document(backend), begin_of_document=files.named("bos_token"))
 
     @cached_property
     def digest(self) -> str:
@@ -94,6 +102,11 @@ class Tokenizer:
         described = json.loads(self._backend.to_str())
         parts = {key: described[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def added_tokens(self) -> dict[int, str]:
+        """The tokens beyond the vocabulary of the model, and special ones, by their ids."""
+        return {number: token.content for number, token in self._backend.get_added_tokens_decoder().items()}
 
     def token_id(self, token: str) -> int | None:
         """The id of one token, None where the vocabulary lacks it."""
@@ -197,23 +210,26 @@ class Tokenizer:
         copies = copies or {}
         for name, file in copies.items():
             shutil.copyfile(file, folder / name)
-        if JSON not in copies:
+        if JSON not in copies or self.dropout is not None:
             (folder / JSON).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
-        if CONFIG in copies:
-            return
         end, names = self.end_of_document, self.pair_names
         if names is None:
             special = {"bos_token": self.begin_of_document or end, "eos_token": end}
         else:
             special = {f"{role}_token": name for role, name in names.items()}
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "add_prefix_space": False,
-            "clean_up_tokenization_spaces": False,
-            **special,
+        as_it_is = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        made = {
+            CONFIG: {**as_it_is, "add_prefix_space": False, "clean_up_tokenization_spaces": False, **special},
+            SPECIAL: special,
         }
-        for name, value in ((CONFIG, config), (SPECIAL, special)):
-            (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        if CONFIG in copies:
+            settings = read_object(copies[CONFIG])
+            # Without a class, transformers takes the model's. Its class for Llama reads no more than the vocabulary and
+            # the merges of a tokenizer.json, and gives other ids where a text has two spaces in a row.
+            kept = str(settings.get("tokenizer_class", _LLAMA)).removesuffix("Fast") != _LLAMA
+            made = {} if kept else {CONFIG: {"model_input_names": _INPUTS, **settings, **as_it_is}}
+        for name in made.keys() - (copies.keys() - {CONFIG}):
+            (folder / name).write_text(json.dumps(made[name], indent=2) + "\n", encoding="utf-8")
 
     def pair_tokens(self) -> PairTokens:
         """The ids of BERT's special tokens, for a tokenizer that was trained or opened for sentence pairs."""
@@ -300,13 +316,15 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
     tokenizer = Tokenizer._of(files)
     problems = []
     if tokenizer.vocab_size > vocab_size:
+        added = [f"{token!r} ({number})" for number, token in tokenizer.added_tokens.items() if number >= vocab_size]
+        beyond = f", which has room for {listing(added, most=3)} too" if added else ""
         problems.append(
             f"the vocabulary of data.tokenizer {path} ({tokenizer.vocab_size}) must be at most model.vocab_size "
-            f"({vocab_size}): set model.vocab_size={tokenizer.vocab_size}"
+            f"({vocab_size}): set model.vocab_size={tokenizer.vocab_size}{beyond}"
             f"{see('data#vocabulary-too-small')}"
         )
     if pairs:
-        names = {role: (files.named(f"{role}_token") or [usual])[0] for role, usual in PAIR_TOKENS.items()}
+        names = {role: files.named(f"{role}_token") or usual for role, usual in PAIR_TOKENS.items()}
         if missing := [name for name in names.values() if tokenizer.token_id(name) is None]:
             problems.append(
                 f"data.tokenizer {path} has no {listing(missing, 'or')}: model.family=bert needs "
@@ -338,8 +356,11 @@ def special_token_ids(folder: Path) -> dict[str, int | None]:
         DataError: as `Tokenizer.load`.
     """
     tokenizer = Tokenizer.load(folder)
-    begins = [tokenizer.token_id(token) for token in TokenizerFiles.find(folder).named("bos_token")]
-    return {"bos_token_id": begins[0] if begins else None, "eos_token_id": tokenizer.end_of_document_id}
+    begin = TokenizerFiles.find(folder).named("bos_token")
+    return {
+        "bos_token_id": None if begin is None else tokenizer.token_id(begin),
+        "eos_token_id": tokenizer.end_of_document_id,
+    }
 
 
 def export_user_tokenizer(path: str, tokenizer: Tokenizer, folder: Path) -> None:

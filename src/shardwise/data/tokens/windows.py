@@ -130,6 +130,7 @@ def _find_place(text: str, tokenizer: Tokenizer) -> tuple[int, int] | None:
             and whole.is_parted(n)
             and shorter.is_parted(n)
             and later.is_parted(m)
+            and whole.ends[n - 1] == shorter.ends[n - 1] == later.ends[m - 1] + SHIFT
         ):
             return place, n
     return None
