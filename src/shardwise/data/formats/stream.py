@@ -13,7 +13,14 @@ from typing import Any
 
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
-from shardwise.data.formats.common import Announce, PreparedText, document_marks, entry_problems, needed_parts
+from shardwise.data.formats.common import (
+    Announce,
+    PreparedText,
+    announce_note,
+    document_marks,
+    entry_problems,
+    needed_parts,
+)
 from shardwise.data.parts import PARTS, Part, describe_sizes
 from shardwise.data.reading.sources import ColumnSource, FileSource, PythonSource, TextPiece, open_source
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
@@ -89,7 +96,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     entry = cache.open_or_build_tokens(
         root,
         _key(config, source.stamp() if isinstance(source, ColumnSource) else _facts(source.files, hashed=False)),
-        lambda folder: _build(folder, source, config),
+        lambda folder: _build(folder, source, config, announce),
         f"{config.data.name}: the first documents of a stream",
         announce,
     )
@@ -128,10 +135,11 @@ def _facts(paths: Sequence[Path], *, hashed: bool) -> str:
     return cache.digest_of(facts)
 
 
-def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> dict[str, Any]:
+def _build(folder: Path, source: FileSource | ColumnSource, config: Config, announce: Announce) -> dict[str, Any]:
     data = config.data
     assert data.tokenizer is not None
     tokenizer = open_user_tokenizer(data.tokenizer, config.model.vocab_size)
+    announce_note(tokenizer, announce)
     export_user_tokenizer(data.tokenizer, tokenizer, folder / "tokenizer")
     # Paths are absolute, as another run may start in another folder.
     by_split = (

@@ -20,6 +20,7 @@ from shardwise.data import cache
 from shardwise.data.formats.common import (
     Announce,
     PreparedText,
+    announce_note,
     document_marks,
     entry_problems,
     in_pairs,
@@ -71,7 +72,7 @@ def open_data(
     entry = cache.open_or_build_tokens(
         root,
         _key(content, config),
-        lambda folder: _build(folder, source, scan or _scan(source), config),
+        lambda folder: _build(folder, source, scan or _scan(source), config, announce),
         f"{source.name}: once",
         announce,
     )
@@ -134,7 +135,7 @@ def _key(content: str, config: Config) -> str:
     return cache.key_of(described | ({"sentences": RULE} if in_pairs(config) else {}))
 
 
-def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> dict[str, Any]:
+def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: Announce) -> dict[str, Any]:
     split = plan_split(scan.characters, config.data.split_weights)
     named, pairs = config.data.tokenizer, in_pairs(config)
     if named is None:
@@ -143,6 +144,7 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> dict[st
         tokenizer.save(folder / "tokenizer")
     else:
         tokenizer = open_user_tokenizer(named, config.model.vocab_size, pairs=pairs)
+        announce_note(tokenizer, announce)
         export_user_tokenizer(named, tokenizer, folder / "tokenizer")
     digest = ContentDigest()
     pieces = _parts(source, split, digest)

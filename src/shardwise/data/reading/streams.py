@@ -14,6 +14,7 @@ from shardwise.data.reading.datasets import require_whole
 from shardwise.data.reading.text import (
     HubFile,
     Kind,
+    column_at,
     documents,
     first_line,
     kind_of,
@@ -76,8 +77,7 @@ class TableShard:
         require_whole(self.path)
         arrow = importlib.import_module("pyarrow")
         table = arrow.ipc.open_stream(arrow.memory_map(str(self.path))).read_all()
-        require_text(arrow, self.path, table.schema, self.column)
-        return table.column(self.column)
+        return column_at(table, require_text(arrow, self.path, table.schema, self.column))
 
 
 Shard = FileShard | TableShard

@@ -104,6 +104,13 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @property
+    def note(self) -> str | None:
+        """What a user must know of how the tokenizer is read; None where there is nothing."""
+        if self.dropout is None:
+            return None
+        return f"the tokenizer's BPE dropout ({self.dropout:g}) is off: a text always becomes the same tokens"
+
+    @property
     def added_tokens(self) -> dict[int, str]:
         """The tokens beyond the vocabulary of the model, and special ones, by their ids."""
         return {number: token.content for number, token in self._backend.get_added_tokens_decoder().items()}
