@@ -56,7 +56,7 @@ def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Itera
         tokenizer: the one that the texts are for, where they are not sentences.
     """
     digest, position = ContentDigest(), Position()
-    # `digest` is that of the text up to the end of a batch, or of one piece more where a window ends in a document.
+    # `digest` is that of the text up to the end of a batch, or of one piece more where it ends within a document.
     for batch in batches(
         _pieces(source, digest, tokenizer, sentences), lambda piece: piece.characters, BATCH_CHARACTERS
     ):
@@ -72,7 +72,7 @@ def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Itera
 
 def _pieces(
     source: Source, digest: ContentDigest, tokenizer: Tokenizer, sentences: bool
-) -> Iterator[PieceTexts] | Iterator[TextWindow]:
+) -> Iterator[PieceTexts | TextWindow]:
     pieces: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
     if sentences:
         return (piece for _, piece in sentence_pieces(pieces))

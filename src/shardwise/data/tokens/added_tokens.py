@@ -45,11 +45,13 @@ class SpecialTokens:
 
 
 def added_token(value: Any, **flags: bool) -> tokenizers.AddedToken:
-    """The token that a file gives, with these flags; TypeError where its own are no flags."""
+    """The token that a file gives, with these flags; TypeError where it gives none."""
     import tokenizers
 
+    if (content := content_of(value)) is None:
+        raise TypeError(f"{value!r} is no token")
     own = {flag: value[flag] for flag in _FLAGS if flag in value} if isinstance(value, dict) else {}
-    return tokenizers.AddedToken(content_of(value), **{**own, **flags})
+    return tokenizers.AddedToken(content, **{**own, **flags})
 
 
 def content_of(value: object) -> str | None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 LARGEST_TRAINED = 2**20
 """Most tokens of a tokenizer that is trained here: the trainer reserves memory for all of them at its start."""
-_LLAMA, _INPUTS = "LlamaTokenizer", ["input_ids", "attention_mask"]
+_LLAMA = "LlamaTokenizer"
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,10 @@ class Tokenizer:
             # Without a class, transformers takes the model's. Its class for Llama reads no more than the vocabulary and
             # the merges of a tokenizer.json, and gives other ids where a text has two spaces in a row.
             kept = str(settings.get("tokenizer_class", _LLAMA)).removesuffix("Fast") != _LLAMA
-            made = {} if kept else {CONFIG: {"model_input_names": _INPUTS, **settings, **as_it_is}}
+            defaults: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
+            if end in self.added_tokens.values():
+                defaults["eos_token"] = end
+            made = {} if kept else {CONFIG: {**defaults, **settings, **as_it_is}}
         for name in made.keys() - (copies.keys() - {CONFIG}):
             (folder / name).write_text(json.dumps(made[name], indent=2) + "\n", encoding="utf-8")
 

@@ -149,7 +149,9 @@ class _Encoded:
         self._text, self._neighbours = text, tokenizer.neighbours
         self.ids: list[int] = encoding.ids
         self.ends = [end for _, end in encoding.offsets]
-        self._words, self._tokens = encoding.word_ids, encoding.tokens
+        # Only marks that are put around a text belong to no word.
+        self._words = [word or 0 for word in encoding.word_ids]
+        self._tokens = encoding.tokens
 
     def is_parted(self, n: int) -> bool:
         """Whether no token can lie on both sides of the end of the first `n` tokens, whatever else the text has."""
