@@ -57,8 +57,9 @@ class DataConfig(Section):
     text_key: str = Field(
         default="text",
         min_length=1,
-        description="the field of JSON lines, or the column of a .parquet or data set, that holds the text; in a data "
-        "set it may hold tokens (lists of integers) instead, and if it has no column text, input_ids is read",
+        description="the field of JSON lines, or the column of a .parquet or data set, that holds the text; meta.body "
+        "is the field body within meta; in a data set it may hold tokens (lists of integers) instead, and if it has no "
+        "column text, input_ids is read",
     )
     tokenizer: str | None = Field(
         default=None,

@@ -42,7 +42,7 @@ from shardwise.files import (
 )
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
-FORMAT = 1
+FORMAT = 2
 BOUNDS = ("sentences", "documents")
 BOUNDS_DTYPE = np.dtype("<i8")
 _BLOCK = 1 << 16

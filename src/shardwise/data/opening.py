@@ -156,7 +156,8 @@ def _glance_at_tokenizer(config: Config, format: DataFormat) -> str:
             return f"{named}: {hub.FOUND[found]}"
         tokenizer = open_user_tokenizer(named, vocabulary, pairs=in_pairs(config))
         document_marks(config.data, tokenizer)
-        return f"{named}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({vocabulary:,})"
+        note = "" if tokenizer.note is None else f"; {tokenizer.note}"
+        return f"{named}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({vocabulary:,}){note}"
     if format in _OF_TOKENS:
         if format == "megatron" and (problems := without_tokenizer(config)):
             raise DataError(problems)

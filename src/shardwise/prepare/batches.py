@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from shardwise.data.reading.sources import Source
+from shardwise.data.parts import Part
+from shardwise.data.reading.sources import Source, TextPiece
 from shardwise.data.tokens.cutting import PieceTexts, batches, sentence_pieces
 from shardwise.data.tokens.encoding import ContentDigest
+from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.windows import TextWindow, text_windows
 
 # Enough for eight threads of a process, and few enough that what `tokenizers` makes of them stays below 100 MiB.
 BATCH_CHARACTERS = 1 << 21
@@ -32,34 +35,45 @@ class Position:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Texts, each of which is tokenized by itself: parts of documents, or sentences.
+    """Texts, each of which is tokenized by itself: windows of documents, or sentences.
 
     Attributes:
+        contexts: the number of tokens at the beginning of each text that belong to the text before.
         ends: for each document that ends in this batch, how many of the texts lie before its end.
         after: the position where it ends.
     """
 
     texts: list[str]
+    contexts: list[int]
     ends: list[int]
     after: Position
 
 
-def text_batches(source: Source, sentences: bool) -> Iterator[TextBatch]:
-    """All text of a source; the same source always gives the same batches."""
+def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Iterator[TextBatch]:
+    """All text of a source; the same source and tokenizer always give the same batches.
+
+    Args:
+        tokenizer: the one that the texts are for, where they are not sentences.
+    """
     digest, position = ContentDigest(), Position()
-    # `digest` is that of the text up to the end of a batch, as `batches` reads no further.
-    for batch in batches(_pieces(source, digest, sentences), lambda piece: piece.characters, BATCH_CHARACTERS):
+    # `digest` is that of the text up to the end of a batch, or of one piece more where it ends within a document.
+    for batch in batches(
+        _pieces(source, digest, tokenizer, sentences), lambda piece: piece.characters, BATCH_CHARACTERS
+    ):
         texts = [text for piece in batch for text in piece.texts]
+        contexts = [tokens for piece in batch for tokens in piece.contexts]
         counts = accumulate(len(piece.texts) for piece in batch)
         ends = [count for count, piece in zip(counts, batch, strict=True) if piece.ends_document]
         documents = position.documents + len(ends)
         characters = position.characters + sum(piece.characters for piece in batch)
         position = Position(position.batches + 1, documents, characters, digest.bytes, digest.hexdigest())
-        yield TextBatch(texts, ends, position)
+        yield TextBatch(texts, contexts, ends, position)
 
 
-def _pieces(source: Source, digest: ContentDigest, sentences: bool) -> Iterator[PieceTexts]:
-    pieces = digest.watch(source.pieces())
-    if not sentences:
-        return (PieceTexts([piece.text], piece.ends_document) for piece in pieces)
-    return (piece for _, piece in sentence_pieces(("train", piece) for piece in pieces))
+def _pieces(
+    source: Source, digest: ContentDigest, tokenizer: Tokenizer, sentences: bool
+) -> Iterator[PieceTexts | TextWindow]:
+    pieces: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
+    if sentences:
+        return (piece for _, piece in sentence_pieces(pieces))
+    return (window for _, window in text_windows(pieces, tokenizer))

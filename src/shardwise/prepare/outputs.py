@@ -15,7 +15,7 @@ from shardwise.prepare.tokens import PREFIX
 from shardwise.prepare.work import WorkFolder
 
 Format = Literal["megatron", "arrow", "hdf5"]
-VERSION = 1
+VERSION = 2
 """Belongs to what is prepared: raise it when the same text and options become other bytes."""
 ANY_VOCABULARY = 1 << 31
 """More tokens than a vocabulary may have: a tokenizer that is opened with it may be of any size."""

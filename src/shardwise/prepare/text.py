@@ -17,6 +17,7 @@ from typing import Any
 from shardwise import hub
 from shardwise.config import DataConfig
 from shardwise.data import cache
+from shardwise.data.formats.common import announce_note
 from shardwise.data.reading.datasets import fetch_dataset
 from shardwise.data.reading.hdf5 import library as hdf5_library
 from shardwise.data.reading.megatron import IndexedFile, written_dtype
@@ -78,6 +79,7 @@ class _Conversion:
         pairs = job.format == "hdf5"
         self.path = hub.resolve_tokenizer(job.tokenizer, announce=announce)
         self.tokenizer = open_user_tokenizer(job.tokenizer, ANY_VOCABULARY, pairs=pairs)
+        announce_note(self.tokenizer, announce)
         fetch_dataset(job.data, announce)
         self.source = open_source(job.data)
         if isinstance(self.source, FileSource) and job.data.path is not None:
@@ -162,10 +164,17 @@ class _Conversion:
         """Step 1."""
         total = expected.bytes if expected is not None and expected.exact else None
         longest = _LONGEST_DOCUMENT if self.job.format == "hdf5" else None
-        sequences, size = SequenceOptions(self.sentences, self.marks, longest), self.tokenizer.vocab_size
+        sequences = SequenceOptions(self.sentences, self.marks, longest)
         with self._bar(f"tokenizing {self.source.name}", total) as advance:
             write = functools.partial(
-                write_tokens, self.source, workers, self.work, sequences, size, save=self._save, advance=advance
+                write_tokens,
+                self.source,
+                workers,
+                self.work,
+                sequences,
+                self.tokenizer,
+                save=self._save,
+                advance=advance,
             )
             try:
                 if begin.read.batches:

@@ -17,6 +17,7 @@ from shardwise.data.reading.megatron import UnfinishedIndex, written_dtype
 from shardwise.data.reading.sources import Source
 from shardwise.data.samples.sampler import IntArray
 from shardwise.data.tokens.marks import DocumentMarks
+from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import DataError
 from shardwise.files import to_disk
 from shardwise.prepare.batches import Position, TextBatch, text_batches
@@ -78,7 +79,7 @@ def write_tokens(
     workers: Workers,
     work: WorkFolder,
     sequences: SequenceOptions,
-    vocab_size: int,
+    tokenizer: Tokenizer,
     begin: TokenizingProgress,
     save: Callable[[TokenizingProgress], None],
     advance: Callable[[int], None],
@@ -86,6 +87,7 @@ def write_tokens(
     """Tokenizes the source from `begin` on; returns the progress at its end, when tokens.bin and tokens.idx are there.
 
     Args:
+        tokenizer: the one that `workers` have.
         save: stores a progress on the disk; the files that it describes are there already.
         advance: is called with the bytes of text that were read.
 
@@ -95,9 +97,9 @@ def write_tokens(
     """
     with contextlib.ExitStack() as files:
         with work.writing():
-            index = open_index(files, work.folder, vocab_size, begin.written)
+            index = open_index(files, work.folder, tokenizer.vocab_size, begin.written)
         progress, saved = begin, time.monotonic()
-        batches = _after(text_batches(source, sequences.sentences), begin.read, advance)
+        batches = _after(text_batches(source, tokenizer, sequences.sentences), begin.read, advance)
         for batch, row in workers.each(functools.partial(tokenize, literally=sequences.sentences), batches):
             advance(batch.after.bytes - progress.read.bytes)
             with work.writing():
@@ -168,7 +170,7 @@ def _append(
     (tokens, sizes), ends, end = row, np.array(batch.ends, dtype=np.int64), sequences.marks.end
     if sequences.longest is not None and not len(ends) and written.open_document + len(tokens) >= sequences.longest:
         ends = np.array([len(batch.texts)])
-    if not sequences.sentences:  # each text is a piece of a document
+    if not sequences.sentences:  # each text is a window of a document
         is_last = np.isin(np.arange(1, len(sizes) + 1), ends).tolist()
         tokens, sizes = sequences.marks.put(tokens, sizes, is_last, begun=written.open_document > 0)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])

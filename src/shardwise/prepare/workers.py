@@ -98,7 +98,7 @@ class Workers:
 def tokenize(batch: TextBatch, literally: bool) -> TokenRow:
     """The tokens of a batch; called where `Workers.for_tokenizing` runs it."""
     assert _tokenizer is not None
-    return _tokenizer.encode_rows(batch.texts, literally=literally)
+    return _tokenizer.encode_rows(batch.texts, contexts=batch.contexts, literally=literally)
 
 
 def _begin(path: str | None, threads: int, parent: int) -> None:

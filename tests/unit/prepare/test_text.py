@@ -33,6 +33,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 400)
     monkeypatch.setattr(tokens, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr("shardwise.data.reading.sources.PIECE_CHARACTERS", 150)
+    monkeypatch.setattr("shardwise.data.tokens.windows.MARGINS", (60,))
+    monkeypatch.setattr("shardwise.data.tokens.windows.SHIFT", 13)
     monkeypatch.setattr("os.fsync", lambda _file: None)  # nothing here loses power, and a busy disk takes its time
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 
@@ -211,7 +213,8 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
     )
     told = Told()
     folder.run(folder.job("megatron", "out"), told=told)
-    expected = len(list(batches.text_batches(_Conversion(folder.job("megatron", "x"), print, told.bar).source, False)))
+    source = _Conversion(folder.job("megatron", "x"), print, told.bar).source
+    expected = len(list(batches.text_batches(source, folder.tokenizer, False)))
     assert len(encoded) - 1 == expected - 8, "one call for the estimate, one for each batch that was not done"
     assert any("continuing after" in line for line in told.lines)
 

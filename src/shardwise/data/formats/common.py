@@ -133,6 +133,12 @@ def pair_batches(
     )
 
 
+def announce_note(tokenizer: Tokenizer, announce: Announce) -> None:
+    """Announces what the user must know of a tokenizer, if there is anything."""
+    if announce is not None and tokenizer.note is not None:
+        announce(tokenizer.note)
+
+
 def document_marks(data: DataConfig, tokenizer: Tokenizer) -> DocumentMarks:
     """The tokens that each document of text begins and ends with; DataError where the tokenizer lacks one."""
     return DocumentMarks.of(tokenizer, append_eod=data.append_eod, prepend_bos=data.prepend_bos)

@@ -13,7 +13,14 @@ from typing import Any
 
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
-from shardwise.data.formats.common import Announce, PreparedText, document_marks, entry_problems, needed_parts
+from shardwise.data.formats.common import (
+    Announce,
+    PreparedText,
+    announce_note,
+    document_marks,
+    entry_problems,
+    needed_parts,
+)
 from shardwise.data.parts import PARTS, Part, describe_sizes
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.sources import ColumnSource, FileSource, PythonSource, TextPiece, open_source
@@ -136,6 +143,7 @@ def _build(folder: Path, source: FileSource | ColumnSource, config: Config, anno
     data = config.data
     assert data.tokenizer is not None
     tokenizer = open_user_tokenizer(data.tokenizer, config.model.vocab_size)
+    announce_note(tokenizer, announce)
     export_user_tokenizer(data.tokenizer, tokenizer, folder / "tokenizer")
     # Paths are absolute, as another run may start in another folder.
     by_split = (

@@ -20,6 +20,7 @@ from shardwise.data import cache
 from shardwise.data.formats.common import (
     Announce,
     PreparedText,
+    announce_note,
     document_marks,
     entry_problems,
     in_pairs,
@@ -146,6 +147,7 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: 
         tokenizer.save(folder / "tokenizer")
     else:
         tokenizer = open_user_tokenizer(named, config.model.vocab_size, pairs=pairs)
+        announce_note(tokenizer, announce)
         export_user_tokenizer(named, tokenizer, folder / "tokenizer")
     digest = ContentDigest()
     pieces = _parts(source, split, digest)

@@ -251,7 +251,9 @@ class DataSet:
     @cached_property
     def _splits(self) -> Mapping[str, Any]:
         """The tables that are read, by the names of their splits."""
-        return self._chosen(self.tables.load())
+        tables, key = self._chosen(self.tables.load()), self.data.text_key
+        # A column may lie within another one.
+        return {name: table if key in table.column_names else _flat(table, key) for name, table in tables.items()}
 
     def files_by_split(self) -> dict[str, list[str]]:
         """The files of the splits that are read, which are not opened; DataError where there is no such split."""
@@ -341,6 +343,12 @@ class DataSet:
                 require_sound(array, f"{self.where(split)}: rows {row} to {row + len(array) - 1}", self.column)
                 row += len(array)
                 yield array
+
+
+def _flat(table: Any, key: str) -> Any:
+    """A table with a column for each field of its columns, if one is called `key` then."""
+    flat = table.flatten() if "." in key else table
+    return flat if key in flat.column_names else table
 
 
 def is_saved(path: Path, *, damaged: bool = False) -> bool:

@@ -45,6 +45,7 @@ _FLOATING = (6, 7)
 _SIZE, _WIDE = np.dtype("<i4"), np.dtype("<i8")
 _HEADER = struct.Struct("<9sQBQQ")
 _SMALL_VOCABULARY = 65500
+_OVERFLOW = 1 << 32
 # Elements that are checked at once: large arrays are never copied whole.
 _BLOCK = 1 << 20
 
@@ -74,7 +75,8 @@ class IndexedFile:
     Attributes:
         tokens: all tokens of the .bin.
         sizes: the number of tokens of each sequence, [n].
-        pointers: the first byte of each sequence, [n].
+        pointers: the first byte of each sequence, [n]. A program that counts with 32 bits writes wrong ones beyond 2
+            GiB; these are then computed from the sizes.
         documents: the document bounds, [d + 1].
     """
 
@@ -99,9 +101,12 @@ class IndexedFile:
             cuts = np.cumsum([_HEADER.size, sequences * _SIZE.itemsize, sequences * _WIDE.itemsize]).tolist()
             sizes, pointers = raw[cuts[0] : cuts[1]].view(_SIZE), raw[cuts[1] : cuts[2]].view(_WIDE)
             documents = raw[cuts[2] :].view(_WIDE)
-            total = _check_sequences(idx_path, sizes, pointers, dtype.itemsize)
+            total, overflow = _check_sequences(idx_path, sizes, pointers, dtype.itemsize)
             _check_documents(idx_path, documents, sequences)
-            _check_bin(bin_path, idx_path, total)
+            _check_bin(bin_path, idx_path, total, overflow)
+            if overflow is not None:
+                ends = np.cumsum(sizes, dtype=np.int64) * dtype.itemsize
+                pointers = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
             tokens = np.memmap(bin_path, dtype=dtype, mode="r")
         return cls(prefix, *map(np.asarray, (tokens, sizes, pointers, documents)))
 
@@ -185,21 +190,35 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
     return np.dtype(DTYPES[code]), sequences
 
 
-def _check_bin(bin_path: Path, idx_path: Path, expected: int) -> None:
+def _check_bin(bin_path: Path, idx_path: Path, expected: int, overflow: int | None) -> None:
+    """The .bin must have the size that the .idx says.
+
+    Args:
+        overflow: the first sequence whose pointer is wrong because it did not fit 32 bits.
+    """
     size = bin_path.stat().st_size
     if size == expected == 0:
         raise DataError(f"{bin_path} must hold tokens, and it is empty: prepare the data again")
     if size != expected:
+        advice = "copy both again"
+        if overflow is not None:
+            advice += f", or prepare the data again: from sequence {overflow} on, the pointers have overflowed 32 bits"
         raise DataError(
             f"{bin_path} ({size} bytes) must have {expected} bytes, as {idx_path.name} says: it is "
-            f"{'truncated' if size < expected else 'longer'}, or the two belong to different data; copy both again"
+            f"{'truncated' if size < expected else 'longer'}, or the two belong to different data; {advice}"
             f"{see('data#bin-and-idx-differ')}"
         )
 
 
-def _check_sequences(path: Path, sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: int) -> int:
-    """Each sequence must have a size and begin where the one before ends; returns the byte where the last one ends."""
-    end = 0
+def _check_sequences(
+    path: Path, sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: int
+) -> tuple[int, int | None]:
+    """Each sequence must have a size and begin where the one before ends.
+
+    Returns:
+        The byte where the last one ends, and the first sequence whose pointer overflowed 32 bits; None where none did.
+    """
+    end, overflow = 0, None
     for start in range(0, len(sizes), _BLOCK):
         size = sizes[start : start + _BLOCK].astype(np.int64)
         for at in np.flatnonzero(size < 0)[:1]:
@@ -208,13 +227,16 @@ def _check_sequences(path: Path, sizes: npt.NDArray[np.int32], pointers: IntArra
                 "copy it again"
             )
         begins = end + np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(size * itemsize)])
-        for at in np.flatnonzero(pointers[start : start + _BLOCK] != begins[:-1])[:1]:
+        distances = pointers[start : start + _BLOCK] - begins[:-1]
+        for at in np.flatnonzero(distances)[:1]:
+            overflow = start + int(at) if overflow is None else overflow
+        for at in np.flatnonzero(distances % _OVERFLOW)[:1]:
             raise DataError(
                 f"{path}: the pointer of sequence {start + at} (byte {pointers[start + at]}) must be byte "
                 f"{begins[at]}, the end of the one before: the file is damaged, copy it again"
             )
         end = int(begins[-1])
-    return end
+    return end, overflow
 
 
 def _check_documents(path: Path, documents: IntArray, sequences: int) -> None:

@@ -284,10 +284,10 @@ def cut_document(blocks: Iterable[str]) -> Iterator[TextPiece]:
 
 
 def _cut_point(text: str, limit: int) -> int:
-    """The last place at or before `limit` where a cut leaves the tokens as they are, else `limit`.
+    """The last place at or before `limit` between a word and white space, else `limit`.
 
-    Byte-level tokenizers never join a word to the white space after it, so the cut goes between the two; after
-    punctuation some join a line end, so a word is preferred.
+    Most tokenizers never join a word to the white space after it; after punctuation some join a line end, so a word is
+    preferred. `tokens.windows` joins the pieces again where their tokens would not be those of the whole.
     """
     after_punctuation = 0
     for at in range(limit, max(limit - _BACKTRACK, 0), -1):

@@ -13,7 +13,7 @@ from shardwise.config import DataConfig
 from shardwise.data.reading.content import HubFile, first_line, unpacked_name
 from shardwise.data.reading.datasets import require_whole
 from shardwise.data.reading.kinds import LINES, Kind, chosen_kind
-from shardwise.data.reading.text import documents, require_sound, require_text, row_text, slices
+from shardwise.data.reading.text import column_at, documents, require_sound, require_text, row_text, slices
 from shardwise.errors import DataError, RunError, ShardwiseError
 
 BLOCK_CHARACTERS = 1 << 26
@@ -67,8 +67,7 @@ class TableShard:
         require_whole(self.path)
         arrow = importlib.import_module("pyarrow")
         table = arrow.ipc.open_stream(arrow.memory_map(str(self.path))).read_all()
-        require_text(arrow, self.path, table.schema, self.column)
-        return table.column(self.column)
+        return column_at(table, require_text(arrow, self.path, table.schema, self.column))
 
 
 Shard = FileShard | TableShard

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import codecs
-import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from shardwise.data.reading.content import BLOCK, HubFile, first_line, opened, optional_library, readable
 from shardwise.data.reading.kinds import Kind, reading_of
+from shardwise.data.reading.records import field_names, field_of, read_json
 from shardwise.errors import DataError, listing, see
 
 # Decoded at once, so that long texts take little memory too.
@@ -131,23 +131,24 @@ def _line_name(path: Path | HubFile, start: int, number: int) -> str:
 
 def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> str:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = read_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _not_utf8(f"{where()}, byte {error.start}", error) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(
             f'{where()} is not JSON ({error}): a .jsonl holds one object such as {{"{key}": "…"}} on each line; '
             "for plain text set data.format=text"
         ) from None
     if not isinstance(record, dict):
         raise DataError(f'{where()} is JSON but not an object: each line must read like {{"{key}": "…"}}')
-    if key not in record:
-        fields = ", ".join(sorted(record)) or "no fields"
+    try:
+        text = field_of(record, key)
+    except KeyError:
+        fields = ", ".join(sorted(field_names(record))) or "no fields"
         raise DataError(
             f"{where()} has no field {key!r}: set data.text_key to the field that holds the text ({fields})"
             f"{see('data#no-such-field')}"
-        )
-    text = record[key]
+        ) from None
     if not isinstance(text, str):
         raise DataError(f"{where()}: the field {key!r} must hold text, not {type(text).__name__} (data.text_key)")
     if not (text or empty):
@@ -173,7 +174,7 @@ def _rows(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[t
                     "out, or fetch or copy it again"
                     f"{see('data#file-cut-off')}"
                 ) from None
-            require_text(arrow, path, file.schema_arrow, key)
+            place = require_text(arrow, path, file.schema_arrow, key)
             if not file.metadata.num_rows:
                 raise DataError(f"{path} is empty: remove it or put rows into it")
             sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
@@ -184,7 +185,7 @@ def _rows(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[t
             for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[key]):
                 skipped = min(max(start - row, 0), len(batch))
                 row += skipped
-                for value in batch.column(0).slice(skipped):
+                for value in column_at(batch, place).slice(skipped):
                     text = row_text(value, f"{path}: row {row}", key, empty=empty)
                     row += 1
                     if text:
@@ -195,19 +196,45 @@ def _rows(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[t
             raise DataError(f"{path} is damaged ({_first_sentence(error)}): fetch or copy it again") from None
 
 
-def require_text(arrow: Any, path: object, schema: Any, key: str) -> None:
-    """Raises DataError where a table with this schema has no column of text of that name."""
-    if schema.names.count(key) != 1:
+def require_text(arrow: Any, path: object, schema: Any, key: str) -> list[str]:
+    """The name of a table's column of text, and of the fields in which the text lies within it.
+
+    Raises:
+        DataError: a table with this schema has no such column.
+    """
+    types = arrow.types
+    place, type_ = _find_column(types, schema, key)
+    if type_ is None:
         raise DataError(
             f"{path} has no column {key!r}: set data.text_key to the column that holds the text "
             f"({listing(schema.names) or 'there is none'})"
             f"{see('data#no-such-field')}"
         )
-    type_, types = schema.field(key).type, arrow.types
     if types.is_dictionary(type_):
         type_ = type_.value_type
     if not (types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_)):
         raise DataError(f"{path}: the column {key!r} must hold text, not {type_} (data.text_key)")
+    return place
+
+
+def _find_column(types: Any, fields: Any, key: str) -> tuple[list[str], Any]:
+    """As `require_text`, of a schema or of a type with fields, with the type; None for the type where there is none."""
+    by_name = {field.name: field.type for field in fields}
+    if len([field for field in fields if field.name == key]) == 1:
+        return [key], by_name[key]
+    for dot in (at for at, letter in enumerate(key) if letter == "."):
+        outer = by_name.get(key[:dot])
+        if outer is not None and types.is_struct(outer):
+            inner, type_ = _find_column(types, outer, key[dot + 1 :])
+            if type_ is not None:
+                return [key[:dot], *inner], type_
+    return [], None
+
+
+def column_at(table: Any, place: Sequence[str]) -> Any:
+    """The values of an arrow table or batch at a place that `require_text` gave."""
+    column = table.column(place[0])
+    return _arrow("pyarrow.compute").struct_field(column, list(place[1:])) if place[1:] else column
 
 
 def require_sound(array: Any, where: str, key: str) -> None:

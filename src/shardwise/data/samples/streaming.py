@@ -28,6 +28,7 @@ from shardwise.data.samples.sampler import IntArray, SampleOrder
 from shardwise.data.tokens.cutting import batches
 from shardwise.data.tokens.marks import DocumentMarks
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.windows import encode_windows, text_windows
 from shardwise.errors import DataError
 
 # Keys of what is drawn, the ASCII codes of "shards", "docs", "samples" and "held": they keep the draws independent.
@@ -164,11 +165,12 @@ class Stream:
     def _tokens(self, documents: list[list[TextPiece]]) -> _Tokens:
         """All documents joined, each with its marks."""
         rows, begun = [], False
-        for batch in batches(chain.from_iterable(documents), lambda piece: piece.characters, _ENCODED_CHARACTERS):
+        pieces = ((None, piece) for piece in chain.from_iterable(documents))
+        windows = (window for _, window in text_windows(pieces, self._tokenizer))
+        for batch in batches(windows, lambda window: window.characters, _ENCODED_CHARACTERS):
             self._stop_if_asked()
-            ends = [piece.ends_document for piece in batch]
-            encoded = self._tokenizer.encode_rows([piece.text for piece in batch])
-            rows.append(self._marks.put(*encoded, ends, begun=begun)[0])
+            ends = [window.ends_document for window in batch]
+            rows.append(self._marks.put(*encode_windows(batch, self._tokenizer), ends, begun=begun)[0])
             begun = not ends[-1]
         return np.concatenate(rows)
 

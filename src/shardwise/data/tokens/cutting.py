@@ -31,6 +31,11 @@ class PieceTexts:
     def characters(self) -> int:
         return sum(map(len, self.texts))
 
+    @property
+    def contexts(self) -> list[int]:
+        """The tokens of each text that belong to the text before: none."""
+        return [0] * len(self.texts)
+
 
 def cut_sentences(text: str) -> list[str]:
     """The sentences of `text`; together they are `text`.

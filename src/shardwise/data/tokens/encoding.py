@@ -16,6 +16,7 @@ from shardwise.data.reading.sources import TextPiece
 from shardwise.data.tokens.cutting import batches, sentence_pieces
 from shardwise.data.tokens.marks import DocumentMarks
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.windows import encode_windows, text_windows
 
 _BATCH_CHARACTERS = 1 << 23
 
@@ -55,12 +56,13 @@ def encode_documents(
     begun = False
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
-        for batch in batches(parts, lambda item: item[1].characters, _BATCH_CHARACTERS):
-            ends = [piece.ends_document for _, piece in batch]
-            tokens, sizes = marks.put(*tokenizer.encode_rows([piece.text for _, piece in batch]), ends, begun=begun)
-            for (part, piece), row in zip(batch, np.split(tokens, np.cumsum(sizes)[:-1]), strict=True):
+        for batch in batches(text_windows(parts, tokenizer), lambda item: item[1].characters, _BATCH_CHARACTERS):
+            windows = [window for _, window in batch]
+            ends = [window.ends_document for window in windows]
+            tokens, sizes = marks.put(*encode_windows(windows, tokenizer), ends, begun=begun)
+            for (part, window), row in zip(batch, np.split(tokens, np.cumsum(sizes)[:-1]), strict=True):
                 writers[part].write(row)
-                writers[part].documents += piece.ends_document
+                writers[part].documents += window.ends_document
             begun = not ends[-1]
     return {part: writer.facts() for part, writer in writers.items()}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from shardwise.data.tokens.tokenizer_files import (
     SPECIAL,
     TokenizerFiles,
     read_bytes,
+    read_object,
 )
 from shardwise.errors import ConfigError, DataError, listing, see
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 LARGEST_TRAINED = 2**20
 """Most tokens of a tokenizer that is trained here: the trainer reserves memory for all of them at its start."""
+_LLAMA = "LlamaTokenizer"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class Tokenizer:
         pair_names: the tokenizer's names of BERT's special tokens, by the keys of `PAIR_TOKENS`; None where unknown.
         begin_of_document: the token that files beside the tokenizer say a text begins with; None where they do not.
         name: of the file, for messages.
+
+    Attributes:
+        dropout: how often the tokenizer's file says that a merge of its BPE is left out by chance; None where it does
+            not. No merge is left out here, so that a text always has the same tokens.
     """
 
     def __init__(
@@ -67,6 +73,9 @@ class Tokenizer:
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
+        self.dropout: float | None = getattr(backend.model, "dropout", None)
+        if self.dropout is not None:
+            backend.model.dropout = None
         self._backend, self._name = backend, name
         self.end_of_document = end_of_document
         self.end_of_document_id = None if end_of_document is None else backend.token_to_id(end_of_document)
@@ -86,9 +95,8 @@ class Tokenizer:
     @classmethod
     def _of(cls, files: TokenizerFiles) -> Tokenizer:
         backend = files.open()
-        begin = next(iter(files.named("bos_token")), None)
         name = str(next(iter(files.own.values())))
-        return cls(backend, files.end_of_document(backend), begin_of_document=begin, name=name)
+        return cls(backend, files.end_of_document(backend), begin_of_document=files.named("bos_token"), name=name)
 
     @cached_property
     def digest(self) -> str:
@@ -110,6 +118,18 @@ class Tokenizer:
             )
         return self.end_of_document_id
 
+    @property
+    def note(self) -> str | None:
+        """What a user must know of how the tokenizer is read; None where there is nothing."""
+        if self.dropout is None:
+            return None
+        return f"the tokenizer's BPE dropout ({self.dropout:g}) is off: a text always becomes the same tokens"
+
+    @property
+    def added_tokens(self) -> dict[int, str]:
+        """The tokens beyond the vocabulary of the model, and special ones, by their ids."""
+        return {number: token.content for number, token in self._backend.get_added_tokens_decoder().items()}
+
     def token_id(self, token: str) -> int | None:
         """The id of one token, None where the vocabulary lacks it."""
         return self._backend.token_to_id(token)
@@ -120,16 +140,23 @@ class Tokenizer:
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """The ids of `text`, nothing added."""
-        self._backend.encode_special_tokens = False
-        return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return np.array(self.encoding(text).ids, dtype=np.int64)
+
+    def encoding(self, text: str) -> tokenizers.Encoding:
+        """All that the library says about the tokens of `text`, nothing added."""
+        self._read_special_tokens(literally=False)
+        return self._backend.encode(text, add_special_tokens=False)
+
+    def _read_special_tokens(self, *, literally: bool) -> None:
+        if self._backend.encode_special_tokens != literally:  # it must not be set while another thread encodes
+            self._backend.encode_special_tokens = literally
 
     def encode_prompt(self, text: str) -> list[int]:
         """The ids of a text that is to be continued: what the tokenizer puts before a text, such as `<s>`, is added.
 
         What it puts after a text is not.
         """
-        self._backend.encode_special_tokens = False
-        plain = self._backend.encode(text, add_special_tokens=False).ids
+        plain = self.encoding(text).ids
         whole = self._backend.encode(text, add_special_tokens=True).ids
         starts = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
         return [*whole[: next(starts, 0)], *plain]
@@ -146,19 +173,40 @@ class Tokenizer:
         return self.begin_of_text or self._begin_of_document
 
     def encode_rows(
-        self, texts: list[str], *, literally: bool = False
+        self, texts: list[str], *, contexts: Sequence[int] | None = None, literally: bool = False
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """The ids of all texts one after another, nothing added, and how many each text has; encoded on all cores.
 
         Args:
+            contexts: the number of tokens at the beginning of each text that are left out.
             literally: the name of a special token, such as "[SEP]", is text like any other.
         """
-        if self._backend.encode_special_tokens != literally:  # it must not be set while another thread encodes
-            self._backend.encode_special_tokens = literally
+        self._read_special_tokens(literally=literally)
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        sizes = np.fromiter(map(len, encodings), np.int64, len(encodings))
-        ids = chain.from_iterable(encoding.ids for encoding in encodings)
+        left_out = np.zeros(len(texts), dtype=np.int64) if contexts is None else np.asarray(contexts, dtype=np.int64)
+        sizes = np.fromiter(map(len, encodings), np.int64, len(encodings)) - left_out
+        ids = chain.from_iterable(
+            encoding.ids[context:] if context else encoding.ids
+            for encoding, context in zip(encodings, left_out.tolist(), strict=True)
+        )
         return np.fromiter(ids, np.int32, int(sizes.sum())), sizes
+
+    @cached_property
+    def neighbours(self) -> frozenset[str] | None:
+        """All pairs of characters next to each other in a token; None where they do not show what BPE may join.
+
+        Two characters that are no such pair are never joined within a word. Only of tokenizers that split a text into
+        words by single characters, as for others a word may begin far from them.
+        """
+        described = json.loads(self._backend.to_str())
+        model = described["model"]
+        if (
+            model["type"] != "BPE"
+            or model["continuing_subword_prefix"]
+            or not _splits_locally(described["pre_tokenizer"])
+        ):
+            return None
+        return frozenset(pair for token in model["vocab"] for pair in map("".join, pairwise(token)))
 
     def continuations(self) -> npt.NDArray[np.bool_] | None:
         """Which ids continue the word of the token before them, [vocabulary]; None where tokens do not say.
@@ -188,30 +236,48 @@ class Tokenizer:
         copies = copies or {}
         for name, file in copies.items():
             shutil.copyfile(file, folder / name)
-        if JSON not in copies:
+        if JSON not in copies or self.dropout is not None:
             (folder / JSON).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
-        if CONFIG in copies:
-            return
         end, names = self.end_of_document, self.pair_names
         if names is None:
             special = {"bos_token": self.begin_of_document or end, "eos_token": end}
         else:
             special = {f"{role}_token": name for role, name in names.items()}
         special = {role: name for role, name in special.items() if name is not None}
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "add_prefix_space": False,
-            "clean_up_tokenization_spaces": False,
-            **special,
+        as_it_is = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        made = {
+            CONFIG: {**as_it_is, "add_prefix_space": False, "clean_up_tokenization_spaces": False, **special},
+            SPECIAL: special,
         }
-        for name, value in ((CONFIG, config), (SPECIAL, special)):
-            (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        if CONFIG in copies:
+            settings = read_object(copies[CONFIG])
+            # Without a class, transformers takes the model's. Its class for Llama reads no more than the vocabulary and
+            # the merges of a tokenizer.json, and gives other ids where a text has two spaces in a row.
+            kept = str(settings.get("tokenizer_class", _LLAMA)).removesuffix("Fast") != _LLAMA
+            defaults: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
+            if end in self.added_tokens.values():
+                defaults["eos_token"] = end
+            made = {} if kept else {CONFIG: {**defaults, **settings, **as_it_is}}
+        for name in made.keys() - (copies.keys() - {CONFIG}):
+            (folder / name).write_text(json.dumps(made[name], indent=2) + "\n", encoding="utf-8")
 
     def pair_tokens(self) -> PairTokens:
         """The ids of BERT's special tokens, for a tokenizer that was trained or opened for sentence pairs."""
         assert self.pair_names is not None
         ids: dict[str, Any] = {role: self.token_id(name) for role, name in self.pair_names.items()}
         return PairTokens(**ids)
+
+
+def _splits_locally(step: Mapping[str, Any] | None) -> bool:
+    """Whether a pre-tokenizer decides where to split a text by two neighbouring characters alone."""
+    if step is None:
+        return True
+    kind = step["type"]
+    if kind == "Sequence":
+        return all(map(_splits_locally, step["pretokenizers"]))
+    if kind == "Split":
+        return len(step["pattern"].get("String", "")) == 1
+    return kind in ("Metaspace", "Digits", "Punctuation") or (kind == "ByteLevel" and not step["use_regex"])
 
 
 def trained_special_tokens(vocab_size: int, *, pairs: bool) -> list[str]:
@@ -280,13 +346,15 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
     tokenizer = Tokenizer._of(files)
     problems = []
     if tokenizer.vocab_size > vocab_size:
+        added = [f"{token!r} ({number})" for number, token in tokenizer.added_tokens.items() if number >= vocab_size]
+        beyond = f", which has room for {listing(added, most=3)} too" if added else ""
         problems.append(
             f"the vocabulary of data.tokenizer {path} ({tokenizer.vocab_size}) must be at most model.vocab_size "
-            f"({vocab_size}): set model.vocab_size={tokenizer.vocab_size}"
+            f"({vocab_size}): set model.vocab_size={tokenizer.vocab_size}{beyond}"
             f"{see('data#vocabulary-too-small')}"
         )
     if pairs:
-        names = {role: (files.named(f"{role}_token") or [usual])[0] for role, usual in PAIR_TOKENS.items()}
+        names = {role: files.named(f"{role}_token") or usual for role, usual in PAIR_TOKENS.items()}
         if missing := [name for name in names.values() if tokenizer.token_id(name) is None]:
             problems.append(
                 f"data.tokenizer {path} has no {listing(missing, 'or')}: model.family=bert needs "
@@ -318,8 +386,11 @@ def special_token_ids(folder: Path) -> dict[str, int | None]:
         DataError: as `Tokenizer.load`.
     """
     tokenizer = Tokenizer.load(folder)
-    begins = [tokenizer.token_id(token) for token in TokenizerFiles.find(folder).named("bos_token")]
-    return {"bos_token_id": begins[0] if begins else None, "eos_token_id": tokenizer.end_of_document_id}
+    begin = TokenizerFiles.find(folder).named("bos_token")
+    return {
+        "bos_token_id": None if begin is None else tokenizer.token_id(begin),
+        "eos_token_id": tokenizer.end_of_document_id,
+    }
 
 
 def export_user_tokenizer(path: str, tokenizer: Tokenizer, folder: Path) -> None:

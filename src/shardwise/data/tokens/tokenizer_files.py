@@ -9,11 +9,13 @@ Functions import `tokenizers`, as a dry run comes here and opens no tokenizer.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.data.tokens.added_tokens import BY_ID, SpecialTokens, added_token
 from shardwise.errors import DataError, listing
 from shardwise.files import reason_of
 from shardwise.hub import TOKENIZERS, tokenizer_names, without_tokenizer
@@ -31,8 +33,6 @@ _ADDED = "added_tokens.json"
 _COMPANIONS = (CONFIG, SPECIAL, _ADDED, "chat_template.jinja")
 KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
 """The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT."""
-# Without unk: sentencepiece reads its name in a text as text, and in GPT-2 it is the end of document.
-_ROLES = ("bos", "eos", "sep", "pad", "cls", "mask")
 # Classes of transformers that read vocab.json and merges.txt as GPT-2 does; others split text by rules of their own.
 _GPT2_CLASSES = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer", "PreTrainedTokenizer")
 _CONVERT = "write its tokenizer.json by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -94,41 +94,81 @@ class TokenizerFiles:
         Raises:
             DataError: a file is unreadable, broken, or of a kind that is not read here.
         """
-        if JSON in self.own:
-            return _open_json(self.own[JSON])
         options = self._settings(CONFIG)
-        if VOCABULARY in self.own:
+        if JSON in self.own:
+            backend = _open_json(self.own[JSON])
+        elif VOCABULARY in self.own:
             backend = _open_merges(self.own[VOCABULARY], self.own[MERGES], options)
         elif PIECES in self.own:
             backend = _open_pieces(self.own[PIECES], options)
         else:
-            backend = _open_words(self.own[WORDS], options)
+            special = [self.named(f"{role}_token") or token for role, token in PAIR_TOKENS.items()]
+            backend = _open_words(self.own[WORDS], options, special)
         self._add_tokens(backend)
         return backend
 
-    def named(self, role: str) -> list[str]:
-        """The tokens that the companions give a role, such as `eos_token`."""
-        tokens = [self._settings(name).get(role) for name in (CONFIG, SPECIAL)]
-        contents = [token.get("content") if isinstance(token, dict) else token for token in tokens]
-        return [token for token in contents if isinstance(token, str)]
+    def named(self, role: str) -> str | None:
+        """The token that the companions give a role, such as `eos_token`."""
+        return self._special_tokens.named(role)
+
+    @cached_property
+    def _special_tokens(self) -> SpecialTokens:
+        return SpecialTokens(self._settings(CONFIG), self._settings(SPECIAL))
 
     def end_of_document(self, backend: tokenizers.Tokenizer) -> str | None:
         """The token that closes a document; None where there is none."""
-        ends = (token for token in [*self.named("eos_token"), *KNOWN_ENDS] if backend.token_to_id(token) is not None)
-        return next(ends, None)
+        names = (self.named("eos_token"), *KNOWN_ENDS)
+        return next((name for name in names if name is not None and backend.token_to_id(name) is not None), None)
 
     def _add_tokens(self, backend: tokenizers.Tokenizer) -> None:
-        """Marks the special tokens of a vocabulary, and adds those that the companions have beyond it."""
-        special = [token for role in _ROLES for token in self.named(f"{role}_token")]
-        _add_special(backend, [token for token in [*special, *KNOWN_ENDS] if backend.token_to_id(token) is not None])
-        for file in [file for file in self.companions if file.name == _ADDED]:
-            for token, number in sorted(_ids(file).items(), key=lambda item: item[1]):
-                _add_special(backend, [token])
-                if (reached := backend.token_to_id(token)) != number:
-                    raise DataError(f"{file} gives {token!r} the id {number}, and in the vocabulary it is {reached}")
+        """Adds the tokens that the companions have, and marks ends of documents as special."""
+        try:
+            special = self._special_tokens.all()
+            file, by_id = self._tokens_by_id({token.content for token in special})
+        except (TypeError, ValueError, AttributeError) as error:
+            folder = self.companions[0].parent
+            raise DataError(
+                f"the files beside the tokenizer in {folder} must give each token as text or with its properties, and "
+                f"its id as a number ({error}): write them again by save_pretrained of transformers"
+            ) from None
+        added = [by_id[number] for number in sorted(by_id)]
+        present = {token.content for token in (*added, *backend.get_added_tokens_decoder().values())}
+        for token in special:
+            if token.content not in present:
+                added.append(token)
+                present.add(token.content)
+        backend.add_tokens(added)
+        for number, token in by_id.items():
+            if (reached := backend.token_to_id(token.content)) != number:
+                raise DataError(
+                    f"{file} gives {token.content!r} the id {number}, and in the vocabulary it is {reached}"
+                )
+        ends = [token for token in KNOWN_ENDS if backend.token_to_id(token) is not None]
+        if JSON in self.own:  # an export without settings gets some, which name this token
+            named = self.named("eos_token") is not None or any(file.name == CONFIG for file in self.companions)
+            ends = [] if named else ends[:1]
+        _add_special(backend, [token for token in ends if token not in present])
+
+    def _tokens_by_id(self, special: set[str]) -> tuple[Path | None, dict[int, tokenizers.AddedToken]]:
+        """The file that gives tokens with their ids, and those tokens.
+
+        Args:
+            special: the names of special tokens.
+        """
+        files = {file.name: file for file in self.companions}
+        settings = self._settings(CONFIG)
+        if BY_ID in settings:
+            return files[CONFIG], {int(number): added_token(token) for number, token in settings[BY_ID].items()}
+        if _ADDED not in files:
+            return None, {}
+        tokens = {
+            number: added_token(token, special=token in special, normalized=token not in special)
+            for token, number in _ids(files[_ADDED]).items()
+        }
+        return files[_ADDED], tokens
 
     def _settings(self, name: str) -> dict[str, Any]:
-        return next((_read_object(path) for path in self.companions if path.name == name), {})
+        return next((read_object(path) for path in self.companions if path.name == name), {})
 
 
 def _add_special(backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
@@ -151,7 +191,7 @@ def _open_json(file: Path) -> tokenizers.Tokenizer:
         raise DataError(f"{file} is not a tokenizer that Hugging Face tokenizers can read: {error}") from error
 
 
-def _open_words(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def _open_words(file: Path, options: Mapping[str, Any], special: Iterable[str]) -> tokenizers.Tokenizer:
     """WordPiece from one token a line, as BERT's: lower-casing unless a `tokenizer_config.json` beside it says not."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -163,9 +203,8 @@ def _open_words(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer:
                 f"{file}:{number + 1} repeats {line!r} of line {vocabulary[line] + 1}: ids would be unclear"
             )
         vocabulary[line] = number
-    special = [token for token in PAIR_TOKENS.values() if token in vocabulary]
     backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=PAIR_TOKENS["unk"]))
-    backend.add_special_tokens(special)
+    _add_special(backend, [token for token in special if token in vocabulary])
     backend.normalizer = normalizers.BertNormalizer(
         lowercase=options.get("do_lower_case", True),
         strip_accents=options.get("strip_accents"),
@@ -283,7 +322,7 @@ def _unreadable_pieces(model: Any) -> list[str]:
 
 
 def _ids(file: Path) -> dict[str, int]:
-    values = _read_object(file)
+    values = read_object(file)
     if any(type(number) is not int or number < 0 for number in values.values()):
         raise DataError(f'{file} must hold tokens and their ids, such as {{"the": 1}}')
     if len(set(values.values())) < len(values):
@@ -310,7 +349,8 @@ def _text(file: Path, meaning: str) -> str:
         raise DataError(f"{file}, byte {error.start}, is not UTF-8: {meaning}") from None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; DataError where it holds none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -106,7 +106,7 @@ def test_the_causal_families_keep_their_tokens(tmp_path: Path) -> None:
     pairs, plain = prepare(config(), tmp_path), prepare(causal(), tmp_path)
     assert plain.tokenizer_path != pairs.tokenizer_path
     assert plain.fingerprint[:16] == "ff83a8f05fb395ac"
-    assert plain.tokenizer_path.parent.name == "e6faba10d81b6a5ab4fe9cb5167fee27"
+    assert plain.tokenizer_path.parent.name == "2c2f673ff01bf521b46c31d65b561e22"
     assert plain.pair_tokens is None
     assert not plain.sentences
     assert isinstance(make_batches(causal(), plain, "train"), TokenBatches)

@@ -18,7 +18,6 @@ import pytest
 from shardwise.config import Config, config_from
 from shardwise.data import PreparedData, Tokenizer, cache, prepare
 from shardwise.data.formats import text as preparation
-from shardwise.data.reading.sources import PIECE_CHARACTERS
 from shardwise.errors import DataError
 from shardwise.files import cache_root
 
@@ -130,18 +129,6 @@ def test_a_single_file_holds_its_end_out(tmp_path: Path) -> None:
     assert train + held == text + "<|endoftext|>"
     assert train.endswith("\n")
     assert 0.04 < len(held) / len(text) <= 0.051
-
-
-def test_a_long_file_has_the_tokens_of_the_whole(tmp_path: Path) -> None:
-    """Cutting it into pieces, as encoding on all cores needs, changes no token."""
-    text = "".join(stories()) * 4
-    assert len(text) > 3 * PIECE_CHARACTERS
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    data = prepare(sized(512, 64, 0, path=str(tmp_path / "a.txt"), split="1,0"), tmp_path / "cache")
-    tokenizer = Tokenizer.load(data.tokenizer_path)
-    assert np.array_equal(data.tokens["train"][:-1], tokenizer.encode(text))
-    assert data.tokens["train"][-1] == tokenizer.end_of_document_id
-    assert len(data.tokens["eval"]) == 0
 
 
 def test_a_users_tokenizer_is_used_and_exported(tmp_path: Path) -> None:

@@ -70,6 +70,29 @@ def test_a_document_is_one_sequence_unless_its_sizes_are_given(tmp_path: Path) -
     assert (file.sizes.tolist(), file.pointers.tolist(), file.documents.tolist()) == ([3, 1], [0, 6], [0, 1, 1, 2])
 
 
+def test_fault_15_pointers_of_32_bits_are_computed_again(tmp_path: Path) -> None:
+    """As Megatron wrote them while it added up numbers of 32 bits: those beyond 2 GiB are negative, or begin again."""
+    sizes = [2**30 - 1, 2**30, 2**30, 5, 1]
+    starts = [2 * sum(sizes[:number]) for number in range(6)]
+    wrapped = [(start + 2**31) % 2**32 - 2**31 for start in starts[:-1]]
+    assert min(wrapped) < 0
+    by_hand(tmp_path, idx_bytes(sizes, wrapped, [0, 2, 5]))
+    with (tmp_path / "data.bin").open("wb") as file:  # a file with a hole takes no room
+        file.seek(starts[3])
+        file.write(struct.pack("<6H", *TOKENS))
+    data = IndexedFile.open(tmp_path / "data")
+    assert data.pointers.tolist() == starts[:-1]
+    assert data.starts(np.arange(3)).tolist() == [0, sizes[0] + sizes[1], sum(sizes)]
+    assert data.tokens[data.sequence_starts(np.array([3]))[0] :].tolist() == TOKENS
+    (tmp_path / "data.bin").write_bytes(b"")
+    told = r"copy both again, or prepare the data again: from sequence 2 on, the pointers have overflowed 32 bits"
+    with pytest.raises(DataError, match=told):
+        IndexedFile.open(tmp_path / "data")
+    by_hand(tmp_path, idx_bytes(sizes, [*wrapped[:-1], wrapped[-1] + 2], [0, 2, 5]))
+    with pytest.raises(DataError, match=r"must be byte .*, the end of the one before: the file is damaged"):
+        IndexedFile.open(tmp_path / "data")
+
+
 @pytest.mark.parametrize("name", ["data", "data.bin", "data.idx"])
 def test_files_made_by_hand_are_read(name: str, tmp_path: Path) -> None:
     by_hand(tmp_path)

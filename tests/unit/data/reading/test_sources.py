@@ -1,6 +1,7 @@
 """Reading text: documents and pieces, and one sentence for every kind of bad file."""
 
 import itertools
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from shardwise.config import DataConfig
 from shardwise.data.reading import sources
 from shardwise.data.reading.megatron import IndexedFile
 from shardwise.data.reading.sources import PIECE_CHARACTERS, TextPiece, open_source
+from shardwise.data.reading.streams import open_shard
 from shardwise.errors import DataError
 
 
@@ -181,7 +183,7 @@ def test_invalid_utf8_is_placed(tmp_path: Path, before: int, bad: bytes) -> None
             "line 2 is not JSON (Expecting value: line 1 column 1 (char 0)): a .jsonl holds one object such as "
             '{"text": "…"} on each line; for plain text set data.format=text',
         ),
-        (b'{"text": "x", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 2 is not JSON ("),
+        (b'{"text": "x", "deep": ' + b"[" * 100_000 + b"]" * 99_999 + b"}", "line 2 is not JSON ("),
         (b"[1, 2]", "line 2 is JSON but not an object"),
         (
             b'{"body": "x", "id": 1}',
@@ -205,6 +207,58 @@ def test_bad_lines_are_placed(tmp_path: Path, line: bytes, says: str) -> None:
 def test_another_field_holds_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"body": "x"}\n', encoding="utf-8")
     assert read(tmp_path / "a.json", format="jsonl", text_key="body") == ["x"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"text": "x", "id": ' + b"9" * 5000 + b"}",
+        b'{"deep": ' + b"[" * 100_000 + b'"]}[{\\""' + b"]" * 100_000 + b', "text": "x"}',
+        b'{"deep": ' + b'{"text": ' * 100_000 + b"1" + b"}" * 100_000 + b', "text": "x"}',
+    ],
+)
+def test_fault_15_other_fields_may_hold_anything(line: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(line + b"\n")
+    assert read(tmp_path / "a.jsonl") == ["x"]
+
+
+def test_fault_15_a_field_within_another_one(tmp_path: Path) -> None:
+    lines = [
+        {"meta": {"body": "in"}},
+        {"meta.body": "literal", "meta": {"body": "in"}},
+        {"meta": {"body": "in2"}, "text": 1},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read(tmp_path / "a.jsonl", text_key="meta.body") == ["in", "literal", "in2"]
+    (tmp_path / "b.jsonl").write_text('{"a.b": {"c": {"d.e": "deep"}}, "a": {"b": 1}}\n')
+    assert read(tmp_path / "b.jsonl", text_key="a.b.c.d.e") == ["deep"]
+    assert "line 1 has no field 'a.x': set data.text_key to the field that holds the text (a.b, a.b.c)" in failure(
+        tmp_path / "b.jsonl", text_key="a.x"
+    )
+    assert "the field 'a.b.c' must hold text, not dict" in failure(tmp_path / "b.jsonl", text_key="a.b.c")
+
+
+def test_fault_15_a_column_within_another_one(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {"meta": {"body": "one", "id": 1}, "x": {"y": {"z": "deep"}}},
+        {"meta": {"body": "two", "id": 2}, "x": {"y": {"z": "end"}}},
+    ]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(str(tmp_path / "a.parquet"))
+    table.save_to_disk(str(tmp_path / "saved"))
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    for path in (tmp_path / "a.parquet", tmp_path / "saved"):
+        assert read(path, text_key="meta.body") == ["one", "two"]
+        assert "has no column 'meta.text'" in failure(path, text_key="meta.text")
+    shards = [
+        open_shard(str(path), DataConfig(path="x", text_key="meta.body")) for path in (tmp_path / "a.parquet", arrow)
+    ]
+    for shard in shards:
+        assert ["".join(blocks) for _, blocks in shard.documents(1)] == ["two"]
+    assert read(tmp_path / "saved", text_key="x.y.z") == ["deep", "end"]
+    table.rename_column("meta", "m").add_column("m.body", ["first", "second"]).to_parquet(str(tmp_path / "b.parquet"))
+    assert read(tmp_path / "b.parquet", text_key="m.body") == ["first", "second"]
 
 
 def test_raw_tokens_in_a_folder_are_told_how_to_convert_them(tmp_path: Path) -> None:
