@@ -27,6 +27,7 @@ def tokenizer(folder: Path, *, end: str = "<|endoftext|>", tokens: tuple[str, ..
     described["added_tokens"] += [like | {"id": TURN + i, "content": token} for i, token in enumerate(tokens)]
     (folder / "tokenizer.json").write_text(json.dumps(described))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    (folder / "special_tokens_map.json").unlink()  # transformers would prefer its tokens
     return folder
 
 
