@@ -1,8 +1,8 @@
 """Weights, tokenizers and data sets by path or by hub id; a hub id is fetched once into Hugging Face's cache.
 
-The launching process fetches a hub id, and the ranks open it from the cache. Only safetensors, JSON and tokenizer files
-are fetched: a pickle is never opened. The token that gated repositories need stays where `huggingface_hub` reads it
-(HF_TOKEN, or `hf auth login`): no argument here takes it, and no message contains it.
+The launching process fetches a hub id, and the ranks open it from the cache. Only safetensors, JSON, tokenizer and
+licence files are fetched: a pickle is never opened. The token that gated repositories need stays where
+`huggingface_hub` reads it (HF_TOKEN, or `hf auth login`): no argument here takes it, and no message contains it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
 )  # fmt: skip
 GENERATION = "generation_config.json"
-BESIDE_WEIGHTS = (GENERATION, *_TOKENIZER_FILES)
+_LICENCES = tuple(
+    f"{spelling}*"
+    for word in ("license", "licence", "notice", "copying", "use_policy")
+    for spelling in (word, word.upper(), word.capitalize())
+)
+"""Files with the terms of use, as repositories spell them: LICENSE, license.txt, LICENCE.md, USE_POLICY.md, NOTICE."""
+BESIDE_WEIGHTS = (GENERATION, *_TOKENIZER_FILES, *_LICENCES)
 """Files that a model's folder holds beside its weights and config.json."""
 _WEIGHTS = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS)
 # Files of a data set's repository that name its configurations and the data files of each.
@@ -127,7 +133,7 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
     if at and not revision:
         raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
     return HubFiles(
-        "data.tokenizer", repository, revision or None, _TOKENIZER_FILES,
+        "data.tokenizer", repository, revision or None, (*_TOKENIZER_FILES, *_LICENCES),
         is_there=holds_tokenizer,
         lacking=lambda names: without_tokenizer(key, names),
         verified=True,

@@ -116,6 +116,15 @@ def test_every_answer_is_so(audit: dict[str, Any]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_fault_05_what_compiles_in_a_tutorial_has_an_answer(audit: dict[str, Any]) -> None:
+    compiles = {
+        term: row for term, row in rows(audit).items() if re.search("compil|graph|NEURON_CC", term, re.IGNORECASE)
+    }
+    compiles.pop("compile_helper", None)  # it builds the index of samples, and no graph
+    assert compiles
+    assert [term for term, row in compiles.items() if "none" in row] == []
+
+
 def is_key(answer: str) -> bool:
     name, has_value, value = answer.partition("=")
     field = config_fields().get(name)

@@ -60,8 +60,7 @@ RECIPES = {
     "gpt2": [*_SMALL, *_MODEL],
     "docs/tutorials/bert-mini.yaml": [*_SMALL, *_MODEL, *_PAIRS, "data.dataset=tiny"],
     "my.yaml": [*_SMALL, *_MODEL, "model.num_key_value_heads=4"],
-    "llama2-tiny": _LOG,
-    "llama3-tiny": _LOG,
+    **dict.fromkeys(("llama2-tiny", "llama3-tiny", "gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny"), _LOG),
 }
 SCRIPTS = {
     "scripts.tutorial_bert": [
@@ -161,7 +160,9 @@ class Reader:
         if not re.search(r"data\.(path|blend)=", " ".join(found)):
             found = [*(argument for argument in found if not argument.startswith("data.split=")), "data.dataset=tiny"]
         found += RECIPES[recipe]
-        if "data.path=shards" in found:  # which have samples of this size
+        if any(argument.startswith(("data.path=shards", "data.path=bert_pretrain")) for argument in found):
+            # Shards fix the size of samples: the short ones do for phase 2 as well.
+            found = [argument.replace("seqlen512", "seqlen128") for argument in found]
             found += ["train.sequence_length=128", "data.max_predictions=20"]
         return found
 
@@ -175,7 +176,7 @@ class Reader:
         return [re.sub(r"([^\s=]+/checkpoints)/step-\d{8}", newest, argument) for argument in arguments]
 
     def _run(self, *arguments: str) -> Outcome:
-        return outcome(start(at=self.at, program=(sys.executable, *arguments)))
+        return outcome(start(at=self.at, program=(sys.executable, *arguments), HF_HUB_OFFLINE="1"))
 
     def _process(self, command: list[str]) -> Outcome:
         """Of what does not run in a fork."""

@@ -20,7 +20,7 @@ import pytest
 
 from scripts.tutorial_outputs import bash
 from shardwise.data import IndexedWriter
-from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.arch.source import ROOT
 from tests.e2e.command import environment
 from tests.e2e.page_commands import Reader, serve
@@ -54,6 +54,13 @@ ELSEWHERE = {
     ("docs/watching.md", "Prometheus and Grafana"): "tests/unit/cli/test_monitor.py::test_prometheus_until_a_signal",
 }
 """Page and heading ("": the whole page) of blocks that the named test runs, with what they need."""
+SHARDS = (
+    ("shards", 128, 20),
+    ("bert_pretrain_wikicorpus_tokenized_hdf5_seqlen128", 128, 20),
+    ("bert_pretrain_wikicorpus_tokenized_hdf5_seqlen512", 512, 80),
+)
+"""Folders of HDF5 shards, with the tokens and the masked tokens of their samples."""
+HUB_IDS = ("EleutherAI/gpt-neox-20b", "gpt2", "meta-llama/Llama-2-7b-hf")
 _BLOCK = re.compile(
     r"^## (?P<heading>.*)\n|"
     r"(?:^<!-- (?:cluster|network)-only: (?P<test>\S+) -->\n)?^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```",
@@ -90,24 +97,28 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
+@cache
+def small_tokenizer() -> Tokenizer:
+    corpus = (ROOT / "src/shardwise/data/corpus/tiny.jsonl").read_text(encoding="utf-8")
+    return train_tokenizer([json.loads(line)["text"] for line in corpus.splitlines()], 500, "text")
+
+
 def equip(reader: Reader) -> None:
     """What a page expects a reader to have: texts, data, tokenizers, published weights, and the checkout's files."""
     at = reader.at
     corpus = (ROOT / "src/shardwise/data/corpus/tiny.jsonl").read_text(encoding="utf-8")
-    for name in ("wiki.jsonl", "wikitext.jsonl", "corpus.jsonl"):
-        (at / name).write_text(corpus, encoding="utf-8")
+    (at / "corpus.jsonl").write_text(corpus, encoding="utf-8")
     (at / "own.txt").write_text("The ring of keys was lost in spring, and a song went with it.\n")
-    texts = [json.loads(line)["text"] for line in corpus.splitlines()]
-    tokenizer, pairs = train_tokenizer(texts, 500, "text"), train_tokenizer(texts, 500, "bert", pairs=True)
-    for name in ("llama-2-7b", "gpt-neox-20b", "gpt2"):
-        tokenizer.save(at / name)
-    pairs.save(at / "bert-large-uncased")
-    for prefix in ("wiki_text_document", "books_text_document"):
+    for name in ("meta-llama/Llama-2-7b-hf", "gpt2", "gpt2-wiki"):
+        small_tokenizer().save(at / name)
+    for prefix in ("wiki_text_document", "books_text_document", "gpt2-wiki/my-gpt2_text_document"):
         with IndexedWriter(at / prefix, 300) as writer:
             for document in range(40):
                 writer.add([*range(document, document + 200), 299])
-    (at / "shards").mkdir()
-    hdf5_shards.write(at / "shards/wiki_training_0.hdf5", hdf5_shards.arrays(40, length=128, predictions=20))
+    for name, length, predictions in SHARDS:
+        (at / name).mkdir()
+        shard = hdf5_shards.arrays(40, length=length, predictions=predictions)
+        hdf5_shards.write(at / name / "wiki_training_0.hdf5", shard)
     for file in ("docs/tutorials/bert-mini.yaml", "examples"):
         (at / file).parent.mkdir(parents=True, exist_ok=True)
         copy = shutil.copytree if (ROOT / file).is_dir() else shutil.copyfile
@@ -150,6 +161,36 @@ def assert_healthy(block: Block, code: int, out: str, err: str) -> None:
 def test_every_command_runs(page: str, tmp_path: Path) -> None:
     for block, code, out, err in follow(page, tmp_path, quick=True):
         assert_healthy(block, code, out, err)
+
+
+TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorials/")]
+
+
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_fault_05_a_tutorial_trains_on_what_its_own_commands_fetch_or_make(page: str) -> None:
+    """Or on what a run fetches from the hub by its id."""
+    made = set(HUB_IDS)
+    for block in blocks(page):
+        code = block.code.replace("\\\n", "")
+        for command in re.findall(r"^ *(?:torchrun .*)?shardwise train .*", code, re.MULTILINE):
+            named = set(re.findall(r" data\.(?:path|tokenizer)=(\S+)", command))
+            assert named <= made, f"no command makes {named - made}"
+        for name in ("bert_pretrain_wikicorpus_tokenized_hdf5_seqlen", "gpt2-wiki"):
+            if name in code and "data fetch" in code:
+                made |= {f"{name}128", f"{name}512", name, f"{name}/my-gpt2_text_document"}
+
+
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_fault_05_a_tutorial_begins_small_and_says_what_was_never_tried(page: str) -> None:
+    text = PAGES[page]
+    trained = re.findall(r"^ *shardwise train (\S+)", text, re.MULTILINE)
+    assert trained[0].endswith("-tiny")
+    introduction = " ".join(text.partition("\n## ")[0].split())
+    assert "Nothing has been run on Trainium so far, and the trn1 of the original is out of" in introduction
+    assert "(../devices.md#trainium)" in introduction
+    for words in ("shardwise top", "submit --precompile", "shardwise jobs", "squeue", "neuron-top"):
+        assert words in text, f"{page} does not say {words}"
+    assert "train.dropout_mode=invariant" in text
 
 
 @pytest.mark.parametrize("test", sorted({block.runs_in for page in PAGES for block in blocks(page) if block.runs_in}))

@@ -26,7 +26,13 @@ FILES = {
     },
     "v1": {"config.json": b"{}", "model.safetensors": b"first"},
     "pickled": {"config.json": b"{}", "pytorch_model.bin": b"a pickle"},
-    "words": {"vocab.txt": b"[SEP]", "README.md": b"text"},
+    "words": {"vocab.txt": b"[SEP]", "README.md": b"text", "license.txt": b"terms"},
+    "licensed": {
+        "config.json": b"{}",
+        "model.safetensors": b"newest",
+        "README.md": b"text",
+        **dict.fromkeys(("LICENSE", "LICENCE.md", "License.txt", "NOTICE", "USE_POLICY.md"), b"terms"),
+    },
     "half": {"vocab.json": b"{}", "config.json": b"{}"},
 }
 
@@ -245,6 +251,14 @@ def test_of_a_tokenizer_nothing_else_is_fetched(user: User, site: Site) -> None:
     assert site.requests[asked:] == [], "a rank needs no network"
     assert user.resolve("acme/tiny") == folder
     assert sorted(site.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_fault_05_licences_come_with_weights_and_tokenizers(user: User) -> None:
+    licences = {"LICENSE", "LICENCE.md", "License.txt", "NOTICE", "USE_POLICY.md"}
+    weights = user.resolve("acme/tiny", "licensed")
+    assert {path.name for path in weights.iterdir()} == {"config.json", "model.safetensors", *licences}
+    tokenizer = user.tokenizer("acme/tiny@words")
+    assert {path.name for path in tokenizer.iterdir()} == {"vocab.txt", "license.txt"}
 
 
 def test_a_tokenizer_at_a_revision(user: User, site: Site) -> None:

@@ -95,8 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         accelerator = None if on is None else on.device.is_accelerator
         output.table([*submission.rows(job, layout, notes, accelerator), *_predicted(job, layout, on), *inputs])
-        output.line()
-        output.raw(redacted(job_script(job)))
+        scripts = [compile_script(job), job_script(job)] if arguments.precompile else [job_script(job)]
+        for script in scripts:
+            output.line()
+            output.raw(redacted(script))
         if problems:  # last: the numbers and the script are of use on a machine without the files too
             raise ConfigError(problems)
         if not arguments.dry_run and (arguments.yes or _is_wanted()):

@@ -88,6 +88,7 @@ def compile_script(job: JobPlan) -> str:
     lines = [
         "#!/usr/bin/env bash",
         f"# Compiles the graphs of {job.run_path.name} for {world} ranks; `shardwise submit --precompile` made it.",
+        "# The training is a job of its own, which SLURM starts when this one has succeeded.",
         *_options(job, log=job.run_path / "logs" / "compile-%j.log"),
         "#SBATCH --nodes=1",
         *(f"#SBATCH {option}" for option in job.config.launch.sbatch),

@@ -182,6 +182,7 @@ class OptimizerConfig(Section):
         gt=0,
         description="added to the denominator; default: 1e-8, and 1e-6 with lamb",
     )
+    trust_clip: bool = Field(default=False, description="with lamb: no trust ratio is above 1; not in the paper")
     max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
     zero: Literal[0, 1] = Field(default=1, description="1 = shard optimizer state over data parallelism (ZeRO-1)")
     bucket_mib: float | None = Field(
@@ -215,6 +216,11 @@ class OptimizerConfig(Section):
             problems.append(
                 f"optimizer.weight_decay ({self.weight_decay}) must be greater than 0 with optimizer.name lamb, which "
                 "gives a trust ratio to what decays: set 0.01, or optimizer.name=adamw"
+            )
+        if self.trust_clip and self.name != "lamb":
+            problems.append(
+                f"optimizer.trust_clip (true) must be false with optimizer.name {self.name}, which has no trust "
+                "ratios: leave it out, or set optimizer.name=lamb"
             )
         reject(problems)
         return self

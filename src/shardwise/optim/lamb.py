@@ -39,6 +39,7 @@ class LAMB(torch.optim.Optimizer):
         betas: β₁, β₂.
         eps: ε.
         weight_decay: λ.
+        trust_clip: bound the trust ratios by 1.
 
     Raises:
         ValueError: an option is out of its range.
@@ -52,6 +53,7 @@ class LAMB(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
+        trust_clip: bool = False,
     ) -> None:
         problems = [
             f"{name} ({value}) must be at least 0"
@@ -63,6 +65,7 @@ class LAMB(torch.optim.Optimizer):
         if problems:
             raise ValueError("; ".join(problems))
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.trust_clip = trust_clip
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -122,9 +125,13 @@ class LAMB(torch.optim.Optimizer):
         return [i for i, group in enumerate(self.param_groups) if _adapts(group)]
 
     def trust_ratio(self, weight_norm: Tensor, direction_norm: Tensor) -> Tensor:
-        """`weight_norm` / `direction_norm`, ‖w‖ / ‖u‖, `[N]` of N tensors, and 1 where either is 0."""
+        """`weight_norm` / `direction_norm`, ‖w‖ / ‖u‖, `[N]` of N tensors, and 1 where either is 0.
+
+        With `trust_clip`, no ratio is above 1.
+        """
         usable = (weight_norm > 0) & (direction_norm > 0)
-        return torch.where(usable, weight_norm / direction_norm, 1.0)
+        ratio = torch.where(usable, weight_norm / direction_norm, 1.0)
+        return ratio.clamp(max=1.0) if self.trust_clip else ratio
 
     def direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
         """Take the gradient of p, of the parameter group `group`, into the moments, and write u to `out`.

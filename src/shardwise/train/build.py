@@ -239,7 +239,7 @@ def _optimizer_class(config: Config, mesh: Mesh) -> tuple[type[torch.optim.Optim
     o = config.optimizer
     options: dict[str, Any] = {"lr": o.lr, "betas": o.betas, "eps": o.eps}
     if o.name == "lamb":
-        return LAMB, options
+        return LAMB, {**options, "trust_clip": o.trust_clip}
     return torch.optim.AdamW, {**options, "fused": devices.has_fused_adamw(mesh.device)}
 
 

@@ -1,5 +1,6 @@
 """`shardwise submit` before and after SLURM's answer, which is played."""
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -147,6 +148,26 @@ def test_a_training_that_slurm_refuses_leaves_no_job_that_compiles(monkeypatch: 
     assert main([*TWO, "-y", "--precompile", "compile.enabled=true"]) == 2
     assert cancelled == ["7"]
     assert made() == []
+
+
+def test_fault_05_a_dry_run_shows_the_script_that_compiles_and_then_the_one_that_trains(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wanted = ["compile.enabled=true", "data.path=https://me:word@example.org/a.txt", "--run-dir", "one"]
+    options = [*(argument for argument in TWO if argument != "data.dataset=tiny"), *wanted, "--dry-run"]
+
+    def scripts(*more: str) -> list[str]:
+        main([*options, *more])
+        return capsys.readouterr().out.split("#!/usr/bin/env bash\n")[1:]
+
+    (train,) = scripts()
+    compiling, training = scripts("--precompile")
+    assert training == train
+    assert compiling.startswith("# Compiles the graphs of one for 2 ranks")
+    assert "which SLURM starts when this one has succeeded" in compiling
+    assert re.search(r"^exec .* -m shardwise compile llama2-tiny .*--nproc 2$", compiling, re.MULTILINE)
+    assert "#SBATCH --nodes=1\n" in compiling
+    assert "word" not in compiling + training
 
 
 def test_files_with_a_secret_are_read_by_the_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,14 @@ def test_lamb_has_its_own_epsilon_and_needs_decay() -> None:
         load_config("llama2-tiny", ["optimizer.name=lamb", "optimizer.weight_decay=0.0"])
 
 
+def test_fault_05_ratios_are_clipped_only_where_there_are_some() -> None:
+    with pytest.raises(
+        ConfigError, match=r"optimizer.trust_clip \(true\) must be false with optimizer.name adamw, which"
+    ):
+        load_config("llama2-tiny", ["optimizer.trust_clip=true"])
+    assert load_config("llama2-tiny", ["optimizer.name=lamb", "optimizer.trust_clip=true"]).optimizer.trust_clip
+
+
 @pytest.mark.parametrize(
     ("overrides", "length", "expected"),
     [([], 128, 20), ([], 512, 77), (["data.max_predictions=80"], 512, 80), (["data.masked_fraction=0.5"], 16, 8)],

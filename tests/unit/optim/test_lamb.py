@@ -1,6 +1,7 @@
 """LAMB against the paper's formulas, alone and through the wrapper, in one process."""
 
 import io
+import math
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import LAMB, ZeroRedundancyOptimizer
+from shardwise import LAMB, Mesh, ZeroRedundancyOptimizer
+from shardwise.config import load_config
+from shardwise.train.build import _optimizer_class
 from tests.unit.optim.net import PLAIN, assert_equal, batch, make, train
 
 
@@ -22,9 +25,12 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class Reference:
-    """Algorithm 2 of arXiv:1904.00962 in float64, tensor by tensor."""
+    """Algorithm 2 of arXiv:1904.00962 in float64, tensor by tensor, with ratios of at most `most`."""
 
-    def __init__(self, param_groups: list[dict[str, Any]], lr: float, eps: float = 1e-6) -> None:
+    def __init__(
+        self, param_groups: list[dict[str, Any]], lr: float, eps: float = 1e-6, most: float = math.inf
+    ) -> None:
+        self.most = most
         self.tensors = [(p, group["weight_decay"]) for group in param_groups for p in group["params"]]
         self.lr, self.eps, self.t = lr, eps, 0
         self.m = [torch.zeros_like(p, dtype=torch.float64) for p, _ in self.tensors]
@@ -43,7 +49,7 @@ class Reference:
             u = r + decay * w
             ratio = float(w.norm() / u.norm()) if decay else 1.0
             self.ratios.append(ratio)
-            p.copy_(w - self.lr * ratio * u)
+            p.copy_(w - self.lr * min(ratio, self.most) * u)
 
     def zero_grad(self) -> None:
         for p, _ in self.tensors:
@@ -92,6 +98,35 @@ def test_through_the_wrapper_it_is_the_same(bucket_mib: float, max_norm: float |
                 torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
             chosen.step()
     assert_close(ours, plain, 5e-6)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_fault_05_clipped_ratios_are_at_most_one(wrapped: bool) -> None:
+    """Ratios below 1 stay as they are."""
+    plain, ours = make(), make()
+    for model in (plain, ours):
+        model.first.weight.data.mul_(100.0)
+    reference = Reference(groups(plain), lr=0.05, most=1.0)
+    optimizer = (wrap if wrapped else LAMB)(groups(ours), lr=0.05, trust_clip=True)
+    seen = list[float]()
+    for step in range(3):
+        for model, chosen in ((plain, reference), (ours, optimizer)):
+            chosen.zero_grad()
+            model(batch(step)).backward()
+            chosen.step()
+        seen += reference.ratios
+    assert max(seen) > 2.0
+    assert min(seen) < 0.6
+    assert_close(ours, plain, 5e-6)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_fault_05_the_key_reaches_the_optimizer(clipped: bool) -> None:
+    config = load_config("bert-tiny", ["optimizer.name=lamb", f"optimizer.trust_clip={clipped}"])
+    chosen, options = _optimizer_class(config, Mesh(device="cpu"))
+    optimizer = chosen(make().parameters(), **options)
+    assert isinstance(optimizer, LAMB)
+    assert optimizer.trust_clip is clipped
 
 
 def test_without_decay_it_is_adam() -> None:
