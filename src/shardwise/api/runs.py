@@ -148,7 +148,6 @@ def train(
     from shardwise.cli.claim import is_finished, prepare_run
     from shardwise.cli.entry import take_any_character
     from shardwise.cli.train import with_batch
-    from shardwise.config import check_layout
     from shardwise.train.run import run
     from shardwise.train.same import require_same_run_dir
 
@@ -157,8 +156,7 @@ def train(
     world, path = 1 if place is None else place.world, None if run_dir is None else Path(run_dir)
     config, objects = _with_hooks(config, data, loss, optimizer, callbacks)
     config = with_batch(config, world, path)
-    _require_ranks(config, world)
-    check_layout(config, world, is_new=path is None)
+    _require_layout(config, world, is_new=path is None)
     if not config.data.is_named and config.hooks.data is None:
         raise ConfigError("data.path, data.blend or data.dataset must name the data; for a trial, data.dataset=tiny")
     with given(objects), ExitStack() as held:
@@ -223,14 +221,17 @@ def _with_hooks(
     return config.model_copy(update={"hooks": config.hooks.model_copy(update=changes)}), objects
 
 
-def _require_ranks(config: Config, world: int) -> None:
-    """Refuse one process where the model is cut, with the way to start more."""
+def _require_layout(config: Config, world: int, *, is_new: bool) -> None:
+    """Refuse a number of ranks that does not fit; one process where the model is cut, with the way to start more."""
+    from shardwise.config import check_layout
+
     ranks = config.parallel.ranks
     if world == 1 < ranks:
         raise ConfigError(
             f"the number of ranks (1) must be a multiple of parallel.tensor × parallel.pipeline ({ranks}): start the "
             f"program by torchrun --nproc_per_node={ranks}, which makes each process a rank"
         )
+    check_layout(config, world, is_new=is_new)
 
 
 @contextmanager
