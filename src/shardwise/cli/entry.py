@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from shardwise import __version__
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError, RunError, ShardwiseError
 from shardwise.launch.environment import is_one_of_several_tasks, joined, keep_own
 
 COMMANDS = {
@@ -112,7 +112,12 @@ def _dispatch(arguments: list[str]) -> int:
     else:
         module.configure(parser)
         parsed = parser.parse_intermixed_args(arguments[1:], argparse.Namespace(call=module.run))
-    code: int = parsed.call(parsed)
+    try:
+        code: int = parsed.call(parsed)
+    except SystemExit as error:  # by code of the user's own: a command ends only by its return
+        from shardwise.user_code import error_text
+
+        raise RunError(f"shardwise {name} was ended before it was done: {error_text(error)}") from error
     return code
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 ERROR_FILE = "SHARDWISE_ERROR_FILE"
 PARENT_PID = "SHARDWISE_PARENT_PID"
 HEARTBEATS = "SHARDWISE_HEARTBEATS"
-"""The folder of the heartbeats of a node's ranks (`heartbeat.py`)."""
+"""The folder of the heartbeats of a node's ranks (`heartbeat.py`), where each also notes that its work is done."""
 NODE = "SHARDWISE_NODE"
 """What the supervisor of a job tells the launcher of a node (`node.py`)."""
 RANK_PROCESS = "SHARDWISE_RANK_PROCESS"

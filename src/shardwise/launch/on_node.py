@@ -56,7 +56,8 @@ def launch_on_node(
                 control.tell("ended", code=failure.exit_code, reported=asdict(failure), log=log)
                 return failure.exit_code
             variables.update(interface_variables(node.attempt.address, variables))
-            ended = run_ranks(command, nproc, logs, lambda agent: _end_with(control, agent), beats)
+            first = node.number * nproc
+            ended = run_ranks(command, nproc, logs, lambda agent: _end_with(control, agent), beats, first)
             path = logs / "launcher.log"
             control.tell(
                 "ended",
