@@ -101,7 +101,10 @@ def test_a_callback_stops_a_run_with_a_checkpoint(recipe: str) -> None:
     ("hook", "told"),
     [
         ("callbacks", r"hooks\.callbacks \(.*\) failed: sys\.exit\(0\) was called \(.*test_hooks\.py, line \d+\)"),
-        ("optimizer", r"rank 0 was ended during optimizer update of step 2: sys\.exit\(0\) was called \(.*; a training ends"),
+        (
+            "optimizer",
+            r"rank 0 was ended during optimizer update of step 2: sys\.exit\(0\) was called \(.*; a training ends",
+        ),
     ],
 )
 def test_fault_19_a_run_that_a_hook_ends_has_failed(hook: str, told: str, recipe: str) -> None:
