@@ -184,17 +184,6 @@ def call_forward_pre_hooks(module: nn.Module) -> None:
         hook(module, ())
 
 
-def leave_events_without_names() -> None:
-    """Let torchrun's rendezvous record its events, which nobody reads, without the names of the methods they are from.
-
-    It finds each name by `inspect.stack()`: together 0.4 s of processor time of each start.
-    """
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    if hasattr(dynamic_rendezvous, "get_method_name"):
-        dynamic_rendezvous.get_method_name = lambda depth=2: ""
-
-
 @contextmanager
 def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
     """Inside, the profiler shows each message of a pipeline's schedule by name: its send and its wait.

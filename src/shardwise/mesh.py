@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise import device as devices
 from shardwise._torch_private import register_group_name
 from shardwise.errors import ArgumentError, count_problems
+from shardwise.meeting import meet
 
 
 @dataclass
@@ -346,15 +347,20 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     Args:
         device: decides the backend; default: the accelerator at `LOCAL_RANK`, or the CPU.
         timeout: seconds after which a collective fails whose other ranks never call it.
+
+    Raises:
+        ConfigError, RunError: the ranks cannot meet.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return
     _allow_sockets()
     if job_size() > _CONNECTED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    where = device if device is not None else devices.local_device()
+    where, limit = device if device is not None else devices.local_device(), timedelta(seconds=timeout)
+    store = meet(job_rank(), job_size(), limit)
+    own_store = {} if store is None else {"store": store, "rank": job_rank(), "world_size": job_size()}
     dist.init_process_group(
-        devices.backend(where), timeout=timedelta(seconds=timeout), device_id=where if where.type != "cpu" else None
+        devices.backend(where), timeout=limit, device_id=where if where.type != "cpu" else None, **own_store
     )
 
 

@@ -107,7 +107,8 @@ class Supervisor:
         # The loop's own handlers would end with it by the signals' default, which is to kill this process.
         for number in _SIGNALS:
             signal.signal(number, hear)
-        address, logs = address_of(self._place.allocation.first), self._run_path / "logs"
+        logs, is_alone = self._run_path / "logs", self._place.nodes == 1
+        address = "127.0.0.1" if is_alone else address_of(self._place.allocation.first)
         self._record_lost_start()
         again = self._record_killed_supervisor()
         while again:

@@ -268,16 +268,3 @@ def test_a_launcher_that_is_killed_is_told_with_its_signal(tmp_path: Path, monke
     monkeypatch.setattr(local, "_wait", lambda agent, *_: agent.kill() or agent.wait())
     with pytest.raises(LaunchError, match=r"starts the ranks was killed by SIGKILL; its log: .*launcher\.log$"):
         launch([sys.executable, "-c", "pass"], 1, tmp_path)
-
-
-def test_names_of_events_are_left_out_wherever_torch_has_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    from shardwise._torch_private import leave_events_without_names
-
-    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: "join")
-    leave_events_without_names()
-    assert dynamic_rendezvous.get_method_name() == ""
-    monkeypatch.delattr(dynamic_rendezvous, "get_method_name")
-    leave_events_without_names()
-    assert not hasattr(dynamic_rendezvous, "get_method_name")
