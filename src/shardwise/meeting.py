@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 
 import psutil
-import torch.distributed as dist
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # stubs leave the class out
 
 from shardwise.errors import ConfigError, RunError, see
 from shardwise.files import reason_of
@@ -23,7 +23,7 @@ _LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 _RETRY_SECONDS = 0.2
 
 
-def meet(rank: int, world: int, timeout: timedelta) -> dist.Store | None:
+def meet(rank: int, world: int, timeout: timedelta) -> TCPStore | None:
     """Wait until the ranks can reach one another.
 
     Returns:
@@ -48,7 +48,7 @@ def meet(rank: int, world: int, timeout: timedelta) -> dist.Store | None:
     if rank == 0:
         return _open_store(address, port, world, timeout)
     _await_store(address, port, rank, timeout)
-    return dist.TCPStore(address, port, world, False, timeout)
+    return TCPStore(address, port, world, False, timeout)
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -68,7 +68,7 @@ def _stay_inside() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
 
-def _open_store(address: str, port: int, world: int, timeout: timedelta) -> dist.Store:
+def _open_store(address: str, port: int, world: int, timeout: timedelta) -> TCPStore:
     """Listen for the other ranks until all are there."""
     try:
         listener = listen(address, port)
@@ -78,13 +78,11 @@ def _open_store(address: str, port: int, world: int, timeout: timedelta) -> dist
             f"{reason_of(error).partition(' (')[0]}; set another one on all ranks, or end the program that uses it"
         ) from None
     try:
-        return dist.TCPStore(
-            address, port, world, True, timeout, multi_tenant=True, master_listen_fd=listener.detach()
-        )
-    except dist.DistError as error:
+        return TCPStore(address, port, world, True, timeout, multi_tenant=True, master_listen_fd=listener.detach())
+    except DistError as error:
         raise RunError(
-            f"rank 0 waited at {address}:{port} (MASTER_ADDR and MASTER_PORT) for {counted(world - 1, 'other rank')}, and "
-            f"WORLD_SIZE ({world}) ranks did not come within {timeout.total_seconds():g} s (launch.timeout)"
+            f"rank 0 waited at {address}:{port} (MASTER_ADDR and MASTER_PORT) for {counted(world - 1, 'other rank')}, "
+            f"and WORLD_SIZE ({world}) ranks did not come within {timeout.total_seconds():g} s (launch.timeout)"
         ) from error
 
 

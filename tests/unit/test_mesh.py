@@ -63,7 +63,9 @@ def test_joining_alone_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, float]] = []
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    launched = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in {**launched, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, *, timeout, device_id: asked.append((backend, timeout.seconds))
     )

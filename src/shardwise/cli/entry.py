@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from shardwise import __version__
 from shardwise.errors import ConfigError, RunError, ShardwiseError
-from shardwise.launch.environment import is_one_of_several_tasks, joined, keep_own
+from shardwise.launch.environment import joined, keep_own, may_be_a_task
 
 COMMANDS = {
     "train": "pretrain a model from a recipe",
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     keep_own()
     try:
-        if is_one_of_several_tasks() and arguments[:1] in _JOINING:
+        if may_be_a_task() and arguments[:1] in _JOINING:
             from shardwise.launch.tasks import adopt_task  # costly to import, for a few starts alone
 
             adopt_task()

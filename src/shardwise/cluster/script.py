@@ -209,6 +209,6 @@ def job_set(job: JobPlan, image: str) -> str:
 
 
 def _dns_name(name: str) -> str:
-    """A name as Kubernetes takes it: lower case letters, digits and hyphens, a letter first; the last 40 of a longer one."""
+    """A name as Kubernetes takes it: lower case letters, digits and hyphens, a letter first; the end of a long one."""
     plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower())[-40:].strip("-")
     return plain if plain[:1].isalpha() else f"run-{plain}".rstrip("-")

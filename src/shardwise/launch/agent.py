@@ -96,7 +96,7 @@ def _meeting(node: Node | None) -> dict[str, Any]:
 
 def _register_loopback() -> None:
     """Make a rendezvous of one agent whose store listens on the loopback interface; those of torch listen on all."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # stubs leave it out
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 

@@ -118,9 +118,9 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
         raise RunError(str(error)) from error
     except SystemExit as error:
         raise RunError(
-            f"rank {mesh.world.rank} was ended during {_phase(progress)}: {error_text(error)}; a training ends after its last "
-            f"step ({config.train.steps:,}), or earlier with a checkpoint where a function of hooks.callbacks returns "
-            "True"
+            f"rank {mesh.world.rank} was ended during {_phase(progress)}: {error_text(error)}; a training ends after "
+            f"its last step ({config.train.steps:,}), or with a checkpoint before it, where a function of "
+            "hooks.callbacks returns True"
         ) from error
     except Exception as error:
         if comm.is_lost_connection(error):
