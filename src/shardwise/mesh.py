@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -358,7 +359,7 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     where, limit = device if device is not None else devices.local_device(), timedelta(seconds=timeout)
     store = meet(job_rank(), job_size(), limit)
-    own_store = {} if store is None else {"store": store, "rank": job_rank(), "world_size": job_size()}
+    own_store: dict[str, Any] = {} if store is None else {"store": store, "rank": job_rank(), "world_size": job_size()}
     dist.init_process_group(
         devices.backend(where), timeout=limit, device_id=where if where.type != "cpu" else None, **own_store
     )
