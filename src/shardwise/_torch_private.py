@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from threading import RLock
 from typing import Any, cast
 
@@ -182,6 +183,13 @@ def call_forward_pre_hooks(module: nn.Module) -> None:
     """Do what a call of the module does before its forward, for another method that uses its parameters."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
+
+
+def set_timeout(group: ProcessGroup, limit: timedelta) -> None:
+    """Set how long collectives of a group over gloo wait; torch gives 30 minutes to the groups of a `DeviceMesh`."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(limit, group)
 
 
 @contextmanager

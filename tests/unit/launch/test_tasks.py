@@ -107,7 +107,11 @@ def test_fault_14_a_task_of_each_launcher_joins(variables: dict[str, str], place
             "the variables of srun must agree, and say that this is rank 5 of 5, and on its",
         ),
         ({**SRUN, "SLURM_LOCALID": "1"}, "the variables of srun must agree, and say that this is rank 3 of 5"),
-        ({**SRUN, "SLURM_NODEID": "4"}, "SLURM_STEP_TASKS_PER_NODE (2,1(x2),1) must be 5 tasks in all"),
+        (
+            {**SRUN, "SLURM_NODEID": "4"},
+            "SLURM_STEP_TASKS_PER_NODE (2,1(x2),1) must be 5 tasks in all (SLURM_STEP_NUM_TASKS), and some on node 4 "
+            "(SLURM_NODEID), as srun sets it, or set RANK",
+        ),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE (2(x) must be 5 tasks in all"),
         *(
             ({name: value for name, value in SRUN.items() if name != missing}, f"{missing} ")
