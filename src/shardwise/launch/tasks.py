@@ -124,6 +124,8 @@ def end_step(failure: Failure, variables: Mapping[str, str] = os.environ) -> Non
     """
     scancel = shutil.which("scancel")
     step = ".".join(variables.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    if "TORCHELASTIC_RUN_ID" in variables:
+        return  # srun has started the agent of this rank, which ends the others, and tells why or starts them again
     if not _is_of_srun(variables) or not re.fullmatch(r"\d+\.\d+", step) or scancel is None:
         return
     seconds, name = _TIME_TO_TELL * (_TURNS if failure.waited else 1), _SIGNALS.get(failure.exit_code, "KILL")

@@ -168,3 +168,15 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
 
 def test_the_tasks_of_each_node() -> None:
     assert tasks.tasks_of_nodes("2(x3),1") == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(("further", "ended"), [({}, 1), ({"TORCHELASTIC_RUN_ID": "7"}, 0)])
+def test_fault_19_a_rank_of_an_agent_does_not_end_the_step_of_all_agents(
+    further: dict[str, str], ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the launcher of a submitted job is killed before it can tell why the rank failed."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(tasks.shutil, "which", lambda name: name)
+    monkeypatch.setattr(tasks.subprocess, "Popen", lambda command, **_: started.append(command))
+    tasks.end_step(Failure(0, "", 1), {**SRUN, **further})
+    assert len(started) == ended
