@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from threading import RLock
 from typing import Any, cast
 
@@ -184,15 +185,11 @@ def call_forward_pre_hooks(module: nn.Module) -> None:
         hook(module, ())
 
 
-def leave_events_without_names() -> None:
-    """Let torchrun's rendezvous record its events, which nobody reads, without the names of the methods they are from.
+def set_timeout(group: ProcessGroup, limit: timedelta) -> None:
+    """Set how long collectives of a group over gloo wait; torch gives 30 minutes to the groups of a `DeviceMesh`."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    It finds each name by `inspect.stack()`: together 0.4 s of processor time of each start.
-    """
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    if hasattr(dynamic_rendezvous, "get_method_name"):
-        dynamic_rendezvous.get_method_name = lambda depth=2: ""
+    _set_pg_timeout(limit, group)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,10 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import device as devices
-from shardwise._torch_private import register_group_name
+from shardwise import patience
+from shardwise._torch_private import register_group_name, set_timeout
 from shardwise.errors import ArgumentError, count_problems
+from shardwise.meeting import meet
 
 
 @dataclass
@@ -86,6 +89,8 @@ class Group:
         self._shares_graphs = process_group is None
         self._subgroups: dict[int | tuple[int, ...], Group] = {}
         _alive.add(self)
+        if process_group is not None and patience.is_watching():
+            set_timeout(process_group, patience.NEVER)
         # gloo's own reduce-scatter is an all-reduce and a copy; an all-to-all summed in rank order takes a third of its
         # time (benchmarks/collectives.py). Other backends have a native one. The configuration is a text such as
         # "cpu:gloo,cuda:nccl"; after a bare init_process_group() torch's `get_backend` says "undefined".
@@ -358,16 +363,22 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     Args:
         device: decides the backend; default: the accelerator at `LOCAL_RANK`, or the CPU.
         timeout: seconds after which a collective fails whose other ranks never call it.
+
+    Raises:
+        ConfigError, RunError: the ranks cannot meet.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return
     _allow_sockets()
     if job_size() > _CONNECTED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    where = device if device is not None else devices.local_device()
-    dist.init_process_group(
-        devices.backend(where), timeout=timedelta(seconds=timeout), device_id=where if where.type != "cpu" else None
-    )
+    where, limit = device if device is not None else devices.local_device(), timedelta(seconds=timeout)
+    store = meet(job_rank(), job_size(), limit)
+    backend = devices.backend(where)
+    if backend == dist.Backend.GLOO and patience.start(timeout):
+        limit = patience.NEVER
+    own_store: dict[str, Any] = {} if store is None else {"store": store, "rank": job_rank(), "world_size": job_size()}
+    dist.init_process_group(backend, timeout=limit, device_id=where if where.type != "cpu" else None, **own_store)
 
 
 def leave() -> None:

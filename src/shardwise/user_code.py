@@ -16,6 +16,8 @@ from typing import Any
 
 from shardwise.errors import ConfigError, nearest_name, see
 
+RAISED = (Exception, SystemExit)
+"""What code of the user's own may raise. `sys.exit(0)` would end a run as if all its steps were done."""
 _given: dict[str, object] = {}
 
 
@@ -92,6 +94,9 @@ def error_text(error: BaseException) -> str:
         and not _is_pythons(Path(frame.filename))
     ]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    if isinstance(error, SystemExit):
+        code = "" if error.code is None else repr(error.code)
+        return f"sys.exit({code}) was called{place}"
     text = f": {error}" if str(error) else ""
     return f"{type(error).__name__}{text}{place}"
 
@@ -115,7 +120,7 @@ def _import(key: str, path: str, module_name: str) -> ModuleType:
     sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)
-    except Exception as error:
+    except RAISED as error:
         missing = str(error.name) if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
             raise ConfigError(

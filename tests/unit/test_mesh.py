@@ -2,6 +2,7 @@
 
 import os
 import re
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -62,18 +63,23 @@ def test_joining_alone_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, float]] = []
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    asked: list[tuple[str, timedelta]] = []
+    watched: list[float] = []
+    launched = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in {**launched, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(
-        dist, "init_process_group", lambda backend, *, timeout, device_id: asked.append((backend, timeout.seconds))
+        dist, "init_process_group", lambda backend, *, timeout, device_id: asked.append((backend, timeout))
     )
+    monkeypatch.setattr(meshes.patience, "start", lambda seconds: watched.append(seconds) or len(watched) > 1)
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that it is as before after the test
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
     meshes.join(torch.device("cpu"), timeout=7)
-    assert asked == [("gloo", 7)]
+    assert asked == [("gloo", timedelta(seconds=7))], "where nothing else measures"
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     monkeypatch.setenv("WORLD_SIZE", "33")
     meshes.join(torch.device("cpu"), timeout=7)
+    assert (asked[1], watched) == (("gloo", meshes.patience.NEVER), [7, 7])
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1", "else what each group sends grows with the cube of the ranks"
 
 

@@ -17,7 +17,7 @@ from shardwise.config import Config, config_from, parse_yaml
 from shardwise.errors import ConfigError, listing, nearest_name
 from shardwise.files import reason_of
 from shardwise.launch import stdio, stopping
-from shardwise.launch.environment import Rank, is_one_of_several_tasks, keep_own
+from shardwise.launch.environment import Rank, keep_own, may_be_a_task
 from shardwise.launch.rank import enter_job
 from shardwise.launch.tasks import adopt_task
 from shardwise.runlog import EVENTS, RunDirectory
@@ -174,7 +174,7 @@ def train(
 def _join() -> Rank | None:
     """The place of this process in the job that a launcher started; None where it is alone."""
     keep_own()
-    if is_one_of_several_tasks():
+    if may_be_a_task():
         adopt_task()
     return enter_job(None)
 

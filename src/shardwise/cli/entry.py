@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import NoReturn
 
 from shardwise import __version__
-from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.launch.environment import is_one_of_several_tasks, joined, keep_own
+from shardwise.errors import ConfigError, RunError, ShardwiseError
+from shardwise.launch.environment import joined, keep_own, may_be_a_task
 
 COMMANDS = {
     "train": "pretrain a model from a recipe",
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     take_any_character()
     keep_own()
     try:
-        if is_one_of_several_tasks() and arguments[:1] in _JOINING:
+        if may_be_a_task() and arguments[:1] in _JOINING:
             from shardwise.launch.tasks import adopt_task  # costly to import, for a few starts alone
 
             adopt_task()
@@ -121,7 +121,12 @@ def _dispatch(arguments: list[str]) -> int:
     else:
         module.configure(parser)
         parsed = parser.parse_intermixed_args(arguments[1:], argparse.Namespace(call=module.run))
-    code: int = parsed.call(parsed)
+    try:
+        code: int = parsed.call(parsed)
+    except SystemExit as error:  # by code of the user's own: a command ends only by its return
+        from shardwise.user_code import error_text
+
+        raise RunError(f"shardwise {name} was ended before it was done: {error_text(error)}") from error
     return code
 
 

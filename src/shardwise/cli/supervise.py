@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         if nodes < allocation.nodes:
             output.line(f"{nodes} of the job's {allocation.nodes} nodes are used: {refusal(allocation.nodes * ranks)}")
         launcher = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
-        launcher += ["--nproc", str(ranks), "--run-dir", str(run_path)]
+        launcher += ["--nproc", str(ranks), f"--run-dir={run_path}"]
         place = Place(allocation, nodes, ranks)
         supervisor = Supervisor(config, run_path, place, launcher, _say, arguments.killed_by)
         try:

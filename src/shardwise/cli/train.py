@@ -248,7 +248,7 @@ def _on_node(arguments: argparse.Namespace) -> int:
 
 def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
     """The command of one rank of `world`."""
-    named = [arguments.recipe, *arguments.overrides, "--nproc", str(world), "--run-dir", str(arguments.run_dir)]
+    named = [arguments.recipe, *arguments.overrides, "--nproc", str(world), f"--run-dir={arguments.run_dir}"]
     return [sys.executable, "-P", "-m", "shardwise", "train", *named]
 
 

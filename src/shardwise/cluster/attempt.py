@@ -22,7 +22,7 @@ from shardwise.launch import heartbeat
 from shardwise.launch.failure import Failure, root_cause, signal_name
 from shardwise.launch.node import BEAT_SECONDS, Attempt, free_port
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.2, 5.0
 _GRACE_SECONDS = 5.0
 """In which the other nodes tell how they ended, once one has failed: the cause may be theirs."""
 _END_SECONDS = 10.0
@@ -32,7 +32,7 @@ _LINE_BYTES = 2**24
 
 @dataclass
 class _Member:
-    """What is known of one node."""
+    """What is known of one node. `heard`: when it last told something, in seconds in which this process ran."""
 
     number: int
     name: str
@@ -100,6 +100,7 @@ class Watch:
         self._serving: set[asyncio.Task[None]] = set()
         self._ending: str | None = None
         self._began = time.monotonic()
+        self._ran = 0.0
         self._until_joined: float | None = None
         self._until_training: float | None = None
         self._step, self._stepped = 0, self._began
@@ -150,11 +151,14 @@ class Watch:
     async def _watch(self, process: asyncio.subprocess.Process) -> str | None:
         """Wait for the end; returns what is wrong beside what the launchers tell."""
         deadline: float | None = None
+        before = time.monotonic()
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             now, members = time.monotonic(), self._members.values()
+            # The whole job may have been stopped in between, as by `scontrol suspend`.
+            self._ran, before = self._ran + min(now - before, _LONGEST_POLL_SECONDS), now
             for member in members:
-                if member.ended is None and member.is_connected and now - member.heard > self._silence:
+                if member.ended is None and member.is_connected and self._ran - member.heard > self._silence:
                     member.is_connected = False
             if len(members) == self._nodes and all(member.ended is not None for member in members):
                 return None
@@ -167,7 +171,7 @@ class Watch:
             failed = any(member.ended["code"] != 0 if member.ended else not member.is_connected for member in members)
             if failed:
                 deadline = deadline or now + _GRACE_SECONDS
-            elif len(members) < self._nodes and now - self._began > self._silence:
+            elif len(members) < self._nodes and self._ran > self._silence:
                 return f"the launchers of the nodes did not start within {self._silence:.0f} s{self._absent()}"
             told = sum(member.ended is not None or not member.is_connected for member in members)
             # Where no launcher is left, srun may be what has failed: it ends soon.
@@ -192,13 +196,13 @@ class Watch:
             joined = json.loads(await asyncio.wait_for(reader.readline(), self._silence))
             if joined.get("kind") != "joined" or not secrets.compare_digest(str(joined.get("secret")), self._secret):
                 return  # another program, or an earlier attempt's
-            member = _Member(int(joined["node"]), str(joined["name"]), writer, time.monotonic())
+            member = _Member(int(joined["node"]), str(joined["name"]), writer, self._ran)
             self._members[member.number] = member
             if len(self._members) == self._nodes:
                 self._until_joined = time.monotonic() - self._began
             beat = asyncio.create_task(self._beat(member))
             while line := await reader.readline():
-                member.heard = time.monotonic()
+                member.heard = self._ran
                 self._hear(member, json.loads(line))
         except (OSError, ValueError, TimeoutError, AttributeError, KeyError, TypeError):
             pass  # another program's message; or what a lost connection means is decided in `_watch`

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.cluster.quoting import container_argument, header, in_one_line, operand, shell
 from shardwise.cluster.slurm import MARK, gpus_of
 from shardwise.config import Config
 
@@ -53,7 +54,7 @@ def job_script(job: JobPlan) -> str:
     supervise += ["--ranks-per-node", str(job.ranks_per_node)]
     lines = [
         "#!/usr/bin/env bash",
-        f"# Trains {job.run_path.name} on {job.where}.",
+        f"# Trains {_name(job)} on {job.where}.",
         "# `shardwise submit` made this file; `sbatch` submits it again, and the run goes on from its last checkpoint.",
         *_options(job, log=job_log(job.run_path)),
         f"#SBATCH --nodes={job.node_range}",
@@ -63,7 +64,7 @@ def job_script(job: JobPlan) -> str:
         "#SBATCH --open-mode=append",
         f"# {launch.warning_seconds} s before the time limit SLURM sends SIGUSR1: the run saves, and is queued again.",
         f"#SBATCH --signal=B:USR1@{launch.warning_seconds}",
-        *(f"#SBATCH {option}" for option in launch.sbatch),
+        *_further(launch.sbatch),
         "",
         "# Network: ranks take the interface of the route to the job's first node. To choose another one:",
         "#   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0",
@@ -74,10 +75,10 @@ def job_script(job: JobPlan) -> str:
         "#   export OMP_NUM_THREADS=8",
         "# NUMA: no rank is bound to some of the processors; Linux keeps its memory near those that it runs on.",
         "# Devices: a rank takes that of its number on the node (LOCAL_RANK).",
-        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(launch.environment.items())),
-        *_SUPERVISED.format(command=shlex.join(supervise), restarts=launch.max_restarts).splitlines(),
+        *_exports(job),
+        _SUPERVISED.format(command=shell(supervise), restarts=launch.max_restarts),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def compile_script(job: JobPlan) -> str:
@@ -87,13 +88,13 @@ def compile_script(job: JobPlan) -> str:
     command = [*_PROGRAM, "compile", job.recipe, *job.overrides, "--nproc", str(world)]
     lines = [
         "#!/usr/bin/env bash",
-        f"# Compiles the graphs of {job.run_path.name} for {world} ranks; `shardwise submit --precompile` made it.",
+        f"# Compiles the graphs of {_name(job)} for {world} ranks; `shardwise submit --precompile` made it.",
         "# The training is a job of its own, which SLURM starts when this one has succeeded.",
         *_options(job, log=job.run_path / "logs" / "compile-%j.log"),
         "#SBATCH --nodes=1",
-        *(f"#SBATCH {option}" for option in job.config.launch.sbatch),
-        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(job.config.launch.environment.items())),
-        f"exec {shlex.join(command)}",
+        *_further(job.config.launch.sbatch),
+        *_exports(job),
+        f"exec {shell(command)}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -105,15 +106,19 @@ def job_log(run_path: Path, job: str = "%j") -> Path:
 
 _SUPERVISED = """\
 
-# One process supervises the launchers of all nodes. It gets the signals that SLURM sends to this script. Where it is
-# killed, by a lack of memory for example, it is started again and goes on.
+# One process supervises the launchers of all nodes. Where it is killed, by a lack of memory for example, it is started
+# again and goes on. It gets the signals that SLURM sends to this script; it ignores them while it starts, so each is
+# sent until it has ended.
+asked=
+hand_over() {{ while sleep 0.5 && kill -"$1" "$supervisor" 2> /dev/null; do :; done; }}
 supervise() {{
-    {command} "$@" &
+    (trap '' USR1 TERM INT; exec {command} "$@") &
     supervisor=$!
+    if [[ $asked ]]; then hand_over "$asked" & fi
     while kill -0 "$supervisor" 2> /dev/null; do wait "$supervisor"; done
     wait "$supervisor"
 }}
-for signal in USR1 TERM INT; do trap "kill -$signal \\$supervisor 2> /dev/null" "$signal"; done
+for signal in USR1 TERM INT; do trap "asked=\\${{asked:-$signal}}; hand_over $signal &" "$signal"; done
 supervise
 code=$?
 for ((restart = 0; code > 128 && code != 128 + 15 && restart < {restarts}; restart++)); do
@@ -127,18 +132,20 @@ _PROGRAM = (sys.executable, "-P", "-m", "shardwise")
 
 def _options(job: JobPlan, log: Path) -> list[str]:
     launch = job.config.launch
-    options = [
-        ("job-name", job.run_path.name),
-        ("comment", f"{MARK}{job.run_path}"),
-        ("chdir", str(job.directory)),
-        ("output", str(log)),
+    lines = [
+        header("--job-name", _name(job)),
+        header("--comment", f"{MARK}{job.run_path}", name="--run-dir"),
+        header("--chdir", str(job.directory), name="the current directory"),
+        header("--output", str(log), name="--run-dir"),
+    ]
+    keys = [
         ("partition", launch.partition),
         ("account", launch.account),
         ("time", launch.time),
         ("constraint", launch.constraint),
         ("gres", job.gres),
     ]
-    lines = [f"#SBATCH --{name}={_quoted(value)}" for name, value in options if value is not None]
+    lines += [header(f"--{key}", value, name=f"launch.{key}") for key, value in keys if value is not None]
     # SLURM gives a job with whole machines all processors, and of the memory only what it asks for.
     return [*lines, "#SBATCH --exclusive --mem=0"] if launch.exclusive else lines
 
@@ -151,9 +158,19 @@ def _shared(job: JobPlan) -> list[str]:
     ]
 
 
-def _quoted(value: str) -> str:
-    """As sbatch reads its lines: in quotes where there are spaces, or a sign that begins a comment."""
-    return f'"{value}"' if any(c.isspace() or c == "#" for c in value) else value
+def _further(options: Sequence[str]) -> list[str]:
+    """The lines of `launch.sbatch`."""
+    parts = [option.partition("=") for option in options]
+    return [header(name, value if sign else None, name="launch.sbatch") for name, sign, value in parts]
+
+
+def _exports(job: JobPlan) -> list[str]:
+    """The lines of `launch.environment`, whose names the configuration has checked."""
+    return [f"export {name}={shell([value])}" for name, value in sorted(job.config.launch.environment.items())]
+
+
+def _name(job: JobPlan) -> str:
+    return in_one_line("--run-dir", job.run_path.name)
 
 
 def job_set(job: JobPlan, image: str) -> str:
@@ -168,12 +185,12 @@ def job_set(job: JobPlan, image: str) -> str:
     attempt = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
     container: dict[str, Any] = {
         "name": "ranks",
-        "image": image,
-        "workingDir": str(job.directory),
-        "command": [*torchrun, *train],
+        "image": operand("--kubernetes", image),
+        "workingDir": in_one_line("the current directory", str(job.directory)),
+        "command": [*torchrun, *(container_argument(word) for word in train)],
         "env": [
             {"name": "RESTART", "valueFrom": attempt},
-            *({"name": key, "value": value} for key, value in sorted(launch.environment.items())),
+            *({"name": key, "value": container_argument(value)} for key, value in sorted(launch.environment.items())),
         ],
         "volumeMounts": [{"name": "shared", "mountPath": str(job.directory)}],
     }
@@ -199,6 +216,6 @@ def job_set(job: JobPlan, image: str) -> str:
 
 
 def _dns_name(name: str) -> str:
-    """A name as Kubernetes takes it: lower case letters, digits and hyphens, at most 40 of them here."""
-    plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower())
-    return plain[-40:].strip("-")
+    """A name as Kubernetes takes it: lower case letters, digits and hyphens, a letter first; the end of a long one."""
+    plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower())[-40:].strip("-")
+    return plain if plain[:1].isalpha() else f"run-{plain}".rstrip("-")

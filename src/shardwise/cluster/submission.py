@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from shardwise import cost, units
 from shardwise.cluster import slurm
+from shardwise.cluster.quoting import in_one_line, operand, shell
 from shardwise.cluster.script import JobPlan
 from shardwise.config import Config, Layout, check_layout
 from shardwise.errors import ConfigError, listing, see
@@ -129,7 +129,7 @@ def check_run_folder(run_path: Path, config: Config) -> None:
     """Raises ConfigError where a run is under way in the folder, or its disk lacks room for a checkpoint."""
     directory = RunDirectory(run_path)
     directory.require_folder()
-    if found := {c for c in str(run_path) if c in _REPLACED or not c.isprintable()}:
+    if found := {c for c in in_one_line("--run-dir", str(run_path)) if c in _REPLACED}:
         signs = listing(repr(c) for c in sorted(found))
         raise ConfigError(f"--run-dir ({run_path}) must be without {signs}: SLURM replaces them in the path of the log")
     if RunLock.is_held(run_path):
@@ -244,9 +244,15 @@ def _cluster_notes() -> list[str]:
 
 
 def ssh_command(host: str, arguments: Sequence[str], directory: Path) -> list[str]:
-    """The command that submits from another machine: the same one there, in the same folder."""
-    inner = f"cd {shlex.quote(str(directory))} && {shlex.join(['shardwise', 'submit', *arguments])}"
-    return ["ssh", "-t", host, inner]
+    """The command that submits from another machine: the same one there, in the same folder.
+
+    Raises:
+        ConfigError: the host, or the user before its `@`, would be an option of ssh.
+    """
+    for part in host.split("@"):
+        operand("--ssh", part)
+    inner = f"{shell(['cd', '--', str(directory)])} && {shell(['shardwise', 'submit', *arguments])}"
+    return ["ssh", "-t", "--", host, inner]
 
 
 def write_inputs(job: JobPlan, script: str, recipe: str) -> Path:

@@ -10,11 +10,13 @@ killed again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from shardwise.cluster import slurm
@@ -88,13 +90,25 @@ class Supervisor:
             StoppedError: the run stopped with a checkpoint, or is queued again.
             LaunchError: the run failed, and is not started again; the text says why.
         """
-        asyncio.run(self._run())
+        former = {number: signal.getsignal(number) for number in _SIGNALS}
+        try:
+            asyncio.run(self._run())
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
+
+        def hear(number: int, _frame: FrameType | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, as the job has ended
+                loop.call_soon_threadsafe(self._ask, signal_name(number))
+
+        # The loop's own handlers would end with it by the signals' default, which is to kill this process.
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._ask, signal_name(number))
-        address, logs = address_of(self._place.allocation.first), self._run_path / "logs"
+            signal.signal(number, hear)
+        logs, is_alone = self._run_path / "logs", self._place.nodes == 1
+        address = "127.0.0.1" if is_alone else address_of(self._place.allocation.first)
         self._record_lost_start()
         again = self._record_killed_supervisor()
         while again:

@@ -11,6 +11,28 @@ from shardwise.redaction import is_secret_variable
 
 _TIME = r"\d+-\d+(?::\d\d){0,2}|\d+(?::\d\d){1,2}"
 """SLURM's forms of a time, but for whole minutes: D-HH:MM:SS, HH:MM:SS, MM:SS."""
+_SET_BY = {
+    **{name: f"launch.{name}" for name in ("account", "constraint", "gres", "nodes", "partition", "time")},
+    **dict.fromkeys(("ntasks", "ntasks-per-node"), "launch.ranks_per_node"),
+    **dict.fromkeys(("job-name", "comment", "output", "error"), "--run-dir"),
+    "chdir": "the folder that you submit from",
+    "signal": "launch.warning_seconds",
+}
+"""Options of sbatch that the job's script has already, each with what sets it."""
+_REFUSED = {
+    **dict.fromkeys(("array", "wrap"), "a job is one training: submit each by itself"),
+    **dict.fromkeys(("requeue", "no-requeue", "open-mode"), "the job is queued again by itself, and its log goes on"),
+    **dict.fromkeys(
+        ("clusters", "help", "parsable", "test-only", "usage", "version", "wait"),
+        "`shardwise submit` submits one job, follows it, and has --dry-run",
+    ),
+}
+"""Options of sbatch with which it would not start the job that the script is written for, each with a reason."""
+_OF_BASH = re.compile(
+    "_|BASHOPTS|BASHPID|BASH_(ALIASES|ARGC|ARGV|CMDS|COMMAND|LINENO|SOURCE|SUBSHELL|VERSINFO)|DIRSTACK|EPOCHREALTIME|"
+    "EPOCHSECONDS|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|OPTIND|PPID|RANDOM|SECONDS|SHELLOPTS|SRANDOM|UID"
+)
+"""Variables that bash sets by itself: a script cannot export another value of them."""
 
 
 class LaunchConfig(Section):
@@ -99,8 +121,9 @@ class LaunchConfig(Section):
     @classmethod
     def _sbatch_is_a_list_of_options(cls, value: object) -> object:
         if not isinstance(value, list | tuple) or not all(_is_option(one) for one in value):
-            reject([f"launch.sbatch ({value!r}) must be a list of options of sbatch, such as [--qos=high]"])
+            reject([f"launch.sbatch ({value!r}) must be a list of options of sbatch in full, such as [--qos=high]"])
             return ()
+        reject([problem for one in value if (problem := _option_problem(one)) is not None])
         return tuple(value)
 
     @field_validator("environment", mode="before")
@@ -109,8 +132,15 @@ class LaunchConfig(Section):
         """YAML reads `1` as a number."""
         if not isinstance(value, dict):
             return value
-        wrong = [name for name, text in value.items() if not re.fullmatch(r"[A-Za-z_]\w*", name) or not _is_plain(text)]
+        wrong = [name for name, text in value.items() if not _is_name(name) or not _is_plain(text)]
         reject([f"launch.environment.{name} must be a variable's name with a text or a number" for name in wrong])
+        fixed = [name for name in value if _OF_BASH.fullmatch(name)]
+        reject(
+            [
+                f"launch.environment.{name} must be left out: bash, which runs the job's script, sets it"
+                for name in fixed
+            ]
+        )
         secret = [name for name in value if is_secret_variable(name)]
         where = "must be set in your shell, which the job inherits: the script and config.yaml show what is here"
         reject([f"launch.environment.{name} {where}" for name in secret])
@@ -131,7 +161,23 @@ def _range(value: object) -> tuple[int, int] | None:
 
 
 def _is_option(value: object) -> bool:
-    return isinstance(value, str) and value.startswith("-") and value.isprintable()
+    """Whether a value is one option in full: a second one behind a space would not be checked."""
+    return isinstance(value, str) and value.isprintable() and re.fullmatch(r"--[a-z][a-z-]*(=.*)?", value) is not None
+
+
+def _option_problem(option: str) -> str | None:
+    """Why the job's script cannot have an option of sbatch, which takes the beginning of a name for the name."""
+    given = option.removeprefix("--").partition("=")[0]
+    names = [name for name in (*_SET_BY, *_REFUSED) if name.startswith(given)]
+    name = given if given in names else next(iter(names), None)
+    if name is None:
+        return None
+    reason = f"{_SET_BY[name]} sets it" if name in _SET_BY else _REFUSED[name]
+    return f"launch.sbatch ({option}) must be without --{name}: {reason}"
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) is not None
 
 
 def _is_plain(value: object) -> bool:

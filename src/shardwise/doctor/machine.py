@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.doctor.check import Check, ok
+from shardwise.errors import ConfigError
 from shardwise.files import NoLocksError, cache_root, free_bytes, lock, reason_of
 from shardwise.hardware import accelerators, available_memory, cpu_count
-from shardwise.launch.environment import is_one_of_several_tasks, joined, unjoined
+from shardwise.launch.environment import joined, unjoined
+from shardwise.launch.tasks import task_of
 from shardwise.units import counted, size
 
 if TYPE_CHECKING:
@@ -196,6 +198,10 @@ def launcher(variables: Mapping[str, str]) -> Check:
         return Check("launcher", "wrong", problem, mend)
     if place_in_job is not None:
         return ok("launcher", f"this is rank {place_in_job.rank} of {place_in_job.world}")
-    if is_one_of_several_tasks(variables):
+    try:
+        task = task_of(variables)
+    except ConfigError as error:
+        return Check("launcher", "wrong", str(error), "start it as the message says, or unset these variables")
+    if task is not None:
         return ok("launcher", "this is one of several tasks of srun or mpirun, which `shardwise train` joins")
     return ok("launcher", "none: `shardwise train` starts the local ranks itself")

@@ -26,6 +26,7 @@ from shardwise.launch.failure import exit_codes_file
 from shardwise.launch.node import Node, this_node
 
 _NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+_LOOPBACK = "shardwise-loopback"
 
 
 def main() -> int:
@@ -52,11 +53,8 @@ def _run(command: list[str], nproc: int, logs: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from shardwise._torch_private import leave_events_without_names
-
     if quiet:
         del os.environ[_NATIVE_LOG_LEVEL]
-    leave_events_without_names()
     os.environ[PARENT_PID] = str(os.getpid())
     config = LaunchConfig(
         nproc_per_node=nproc,
@@ -80,8 +78,9 @@ def _meeting(node: Node | None) -> dict[str, Any]:
     The ranks follow the order of SLURM's nodes, whose neighbours are near in the network. torch's rendezvous "c10d"
     would order the nodes by their addresses as texts; "static" is the same store of c10d with given numbers.
     """
-    if node is None:
-        alone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+    if node is None or node.attempt.nodes == 1:
+        _register_loopback()
+        alone = {"rdzv_backend": _LOOPBACK, "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
         return {"min_nodes": 1, "max_nodes": 1, "run_id": uuid.uuid4().hex, **alone}
     attempt = node.attempt
     return {
@@ -93,6 +92,33 @@ def _meeting(node: Node | None) -> dict[str, Any]:
         "rdzv_configs": {"rank": node.number},
         "local_addr": node.own_address,
     }
+
+
+def _register_loopback() -> None:
+    """Make a rendezvous of one agent whose store listens on the loopback interface; those of torch listen on all."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # stubs leave it out
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    from shardwise.meeting import listen
+
+    class Loopback(StaticTCPRendezvous):
+        def get_backend(self) -> str:
+            return _LOOPBACK
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            if self._store is None:
+                self._store = TCPStore(
+                    self.master_addr, self.master_port, 1, True, self.timeout,
+                    multi_tenant=True, master_listen_fd=listener.detach(),
+                )  # fmt: skip
+            return super().next_rendezvous()
+
+    def make(parameters: RendezvousParameters) -> Loopback:
+        return Loopback("127.0.0.1", listener.getsockname()[1], 0, 1, parameters.run_id, 600)
+
+    listener = listen("127.0.0.1")
+    rendezvous_handler_registry.register(_LOOPBACK, make)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from shardwise.errors import listing
+
 ERROR_FILE = "SHARDWISE_ERROR_FILE"
 PARENT_PID = "SHARDWISE_PARENT_PID"
 HEARTBEATS = "SHARDWISE_HEARTBEATS"
-"""The folder of the heartbeats of a node's ranks (`heartbeat.py`)."""
+"""The folder of the heartbeats of a node's ranks (`heartbeat.py`), where each also notes that its work is done."""
 NODE = "SHARDWISE_NODE"
 """What the supervisor of a job tells the launcher of a node (`node.py`)."""
 RANK_PROCESS = "SHARDWISE_RANK_PROCESS"
@@ -21,8 +23,17 @@ _OF_TORCHRUN = (
     "LOCAL_WORLD_SIZE",
     *(f"{unit}_{fact}" for unit in ("GROUP", "ROLE") for fact in ("RANK", "WORLD_SIZE")),
 )
-_OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-"""What srun and mpirun say of the number of their tasks (`tasks.py`)."""
+_BOUNDS = (
+    ("RANK", "WORLD_SIZE", 1),
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE", 1),
+    ("LOCAL_RANK", "WORLD_SIZE", 1),
+    ("LOCAL_WORLD_SIZE", "WORLD_SIZE", 0),
+)
+"""Pairs of variables, and by how much the second must be larger at least."""
+TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK")
+TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""What srun and the mpirun of Open MPI, MVAPICH2, MPICH and Intel MPI set for each of their tasks (`tasks.py`): its
+rank, and their number."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ def keep_own(variables: MutableMapping[str, str] = os.environ) -> None:
     if process not in ("", str(os.getpid())):
         foreign = [RANK_PROCESS, ERROR_FILE, PARENT_PID, HEARTBEATS, NODE]
         if inherited == job:
-            foreign += [*_PLACE, *_RENDEZVOUS, *_OF_TORCHRUN, *_OTHER_LAUNCHERS]
+            foreign += [*_PLACE, *_RENDEZVOUS, *_OF_TORCHRUN, *TASK_RANKS, *TASK_COUNTS]
             foreign += [name for name in variables if name.startswith("TORCHELASTIC_")]
         for name in foreign:
             variables.pop(name, None)
@@ -65,24 +76,30 @@ def joined(variables: Mapping[str, str] = os.environ) -> Rank | None:
 
 def unjoined(variables: Mapping[str, str] = os.environ) -> str | None:
     """Why this process, one of several that a launcher started, cannot join them; None where it is alone."""
-    if "RANK" not in variables and variables.get("WORLD_SIZE", "1") == "1":
+    counts = (*_PLACE, "LOCAL_WORLD_SIZE")
+    alone = {"LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    if "RANK" not in variables and all(variables.get(name, number) == number for name, number in alone.items()):
         return None
-    missing = [name for name in (*_PLACE, *_RENDEZVOUS) if name not in variables]
+    missing = [name for name in (*_PLACE, *_RENDEZVOUS) if not variables.get(name)]
     if missing:
-        return f"{' and '.join(missing)} must be set beside RANK or WORLD_SIZE, as torchrun does"
-    for name in _PLACE:
-        if not variables[name].isdecimal():
+        stated = listing(name for name in counts if variables.get(name))
+        return f"{listing(missing)} must be set beside {stated}, as torchrun does"
+    for name in (*counts, "MASTER_PORT"):
+        if name in variables and not variables[name].isdecimal():
             return f"{name} ({variables[name]!r}) must be a whole number, as torchrun sets it"
-    if int(variables["RANK"]) >= int(variables["WORLD_SIZE"]):
-        return f"RANK ({variables['RANK']}) must be less than WORLD_SIZE ({variables['WORLD_SIZE']})"
+    for name, bound, gap in _BOUNDS:
+        if name in variables and bound in variables and int(variables[name]) + gap > int(variables[bound]):
+            less = "less than" if gap else "at most"
+            return f"{name} ({variables[name]}) must be {less} {bound} ({variables[bound]})"
+    if not 0 < int(variables["MASTER_PORT"]) < 2**16:
+        return f"MASTER_PORT ({variables['MASTER_PORT']}) must be a port, from 1 to 65535"
     return None
 
 
-def is_one_of_several_tasks(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether srun or mpirun started this process as a rank beside others, and no torchrun in between did."""
-    if NODE in variables:
-        return False  # the launcher of a node's ranks
-    return "RANK" not in variables and any(variables.get(name, "1") != "1" for name in _OTHER_LAUNCHERS)
+def may_be_a_task(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether srun or mpirun may have started this process as one of several; `tasks.task_of` tells."""
+    is_placed = any(name in variables for name in ("RANK", "WORLD_SIZE", NODE))  # by torchrun, the user or a supervisor
+    return not is_placed and any(name in variables for name in (*TASK_RANKS, *TASK_COUNTS))
 
 
 def launches_node(variables: Mapping[str, str] = os.environ) -> bool:

@@ -8,14 +8,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shardwise.errors import ConfigError, ShardwiseError, see
+from shardwise.errors import ConfigError, RunError, ShardwiseError, see
 from shardwise.files import write_atomic
 from shardwise.launch import stdio
-from shardwise.launch.environment import ERROR_FILE, Rank
+from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, Rank
 from shardwise.redaction import redacted
 
 _TURN_SECONDS = 2.0
@@ -116,6 +116,31 @@ def report_stop(rank: int, text: str) -> bool:
     return True
 
 
+def report_done(place: Rank) -> None:
+    """Record that the work of a rank is done: its exit code 0 alone does not tell, as `os._exit(0)` gives it too."""
+    folder = os.environ.get(HEARTBEATS)
+    if folder is not None:
+        _done_mark(Path(folder), place.rank).touch()
+
+
+def ended_early(folder: Path, ranks: Iterable[int], logs: Path) -> Failure | None:
+    """The failure of the first of these ranks, all of which ended with exit code 0, that had not done its work.
+
+    Args:
+        folder: of the heartbeats.
+        logs: the folder of the ranks' logs.
+    """
+    rank = next((rank for rank in ranks if not _done_mark(folder, rank).exists()), None)
+    if rank is None:
+        return None
+    text = f"rank {rank} ended with exit code 0 before its work was done"
+    return Failure(rank, f"{text}: code of your own must not end the process{_log_of(rank, logs)}", RunError.exit_code)
+
+
+def _done_mark(folder: Path, rank: int) -> Path:
+    return folder / f"done-{rank:04d}"
+
+
 def stop_record(logs: Path) -> Path:
     """Where `report_stop` writes. It is not the file of failures: a rank may still fail while it ends."""
     return logs / "stopped.json"
@@ -166,13 +191,17 @@ def root_cause(
 
 
 def _ending(rank: int, code: int, logs: Path) -> str:
-    log = logs / f"rank-{rank:04d}.log"
-    where = f"; its log: {log}" if log.exists() else ""
+    where = _log_of(rank, logs)
     if code >= 0:
         return f"rank {rank} ended with exit code {code} and named no reason{where}"
     hint = _OWN_DEATHS.get(-code)
     name = signal_name(-code)
     return f"rank {rank} was killed by {name}{f' ({hint})' if hint else ''}{where}{see('training#killed-rank')}"
+
+
+def _log_of(rank: int, logs: Path) -> str:
+    log = logs / f"rank-{rank:04d}.log"
+    return f"; its log: {log}" if log.exists() else ""
 
 
 def signal_name(number: int) -> str:

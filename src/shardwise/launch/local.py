@@ -23,6 +23,7 @@ from shardwise.launch import guard, heartbeat, stopping
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID
 from shardwise.launch.failure import (
     Failure,
+    ended_early,
     exit_codes_file,
     read_exit_codes,
     read_failure,
@@ -117,6 +118,7 @@ def run_ranks(
     logs: Path,
     watch: Callable[[subprocess.Popen[bytes]], None],
     beats: Path | None = None,
+    first: int = 0,
 ) -> Ended:
     """Run `command` on `nproc` local ranks through torchrun's agent.
 
@@ -124,6 +126,7 @@ def run_ranks(
         logs: a folder for what ranks, agent and this process tell one another; former files of that kind are removed.
         watch: gets the agent's process.
         beats: an empty folder for the heartbeats of the ranks; None: a temporary one.
+        first: the lowest of the ranks.
     """
     error_file = (logs / "error.json").resolve()
     for left_over in (error_file, exit_codes_file(logs), stop_record(logs), stopping.training_mark(logs)):
@@ -138,11 +141,14 @@ def run_ranks(
         # Read when the first rank has failed: the others end soon after, and then have no heartbeat either.
         last_beats: list[heartbeat.Beat] = []
         code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
+        early = ended_early(beats, range(first, first + nproc), logs) if code == 0 else None
     stopping.training_mark(logs).unlink(missing_ok=True)
     record, text = stop_record(logs), None
     if record.exists():
         text = json.loads(record.read_text(encoding="utf-8"))["text"]
         record.unlink()  # of no use once the user has read the text
+    if early is not None and text is None:
+        return Ended(early.exit_code, None, early, {}, last_beats)
     return Ended(code, text, read_failure(error_file), read_exit_codes(logs), last_beats)
 
 

@@ -12,8 +12,10 @@ import contextlib
 import json
 import os
 import platform
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -143,15 +145,24 @@ class Control:
             self.tell("beat", **self._beat())
 
     def _listen(self) -> None:
+        silent, text = 0.0, b""
         try:
-            with self._socket.makefile("r", encoding="utf-8") as lines:
-                for line in lines:
-                    if json.loads(line)["kind"] == "end":
-                        self.ended = "the supervisor has ended the attempt"
-                        return
-            self.ended = "the supervisor is gone"
+            while silent < self._node.attempt.silence:
+                began = time.monotonic()
+                if not select.select([self._socket], [], [], BEAT_SECONDS)[0]:
+                    silent += min(time.monotonic() - began, 2 * BEAT_SECONDS)  # this process may have been stopped
+                    continue
+                told, silent = self._socket.recv(4096), 0.0
+                if not told:
+                    self.ended = "the supervisor is gone"
+                    return
+                *lines, text = (text + told).split(b"\n")
+                if any(json.loads(line)["kind"] == "end" for line in lines):
+                    self.ended = "the supervisor has ended the attempt"
+                    return
         except (OSError, ValueError):
-            self.ended = "the supervisor does not answer"
+            pass  # closed, by the end of this launcher or by the other side
+        self.ended = "the supervisor does not answer"
 
 
 def _route(address: str) -> str:

@@ -55,8 +55,10 @@ def launch_on_node(
                 log = "" if isinstance(error, ShardwiseError) else redacted(traceback.format_exc())
                 control.tell("ended", code=failure.exit_code, reported=asdict(failure), log=log)
                 return failure.exit_code
-            variables.update(interface_variables(node.attempt.address, variables))
-            ended = run_ranks(command, nproc, logs, lambda agent: _end_with(control, agent), beats)
+            if node.attempt.nodes > 1:
+                variables.update(interface_variables(node.attempt.address, variables))
+            first = node.number * nproc
+            ended = run_ranks(command, nproc, logs, lambda agent: _end_with(control, agent), beats, first)
             path = logs / "launcher.log"
             control.tell(
                 "ended",

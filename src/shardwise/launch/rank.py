@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError, LostPeerError, RunError, ShardwiseErro
 from shardwise.launch import guard, stdio, stopping
 from shardwise.launch.ending import what_is_saved
 from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
-from shardwise.launch.failure import Failure, complain, error_text, report_stop, show_failure, signal_name
+from shardwise.launch.failure import Failure, complain, error_text, report_done, report_stop, show_failure, signal_name
 from shardwise.launch.tasks import end_step
 from shardwise.redaction import redacted
 from shardwise.runlog import RunDirectory
@@ -97,8 +97,8 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[Ending
         stopping.ignore()
         ending.code = _report_stop(place, str(error))
         if place is not None:
-            _leave(ending.code)
-    except (Exception, KeyboardInterrupt) as error:
+            _leave(place, ending.code)
+    except BaseException as error:  # SystemExit too: code of the user's own may end nothing
         if isinstance(error, BrokenPipeError) and place is None and run_path is None:
             raise  # the reader of the output, such as `head`, has what it wanted
         failure = _failure(error, rank, run_path, log)
@@ -106,10 +106,10 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[Ending
         ending.code = failure.exit_code
         end_step(failure)
         if place is not None or isinstance(error, KeyboardInterrupt):
-            _leave(ending.code)  # without waiting for threads that still write
+            _leave(place, ending.code)  # without waiting for threads that still write
     else:
         if place is not None:
-            _leave(ending.code)
+            _leave(place, ending.code)
 
 
 def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> Failure:
@@ -151,7 +151,9 @@ def _report_stop(place: Rank | None, text: str) -> int:
     return 0 if place is not None and may_restart() else StoppedError.exit_code
 
 
-def _leave(code: int) -> NoReturn:
+def _leave(place: Rank | None, code: int) -> NoReturn:
+    if place is not None and code == 0:
+        report_done(place)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -13,13 +13,36 @@ import shutil
 import socket
 import subprocess
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.errors import ConfigError, see
-from shardwise.launch.environment import keep_own
+from shardwise.errors import ConfigError, listing, see
+from shardwise.launch.environment import TASK_COUNTS, TASK_RANKS, keep_own, may_be_a_task
 from shardwise.launch.failure import Failure
 
+_OR_SET = (
+    "or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does; WORLD_SIZE=1 alone says that "
+    "this process is the only rank"
+)
+_MPI = (
+    (
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *(("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    (
+        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        *(("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",)),
+        ("PMI_ID",),
+    ),
+    (
+        *("PMI_RANK", "PMI_SIZE"),
+        *(("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
+        ("PMI_JOBID", "PALS_APID"),
+    ),
+)
+"""Of Open MPI, MVAPICH2, and MPICH and Intel MPI: the variables of rank and number of ranks, those of them on one
+machine under each name, and those that tell one job from another."""
 _FIRST_PORT, _PORTS = 15000, 17000
 """Below the ports that Linux gives to outgoing connections (32768 and above)."""
 _SIGNALS = {ConfigError.exit_code: "TERM"}
@@ -30,7 +53,7 @@ _TURNS = 6
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
     """A task among those of its step."""
 
     rank: int
@@ -45,11 +68,15 @@ def adopt_task(variables: MutableMapping[str, str] = os.environ) -> None:
     """Give a task of several that `srun` or `mpirun` started the variables that torchrun would.
 
     Raises:
-        ConfigError: the host of rank 0 cannot be known.
+        ConfigError: its place among them or the host of rank 0 cannot be known.
     """
-    if "RANK" in variables or variables.get("WORLD_SIZE", "1") != "1":
-        return  # torchrun's, or the user's own
-    task = _of_srun(variables) or _of_mpirun(variables)
+    try:
+        task = task_of(variables)
+    except ConfigError:
+        # What is wrong for one task is wrong for all: the first one tells it, and the others wait for their turn.
+        rank = next((variables[name] for name in TASK_RANKS if variables.get(name, "").isdecimal()), "0")
+        variables.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(int(rank) + 2))
+        raise
     if task is None:
         return
     variables.update(
@@ -64,6 +91,28 @@ def adopt_task(variables: MutableMapping[str, str] = os.environ) -> None:
     keep_own(variables)
 
 
+def task_of(variables: Mapping[str, str]) -> Task | None:
+    """The place of this process among the tasks of a launcher; None where it is alone, or placed by torchrun.
+
+    Open MPI and MPICH start their own processes by srun where they are inside of a job of SLURM, so their variables go
+    before those of srun.
+
+    Raises:
+        ConfigError: the variables say that there are several tasks, and not which of them this is.
+    """
+    if not may_be_a_task(variables):
+        return None
+    task = _of_mpirun(variables) or _of_srun(variables)
+    if task is not None:
+        _require_order(task)
+    elif "PMIX_RANK" in variables and not any(variables.get(name) == "1" for name in (*TASK_COUNTS, "SLURM_NTASKS")):
+        raise ConfigError(
+            f"the number of ranks must be set beside PMIX_RANK ({variables['PMIX_RANK']}): start them by mpirun or "
+            f"srun, {_OR_SET}"
+        )
+    return task
+
+
 def end_step(failure: Failure, variables: Mapping[str, str] = os.environ) -> None:
     """End the other tasks of the step that this task of `srun` belongs to: it has failed, and they may wait for it.
 
@@ -74,10 +123,12 @@ def end_step(failure: Failure, variables: Mapping[str, str] = os.environ) -> Non
         failure: of this task. One that lost another task waits until that one has told why.
     """
     scancel = shutil.which("scancel")
-    if not _is_of_srun(variables) or scancel is None:
+    step = ".".join(variables.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    if "TORCHELASTIC_RUN_ID" in variables:
+        return  # srun has started the agent of this rank, which ends the others, and tells why or starts them again
+    if not _is_of_srun(variables) or not re.fullmatch(r"\d+\.\d+", step) or scancel is None:
         return
-    seconds = _TIME_TO_TELL * (_TURNS if failure.waited else 1)
-    step, name = f"{variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']}", _SIGNALS.get(failure.exit_code, "KILL")
+    seconds, name = _TIME_TO_TELL * (_TURNS if failure.waited else 1), _SIGNALS.get(failure.exit_code, "KILL")
     # In a process of its own: this one ends at once, so that whoever waits for it notices.
     command = ["sh", "-c", 'sleep "$0"; exec "$@"', f"{seconds:g}", scancel, f"--signal={name}", step]
     quiet = subprocess.DEVNULL
@@ -88,47 +139,89 @@ def _is_of_srun(variables: Mapping[str, str]) -> bool:
     return variables.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in variables
 
 
-def _of_srun(variables: Mapping[str, str]) -> _Task | None:
-    if not _is_of_srun(variables):
+def _of_srun(variables: Mapping[str, str]) -> Task | None:
+    """Of a container that hides the variables of the step, those of the job."""
+    has_step = "SLURM_STEP_NUM_TASKS" in variables
+    if not has_step and "SLURM_PROCID" not in variables:
         return None
-    node = int(variables.get("SLURM_NODEID", "0"))
-    return _Task(
-        rank=int(variables["SLURM_PROCID"]),
-        local_rank=int(variables["SLURM_LOCALID"]),
-        world=int(variables["SLURM_STEP_NUM_TASKS"]),
-        local_world=tasks_of_nodes(variables["SLURM_STEP_TASKS_PER_NODE"])[node],
-        launcher="srun",
-        job=".".join(variables.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")),
+    in_script = not has_step and variables.get("ENVIRONMENT") == "BATCH"
+    is_first = variables.get("SLURM_PROCID", "0") == "0"
+    if in_script and is_first:
+        return None  # as the script of a job itself, which has the variables of a task but for those of the step
+    size, per_node = (
+        ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+        if has_step or in_script
+        else ("SLURM_NTASKS", "SLURM_TASKS_PER_NODE")
+    )
+    if is_first and variables.get(size, "1") == "1":
+        return None
+    names = ("SLURM_PROCID", "SLURM_LOCALID", size, "SLURM_NODEID")
+    rank, local_rank, world, node = _numbers(variables, names, "srun")
+    counts = tasks_of_nodes(variables.get(per_node, ""))
+    if node >= len(counts) or sum(counts) != world:
+        raise ConfigError(
+            f"{per_node} ({variables.get(per_node, 'not set')}) must be {world} tasks in all ({size}), and some on "
+            f"node {node} (SLURM_NODEID), as srun sets it, {_OR_SET}"
+        )
+    job = ".".join(variables.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+    return Task(rank, local_rank, world, counts[node], "srun", job)
+
+
+def _of_mpirun(variables: Mapping[str, str]) -> Task | None:
+    for rank, size, local_ranks, local_sizes, job in _MPI:
+        if rank not in variables and size not in variables:
+            continue
+        if variables.get(size) == "1":
+            continue
+        local_rank, local_size = (
+            next((name for name in names if name in variables), names[0]) for names in (local_ranks, local_sizes)
+        )
+        names = (rank, local_rank, size, local_size)
+        if _is_of_srun(variables) and not all(name in variables for name in names):
+            continue  # srun --mpi=pmi2 sets a part of them for its own tasks
+        number, local_number, world, local_world = _numbers(variables, names, "mpirun")
+        namespace = next((variables[name] for name in job if variables.get(name)), "")
+        return Task(number, local_number, world, local_world, "mpirun", namespace)
+    return None
+
+
+def _numbers(variables: Mapping[str, str], names: Sequence[str], launcher: str) -> list[int]:
+    """The values of variables that a launcher sets."""
+    missing = [name for name in names if name not in variables]
+    if missing:
+        stated = listing(f"{name} ({variables[name]})" for name in names if name in variables)
+        raise ConfigError(f"{listing(missing)} must be set beside {stated}, as {launcher} does, {_OR_SET}")
+    for name in names:
+        if not variables[name].isdecimal():
+            raise ConfigError(f"{name} ({variables[name]!r}) must be a whole number, as {launcher} does, {_OR_SET}")
+    return [int(variables[name]) for name in names]
+
+
+def _require_order(task: Task) -> None:
+    """Refuse numbers that contradict one another."""
+    if task.rank < task.world and task.local_rank < task.local_world <= task.world:
+        return
+    raise ConfigError(
+        f"the variables of {task.launcher} must agree, and say that this is rank {task.rank} of {task.world}, and on "
+        f"its machine {task.local_rank} of {task.local_world}, counted from 0: correct them, {_OR_SET}"
     )
 
 
-def _of_mpirun(variables: Mapping[str, str]) -> _Task | None:
-    """Open MPI's variables."""
-    names = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
-    found = [variables.get(f"OMPI_COMM_WORLD_{name}", "") for name in names]
-    if not all(value.isdecimal() for value in found) or found[2] == "1":
-        return None
-    rank, local_rank, world, local_world = map(int, found)
-    namespace = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid", "")
-    return _Task(rank, local_rank, world, local_world, "mpirun", namespace)
-
-
 def tasks_of_nodes(counts: str) -> list[int]:
-    """The tasks of each node of SLURM's `2(x3),1`: 2, 2, 2 and 1."""
-    found = []
-    for part in counts.split(","):
-        number, _, times = part.partition("(x")
-        found += [int(number)] * (int(times.rstrip(")")) if times else 1)
-    return found
+    """The tasks of each node of SLURM's `2(x3),1`: 2, 2, 2 and 1; none where it is no such text."""
+    parts = [re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", part) for part in counts.split(",")]
+    if not all(parts):
+        return []
+    return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
 
 
-def _first_host(task: _Task, variables: Mapping[str, str]) -> str:
+def _first_host(task: Task, variables: Mapping[str, str]) -> str:
     if task.world == task.local_world:
         return "127.0.0.1"
     if task.launcher != "srun":
         raise ConfigError(
             f"MASTER_ADDR must be set where mpirun starts ranks on several machines: the address of rank 0's machine, "
-            f"as in mpirun -x MASTER_ADDR={socket.gethostname()}"
+            f"as in mpirun -x MASTER_ADDR={socket.gethostname()} (Open MPI) or mpiexec -genv MASTER_ADDR … (MPICH)"
             f"{see('runs#first-node-not-found')}"
         )
     return address_of(first_name(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")))

@@ -31,7 +31,7 @@ from shardwise.mesh import Group
 from shardwise.models.storable import sentences, storage_problems
 from shardwise.parallel import Dropout
 from shardwise.placement import of, unplaced_state
-from shardwise.user_code import error_text, load
+from shardwise.user_code import RAISED, error_text, load
 
 RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")
 """Arguments that the run gives. A class that does not take the last three is made after `torch.manual_seed(train.seed)`
@@ -72,7 +72,7 @@ def build_own(
     torch.manual_seed(train.seed)
     try:
         model = model_class(**arguments)
-    except Exception as error:
+    except RAISED as error:
         if devices.is_out_of_memory(error) or isinstance(error, dist.DistError):
             raise
         raise ConfigError(

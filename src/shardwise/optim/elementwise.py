@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch_private import step_optimizer
-from shardwise.user_code import error_text
+from shardwise.user_code import RAISED, error_text
 
 _ADVICE = (
     "each rank gives it flat slices of parameters, so it must update each element by itself, as AdamW does, "
@@ -47,7 +47,7 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
             half = nn.Parameter(part.clone())
             _run(optimizer_class([half], **options), half, gradient)
             halves.append(half)
-    except Exception as error:
+    except RAISED as error:
         raise ValueError(f"{refusal}; its trial failed with: {error_text(error)}") from error
     if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
         raise ValueError(f"{refusal}; its result depends on the whole parameter")

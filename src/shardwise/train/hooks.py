@@ -22,7 +22,7 @@ from shardwise.launch import stopping
 from shardwise.optim.elementwise import require_elementwise
 from shardwise.parallel import ParallelLMHead
 from shardwise.runlog import JsonLines
-from shardwise.user_code import accepts, error_text, load
+from shardwise.user_code import RAISED, accepts, error_text, load
 
 Callback = Callable[[dict[str, Any]], object]
 _FROM_SECTION = ("lr", "betas", "eps", "weight_decay")
@@ -63,7 +63,7 @@ def use_loss(model: nn.Module, config: Config) -> None:
     def loss(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
         try:
             value = function(logits_SBV, targets_SB.clone())  # which it may change in place
-        except Exception as error:
+        except RAISED as error:
             if devices.is_out_of_memory(error):
                 raise
             raise ConfigError(f"hooks.loss ({path}) failed: {error_text(error)}") from error
@@ -129,7 +129,7 @@ def own_optimizer(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str
     options = {name: getattr(section, name) for name in _FROM_SECTION if name in names} | dict(own)
     try:
         require_elementwise(optimizer_class, options)
-    except Exception as error:
+    except RAISED as error:
         raise ConfigError(f"hooks.optimizer ({path}): {error_text(error)}") from error
     return optimizer_class, options
 
@@ -153,7 +153,7 @@ class Told(JsonLines):
         for path, callback in self._callbacks:
             try:
                 stop = callback(dict(record))
-            except Exception as error:
+            except RAISED as error:
                 self._callbacks = []  # what the run records of its failure must not fail again
                 raise RunError(f"hooks.callbacks ({path}) failed: {error_text(error)}") from error
             if isinstance(stop, bool | np.bool_) and stop:  # any other value is none of ours
@@ -176,6 +176,6 @@ def _callbacks(config: Config) -> Sequence[tuple[str, Any]]:
 def _made(path: str, callback: Any) -> Callback:
     try:
         made: Callback = callback() if isinstance(callback, type) else callback
-    except Exception as error:
+    except RAISED as error:
         raise ConfigError(f"hooks.callbacks ({path}) cannot be made: {error_text(error)}") from error
     return made

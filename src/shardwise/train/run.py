@@ -31,6 +31,7 @@ from shardwise.train.same import require_same
 from shardwise.train.sample import draw_sample
 from shardwise.train.saving import STREAM, make_stop_check
 from shardwise.train.trainer import Trainer
+from shardwise.user_code import error_text
 
 
 def run(config: Config, run_path: Path | None, recipe: str) -> Path:
@@ -89,9 +90,13 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
 
 def _doing(mesh: Mesh, progress: Progress) -> dict[str, Any]:
     """What a heartbeat tells. Another thread calls it."""
-    doing = f"{progress.phase} of step {progress.step + 1:,}" if progress.step else progress.phase
     place = {"device": str(mesh.device), "stage": mesh.pp.rank}
-    return {**place, "step": progress.step, "doing": doing, "called": calls_of_groups()}
+    return {**place, "step": progress.step, "doing": _phase(progress), "called": calls_of_groups()}
+
+
+def _phase(progress: Progress) -> str:
+    """The phase of the run, with its step, as the user reads it."""
+    return f"{progress.phase} of step {progress.step + 1:,}" if progress.step else progress.phase
 
 
 def _with_one_batch(config: Config, mesh: Mesh) -> Config:
@@ -116,6 +121,12 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
         if progress.step == progress.before:
             raise
         raise RunError(str(error)) from error
+    except SystemExit as error:
+        raise RunError(
+            f"rank {mesh.world.rank} was ended during {_phase(progress)}: {error_text(error)}; a training ends after "
+            f"its last step ({config.train.steps:,}), or with a checkpoint before it, where a function of "
+            "hooks.callbacks returns True"
+        ) from error
     except Exception as error:
         if comm.is_lost_connection(error):
             text = (

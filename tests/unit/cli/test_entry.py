@@ -28,6 +28,16 @@ def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         monkeypatch.setenv(name, str(value))
 
 
+def test_fault_19_a_command_that_code_of_the_user_ends_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shardwise.cli.recipes.run", lambda _: sys.exit(0))
+    assert main(["recipes"]) == 1
+    assert capsys.readouterr().err.startswith(
+        "shardwise: shardwise recipes was ended before it was done: sys.exit(0) was called ("
+    )
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])

@@ -91,8 +91,27 @@ def test_another_machine_gets_the_same_command(
     monkeypatch.setattr("sys.argv", ["shardwise", *arguments])
     assert main(arguments) == 5
     ((*ssh, command),) = ran
-    assert ssh == ["ssh", "-t", "login"]
-    assert shlex.split(command) == ["cd", folder or str(tmp_path), "&&", "shardwise", *arguments[:2], arguments[-1]]
+    assert ssh == ["ssh", "-t", "--", "login"]
+    assert shlex.split(command) == [
+        "cd",
+        "--",
+        folder or str(tmp_path),
+        "&&",
+        "shardwise",
+        *arguments[:2],
+        arguments[-1],
+    ]
+
+
+@pytest.mark.parametrize("host", ["", ":folder", "-oProxyCommand=x", "user@-oProxyCommand=x", "a b", "a\nb"])
+def test_fault_20_a_host_that_ssh_would_take_for_an_option_is_refused(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("ssh was started"))
+    arguments = ["submit", "llama2-tiny", f"--ssh={host}"]
+    monkeypatch.setattr("sys.argv", ["shardwise", *arguments])
+    assert main(arguments) == 2
+    assert re.match(r"shardwise: --ssh \('.*'\) must be (one word|without line breaks)", capsys.readouterr().err)
 
 
 def test_another_machine_needs_ssh(

@@ -155,7 +155,7 @@ def test_default_number_of_ranks(
     ((command, nproc, run_path),) = started
     assert nproc == expected
     assert command[:6] == [sys.executable, "-P", "-m", "shardwise", "train", "quickstart"]
-    assert command[-4:] == ["--nproc", str(expected), "--run-dir", str(run_path)]
+    assert command[-3:] == ["--nproc", str(expected), f"--run-dir={run_path}"]
     assert run_path.parent == Path("runs")
     assert run_path.name.startswith("quickstart-")
 

@@ -49,6 +49,8 @@ def test_a_folder_whose_log_slurm_could_not_write_is_refused(tmp_path: Path) -> 
         ConfigError, match=r"must be without '%' and '\\\\': SLURM replaces them in the path of the log"
     ):
         check_run_folder(tmp_path / "50%\\x", config())
+    with pytest.raises(ConfigError, match=r"^--run-dir \('.*a\\nb'\) must be without line breaks"):
+        check_run_folder(tmp_path / "a\nb", config())
     check_run_folder(tmp_path / "a #b", config())
 
 

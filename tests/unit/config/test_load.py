@@ -109,8 +109,14 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ),
         ("launch.nodes=true", "launch.nodes (true) must be a number of machines, such as 4"),
         ("launch.time=soon", "launch.time ('soon') must be minutes, HH:MM:SS or D-HH:MM:SS, such as 24:00:00"),
-        ("launch.sbatch=qos", "launch.sbatch ('qos') must be a list of options of sbatch, such as [--qos=high]"),
-        ("launch.sbatch=[qos]", "launch.sbatch (['qos']) must be a list of options of sbatch, such as [--qos=high]"),
+        (
+            "launch.sbatch=qos",
+            "launch.sbatch ('qos') must be a list of options of sbatch in full, such as [--qos=high]",
+        ),
+        (
+            "launch.sbatch=[qos]",
+            "launch.sbatch (['qos']) must be a list of options of sbatch in full, such as [--qos=high]",
+        ),
         (
             "launch.environment={2A: b}",
             "launch.environment.2A must be a variable's name with a text or a number",
@@ -137,6 +143,46 @@ def test_one_mistake_is_one_sentence(override: str, problem: str) -> None:
     found = problems(override)
     assert len(found) == 1, found
     assert found[0].startswith(problem)
+
+
+@pytest.mark.parametrize("name", ["1", "ä", "A-B", '"A\\nB"', "A=B", '""'])
+def test_fault_20_names_that_bash_does_not_take_are_refused(name: str) -> None:
+    (problem,) = problems(f"launch.environment={{{name}: a}}")
+    assert "must be a variable's name with a text or a number" in problem
+
+
+def test_fault_20_variables_that_bash_sets_are_refused() -> None:
+    assert problems("launch.environment={UID: 1, HOME: /a, BASHOPTS: a}") == [
+        f"launch.environment.{name} must be left out: bash, which runs the job's script, sets it"
+        for name in ("UID", "BASHOPTS")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ("--array=0-3", "must be without --array: a job is one training: submit each by itself"),
+        ("--arr=0-3", "must be without --array"),
+        ("--wrap=ls", "must be without --wrap"),
+        ("--nodes=3", "must be without --nodes: launch.nodes sets it"),
+        ("--ntasks-per-node=3", "must be without --ntasks-per-node: launch.ranks_per_node sets it"),
+        ("--job-name=a", "must be without --job-name: --run-dir sets it"),
+        ("--no-requeue", "must be without --no-requeue: the job is queued again by itself, and its log goes on"),
+        ("--signal=TERM", "must be without --signal: launch.warning_seconds sets it"),
+        ("--wait", "must be without --wait: `shardwise submit` submits one job, follows it, and has --dry-run"),
+        ("-a0-3", "must be a list of options of sbatch in full, such as [--qos=high]"),
+        ("--qos high", "must be a list of options of sbatch in full, such as [--qos=high]"),
+        ("--hold --array=0-3", "must be a list of options of sbatch in full"),
+    ],
+)
+def test_fault_20_options_that_make_another_job_are_refused(option: str, problem: str) -> None:
+    (said,) = problems(f"launch.sbatch=['{option}']")
+    assert problem in said
+
+
+def test_fault_20_other_options_of_sbatch_are_taken() -> None:
+    options = ("--exclude=n1", "--nodelist=n[1-2]", "--mem=3G", "--time-min=3", "--no-kill", "--wait-all-nodes=1")
+    assert load_config("llama2-tiny", [f"launch.sbatch=[{', '.join(map(repr, options))}]"]).launch.sbatch == options
 
 
 def test_what_cannot_be_streamed() -> None:

@@ -127,7 +127,10 @@ def test_accelerators_that_a_run_would_not_use(tmp_path: Path, monkeypatch: pyte
 def test_variables_of_a_launcher_that_is_not_there() -> None:
     assert machine.launcher({}).status == "ok"
     assert machine.launcher({"WORLD_SIZE": "2"}).status == "wrong"
-    assert "several tasks of srun or mpirun" in machine.launcher({"OMPI_COMM_WORLD_SIZE": "2"}).found
+    whole = {f"OMPI_COMM_WORLD_{name}": number for name, number in zip(("RANK", "SIZE"), "02", strict=True)}
+    assert machine.launcher(whole).status == "wrong"
+    whole |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert "several tasks of srun or mpirun" in machine.launcher(whole).found
     assert machine.memory(2**20).status == "warning"
 
 

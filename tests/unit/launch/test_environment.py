@@ -73,6 +73,31 @@ def test_a_place_that_is_half_given_is_refused() -> None:
 
 def test_a_rank_that_cannot_find_the_others_is_told_what_to_set() -> None:
     assert unjoined({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}) == (
-        "MASTER_PORT must be set beside RANK or WORLD_SIZE, as torchrun does"
+        "MASTER_PORT must be set beside RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does"
     )
     assert unjoined({"WORLD_SIZE": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR must be set beside RANK, LOCAL_RANK and WORLD_SIZE, as torchrun does"),
+        ({"MASTER_PORT": "a"}, "MASTER_PORT ('a') must be a whole number, as torchrun sets it"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT (65536) must be a port, from 1 to 65535"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK (2) must be less than WORLD_SIZE (2)"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK (1) must be less than LOCAL_WORLD_SIZE (1)"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE (3) must be at most WORLD_SIZE (2)"),
+        ({"WORLD_SIZE": "0"}, "RANK (0) must be less than WORLD_SIZE (0)"),
+    ],
+)
+def test_fault_14_variables_of_torchrun_that_contradict_one_another_are_refused(
+    changed: dict[str, str], told: str
+) -> None:
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert unjoined({**torchrun, **changed}) == told
+
+
+def test_fault_14_a_local_rank_alone_is_refused() -> None:
+    """Two processes would train in one folder each by itself."""
+    assert (unjoined({"LOCAL_RANK": "1"}) or "").startswith("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set")
+    assert unjoined({"LOCAL_RANK": "0"}) is None

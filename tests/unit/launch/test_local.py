@@ -1,8 +1,10 @@
 """The launcher with small commands as ranks: what is shown, how fast, and what is left behind."""
 
+import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch import local
+from shardwise.launch.environment import HEARTBEATS, Rank
+from shardwise.launch.failure import report_done
 from shardwise.launch.local import LaunchError, launch
 from shardwise.launch.stopping import NOTICE
 from tests.e2e import processes
@@ -21,7 +25,8 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from shardwise.launch import guard
-from shardwise.launch.failure import Failure, report_failure
+from shardwise.launch.environment import joined
+from shardwise.launch.failure import Failure, report_done, report_failure
 guard.die_with_parent()
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -76,6 +81,7 @@ def test_ranks_know_their_places_and_share_the_cores(tmp_path: Path, monkeypatch
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "EXTRA")
 (folder / f"out-{rank}").write_text(" ".join(os.environ[name] for name in names))
 assert os.environ["MASTER_ADDR"] and os.environ["MASTER_PORT"]
+report_done(joined())
 """
     launch(command(tmp_path, body), 2, tmp_path)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -233,20 +239,33 @@ def test_a_launcher_that_cannot_start_its_ranks_names_the_log(tmp_path: Path) ->
     assert "/no/such/program" in (tmp_path / "logs" / "launcher.log").read_text()
 
 
+@pytest.mark.parametrize(("done", "early"), [((), 0), ((0,), 1), ((1,), 0)])
+def test_fault_19_a_rank_that_ends_before_its_work_is_done_is_a_failure(
+    done: tuple[int, ...], early: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `os._exit(0)` in code of the user's own: each rank's exit code is 0."""
+
+    def ended(agent: subprocess.Popen[bytes], *_: object) -> int:
+        agent.kill()
+        agent.wait()
+        for rank in done:
+            report_done(Rank(rank, rank, 2))
+        return 0
+
+    monkeypatch.setattr(local, "_wait", ended)
+    monkeypatch.setenv(HEARTBEATS, str(tmp_path))
+    monkeypatch.setattr(local.tempfile, "TemporaryDirectory", lambda **_: contextlib.nullcontext(str(tmp_path)))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / f"logs/rank-{early:04d}.log").touch()
+    told = rf"^rank {early} ended with exit code 0 before its work was done: code of your own must not end the process"
+    with pytest.raises(LaunchError, match=told):
+        launch([sys.executable, "-c", "pass"], 2, tmp_path)
+    for rank in (0, 1):
+        report_done(Rank(rank, rank, 2))
+    launch([sys.executable, "-c", "pass"], 2, tmp_path)
+
+
 def test_a_launcher_that_is_killed_is_told_with_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_wait", lambda agent, *_: agent.kill() or agent.wait())
     with pytest.raises(LaunchError, match=r"starts the ranks was killed by SIGKILL; its log: .*launcher\.log$"):
         launch([sys.executable, "-c", "pass"], 1, tmp_path)
-
-
-def test_names_of_events_are_left_out_wherever_torch_has_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    from shardwise._torch_private import leave_events_without_names
-
-    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: "join")
-    leave_events_without_names()
-    assert dynamic_rendezvous.get_method_name() == ""
-    monkeypatch.delattr(dynamic_rendezvous, "get_method_name")
-    leave_events_without_names()
-    assert not hasattr(dynamic_rendezvous, "get_method_name")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.environment import ERROR_FILE, PARENT_PID
+from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID
 from shardwise.launch.failure import Failure, read_failure, stop_record
 from shardwise.launch.stopping import NOTICE, training_mark
 
@@ -71,6 +71,28 @@ def test_alone(body: str, code: int, text: str, tmp_path: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (code, "", f"shardwise: {shown}\n" if shown else "")
     if "traceback" in text:
         assert "in run\n" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "variables", "told"),
+    [
+        ("sys.exit(0)", {}, "sys.exit(0) was called"),
+        ("sys.exit('no data')", {}, "sys.exit('no data') was called"),
+        ("raise GeneratorExit", PLACE, "GeneratorExit"),
+        ("raise SystemExit", PLACE, "sys.exit() was called"),
+    ],
+)
+def test_fault_19_a_rank_that_code_of_the_user_ends_has_failed(
+    body: str, variables: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    error_file = tmp_path / "error.json"
+    launched = {**variables, ERROR_FILE: str(error_file), HEARTBEATS: str(tmp_path)} if variables else {}
+    result = train(body, tmp_path, launched)
+    failure = read_failure(error_file)
+    text = result.stderr if failure is None else failure.text
+    assert result.returncode == 1
+    assert f" failed: {told}\ntraceback: " in text
+    assert not list(tmp_path.glob("done-*"))
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
@@ -164,8 +186,9 @@ def test_torchrun_ends_the_ranks_of_a_failed_one_at_once(tmp_path: Path) -> None
 def test_launched(body: str, code: int, text: str, tmp_path: Path) -> None:
     log = tmp_path / "logs" / "rank-0001.log"
     error_file = tmp_path / "error.json"
-    result = train(body, tmp_path, {**PLACE, ERROR_FILE: str(error_file)})
+    result = train(body, tmp_path, {**PLACE, ERROR_FILE: str(error_file), HEARTBEATS: str(tmp_path)})
     assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
     shown = text.format(rank=1, log=log)
     assert read_failure(error_file) == (Failure(1, shown, code) if code else None)
     assert log.exists()
+    assert (tmp_path / "done-0001").exists() == (code == 0)

@@ -4,7 +4,8 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.launch import tasks
-from shardwise.launch.environment import Rank, is_one_of_several_tasks, joined
+from shardwise.launch.environment import Rank, joined, may_be_a_task
+from shardwise.launch.failure import Failure
 
 SRUN = {
     "SLURM_JOB_ID": "7",
@@ -28,11 +29,11 @@ def _known_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_task_of_srun_has_its_place_and_the_steps_first_host() -> None:
     variables = dict(SRUN)
-    assert is_one_of_several_tasks(variables)
+    assert may_be_a_task(variables)
     tasks.adopt_task(variables)
     assert joined(variables) == Rank(rank=3, local_rank=0, world=5)
     assert (variables["LOCAL_WORLD_SIZE"], variables["MASTER_ADDR"]) == ("1", "10.0.0.3")
-    assert not is_one_of_several_tasks(variables), "its children would join too"
+    assert not may_be_a_task(variables), "its children would join too"
 
 
 def test_all_tasks_of_a_job_and_no_other_job_meet_at_a_port() -> None:
@@ -60,7 +61,7 @@ def test_a_host_that_cannot_be_known_is_refused_and_never_guessed() -> None:
         tasks.adopt_task(variables)
     assert joined(variables) == Rank(rank=3, local_rank=0, world=5), "all tasks would tell it at once"
     with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR="):
-        tasks.adopt_task({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+        tasks.adopt_task({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
 
 
 def test_processes_of_mpirun_on_one_machine() -> None:
@@ -70,7 +71,81 @@ def test_processes_of_mpirun_on_one_machine() -> None:
     assert variables["MASTER_ADDR"] == "127.0.0.1"
 
 
-@pytest.mark.parametrize("kept", [{"RANK": "0"}, {"WORLD_SIZE": "4"}, {"SLURM_STEP_NUM_TASKS": "1"}])
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "a"}
+JOB = {**dict(list(SRUN.items())[2:5]), "SLURM_NTASKS": "5", "SLURM_TASKS_PER_NODE": "2,1(x2),1"}
+JOB["SLURM_JOB_NODELIST"] = SRUN["SLURM_STEP_NODELIST"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        (MPICH, (1, 1, 4)),
+        ({**MPICH, **SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, (1, 1, 4)),
+        ({"PMI_RANK": "3", "PMI_SIZE": "5", "PMIX_RANK": "3", **SRUN}, (3, 0, 5)),
+        ({f"MV2_{name.removeprefix('OMPI_')}": value for name, value in MPIRUN.items()}
+         | {"MV2_COMM_WORLD_LOCAL_SIZE": "2"}, (1, 1, 2)),
+        (JOB, (3, 0, 5)),
+    ],
+    ids=["mpich", "mpich-inside-srun", "pmi-of-srun", "mvapich2", "srun-without-its-step"],
+)  # fmt: skip
+def test_fault_14_a_task_of_each_launcher_joins(variables: dict[str, str], place: tuple[int, int, int]) -> None:
+    own = dict(variables)
+    tasks.adopt_task(own)
+    assert joined(own) == Rank(*place)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "MPI_LOCALRANKID and MPI_LOCALNRANKS must be set beside PMI_RANK (1) and"),
+        ({"PMIX_RANK": "1"}, "the number of ranks must be set beside PMIX_RANK (1)"),
+        ({"SLURM_PROCID": "1"}, "SLURM_LOCALID, SLURM_NTASKS and SLURM_NODEID must be set beside SLURM_PROCID (1)"),
+        ({**JOB, "ENVIRONMENT": "BATCH"}, "SLURM_STEP_NUM_TASKS must be set beside SLURM_PROCID (3)"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": ""}, "SLURM_STEP_NUM_TASKS ('') must be a whole number, as srun does"),
+        (
+            {**SRUN, "SLURM_PROCID": "5"},
+            "the variables of srun must agree, and say that this is rank 5 of 5, and on its",
+        ),
+        ({**SRUN, "SLURM_LOCALID": "1"}, "the variables of srun must agree, and say that this is rank 3 of 5"),
+        (
+            {**SRUN, "SLURM_NODEID": "4"},
+            "SLURM_STEP_TASKS_PER_NODE (2,1(x2),1) must be 5 tasks in all (SLURM_STEP_NUM_TASKS), and some on node 4 "
+            "(SLURM_NODEID), as srun sets it, or set RANK",
+        ),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE (2(x) must be 5 tasks in all"),
+        *(
+            ({name: value for name, value in SRUN.items() if name != missing}, f"{missing} ")
+            for missing in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE")
+        ),
+    ],
+)
+def test_fault_14_a_task_that_cannot_know_its_place_is_told_what_to_set(variables: dict[str, str], told: str) -> None:
+    own = dict(variables)
+    with pytest.raises(ConfigError) as caught:
+        tasks.adopt_task(own)
+    assert str(caught.value).startswith(told)
+    assert "or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does" in str(caught.value)
+    assert joined(own) is not None, "all tasks would tell it at once"
+    tasks.end_step(Failure(0, "", 2), {**variables, "SLURM_JOB_ID": ""})
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "ENVIRONMENT": "BATCH"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"},
+        {"SLURM_PROCID": "0"},
+        {"PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+    ids=["script-of-a-job", "one-task", "no-number", "mpirun"],
+)
+def test_fault_14_a_process_that_is_alone_stays_so(variables: dict[str, str]) -> None:
+    own = dict(variables)
+    tasks.adopt_task(own)
+    assert own == variables
+
+
+@pytest.mark.parametrize("kept", [{"RANK": "0"}, {"WORLD_SIZE": "4"}, {"WORLD_SIZE": "1"}])
 def test_who_is_placed_already_or_alone_stays_so(kept: dict[str, str]) -> None:
     variables = {**SRUN, **kept}
     tasks.adopt_task(variables)
@@ -93,3 +168,15 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
 
 def test_the_tasks_of_each_node() -> None:
     assert tasks.tasks_of_nodes("2(x3),1") == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(("further", "ended"), [({}, 1), ({"TORCHELASTIC_RUN_ID": "7"}, 0)])
+def test_fault_19_a_rank_of_an_agent_does_not_end_the_step_of_all_agents(
+    further: dict[str, str], ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the launcher of a submitted job is killed before it can tell why the rank failed."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(tasks.shutil, "which", lambda name: name)
+    monkeypatch.setattr(tasks.subprocess, "Popen", lambda command, **_: started.append(command))
+    tasks.end_step(Failure(0, "", 1), {**SRUN, **further})
+    assert len(started) == ended

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import shardwise
 from shardwise.cli import main
@@ -15,6 +16,7 @@ from shardwise.config.resumption import resume_problems
 from shardwise.data import prepare
 from shardwise.errors import ConfigError, DataError, RunError, StoppedError
 from shardwise.launch import stopping
+from shardwise.monitor.run import Run
 from shardwise.train.hooks import Told, check_hooks, own_optimizer
 from shardwise.user_code import given
 from tests import own_hooks
@@ -93,6 +95,45 @@ def test_a_callback_stops_a_run_with_a_checkpoint(recipe: str) -> None:
         RunError, match=r"hooks\.callbacks \(tests\.own_hooks:breaks\) failed: KeyError: 'loss' \(.*line"
     ):
         shardwise.train(config, callbacks=[own_hooks.breaks])
+
+
+@pytest.mark.parametrize(
+    ("hook", "told"),
+    [
+        ("callbacks", r"hooks\.callbacks \(.*\) failed: sys\.exit\(0\) was called \(.*test_hooks\.py, line \d+\)"),
+        (
+            "optimizer",
+            r"rank 0 was ended during optimizer update of step 2: sys\.exit\(0\) was called \(.*"
+            r"; a training ends after its last step \(4\), or with a checkpoint before it, where a function of",
+        ),
+    ],
+)
+def test_fault_19_a_run_that_a_hook_ends_has_failed(hook: str, told: str, recipe: str) -> None:
+    steps: list[int] = []
+
+    class Ends(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if steps:
+                sys.exit(0)
+            super().step(closure)
+
+    def hear(event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            steps.append(event["step"])
+            if hook == "callbacks":
+                sys.exit(0)
+
+    config = shardwise.load_recipe(recipe, train={"eval_every": 0})
+    with pytest.raises(RunError, match=told):
+        shardwise.train(config, run_dir="runs/a", callbacks=[hear], optimizer=Ends if hook == "optimizer" else None)
+    run = Run(Path("runs/a"), whole=False)
+    assert (run.state, run.results) == ("failed", {})
+
+
+def test_fault_19_a_module_that_ends_python_is_wrong_input(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("ends.py").write_text("import sys\nsys.exit(0)\n")
+    assert main(["train", recipe, "hooks.loss=ends:loss"]) == 2
+    assert "hooks.loss (ends:loss) cannot be imported: sys.exit(0) was called (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,8 @@ def test_a_rank_gives_up_a_collective_after_the_keys_seconds(monkeypatch: pytest
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("shardwise.device.local_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("shardwise.mesh.meet", lambda *_: None)
+    monkeypatch.setattr("shardwise.patience.start", lambda _: False)
     monkeypatch.setattr(dist, "init_process_group", join)
     with pytest.raises(InterruptedError):
         run(make_config(launch={"timeout": 7.5}), None, "tiny")

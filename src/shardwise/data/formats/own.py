@@ -23,7 +23,7 @@ from shardwise.data.samples.batch import Batch, Batches
 from shardwise.data.samples.causal import DocumentEnds, causal_batch
 from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError
-from shardwise.user_code import accepts, error_text, load
+from shardwise.user_code import RAISED, accepts, error_text, load
 
 
 class Samples(Protocol):
@@ -61,7 +61,7 @@ class Rows:
         try:
             sample = self.samples[number]
             row = np.asarray(sample)
-        except Exception as error:
+        except RAISED as error:
             raise DataError(f"hooks.data ({self.path}): sample {number} cannot be read: {error_text(error)}") from error
         found = None
         if row.ndim == 0:
@@ -140,7 +140,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
         try:
             samples = opener(config, part)
             number = 0 if samples is None else len(samples)
-        except Exception as error:
+        except RAISED as error:
             raise DataError(
                 f"hooks.data ({path}): its {PART_NAMES[part]} part cannot be opened: {error_text(error)}"
             ) from error

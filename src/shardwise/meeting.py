@@ -1,0 +1,103 @@
+"""How the ranks of a job meet: rank 0 listens at MASTER_ADDR and MASTER_PORT, and the others connect to it.
+
+torch says a page of C++, after the time limit, where they cannot; here it is a sentence. Where all ranks are on one
+machine, nothing of theirs listens on its other network interfaces.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+import psutil
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # stubs leave the class out
+
+from shardwise.errors import ConfigError, RunError, see
+from shardwise.files import reason_of
+from shardwise.units import counted
+
+_LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
+"""Names that mean this machine on each machine, as its own name does not, each with the address to listen at."""
+_RETRY_SECONDS = 0.2
+
+
+def meet(rank: int, world: int, timeout: timedelta) -> TCPStore | None:
+    """Wait until the ranks can reach one another.
+
+    Returns:
+        the store that they share; None where the launcher of the ranks has opened it, to which torch connects them.
+
+    Raises:
+        ConfigError: MASTER_ADDR does not resolve; rank 0 cannot listen at MASTER_PORT.
+        RunError: not all ranks came in time.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR ({address}) must be the address of rank 0's machine, and on {socket.gethostname()} it does "
+            f"not resolve: {reason_of(error)}{see('runs#first-node-not-found')}"
+        ) from None
+    if address in _LOOPBACK:
+        _stay_inside()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    if rank == 0:
+        return _open_store(address, port, world, timeout)
+    _await_store(address, port, rank, timeout)
+    return TCPStore(address, port, world, False, timeout)
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens: on the loopback interface where the address is one of it, else on all interfaces."""
+    local = _LOOPBACK.get(address)
+    if local is not None:
+        return socket.create_server((local, port), family=socket.AF_INET6 if ":" in local else socket.AF_INET)
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
+
+
+def _stay_inside() -> None:
+    """Have gloo listen on the loopback interface, unless the user names another one."""
+    names = [name for name, found in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in found)]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+
+
+def _open_store(address: str, port: int, world: int, timeout: timedelta) -> TCPStore:
+    """Listen for the other ranks until all are there."""
+    try:
+        listener = listen(address, port)
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_PORT ({port}) must be a free port of rank 0's machine, and rank 0 cannot listen at it: "
+            f"{reason_of(error).partition(' (')[0]}; set another one on all ranks, or end the program that uses it"
+        ) from None
+    try:
+        return TCPStore(address, port, world, True, timeout, multi_tenant=True, master_listen_fd=listener.detach())
+    except DistError as error:
+        raise RunError(
+            f"rank 0 waited at {address}:{port} (MASTER_ADDR and MASTER_PORT) for {counted(world - 1, 'other rank')}, "
+            f"and WORLD_SIZE ({world}) ranks did not come within {timeout.total_seconds():g} s (launch.timeout)"
+        ) from error
+
+
+def _await_store(address: str, port: int, rank: int, timeout: timedelta) -> None:
+    """Wait until rank 0 listens."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((address, port), timeout.total_seconds()).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"rank {rank} must reach rank 0 at {address}:{port} (MASTER_ADDR and MASTER_PORT), and could not "
+                    f"within {timeout.total_seconds():g} s (launch.timeout): {reason_of(error)}"
+                    f"{see('runs#first-node-not-reached')}"
+                ) from None
+            time.sleep(_RETRY_SECONDS)

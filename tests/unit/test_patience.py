@@ -1,0 +1,53 @@
+"""How long a rank waits for others is measured in seconds in which it ran."""
+
+import socket
+import sys
+import threading
+
+import pytest
+
+from shardwise import patience
+from shardwise.patience import Watch, close_connections
+
+
+def test_fault_23_a_wait_is_over_after_its_seconds_of_running_time() -> None:
+    watch = Watch(3.0)
+    assert [watch.is_over(1.0, {7: 5}) for _ in range(4)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "second", [{7: 6}, {}, {8: 5}], ids=["it-works", "it-waits-for-nobody", "it-is-another-thread"]
+)
+def test_fault_23_a_thread_that_does_something_waits_anew(second: dict[int, int]) -> None:
+    watch = Watch(2.0)
+    seen = [{7: 5}, {7: 5}, second, second, {7: 9}]
+    assert not any(watch.is_over(1.0, waiting) for waiting in seen)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_fault_23_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock goes on by 100 s in each pause of a tenth of the limit."""
+    times = iter(range(0, 10**6, 100))
+    monkeypatch.setattr(patience.time, "monotonic", lambda: float(next(times)))
+    monkeypatch.setattr(patience.time, "sleep", lambda _: None)
+    monkeypatch.setattr(patience, "_waiting", lambda: {1: 1})
+    patience._run(6.0, lambda: None)
+    assert next(times) // 200 == 6, "six pauses of at most 1.2 s each"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_fault_23_what_waits_on_a_connection_goes_on_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all that this process has opened only these two are looked at."""
+    server = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(server.getsockname())
+    accepted, _ = server.accept()
+    with server, client, accepted:
+        ours = [patience.Path(f"/proc/self/fd/{one.fileno()}") for one in (server, client)]
+        monkeypatch.setattr(patience.Path, "iterdir", lambda _: iter(ours))
+        heard: list[bytes] = []
+        waiting = threading.Thread(target=lambda: heard.append(client.recv(1)))
+        waiting.start()
+        close_connections()
+        waiting.join(30)
+        assert heard == [b""]
+        socket.create_connection(server.getsockname()).close()
