@@ -22,6 +22,7 @@ from typing import Any
 
 from shardwise import files
 from shardwise.errors import ConfigError
+from shardwise.parsing import json_value
 
 FACTS = "facts.json"
 LOGS = "failed"
@@ -257,7 +258,7 @@ class GraphCache:
 
 def _facts(archive_file: Path | io.BytesIO) -> Facts:
     with zipfile.ZipFile(archive_file) as archive:
-        facts: object = json.loads(archive.read(FACTS))
+        facts: object = json_value(archive.read(FACTS))
     if not isinstance(facts, dict) or not {"unit", "training"} <= facts.keys():
         raise ValueError("it has no facts of a graph")
     return facts

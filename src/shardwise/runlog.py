@@ -40,7 +40,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, see
-from shardwise.files import free_bytes, lock, open_own, reason_of, write_atomic
+from shardwise.files import free_bytes, lock, open_own, open_plain, reason_of, write_atomic
+from shardwise.records import count_of, read_record, record_of
 from shardwise.redaction import recorded_variables, redacted_arguments
 from shardwise.units import size
 
@@ -167,8 +168,17 @@ class RunDirectory:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was started here: an empty or merely reserved folder holds none."""
-        return self.config.exists() or self.metrics.exists() or self.results.exists()
+        """Whether a run was started here: an empty or merely reserved folder holds none.
+
+        Raises:
+            ConfigError: the folder cannot be read.
+        """
+        try:
+            return self.config.exists() or self.metrics.exists() or self.results.exists()
+        except OSError as error:
+            raise ConfigError(
+                f"the run's folder {self.path} must be readable, and it cannot be read: {reason_of(error)}"
+            ) from None
 
     def create(self) -> "RunDirectory":
         """Makes the folders that are not there yet. ConfigError when the path is no folder or cannot be written."""
@@ -199,19 +209,24 @@ class RunDirectory:
 
     def finished_steps(self) -> int | None:
         """The steps in results.json; None where no run has reached its end here."""
-        steps = _value(self.results, "steps")
-        return steps if isinstance(steps, int) else None
+        return count_of(_value(self.results, "steps"))
 
     def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
         """The events of some kinds that metrics.jsonl has, in their order; a line that a crash cut is left out."""
         if not self.metrics.exists():
             return
-        marks = [f'"event": "{kind}"' for kind in kinds]
-        with self.metrics.open(encoding="utf-8", errors="replace") as file:
+        marks = [f'"event": "{kind}"'.encode() for kind in kinds]
+        try:
+            file = open_plain(self.metrics)
+        except OSError as error:
+            raise ConfigError(f"{self.metrics} cannot be read: {reason_of(error)}") from None
+        with file:
             for line in file:
                 if any(mark in line for mark in marks):
                     with contextlib.suppress(ValueError):
-                        yield json.loads(line)
+                        event = record_of(line)
+                        if event.get("event") in kinds:
+                            yield event
 
     def steps(self) -> list[dict[str, Any]]:
         """The steps that metrics.jsonl has, each once as it counts, without those that were undone."""
@@ -299,7 +314,7 @@ def last_that_counts(event: Mapping[str, Any]) -> int | None:
     recorded from its number on: the run began again there.
     """
     step, kind = event.get("step"), event.get("event")
-    if not isinstance(step, int) or kind not in ("step", "resume"):
+    if type(step) is not int or kind not in ("step", "resume"):
         return None
     return step if kind == "resume" else step - 1
 
@@ -316,10 +331,10 @@ def _numbered(path: Path) -> Path:
 
 
 def _value(path: Path, key: str) -> Any:
-    """A value of the JSON object in a file; None where the file is not there, or damaged."""
+    """A value of the record in a file; None where the file cannot be read, or is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))[key]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return read_record(path).get(key)
+    except (OSError, ValueError):
         return None
 
 
@@ -374,16 +389,16 @@ class RunLock:
     def holder(run: Path) -> dict[str, Any] | None:
         """Host, pid and start time of the process that has the lock, or was killed while it had it."""
         try:
-            holder = json.loads((run / _LOCK).read_text(encoding="utf-8"))
+            holder = read_record(run / _LOCK)
         except (OSError, ValueError):
             return None
-        return holder if isinstance(holder, dict) and {"host", "pid", "started"} <= set(holder) else None
+        return holder if None not in map(holder.get, ("host", "pid", "started")) else None
 
     @staticmethod
     def is_held(run: Path) -> bool:
         """Whether a process runs in this folder; True also where the file system cannot tell."""
         try:
-            descriptor = os.open(run / _LOCK, os.O_RDONLY)
+            descriptor = os.open(run / _LOCK, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             return not isinstance(error, FileNotFoundError)
         try:

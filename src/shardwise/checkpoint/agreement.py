@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from shardwise.config import FamilyConfig, ModelConfig, OwnConfig, model_from
 from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.errors import ConfigError, see
 from shardwise.mesh import Group
+from shardwise.parsing import json_value
 from shardwise.storage.root import Root
 
 _Item = TypeVar("_Item")
@@ -72,7 +72,7 @@ def config_problems(config: ModelConfig, folder: Root) -> list[str]:
 def differ_in_tokens(folder: Path, other: Path) -> bool:
     """Whether two folders hold a `tokenizer.json` each, and one token has another id in the one than in the other."""
     try:
-        tokens, others = (json.loads((f / "tokenizer.json").read_text(encoding="utf-8")) for f in (folder, other))
+        tokens, others = (json_value((f / "tokenizer.json").read_text(encoding="utf-8")) for f in (folder, other))
         same: bool = _vocabulary(tokens) == _vocabulary(others)
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -12,6 +12,7 @@ from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.checkpoint_format.owner import owner
 from shardwise.config import Config, parse_yaml, resume_problems
 from shardwise.errors import ConfigError
+from shardwise.files import read_plain
 from shardwise.runlog import RunDirectory
 from shardwise.storage.root import Root, StoreError
 
@@ -68,7 +69,7 @@ def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
 def _stored(directory: RunDirectory, config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
     """The configuration in `config.yaml`, None where it cannot be read; and why `config` cannot continue the run."""
     try:
-        stored = parse_yaml(directory.config.read_text(encoding="utf-8"), str(directory.config))
+        stored = parse_yaml(read_plain(directory.config).decode(), str(directory.config))
         if isinstance(stored, dict):
             return stored, resume_problems(stored, config.model_dump(mode="json"))
         reason = "it holds no configuration"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from shardwise.data import Tokenizer, detect
 from shardwise.errors import ConfigError, keys_renamed, listing, nearest_name
 from shardwise.files import reason_of
 from shardwise.launch.local import launch_without_run
+from shardwise.parsing import json_value
 from shardwise.storage.chunks import read_whole
 from shardwise.storage.root import Root
 
@@ -323,8 +323,8 @@ def _model_section(text: bytes, file: str, family: str | None) -> dict[str, Any]
 
 def _object(text: bytes, file: str) -> dict[str, Any]:
     try:
-        values = json.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        values = json_value(text.decode("utf-8"))
+    except ValueError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold a JSON object")

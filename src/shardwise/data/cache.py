@@ -31,6 +31,7 @@ from shardwise.data.samples.batch import TokenArray
 from shardwise.data.samples.sentences import Sentences
 from shardwise.errors import DataError, see
 from shardwise.files import NoLocksError, lock, open_lock, reason_of, write_atomic
+from shardwise.parsing import json_value
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 1
@@ -136,7 +137,7 @@ def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[Entry], bool
     """The entry, or None where it is absent, of another format, or damaged as `is_sound` finds."""
     path = root / kind / key
     try:
-        entry = Entry(path, json.loads((path / "manifest.json").read_text(encoding="utf-8")))
+        entry = Entry(path, json_value((path / "manifest.json").read_text(encoding="utf-8")))
         return entry if entry.manifest["format"] == FORMAT and is_sound(entry) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -260,7 +261,7 @@ def tokenizer_digest(folder: Path) -> str:
 def known_content(root: Path, stamp: str | None) -> str | None:
     """The content digest that a text with this stamp had."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        content = json.loads((root / "sources" / f"{stamp}.json").read_text(encoding="utf-8"))["content"]
+        content = json_value((root / "sources" / f"{stamp}.json").read_text(encoding="utf-8"))["content"]
         return content if isinstance(content, str) else None
     return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -30,6 +29,7 @@ from shardwise.launch.failure import (
     signal_name,
     stop_record,
 )
+from shardwise.parsing import json_value
 
 # The time that the other ranks have to end at SIGTERM once a rank has failed; torch would wait 30 s.
 _GRACE_SECONDS = 5.0
@@ -141,7 +141,7 @@ def run_ranks(
     stopping.training_mark(logs).unlink(missing_ok=True)
     record, text = stop_record(logs), None
     if record.exists():
-        text = json.loads(record.read_text(encoding="utf-8"))["text"]
+        text = json_value(record.read_text(encoding="utf-8"))["text"]
         record.unlink()  # of no use once the user has read the text
     return Ended(code, text, read_failure(error_file), read_exit_codes(logs), last_beats)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import platform
 import signal
@@ -24,6 +23,7 @@ from typing import Any
 from shardwise.files import write_atomic
 from shardwise.launch.environment import ERROR_FILE, is_launched, joined
 from shardwise.launch.failure import signal_name
+from shardwise.records import read_record
 from shardwise.runlog import json_text
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -98,8 +98,8 @@ def requested(run_path: Path | str | None) -> str | None:
     path = Path(run_path) / STOP_FILE
     if not path.exists():
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads(path.read_text(encoding="utf-8"))["by"])
+    with contextlib.suppress(OSError, ValueError):
+        return read_record(path).get("by") or STOP_FILE
     return STOP_FILE
 
 

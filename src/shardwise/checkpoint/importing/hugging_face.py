@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from functools import partial
@@ -18,6 +17,7 @@ from shardwise.checkpoint_format.tensors import StoredTensors, segments
 from shardwise.checkpoint_format.writing import CONFIG, STREAM_BYTES, StreamedWeight
 from shardwise.errors import ConfigError
 from shardwise.hub import BESIDE_WEIGHTS, INDEX
+from shardwise.parsing import json_value
 from shardwise.storage.root import Buffer, Root
 
 
@@ -63,4 +63,4 @@ def _boxes(entry: TensorEntry) -> Iterator[Box]:
 
 def token_ids(config_file: Root) -> Mapping[str, Any]:
     """The ids of special tokens in a `config.json`; a copy without one has the same default."""
-    return {key: value for key, value in json.loads(config_file.read()).items() if key.endswith("_token_id")}
+    return {key: value for key, value in json_value(config_file.read()).items() if key.endswith("_token_id")}

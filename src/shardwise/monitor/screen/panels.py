@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise import units
-from shardwise.monitor.lost import CAUSES
+from shardwise.monitor.lost import CAUSES, seconds_of
 from shardwise.monitor.screen import ink
 from shardwise.monitor.screen.canvas import plot
 from shardwise.monitor.screen.frame import Frame, Span
@@ -242,10 +243,10 @@ def _clock(now: float) -> str:
 
 def _moment(event: Mapping[str, Any], now: float | None) -> str:
     """When an event was recorded, in local time; with a `now` the time of that day, or the day."""
-    try:
-        moment = datetime.fromisoformat(event["time"]).astimezone()
-    except (KeyError, TypeError, ValueError):
+    seconds = seconds_of(event)
+    if math.isnan(seconds):
         return "–".rjust(5 if now is not None else 11)
+    moment = datetime.fromtimestamp(seconds).astimezone()
     if now is None:
         return moment.strftime("%m-%d %H:%M")
     is_today = moment.date() == datetime.fromtimestamp(now).astimezone().date()
