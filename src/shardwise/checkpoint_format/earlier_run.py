@@ -52,7 +52,7 @@ def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
             if stored is None or _took_steps(directory, root, stored):
                 raise ConfigError(problems)
             return None
-        if differing := resume_problems(manifest.config, config.model_dump(mode="json")):
+        if differing := resume_problems(manifest.config, config.recorded()):
             raise ConfigError(differing if stored is None else problems)
         stored = manifest.config
         state = "is damaged, and is kept under a number" if directory.config.exists() else "is missing"
@@ -71,7 +71,7 @@ def _stored(directory: RunDirectory, config: Config) -> tuple[Mapping[str, Any] 
     try:
         stored = parse_yaml(read_plain(directory.config).decode(), str(directory.config))
         if isinstance(stored, dict):
-            return stored, resume_problems(stored, config.model_dump(mode="json"))
+            return stored, resume_problems(stored, config.recorded())
         reason = "it holds no configuration"
     except ConfigError as error:
         return None, error.problems

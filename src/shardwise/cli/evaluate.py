@@ -12,7 +12,6 @@ masks), model.family (which must name the class of your own model: its code runs
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -96,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             if leads:
                 facts = _facts(folder, config, layout, part, evaluation)
                 if arguments.json:
-                    output.raw(json.dumps(facts, ensure_ascii=False))
+                    output.json(facts, indent=None)
                 else:
                     output.table(_rows(facts))
         return ending.code

@@ -111,6 +111,6 @@ def _log(one: jobs.JobState, *, is_followed: bool) -> None:
     if is_followed and one.job is not None:
         follow(log, one.id, one.run)
     elif log.exists():
-        output.raw(log.read_text(encoding="utf-8", errors="replace").removesuffix("\n"))
+        output.raw(output.text(log.read_text(encoding="utf-8", errors="replace").removesuffix("\n")))
     else:
         output.line(f"job {one.id} has written no log yet: it is {_state(one)}")

@@ -17,7 +17,7 @@ from shardwise.cli import output
 from shardwise.errors import ConfigError
 from shardwise.monitor.run import open_run
 from shardwise.monitor.summary import snapshot
-from shardwise.runlog import RUNS, json_text
+from shardwise.runlog import RUNS
 
 _LARGEST_PORT = 65_535
 _LONGEST_INTERVAL = 86_400
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--once prints one object, and --prometheus prints none: leave one of them out")
     watched = open_run(arguments.run, whole=False)
     if arguments.once:
-        output.raw(json_text(snapshot(watched)))
+        output.json(snapshot(watched), indent=None)
         return 0
     end = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         end.wait()
         return 0
     while True:
-        output.raw(json_text(snapshot(watched)))
+        output.json(snapshot(watched), indent=None)
         sys.stdout.flush()
         if end.wait(interval):
             return 0

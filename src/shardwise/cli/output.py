@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from json import dumps
 from typing import Any
 
+from shardwise.errors import visible
 from shardwise.redaction import redacted
 
 
@@ -18,11 +20,21 @@ def raw(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def json(value: Any) -> None:
-    """Print a value as indented JSON."""
+def json(value: Any, *, indent: int | None = 2) -> None:
+    """Print a value as JSON, with escapes for characters that a terminal would obey; `indent` None: in one line."""
     from shardwise.runlog import json_text
 
-    raw(json_text(value, indent=2))
+    raw("\n".join(map(_escaped, json_text(value, indent=indent).split("\n"))))
+
+
+def _escaped(line: str) -> str:
+    """A line of JSON with an escape for each character that is not printable: these stand in texts alone."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else dumps(c)[1:-1] for c in line)
+
+
+def text(text: str) -> str:
+    """Lines of any origin for stdout: a file gets them as they are, a terminal gets control characters as escapes."""
+    return visible(text) if sys.stdout.isatty() else text
 
 
 def printable(text: object) -> str:

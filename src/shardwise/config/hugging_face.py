@@ -16,6 +16,7 @@ from shardwise.config.families import GPTConfig, GPTNeoXConfig
 from shardwise.config.formats import FORMATS, INERT, ONLY, Format
 from shardwise.config.model import FamilyConfig
 from shardwise.errors import ConfigError, listing
+from shardwise.files import read_plain
 from shardwise.parsing import json_value
 
 _DERIVED = ("num_key_value_heads", "head_dim")

@@ -33,7 +33,8 @@ def parse_value(text: str, origin: str) -> Any:
 def dump_yaml(values: Mapping[str, Any]) -> str:
     """`values` as YAML that `parse_yaml` reads back as the same; a path is written as its text."""
     text: str = yaml.serialize(_node(dict(values)), Dumper=yaml.SafeDumper, width=120, allow_unicode=True)
-    return text
+    # What is not printable stands in double quotes alone, where YAML has these escapes.
+    return "".join(c if c.isprintable() or c == "\n" else f"\\U{ord(c):08x}" for c in text)
 
 
 def _node(value: Any) -> yaml.Node:

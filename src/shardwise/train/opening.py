@@ -156,7 +156,7 @@ def _open_folder(config: Config, run_path: Path | None, recipe: str, mesh: Mesh)
 
 
 def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
-    directory, resolved = RunDirectory(run_path), config.model_dump(mode="json")
+    directory, resolved = RunDirectory(run_path), config.recorded()
     earlier = earlier_run(directory, config)
     stored, earlier_id = (None, None) if earlier is None else (earlier.config, earlier.id)
     require_trackers(config)

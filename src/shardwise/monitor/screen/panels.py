@@ -210,7 +210,7 @@ def told_event(event: Mapping[str, Any], now: float | None, width: int | None = 
         case _:
             what = " ".join([kind, *(f"{name} {value}" for name, value in event.items() if name not in _KNOWN)])
     line = Text.assemble((f" {_moment(event, now)} ", FAINT), ("▌", style if style != TEXT else RULE))
-    line.append(_clean(what), style)
+    line.append(clean(what), style)
     if width is not None:
         line.truncate(width, overflow="ellipsis")
     return line
@@ -219,7 +219,7 @@ def told_event(event: Mapping[str, Any], now: float | None, width: int | None = 
 _KNOWN = ("event", "time")
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """`text` in one line, without characters that a terminal would obey."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
