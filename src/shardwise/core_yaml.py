@@ -22,6 +22,8 @@ _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
 _MOST_DIGITS = 1000
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
+_STARTS = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
+_ENDS = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
 _QUOTED = ("'", '"', "|", ">")
 TAG = "tag:yaml.org,2002:"
 _STANDARD_TAGS = {TAG + "str", TAG + "map", TAG + "seq"}
@@ -88,7 +90,7 @@ def _require_small(text: str, origin: str) -> None:
     """Refuse a text before a tree is made of it: parsing gives events, and takes neither recursion nor much memory."""
     level = 0
     for values, event in enumerate(yaml.parse(text, Loader=_LOADER)):
-        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        level += (event.__class__ in _STARTS) - (event.__class__ in _ENDS)
         if level > MOST_LEVELS:
             raise NotReadError([_too_deep(origin)])
         if values > 2 * MOST_VALUES:  # a collection has two events

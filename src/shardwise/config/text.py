@@ -33,8 +33,12 @@ def parse_value(text: str, origin: str) -> Any:
 def dump_yaml(values: Mapping[str, Any]) -> str:
     """`values` as YAML that `parse_yaml` reads back as the same; a path is written as its text."""
     text: str = yaml.serialize(_node(dict(values)), Dumper=yaml.SafeDumper, width=120, allow_unicode=True)
-    # What is not printable stands in double quotes alone, where YAML has these escapes.
-    return "".join(c if c.isprintable() or c == "\n" else f"\\U{ord(c):08x}" for c in text)
+    return "\n".join(map(_escaped, text.split("\n")))
+
+
+def _escaped(line: str) -> str:
+    """A line with an escape for each character that is not printable: these stand in double quotes alone."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in line)
 
 
 def _node(value: Any) -> yaml.Node:

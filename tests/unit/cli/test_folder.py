@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -177,3 +179,27 @@ def test_a_prompt_without_a_token_is_refused(here: Path, capsys: pytest.CaptureF
     assert main(["generate", "folder", "--prompt", " "]) == 2
     said = "the prompt (' ') must have at least 1 token, and the tokenizer makes none of it"
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+def test_fault_23_a_checkpoint_that_is_pruned_meanwhile_is_named(
+    command: str, imported: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is missing first: the tokenizer, or the weights."""
+    shutil.copytree(imported, "steps")
+    module = importlib.import_module(f"shardwise.cli.{command}")
+    plain = module.open_folder
+
+    def opened(*arguments: Any, **options: Any) -> Any:
+        folder = plain(*arguments, **options)
+        shutil.rmtree("steps/step-00000000")
+        return folder
+
+    monkeypatch.setattr(module, "open_folder", opened)
+    more = ["data.path=own.txt"] if command == "evaluate" else ["--prompt", "a"]
+    assert main([command, "steps", *more]) == 2
+    said = capsys.readouterr().err
+    assert "the checkpoint steps/step-00000000 was removed while it was read, as checkpoint.keep and" in said
+    assert "data.tokenizer" not in said
+    assert main([command, "steps/step-00000000", *more]) == 2
+    assert "there is no checkpoint steps/step-00000000: it was not saved, or was removed" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.errors import ConfigError
-from shardwise.monitor.run import Run, folders, open_run, runs
+from shardwise.monitor.run import Run, Unreadable, folders, open_run, runs
 from shardwise.monitor.screen.frame import Reader
 from shardwise.monitor.screen.panels import told_event
 from shardwise.runlog import FORMAT, RunLock, json_text
@@ -266,15 +266,14 @@ def test_bad_input_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
             open_run(path, whole=False)
 
 
-def test_a_file_of_another_program_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_field_of_another_type_counts_as_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     first, *others = (run / "ranks/rank-0007.jsonl").read_text().splitlines()
     changed = json_text({**json.loads(first), "place": "here"})
     (run / "ranks/rank-0007.jsonl").write_text("\n".join([changed, *others]) + "\n")
-    assert main(["top", str(run), "--once"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("shardwise: the files of the run must be as `shardwise train` writes them: AttributeError")
-    assert len(said.splitlines()) == 1
+    assert Run(run, whole=False).ranks()[7].place == {}
+    assert main(["top", str(run), "--once"]) == 0
+    assert "ranks  8 on 2 nodes" in " ".join(capsys.readouterr().out.split("  "))
 
 
 def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,11 +283,13 @@ def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pyte
     path = write_run(tmp_path / "run")
     run = Run(path, whole=False)
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", refuse)
+        patched.setattr("shardwise.monitor.lines.open_plain", refuse)
         assert run.refresh() is False, "what was read stays"
-        with pytest.raises(ConfigError, match=r"config\.yaml cannot be read: Permission denied"):
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read: Permission denied"):
             open_run(path, whole=False)
-        assert runs(tmp_path) == []
+        (unreadable,) = runs(tmp_path)
+        assert isinstance(unreadable, Unreadable)
+        assert (unreadable.name, unreadable.reason.rpartition(": ")[2]) == ("run", "Permission denied")
         patched.setattr(Path, "exists", refuse)
         with pytest.raises(ConfigError, match="it cannot be read: Permission denied"):
             open_run(path, whole=False)
