@@ -78,7 +78,7 @@ _FIELDS: dict[Callable[[Any], Any], str] = {
         misses nodes parameters peak_memory_bytes pid pipeline rank ranks step steps steps_before tensor zero
     """,
     _amount: """
-        began blocked_seconds bubble device_utilization flops_per_token host_cpu input_seconds load_seconds
+        began blocked_seconds bubble device_utilization flops_per_token host_cpu input_seconds load_seconds own
         peak_flops_per_device relative seconds seconds_before_training step_seconds work_seconds
     """,
     _number: """

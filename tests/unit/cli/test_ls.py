@@ -144,3 +144,6 @@ def test_fault_21_a_run_that_cannot_be_read_is_a_row(capsys: pytest.CaptureFixtu
     (failed,) = (run for run in found["runs"] if run["run"] == "failed")
     assert (failed["state"], failed["step"]) == ("unreadable", None)
     assert "a newer one wrote it: update shardwise" in failed["reason"]
+    Path("runs/done/config.yaml").write_text("[]")
+    assert main(["ls"]) == 0
+    assert "runs/done/config.yaml is damaged: it is no mapping" in capsys.readouterr().err
