@@ -79,7 +79,7 @@ _FIELDS: dict[Callable[[Any], Any], str] = {
     """,
     _amount: """
         began blocked_seconds bubble device_utilization flops_per_token host_cpu input_seconds load_seconds own
-        peak_flops_per_device relative seconds seconds_before_training step_seconds work_seconds
+        peak_flops_per_device relative seconds seconds_before_training step_seconds time_to_train_seconds work_seconds
     """,
     _number: """
         grad_norm loss loss_spike lr mfu param_norm peak_tokens_per_second perplexity samples samples_per_second tokens

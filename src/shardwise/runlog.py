@@ -98,12 +98,16 @@ class AppendedFile:
     """An append-only file. While the disk is full, what is written waits in memory.
 
     A checkpoint that fills the disk, and is then removed, must not end the run that it was to protect.
+
+    Raises:
+        ConfigError: it cannot be opened: it is a folder, or must not be written.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._file = path.open("ab", buffering=0)
+        with _making(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.path = path
+            self._file = path.open("ab", buffering=0)
         self._waiting = b""
 
     def write(self, content: bytes) -> None:
@@ -204,7 +208,8 @@ class RunDirectory:
         run = self.stored_id()
         if run is None:
             run = rebuilt or uuid.uuid4().hex
-            write_atomic(self.identity, json_text({"id": run, "format": FORMAT}) + "\n")
+            with _making(self.identity):
+                write_atomic(self.identity, json_text({"id": run, "format": FORMAT}) + "\n")
         return run
 
     def finished_steps(self) -> int | None:
@@ -263,8 +268,9 @@ class RunDirectory:
             temporary.replace(link)
 
     def write_config(self, yaml_text: str) -> None:
-        _keep_former(self.config)
-        write_atomic(self.config, yaml_text)
+        with _making(self.config):
+            _keep_former(self.config)
+            write_atomic(self.config, yaml_text)
 
     def write_environment(
         self,
@@ -295,8 +301,9 @@ class RunDirectory:
             "devices": list(devices),
             "variables": recorded_variables(os.environ),
         }
-        _keep_former(self.environment)
-        write_atomic(self.environment, json_text(facts, indent=2) + "\n")
+        with _making(self.environment):
+            _keep_former(self.environment)
+            write_atomic(self.environment, json_text(facts, indent=2) + "\n")
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         write_atomic(self.results, json_text(results, indent=2) + "\n")
@@ -321,7 +328,7 @@ def last_that_counts(event: Mapping[str, Any]) -> int | None:
 
 def _keep_former(path: Path) -> None:
     """Keeps a copy of a file that is about to be replaced, under the next number: config-0001.yaml, …"""
-    if path.exists():
+    if path.is_file():
         shutil.copy2(path, _numbered(path))
 
 

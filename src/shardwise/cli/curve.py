@@ -14,7 +14,7 @@ from shardwise.cli import output
 from shardwise.errors import ConfigError, listing
 from shardwise.files import reason_of
 from shardwise.parsing import json_value
-from shardwise.runlog import last_that_counts
+from shardwise.runlog import RunDirectory, last_that_counts
 from shardwise.units import counted
 
 LOSSES = ("loss", "train/loss", "reduced_train_loss", "train_loss", "step loss", "step_loss", "lm loss", "value")
@@ -60,7 +60,7 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
     except (UnicodeDecodeError, csv.Error):
         raise ConfigError(f"{path} must be text or JSON with numbers") from None
     chosen = next((loss for loss in wanted if loss in curves), None)
-    if not names:
+    if not names or (chosen is not None and not curves[chosen]):
         raise ConfigError(f"{path} must hold a loss curve, and it has no values")
     if chosen is None:
         has = listing(map(_shown, names), most=10)
@@ -93,7 +93,7 @@ def _rows(path: Path) -> _Rows:
     if not path.exists():
         raise ConfigError(f"there is no {path}: name a run's folder or a file with a loss curve")
     if path.is_dir() and (path / "metrics.jsonl").exists():
-        path /= "metrics.jsonl"
+        return (event for event in RunDirectory(path).events("step", "resume") if event.get("step") is not None)
     if any(path.glob("*tfevents*")) if path.is_dir() else "tfevents" in path.name:
         return _scalars(path)
     if path.is_dir():

@@ -244,10 +244,11 @@ class Run:
     def _take(self, event: dict[str, Any]) -> None:
         self.lost.add(event)
         kind = event.get("event")
+        if kind in ("step", "eval") and event.get("step") is None:
+            return
         if kind == "step":
-            if event.get("step") is not None:
-                self.series.add(event)
-                self.last, self._trains = event, True
+            self.series.add(event)
+            self.last, self._trains = event, True
         elif kind == "eval":
             self.evaluations.append(event)
         elif kind is not None:

@@ -167,7 +167,7 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
     changes = () if earlier is None else tuple(resume_changes(earlier.config, resolved))
     notes = () if earlier is None else earlier.notes
     batch = None if earlier is None else kept_batch_note(earlier.config, config)
-    began = tuple(event.get("steps_before", 0) for event in directory.events("start"))
+    began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
     folder = Folder(directory, run, checkpoints, changes, notes, batch, began)
     folder.require_room(config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
     directory.set_results_aside()

@@ -14,9 +14,11 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.errors import ConfigError
+from shardwise.monitor.report.numbers import report_of
 from shardwise.monitor.run import Run, Unreadable, folders, open_run, runs
-from shardwise.monitor.screen.frame import Reader
+from shardwise.monitor.screen.frame import Reader, frame_of
 from shardwise.monitor.screen.panels import told_event
+from shardwise.monitor.summary import snapshot
 from shardwise.runlog import FORMAT, RunLock, json_text
 from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, ending, loss_of, write_big, write_run
 
@@ -318,3 +320,34 @@ def test_the_big_run_is_one_run(tmp_path: Path) -> None:
     assert len(run.nodes(views)) == 8
     assert {view.step for view in views} == {2000}
     assert asdict(run.lost)["_lost"]["start"] == 4 * BEFORE_TRAINING - 3 * 2
+
+
+BROKEN = ("null", '"x"', "[]", "[1]", "{}", "true", "-1", "1e400", "NaN", "1" + "0" * 400, "[" * 500 + "]" * 500)
+
+
+def broken(line: str, wrong: str, turn: int) -> str:
+    """A record with a wrong value in every second field, beginning with the one or the other."""
+    fields = enumerate(json.loads(line).items(), turn)
+    texts = (wrong if at % 2 and name != "event" else json.dumps(value) for at, (name, value) in fields)
+    return (
+        "{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in zip(json.loads(line), texts, strict=True)) + "}"
+    )
+
+
+@pytest.mark.parametrize("wrong", BROKEN, ids=lambda wrong: wrong[:5])
+def test_fault_21_every_view_bears_a_field_of_any_type(
+    wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path / "run", RESTARTED, compiles=True)
+    (path / "restarts.jsonl").write_text(json_text(ending("failed", FIRST, 9.0, 5)) + "\n")
+    for file in (path / "metrics.jsonl", path / "ranks/rank-0000.jsonl", path / "restarts.jsonl"):
+        lines = file.read_text().splitlines()
+        last = {json.loads(line).get("event"): at for at, line in enumerate(lines)}  # of each kind
+        for turn, at in enumerate(last.values()):
+            lines[at:at] = [broken(lines[at], wrong, turn), broken(lines[at], wrong, turn + 1)]
+        file.write_text("\n".join(lines) + "\n")
+    run = Run(path, whole=True)
+    assert report_of(run)["run"] == snapshot(run)["run"] == frame_of(run, 80).name == "run"
+    assert run.series.steps[-1] == 130
+    assert main(["top", str(path), "--once"]) == 0
+    assert "130 of 130" in capsys.readouterr().out
