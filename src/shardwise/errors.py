@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 from shardwise.redaction import redacted
 
-_CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
-"""Control characters but for tab and newline, and halves of characters that no terminal can print."""
+_CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+"""Control characters but for tab and newline, separators of lines, characters that turn the direction of the text
+around them, and halves of characters that no terminal can print."""
 _ENDLESS = r"(\S{200})\S{400,}(\S{100})"
 
 
@@ -21,8 +22,12 @@ def shown(text: str) -> str:
     A wrong input is quoted in it: a terminal would obey its control characters, and thousands of letters would hide the
     message.
     """
-    visible = re.sub(_CONTROL, lambda found: ascii(found[0])[1:-1], redacted(text))
-    return re.sub(_ENDLESS, r"\1…\2", visible)
+    return re.sub(_ENDLESS, r"\1…\2", visible(redacted(text)))
+
+
+def visible(text: str) -> str:
+    """A text with control characters as escapes."""
+    return re.sub(_CONTROL, lambda found: ascii(found[0])[1:-1], text)
 
 
 def see(entry: str) -> str:

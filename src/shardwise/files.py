@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 _LINKS = (errno.ELOOP, errno.EMLINK)  # what systems answer to O_NOFOLLOW
+MOST_BYTES = 1 << 26
+"""Of a file that is read whole and describes something, such as a configuration: far more than any needs."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _MOST_LINKS = 40  # as many as Linux follows in one path
 ANYONE_WRITES = stat.S_IWOTH
@@ -185,6 +187,44 @@ def _user(number: int) -> str:
         return pwd.getpwuid(number).pw_name
     except KeyError:
         return f"user {number}"
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """A regular file to read; links are followed.
+
+    Raises:
+        OSError: as `os.open`; EISDIR of a folder, and EINVAL of a pipe or a device, which might never answer.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "it is no plain file", str(path))
+
+
+def read_plain(path: Path) -> bytes:
+    """The bytes of a small regular file.
+
+    Raises:
+        OSError: as `open_plain` and `read_small`.
+    """
+    with open_plain(path) as file:
+        return read_small(file, path)
+
+
+def read_small(file: BinaryIO, path: Path) -> bytes:
+    """The bytes of an open file, which has the name `path`.
+
+    Raises:
+        OSError: EFBIG where it has more than `MOST_BYTES`; else it cannot be read.
+    """
+    content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES >> 20} MiB", str(path))
+    return content
 
 
 def new_file(path: Path, mode: int = 0o666) -> BinaryIO:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 from shardwise import files
 from shardwise.errors import ConfigError
+from shardwise.parsing import json_value
 
 FACTS = "facts.json"
 LOGS = "failed"
@@ -281,7 +282,7 @@ def _open(path: Path) -> BinaryIO:
 
 def _facts(archive_file: BinaryIO) -> Facts:
     with zipfile.ZipFile(archive_file) as archive:
-        facts: object = json.loads(archive.read(FACTS))
+        facts: object = json_value(archive.read(FACTS))
     if not isinstance(facts, dict) or not {"unit", "training"} <= facts.keys():
         raise ValueError("it has no facts of a graph")
     return facts

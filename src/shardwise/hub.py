@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import re
 import sys
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 from shardwise.errors import ConfigError, listing, nearest_name, see
 from shardwise.files import reason_of
 from shardwise.names import name_problem
+from shardwise.parsing import json_value
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = (
@@ -235,8 +235,8 @@ def check_weights(folder: Path) -> None:
 def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> list[str]:
     """The weight files that the index of `folder` names; ConfigError if it is no index or a file is missing."""
     try:
-        names = sorted(set(json.loads(index)["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = sorted(set(json_value(index)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         text = f"{folder}/{INDEX} is no index of safetensors files ({error!r}): fetch or copy it again"
         raise ConfigError(text) from None
     wrong = [problem for name in names if (problem := name_problem(name))]

@@ -40,7 +40,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, see
-from shardwise.files import free_bytes, lock, open_own, reason_of, require_trusted, write_atomic
+from shardwise.files import free_bytes, lock, open_own, open_plain, reason_of, require_trusted, write_atomic
+from shardwise.records import count_of, read_record, record_of
 from shardwise.redaction import recorded_variables, redacted_arguments
 from shardwise.units import size
 
@@ -99,12 +100,16 @@ class AppendedFile:
     """An append-only file. While the disk is full, what is written waits in memory.
 
     A checkpoint that fills the disk, and is then removed, must not end the run that it was to protect.
+
+    Raises:
+        ConfigError: it cannot be opened: it is a folder, or must not be written.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._file = path.open("ab", buffering=0)
+        with _making(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.path = path
+            self._file = path.open("ab", buffering=0)
         self._waiting = b""
 
     def write(self, content: bytes) -> None:
@@ -169,8 +174,17 @@ class RunDirectory:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was started here: an empty or merely reserved folder holds none."""
-        return self.config.exists() or self.metrics.exists() or self.results.exists()
+        """Whether a run was started here: an empty or merely reserved folder holds none.
+
+        Raises:
+            ConfigError: the folder cannot be read.
+        """
+        try:
+            return self.config.exists() or self.metrics.exists() or self.results.exists()
+        except OSError as error:
+            raise ConfigError(
+                f"the run's folder {self.path} must be readable, and it cannot be read: {reason_of(error)}"
+            ) from None
 
     def create(self) -> "RunDirectory":
         """Makes the folders that are not there yet. ConfigError when the path is no folder or cannot be written."""
@@ -197,7 +211,8 @@ class RunDirectory:
         run = self.stored_id()
         if run is None or known not in (None, run):
             run = known or uuid.uuid4().hex
-            write_atomic(self.identity, json_text({"id": run, "format": FORMAT}) + "\n")
+            with _making(self.identity):
+                write_atomic(self.identity, json_text({"id": run, "format": FORMAT}) + "\n")
         return run
 
     def key(self) -> str:
@@ -210,19 +225,24 @@ class RunDirectory:
 
     def finished_steps(self) -> int | None:
         """The steps in results.json; None where no run has reached its end here."""
-        steps = _value(self.results, "steps")
-        return steps if isinstance(steps, int) else None
+        return count_of(_value(self.results, "steps"))
 
     def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
         """The events of some kinds that metrics.jsonl has, in their order; a line that a crash cut is left out."""
         if not self.metrics.exists():
             return
-        marks = [f'"event": "{kind}"' for kind in kinds]
-        with self.metrics.open(encoding="utf-8", errors="replace") as file:
+        marks = [f'"event": "{kind}"'.encode() for kind in kinds]
+        try:
+            file = open_plain(self.metrics)
+        except OSError as error:
+            raise ConfigError(f"{self.metrics} cannot be read: {reason_of(error)}") from None
+        with file:
             for line in file:
                 if any(mark in line for mark in marks):
                     with contextlib.suppress(ValueError):
-                        yield json.loads(line)
+                        event = record_of(line)
+                        if event.get("event") in kinds:
+                            yield event
 
     def steps(self) -> list[dict[str, Any]]:
         """The steps that metrics.jsonl has, each once as it counts, without those that were undone."""
@@ -259,8 +279,9 @@ class RunDirectory:
             temporary.replace(link)
 
     def write_config(self, yaml_text: str) -> None:
-        _keep_former(self.config)
-        write_atomic(self.config, yaml_text)
+        with _making(self.config):
+            _keep_former(self.config)
+            write_atomic(self.config, yaml_text)
 
     def write_environment(
         self,
@@ -291,8 +312,9 @@ class RunDirectory:
             "devices": list(devices),
             "variables": recorded_variables(os.environ),
         }
-        _keep_former(self.environment)
-        write_atomic(self.environment, json_text(facts, indent=2) + "\n")
+        with _making(self.environment):
+            _keep_former(self.environment)
+            write_atomic(self.environment, json_text(facts, indent=2) + "\n")
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         write_atomic(self.results, json_text(results, indent=2) + "\n")
@@ -310,14 +332,14 @@ def last_that_counts(event: Mapping[str, Any]) -> int | None:
     recorded from its number on: the run began again there.
     """
     step, kind = event.get("step"), event.get("event")
-    if not isinstance(step, int) or kind not in ("step", "resume"):
+    if type(step) is not int or kind not in ("step", "resume"):
         return None
     return step if kind == "resume" else step - 1
 
 
 def _keep_former(path: Path) -> None:
     """Keeps a copy of a file that is about to be replaced, under the next number: config-0001.yaml, …"""
-    if path.exists():
+    if path.is_file():
         shutil.copy2(path, _numbered(path))
 
 
@@ -327,10 +349,10 @@ def _numbered(path: Path) -> Path:
 
 
 def _value(path: Path, key: str) -> Any:
-    """A value of the JSON object in a file; None where the file is not there, or damaged."""
+    """A value of the record in a file; None where the file cannot be read, or is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))[key]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return read_record(path).get(key)
+    except (OSError, ValueError):
         return None
 
 
@@ -385,16 +407,16 @@ class RunLock:
     def holder(run: Path) -> dict[str, Any] | None:
         """Host, pid and start time of the process that has the lock, or was killed while it had it."""
         try:
-            holder = json.loads((run / _LOCK).read_text(encoding="utf-8"))
+            holder = read_record(run / _LOCK)
         except (OSError, ValueError):
             return None
-        return holder if isinstance(holder, dict) and {"host", "pid", "started"} <= set(holder) else None
+        return holder if None not in map(holder.get, ("host", "pid", "started")) else None
 
     @staticmethod
     def is_held(run: Path) -> bool:
         """Whether a process runs in this folder; True also where the file system cannot tell."""
         try:
-            descriptor = os.open(run / _LOCK, os.O_RDONLY)
+            descriptor = os.open(run / _LOCK, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             return not isinstance(error, FileNotFoundError)
         try:

@@ -17,7 +17,8 @@ import pytest
 
 from shardwise import runlog
 from shardwise.errors import ConfigError
-from shardwise.runlog import JsonLines, RunDirectory, RunLock
+from shardwise.launch.stopping import clear
+from shardwise.runlog import AppendedFile, JsonLines, RunDirectory, RunLock
 
 NOON = datetime(2026, 11, 21, 12, 0, 5, tzinfo=UTC)
 
@@ -319,3 +320,39 @@ def test_fault_17_a_copied_folder_has_another_key_and_a_renamed_one_the_same(tmp
     key = restored.key()
     restored.identity.write_bytes(restored.identity.read_bytes())  # in the same folder, as a backup that is restored
     assert restored.key() != key
+
+
+def test_fault_21_what_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    for path in (run.config, run.environment, run.identity, run.metrics, run.path / "stop.json"):
+        path.mkdir()
+    (run.path / "tensorboard").touch()
+    writers = {
+        "config.yaml cannot be made": lambda: run.write_config("a: 1\n"),
+        "environment.json cannot be made": lambda: run.write_environment({}, [], 1),
+        "run.json cannot be made": run.id,
+        "metrics.jsonl cannot be made: Is a directory": lambda: AppendedFile(run.metrics),
+        "tensorboard/events cannot be made: File exists": lambda: AppendedFile(run.tensorboard / "events"),
+        "stop.json, by which an earlier run was asked to stop, must be removed": lambda: clear(run.path),
+        "metrics.jsonl cannot be read: Is a directory": lambda: list(run.events("step")),
+    }
+    for problem, write in writers.items():
+        with pytest.raises(ConfigError, match=problem):
+            write()
+
+
+def test_fault_21_events_have_the_types_that_a_run_writes(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    lines = [
+        '{"event": "start", "steps_before": [1]}',
+        '{"event": "step", "step": 1e400, "loss": 1.5}',
+        '{"event": "step", "step": 2, "loss": "nan", "step_seconds": "x"}',
+        '{"event": "resume", "step": true}',
+        '{"event": "checkpoint", "of": {"event": "step"}, "step": 1' + "0" * 5000 + "}",
+        "[" * 100_000,
+    ]
+    run.metrics.write_text("\n".join(lines) + "\n")
+    assert run.steps() == [{"event": "step", "step": 2, "loss": "nan"}]
+    assert list(run.events("start", "checkpoint")) == [{"event": "start"}]
+    run.results.write_text('{"steps": -5}')
+    assert run.finished_steps() is None

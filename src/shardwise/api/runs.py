@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ from shardwise.api.arguments import config_problems, path_problems
 from shardwise.checkpoint_format.places import all_of, locate
 from shardwise.config import Config, config_from, parse_yaml
 from shardwise.errors import ConfigError, listing, nearest_name
-from shardwise.files import reason_of
+from shardwise.files import read_plain, reason_of
 from shardwise.launch import stdio, stopping
 from shardwise.launch.environment import Rank, keep_own, may_be_a_task
 from shardwise.launch.rank import enter_job
 from shardwise.launch.tasks import adopt_task
+from shardwise.parsing import json_value
 from shardwise.runlog import EVENTS, RunDirectory
 from shardwise.user_code import given, name_of
 
@@ -251,10 +251,9 @@ def _object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no file."""
     if not path.exists():
         return None
-    try:
-        value = json.loads(_text(path))
-    except (json.JSONDecodeError, RecursionError):
-        value = None
+    text, value = _text(path), None
+    with suppress(ValueError):
+        value = json_value(text)
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is damaged: it must hold one JSON object, as a run writes it")
     return value
@@ -262,7 +261,7 @@ def _object(path: Path) -> dict[str, Any] | None:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_plain(path).decode()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
     except UnicodeDecodeError:

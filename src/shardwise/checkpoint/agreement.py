@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from shardwise.checkpoint_format.model_file import differences
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
 from shardwise.mesh import Group
+from shardwise.parsing import json_value
 from shardwise.storage.root import Root
 
 _Item = TypeVar("_Item")
@@ -46,7 +46,7 @@ def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
 def differ_in_tokens(folder: Path, other: Path) -> bool:
     """Whether two folders hold a `tokenizer.json` each, and one token has another id in the one than in the other."""
     try:
-        tokens, others = (json.loads((f / "tokenizer.json").read_text(encoding="utf-8")) for f in (folder, other))
+        tokens, others = (json_value((f / "tokenizer.json").read_text(encoding="utf-8")) for f in (folder, other))
         same: bool = _vocabulary(tokens) == _vocabulary(others)
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -259,7 +259,7 @@ class Saver:
         name = wrapped if config is None else config.optimizer.name
         return {
             "step": step,
-            "config": {} if config is None else config.model_dump(mode="json"),
+            "config": {} if config is None else config.recorded(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "optimizer": {"name": name, "steps": self._optimizer.steps},
             **self._described,

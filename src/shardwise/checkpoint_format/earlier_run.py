@@ -12,6 +12,7 @@ from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.checkpoint_format.owner import is_inside, owner
 from shardwise.config import Config, parse_yaml, resume_problems
 from shardwise.errors import ConfigError
+from shardwise.files import read_plain
 from shardwise.runlog import RunDirectory
 from shardwise.storage.root import Root, StoreError
 
@@ -51,7 +52,7 @@ def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
             if stored is None or _took_steps(directory, root, stored):
                 raise ConfigError(problems)
             return None
-        if differing := resume_problems(manifest.config, config.model_dump(mode="json")):
+        if differing := resume_problems(manifest.config, config.recorded()):
             raise ConfigError(differing if stored is None else problems)
         stored = manifest.config
         state = "is damaged, and is kept under a number" if directory.config.exists() else "is missing"
@@ -68,9 +69,9 @@ def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
 def _stored(directory: RunDirectory, config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
     """The configuration in `config.yaml`, None where it cannot be read; and why `config` cannot continue the run."""
     try:
-        stored = parse_yaml(directory.config.read_text(encoding="utf-8"), str(directory.config))
+        stored = parse_yaml(read_plain(directory.config).decode(), str(directory.config))
         if isinstance(stored, dict):
-            return stored, resume_problems(stored, config.model_dump(mode="json"))
+            return stored, resume_problems(stored, config.recorded())
         reason = "it holds no configuration"
     except ConfigError as error:
         return None, error.problems

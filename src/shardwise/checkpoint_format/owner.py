@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwise.errors import ConfigError, see
+from shardwise.files import MOST_BYTES
+from shardwise.records import instance, record_of
 from shardwise.runlog import RunDirectory, RunLock
 from shardwise.storage.root import Root
 
@@ -41,9 +43,8 @@ def owner(root: Root) -> Owner | None:
     if OWNER not in root.names():
         return None
     try:
-        plain = json.loads((root / OWNER).read())
-        return Owner(str(plain["id"]), str(plain["folder"]), str(plain["host"]))
-    except (ValueError, KeyError, TypeError):
+        return instance(Owner, record_of((root / OWNER).read(0, MOST_BYTES)))
+    except ValueError:
         return None
 
 

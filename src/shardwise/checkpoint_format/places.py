@@ -9,6 +9,7 @@ from pathlib import Path
 from shardwise.checkpoint_format.folders import Found, checkpoints, glance, step_of
 from shardwise.checkpoint_format.manifest import MANIFEST
 from shardwise.errors import ConfigError, see
+from shardwise.files import MOST_BYTES
 from shardwise.hub import FOUND, INDEX, SINGLE, find, is_url, place_of_weights
 from shardwise.storage.reach import in_time
 from shardwise.storage.root import Root, StoreError
@@ -167,10 +168,10 @@ def _holds_checkpoints(names: Collection[str]) -> bool:
 
 def _configured(run: Root) -> str | None:
     """The run's `checkpoint.path`, if it is set."""
-    import yaml
+    from shardwise.core_yaml import yaml_value  # costly to import, for a run's folder alone
 
     try:
-        path = yaml.safe_load((run / _CONFIG).read())["checkpoint"]["path"]
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
+        path = yaml_value((run / _CONFIG).read(0, MOST_BYTES).decode(), _CONFIG)["checkpoint"]["path"]
+    except (ValueError, KeyError, TypeError):
         return None
     return path if isinstance(path, str) and path else None

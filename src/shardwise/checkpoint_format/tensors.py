@@ -5,7 +5,6 @@ Any box of a tensor can be read; it is put together from the stored pieces that 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ from shardwise.checkpoint_format.pieces import PieceEntry
 from shardwise.checkpoint_format.safetensors import DTYPES, parse_header
 from shardwise.errors import ConfigError, listing
 from shardwise.hub import INDEX, SINGLE, indexed
+from shardwise.parsing import json_value
 from shardwise.storage.chunks import READ_BYTES, ChunkedReader
 from shardwise.storage.root import DamageError, Root, StoreError
 from shardwise.units import size
@@ -75,8 +75,8 @@ class StoredTensors:
     def config(self) -> dict[str, Any]:
         """The fields of `config.json`; empty where it is missing or cannot be read."""
         try:
-            fields = json.loads((self.folder / "config.json").read(0, _MAX_INDEX_BYTES))
-        except (StoreError, ValueError, RecursionError):
+            fields = json_value((self.folder / "config.json").read(0, _MAX_INDEX_BYTES))
+        except (StoreError, ValueError):
             return {}
         return fields if isinstance(fields, dict) else {}
 

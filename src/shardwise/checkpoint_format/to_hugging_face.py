@@ -6,7 +6,6 @@ verified. What only training needs, optimizer states and the manifest, stays beh
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
@@ -27,6 +26,7 @@ from shardwise.checkpoint_format.writing import (
 )
 from shardwise.errors import ConfigError, RunError, listing, see
 from shardwise.hub import INDEX
+from shardwise.parsing import json_value
 from shardwise.storage.chunks import read_whole
 from shardwise.storage.root import Buffer, DamageError, Root
 
@@ -131,10 +131,10 @@ class Export:
         if CONFIG not in entries:
             raise ConfigError(f"{self._folder} must have a {CONFIG}: it has {listing(sorted(entries)[:6])}")
         try:
-            described = json.loads(read_whole(self._folder, entries[CONFIG]))
+            described = json_value(read_whole(self._folder, entries[CONFIG]))
             if not isinstance(described, dict):
                 raise ValueError("it is no JSON object")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise DamageError(f"{self._folder / CONFIG} is damaged: {error}") from None
         return described
 

@@ -13,7 +13,8 @@ from typing import Any
 from shardwise.cli import output
 from shardwise.errors import ConfigError, listing
 from shardwise.files import reason_of
-from shardwise.runlog import last_that_counts
+from shardwise.parsing import json_value
+from shardwise.runlog import RunDirectory, last_that_counts
 from shardwise.units import counted
 
 LOSSES = ("loss", "train/loss", "reduced_train_loss", "train_loss", "step loss", "step_loss", "lm loss", "value")
@@ -56,10 +57,10 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
                 curves.setdefault(loss, {})[step] = value
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
-    except (UnicodeDecodeError, csv.Error, RecursionError):
+    except (UnicodeDecodeError, csv.Error):
         raise ConfigError(f"{path} must be text or JSON with numbers") from None
     chosen = next((loss for loss in wanted if loss in curves), None)
-    if not names:
+    if not names or (chosen is not None and not curves[chosen]):
         raise ConfigError(f"{path} must hold a loss curve, and it has no values")
     if chosen is None:
         has = listing(map(_shown, names), most=10)
@@ -92,7 +93,7 @@ def _rows(path: Path) -> _Rows:
     if not path.exists():
         raise ConfigError(f"there is no {path}: name a run's folder or a file with a loss curve")
     if path.is_dir() and (path / "metrics.jsonl").exists():
-        path /= "metrics.jsonl"
+        return (event for event in RunDirectory(path).events("step", "resume") if event.get("step") is not None)
     if any(path.glob("*tfevents*")) if path.is_dir() else "tfevents" in path.name:
         return _scalars(path)
     if path.is_dir():
@@ -116,7 +117,7 @@ def _scalars(path: Path) -> _Rows:
 def _of_json(path: Path, text: str) -> _Rows:
     """Rows of one JSON value, or of a JSON object in each line, of which a run's metrics.jsonl has other events too."""
     try:
-        value = json.loads(text)
+        value = json_value(text)
     except ValueError:
         value = _of_lines(path, text)
     if isinstance(value, Mapping) and isinstance(value.get("log_history"), list):
@@ -138,7 +139,7 @@ def _of_lines(path: Path, text: str) -> Iterator[Any]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             if line.strip():
-                yield json.loads(line)
+                yield json_value(line)
         except ValueError as error:
             if is_run:  # a crash may have cut the line short
                 continue

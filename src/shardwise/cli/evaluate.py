@@ -13,7 +13,6 @@ that change nothing) and checkpoint.revision (of a hub id).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -97,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             if leads:
                 facts = _facts(folder, config, layout, part, evaluation)
                 if arguments.json:
-                    output.raw(json.dumps(facts, ensure_ascii=False))
+                    output.json(facts, indent=None)
                 else:
                     output.table(_rows(facts))
         return ending.code

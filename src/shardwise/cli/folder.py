@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import hub
+from shardwise.checkpoint_format.folders import step_of
 from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint_format.places import Place, newest_intact
 from shardwise.config import Config, apply_overrides, config_from
@@ -23,8 +24,9 @@ from shardwise.data import Tokenizer, detect
 from shardwise.errors import ConfigError, keys_renamed, listing, nearest_name
 from shardwise.files import reason_of
 from shardwise.launch.local import launch_without_run
+from shardwise.parsing import json_value
 from shardwise.storage.chunks import read_whole
-from shardwise.storage.root import Root
+from shardwise.storage.root import Root, StoreError
 
 HELP = (
     "a checkpoint, a run's folder or a folder of checkpoints (the newest one), a path or a URL (s3://bucket/run); "
@@ -55,6 +57,7 @@ class ModelFolder:
         files: names of the files that describe the model and the tokenizer.
         model: its `model` section.
         run: the configuration of the run that wrote it; empty where it is not known.
+        is_checkpoint: it is one of our checkpoints.
     """
 
     name: str
@@ -64,6 +67,7 @@ class ModelFolder:
     files: frozenset[str]
     model: Mapping[str, Any]
     run: Mapping[str, Any]
+    is_checkpoint: bool = False
 
     @property
     def tokenizer(self) -> str | None:
@@ -83,9 +87,11 @@ class ModelFolder:
     def __enter__(self) -> ModelFolder:
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         if not self.weights.is_local:
             shutil.rmtree(self.path, ignore_errors=True)
+        if self.is_checkpoint and isinstance(error, Exception):
+            _refuse_if_removed(self.weights)
 
 
 def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: str) -> dict[str, Any]:
@@ -148,6 +154,8 @@ def open_folder(
                 "folder to this machine first"
             )
         target = str(place.root.local()) if hub.is_url(target) else target
+    if step_of(Path(target).name) is not None and not Path(target).expanduser().exists():
+        raise ConfigError(f"there is no checkpoint {target}: it was not saved, or was removed as an old one")
     with keys_renamed(ARGUMENTS):
         path = hub.resolve(target, None if revision is None else str(revision), cached=cached, announce=announce)
     try:
@@ -161,16 +169,31 @@ def open_folder(
     return ModelFolder(str(path), str(path), Root.of(path), path, files, model, {})
 
 
+def _refuse_if_removed(folder: Root) -> None:
+    """Raise ConfigError where a checkpoint is there no more: what else went wrong with it follows from that."""
+    with contextlib.suppress(StoreError):
+        if (folder / MANIFEST).exists():
+            return
+        raise ConfigError(
+            f"the checkpoint {folder} was removed while it was read, as checkpoint.keep and `shardwise checkpoint "
+            "prune` remove old ones: give the command again, or keep it by checkpoint.keep_every"
+        ) from None
+
+
 def _open_checkpoint(place: Place, chosen: Mapping[str, Any]) -> ModelFolder:
     """One of our checkpoints: what is read of it was verified; of one behind a URL, small files are copied here."""
     root = place.root
-    manifest = Manifest.read(root)
     patterns = (_CONFIG, *hub.BESIDE_WEIGHTS)
-    contents = {
-        entry.path: read_whole(root, entry)
-        for entry in manifest.files
-        if "/" not in entry.path and any(fnmatchcase(entry.path, pattern) for pattern in patterns)
-    }
+    try:
+        manifest = Manifest.read(root)
+        contents = {
+            entry.path: read_whole(root, entry)
+            for entry in manifest.files
+            if "/" not in entry.path and any(fnmatchcase(entry.path, pattern) for pattern in patterns)
+        }
+    except StoreError:
+        _refuse_if_removed(root)
+        raise
     if _CONFIG not in contents:
         raise ConfigError(f"{root} must have a {_CONFIG} that its {MANIFEST} lists, and it has none")
     model = _model_section(contents[_CONFIG], str(root / _CONFIG), chosen)
@@ -180,7 +203,8 @@ def _open_checkpoint(place: Place, chosen: Mapping[str, Any]) -> ModelFolder:
         path = Path(tempfile.mkdtemp(prefix="shardwise-"))
         for name, content in contents.items():
             (path / name).write_bytes(content)
-    return ModelFolder(str(root), place.location, root, path, frozenset(contents), model, manifest.config)
+    files, run = frozenset(contents), manifest.config
+    return ModelFolder(str(root), place.location, root, path, files, model, run, is_checkpoint=True)
 
 
 def launch_command(command: str, arguments: argparse.Namespace, folder: ModelFolder, world: int, **options: Any) -> int:
@@ -331,8 +355,8 @@ def _model_section(text: bytes, file: str, chosen: Mapping[str, Any]) -> dict[st
 
 def _object(text: bytes, file: str) -> dict[str, Any]:
     try:
-        values = json.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        values = json_value(text.decode("utf-8"))
+    except ValueError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold a JSON object")

@@ -33,7 +33,10 @@ def _follow(log: Path, job: str, run_path: Path) -> None:
                 file.seek(position)
                 new = file.read()
                 position = file.tell()
-            sys.stdout.buffer.write(new)
+            if sys.stdout.isatty():
+                sys.stdout.write(output.text(new.decode(errors="replace")))
+            else:
+                sys.stdout.buffer.write(new)
             sys.stdout.flush()
         if not present:
             break

@@ -12,7 +12,6 @@ checkpoint.revision (of a hub id).
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -169,7 +168,7 @@ def _fit(config: Config, folder: ModelFolder, tokenizer: Tokenizer, text: str) -
 
 
 def _show(piece: str) -> None:
-    sys.stdout.write(piece)
+    sys.stdout.write(output.text(piece))
     sys.stdout.flush()
 
 
@@ -194,7 +193,7 @@ def _finish(
             "top_p": arguments.top_p,
             "seed": arguments.seed,
         }
-        output.raw(json.dumps(facts, ensure_ascii=False))
+        output.json(facts, indent=None)
         return
     output.line()
     speed = f", then {count(decode)} tokens/s" if decode is not None else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 
 from shardwise.cli import output
@@ -17,6 +16,7 @@ from shardwise.cluster import jobs, slurm
 from shardwise.cluster.script import job_log
 from shardwise.errors import ConfigError, listing
 from shardwise.launch.restarts import Ending, history
+from shardwise.monitor.lost import seconds_of
 from shardwise.runlog import RUNS, RunDirectory
 
 _HEAD = ("job", "state", "step", "s/step", "loss", "elapsed", "nodes", "run")
@@ -94,14 +94,9 @@ def _show(one: jobs.JobState) -> None:
         rows.append(("step", f"{one.step:,}, loss {one.loss:.4f}, {one.seconds or 0:.3g} s a step"))
     rows += [(f"start {number}", _told(ending)) for number, ending in enumerate(endings, 1)]
     began = endings[0].began if endings else 0.0
-    resumed = [event for event in RunDirectory(one.run).events("resume") if _seconds_of(event["time"]) >= began]
-    loading = sum(event.get("load_seconds", 0.0) for event in resumed)
+    resumed = [event for event in RunDirectory(one.run).events("resume") if seconds_of(event) >= began]
+    loading = sum(event.get("load_seconds") or 0.0 for event in resumed)
     output.table([*rows, *jobs.goodput(endings, loading)])
-
-
-def _seconds_of(time: str) -> float:
-    """Seconds since the epoch of an event's time."""
-    return datetime.fromisoformat(time).timestamp()
 
 
 def _told(ending: Ending) -> str:
@@ -116,6 +111,6 @@ def _log(one: jobs.JobState, *, is_followed: bool) -> None:
     if is_followed and one.job is not None:
         follow(log, one.id, one.run)
     elif log.exists():
-        output.raw(log.read_text(encoding="utf-8", errors="replace").removesuffix("\n"))
+        output.raw(output.text(log.read_text(encoding="utf-8", errors="replace").removesuffix("\n")))
     else:
         output.line(f"job {one.id} has written no log yet: it is {_state(one)}")

@@ -18,10 +18,9 @@ from typing import Any
 
 from shardwise import units
 from shardwise.cli import output
-from shardwise.errors import ConfigError
 from shardwise.monitor.devices import Device, Process, devices, owners
 from shardwise.monitor.lost import number
-from shardwise.monitor.run import Run, folders
+from shardwise.monitor.run import Run, Unreadable, runs
 from shardwise.monitor.summary import SCHEMA, row
 from shardwise.runlog import RUNS
 
@@ -35,9 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found, problems = _runs()
-    here = devices(owners(found))
-    problems += here.problems
+    found = runs()
+    here = devices(owners(one for one in found if isinstance(one, Run)))
+    problems = [problem for one in found for problem in _problems(one)] + here.problems
     if arguments.json:
         machine = {"schema": SCHEMA, "host": platform.node(), "devices": [asdict(device) for device in here.devices]}
         output.json({**machine, "runs": [row(one) for one in found], "problems": problems})
@@ -53,15 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _runs() -> tuple[list[Run], list[str]]:
-    """The runs that can be read, the one that wrote last first, and what is wrong with the others."""
-    found, problems = [], []
-    for path in folders():
-        try:
-            found.append(Run(path, whole=False))
-        except ConfigError as error:
-            problems.append(str(error))
-    return sorted(found, key=lambda one: one.heard or 0.0, reverse=True), problems
+def _problems(one: Run | Unreadable) -> list[str]:
+    """Why a run, or what of it, cannot be read."""
+    return [one.reason] if isinstance(one, Unreadable) else one.problems
 
 
 def _device(device: Device) -> tuple[str, ...]:
@@ -95,19 +88,19 @@ def _spans(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
-def _run(one: Run) -> tuple[str, ...]:
+def _run(one: Run | Unreadable) -> tuple[str, ...]:
     fields = row(one)
     loss, speed = number(fields["loss"]), number(fields["tokens_per_second"])
-    eta, heard = one.eta_seconds, one.heard
+    eta, heard = fields["eta_seconds"], one.heard
     return (
         one.name,
-        one.state,
-        f"{one.step}/{'?' if one.steps is None else one.steps}",
+        fields["state"],
+        "" if fields["step"] is None else f"{fields['step']}/{'?' if fields['steps'] is None else fields['steps']}",
         "" if fields["loss"] is None else f"{loss:.4f}",
         units.count(speed).replace(" ", "") if math.isfinite(speed) else "",
         _share(fields["mfu"]),
         "" if eta is None else _short(eta),
-        _share(one.goodput),
+        _share(fields["goodput"]),
         "" if heard is None else _short(max(0.0, time.time() - heard)),
     )
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from json import dumps
 from typing import Any
 
+from shardwise.errors import visible
 from shardwise.redaction import redacted
 
 
@@ -19,11 +21,25 @@ def raw(text: str) -> None:
 
 
 def json(value: Any, *, indent: int | None = 2) -> None:
-    """Print a value as JSON, in ASCII where stdout is not UTF-8."""
+    """Print a value as JSON, with escapes for what a terminal would obey or, where it is not UTF-8, could not show.
+
+    `indent` None: in one line.
+    """
     from shardwise.runlog import json_text
 
     encoding = sys.stdout.encoding or "utf-8"
-    raw(json_text(value, indent=indent, ascii=not encoding.lower().startswith("utf")))
+    text = json_text(value, indent=indent, ascii=not encoding.lower().startswith("utf"))
+    raw("\n".join(map(_escaped, text.split("\n"))))
+
+
+def _escaped(line: str) -> str:
+    """A line of JSON with an escape for each character that is not printable: these stand in texts alone."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else dumps(c)[1:-1] for c in line)
+
+
+def text(text: str) -> str:
+    """Lines of any origin for stdout: a file gets them as they are, a terminal gets control characters as escapes."""
+    return visible(text) if sys.stdout.isatty() else text
 
 
 def printable(text: object) -> str:

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     text = recipe_text(name)
     if target is None:
-        output.raw(text.removesuffix("\n"))
+        output.raw(output.text(text.removesuffix("\n")))
         return 0
     try:
         with target.open("x", encoding="utf-8") as file:

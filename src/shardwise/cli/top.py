@@ -16,7 +16,7 @@ from shardwise.cli import output
 from shardwise.errors import ConfigError
 from shardwise.monitor.run import open_run
 from shardwise.monitor.screen import ink
-from shardwise.monitor.screen.frame import UNEXPECTED, Frame, Reader, frame_of
+from shardwise.monitor.screen.frame import Frame, Reader, frame_of
 from shardwise.runlog import RUNS
 
 _LEAST_SECONDS = 0.2
@@ -36,13 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.interval >= _LEAST_SECONDS:
         raise ConfigError(f"--interval ({arguments.interval:g}) must be at least {_LEAST_SECONDS} seconds")
     if arguments.once:
-        try:
-            rows = _rows(frame_of(open_run(arguments.run, whole=False)))
-        except UNEXPECTED as error:
-            raise ConfigError(
-                f"the files of the run must be as `shardwise train` writes them: {type(error).__name__}: {error}"
-            ) from None
-        output.table(rows)
+        output.table(_rows(frame_of(open_run(arguments.run, whole=False))))
         return 0
     _require_screen()
     reader = Reader(arguments.run)

@@ -140,7 +140,7 @@ def _show(recipe: str, config: Config, layout: Layout, on: Cluster | None) -> in
     rows, problems = glance_at_inputs(recipe, config)
     device, count = ("", 0) if on is not None else accelerators()
     accelerator = count > 0 if on is None else on.device.is_accelerator
-    output.raw(dry_run(recipe_name(recipe), config, layout, device, accelerator, rows, on))
+    output.raw(output.text(dry_run(recipe_name(recipe), config, layout, device, accelerator, rows, on)))
     if problems:
         raise ConfigError(problems)
     return 0

@@ -36,7 +36,7 @@ class Verified:
         """All that was found, for JSON."""
         return {
             "recipe": self.name,
-            "miniature": self.config.model_dump(mode="json"),
+            "miniature": self.config.recorded(),
             "tolerance": asdict(Tolerance.of(self.config)),
             "losses": list(self.found.losses),
             "left_out": list(self.refused),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -17,8 +16,9 @@ from shardwise.cluster.quoting import in_one_line, operand, shell
 from shardwise.cluster.script import JobPlan
 from shardwise.config import Config, Layout, check_layout
 from shardwise.errors import ConfigError, listing, see
-from shardwise.files import write_atomic
+from shardwise.files import read_plain, write_atomic
 from shardwise.hardware import device_memory
+from shardwise.records import instance, record_of
 from shardwise.redaction import redacted
 from shardwise.runlog import JsonLines, RunDirectory, RunLock, git_state
 
@@ -51,14 +51,11 @@ def record(run_path: Path, job: str, kind: str) -> None:
 
 def submitted(run_path: Path) -> list[Submitted]:
     """The jobs that were submitted for a run, in their order."""
-    try:
-        lines = (run_path / _JOBS).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
     found = []
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError):  # a crash cut the line short
-            found.append(Submitted(**json.loads(line)))
+    with contextlib.suppress(OSError):
+        for line in read_plain(run_path / _JOBS).splitlines():
+            with contextlib.suppress(ValueError):  # a crash cut the line short
+                found.append(instance(Submitted, record_of(line)))
     return found
 
 

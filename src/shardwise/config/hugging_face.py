@@ -19,6 +19,8 @@ from shardwise.config.formats import FORMATS, KNOWN, ONLY, Format, is_inert
 from shardwise.config.model import FamilyConfig
 from shardwise.config.rope import LENGTH, effective_scaling, with_one_type
 from shardwise.errors import ConfigError, listing
+from shardwise.files import read_plain
+from shardwise.parsing import json_value
 
 _DERIVED = ("num_key_value_heads", "head_dim")
 """Fields that follow from others where they are null, even if the family's default is a number."""
@@ -50,7 +52,7 @@ def read_hugging_face(path: Path, ignore: Collection[str] = ()) -> dict[str, Any
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        return parse_hugging_face(file.read_bytes(), str(file), ignore)
+        return parse_hugging_face(read_plain(file), str(file), ignore)
     except FileNotFoundError:
         if path.is_dir():
             raise ConfigError(f"the folder {path} holds no config.json") from None
@@ -66,11 +68,13 @@ def parse_hugging_face(text: bytes, origin: str, ignore: Collection[str] = ()) -
         ConfigError: the text is no JSON object; else as `from_hugging_face`.
     """
     try:
-        values = json.loads(text.decode())
+        values = json_value(text.decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{origin} cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{origin} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
+    except ValueError as error:
+        raise ConfigError(f"{origin} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{origin} must hold a JSON object, as a Hugging Face config.json does")
     return from_hugging_face(values, origin, ignore)

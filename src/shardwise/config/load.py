@@ -20,6 +20,7 @@ from shardwise.config.model import FAMILIES, FamilyConfig
 from shardwise.config.sections import Config
 from shardwise.config.text import parse_value, parse_yaml
 from shardwise.errors import ConfigError, listing, nearest_name, see
+from shardwise.files import read_small
 
 _RECIPES = Path(__file__).parent.parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
@@ -49,7 +50,8 @@ def recipe_text(recipe: str) -> str:
         )
     path = Path(recipe).expanduser() if is_file else _RECIPES / f"{recipe}.yaml"
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:  # which may be a pipe, as the shell makes of <(command)
+            return read_small(file, path).decode()
     except FileNotFoundError:
         raise ConfigError(f"there is no recipe file {recipe}") from None
     except (OSError, UnicodeDecodeError) as error:

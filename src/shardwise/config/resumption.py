@@ -73,7 +73,7 @@ def kept_batch_note(stored: Mapping[str, Any], config: Config) -> str | None:
 
 def _complete(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The stored configuration with defaults for keys that were added to shardwise after it was written."""
-    return config_from(stored).model_dump(mode="json")
+    return config_from(stored).recorded()
 
 
 def _changes(stored: Mapping[str, Any], new: Mapping[str, Any], *, fixed: bool) -> Iterator[tuple[str, object, object]]:

@@ -18,7 +18,7 @@ from shardwise.config.hooks import HooksConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel
 from shardwise.errors import ConfigError
-from shardwise.redaction import has_query, redacted
+from shardwise.redaction import has_query, redacted, without_secrets
 
 DtypeName = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
@@ -434,6 +434,11 @@ class Config(Section):
     hooks: HooksConfig = Field(default_factory=HooksConfig, description="functions and classes of your own")
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how the ranks work together")
     log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")
+
+    def recorded(self) -> dict[str, Any]:
+        """The plain values that files show: as resolved, without the secrets that a text among them may hold."""
+        recorded: dict[str, Any] = without_secrets(self.model_dump(mode="json"))
+        return recorded
 
     def with_batch_for(self, ranks: int) -> Config:
         """This configuration with the global batch that its rule gives for a number of ranks.

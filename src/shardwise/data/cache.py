@@ -40,6 +40,7 @@ from shardwise.files import (
     require_trusted,
     write_atomic,
 )
+from shardwise.parsing import json_value
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 2
@@ -151,7 +152,7 @@ def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[Entry], bool
     with writing(root):
         require_trusted(path)
     try:
-        entry = Entry(path, json.loads((path / "manifest.json").read_text(encoding="utf-8")))
+        entry = Entry(path, json_value((path / "manifest.json").read_text(encoding="utf-8")))
         return entry if entry.manifest["format"] == FORMAT and is_sound(entry) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -276,7 +277,7 @@ def known_content(root: Path, stamp: str | None) -> str | None:
     """The content digest that a text with this stamp had."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with os.fdopen(open_own(root / "sources" / f"{stamp}.json", os.O_RDONLY), "rb") as file:
-            content = json.load(file)["content"]
+            content = json_value(file.read())["content"]
         return content if isinstance(content, str) else None
     return None
 

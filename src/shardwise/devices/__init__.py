@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwise.config import DtypeName, parse_yaml
 from shardwise.errors import ConfigError, listing
+from shardwise.files import read_plain
 
 _FOLDER = Path(__file__).parent
 _ALIASES = {"a100": "a100-80gb"}
@@ -139,7 +140,7 @@ def load_device(name: str) -> Device:
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_plain(path).decode()
         except OSError as error:
             raise ConfigError(f"--device {name}: {error.strerror}") from None
         except UnicodeDecodeError:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
+from shardwise.files import open_plain
+from shardwise.records import record_of
 from shardwise.runlog import RunDirectory
 
 
@@ -15,7 +16,7 @@ def how_it_ended(run_path: Path) -> str:
     """What to add to a message on a run that is over; empty where no event says how it ended."""
     metrics = RunDirectory(run_path).metrics
     stop, saved = _last(metrics, "stop"), what_is_saved(run_path, "")
-    ending = f": {stop.get('reason')} after step {stop.get('step', 0):,}" if stop is not None else ""
+    ending = f": {stop.get('reason', 'ended')} after step {stop.get('step') or 0:,}" if stop is not None else ""
     return f"{ending}; {saved or 'no checkpoint is recorded'}" if ending or saved else ""
 
 
@@ -25,13 +26,13 @@ def what_is_saved(run_path: Path, nothing: str = "no checkpoint was saved") -> s
     `nothing`: what is returned where there is none.
     """
     event = _last(RunDirectory(run_path).metrics, "checkpoint", "resume")
-    return nothing if event is None else f"its newest checkpoint is of step {event.get('step', 0):,}"
+    return nothing if event is None else f"its newest checkpoint is of step {event.get('step') or 0:,}"
 
 
 def newest_checkpoint(run_path: Path) -> int:
     """The step of the newest checkpoint that a run has recorded; 0 where there is none."""
     event = _last(RunDirectory(run_path).metrics, "checkpoint", "resume")
-    return 0 if event is None else int(event.get("step", 0))
+    return 0 if event is None else int(event.get("step") or 0)
 
 
 def last_step_event(run_path: Path) -> dict[str, Any] | None:
@@ -42,26 +43,27 @@ def last_step_event(run_path: Path) -> dict[str, Any] | None:
 def last_step(run_path: Path) -> int:
     """The last step that a run has recorded; 0 where there is none."""
     event = _last(RunDirectory(run_path).metrics, "step", "checkpoint", "resume")
-    return 0 if event is None else int(event.get("step", 0))
+    return 0 if event is None else int(event.get("step") or 0)
 
 
 def first_step(run_path: Path) -> int:
     """Steps that were done when the run was started last."""
     event = _last(RunDirectory(run_path).metrics, "start", "resume") or {}
-    return int(event.get("step", 0)) if event.get("event") == "resume" else 0
+    return int(event.get("step") or 0) if event.get("event") == "resume" else 0
 
 
 def _last(metrics: Path, *kinds: str) -> dict[str, Any] | None:
     """The last event of these kinds. The file is searched from its end, because it may have gigabytes."""
     try:
-        with metrics.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
+        with open_plain(metrics) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
             end = len(lines)
             while (at := max(lines.rfind(f'"event": "{kind}"'.encode(), 0, end) for kind in kinds)) >= 0:
                 lines.seek(lines.rfind(b"\n", 0, at) + 1)
                 end = lines.tell()
                 with contextlib.suppress(ValueError):  # a crash cut the line short
-                    event: dict[str, Any] = json.loads(lines.readline())
-                    return event
-    except (FileNotFoundError, ValueError):  # ValueError: an empty file cannot be mapped
+                    event = record_of(lines.readline())
+                    if event.get("event") in kinds:
+                        return event
+    except (OSError, ValueError):  # ValueError: an empty file cannot be mapped
         pass
     return None

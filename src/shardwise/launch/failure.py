@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError, RunError, ShardwiseError, see
 from shardwise.files import write_atomic
 from shardwise.launch import stdio
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, Rank
+from shardwise.parsing import json_value
 from shardwise.redaction import redacted
 
 _TURN_SECONDS = 2.0
@@ -101,8 +102,8 @@ def report_failure(failure: Failure) -> bool:
 def read_failure(path: Path) -> Failure | None:
     """The failure that `path` records; None where there is none, or its writer was killed before it had finished."""
     try:
-        return Failure(**json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, json.JSONDecodeError):
+        return Failure(**json_value(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError):
         return None
 
 
@@ -154,8 +155,8 @@ def exit_codes_file(logs: Path) -> Path:
 def read_exit_codes(logs: Path) -> dict[int, int]:
     """Of the failed ranks of this node; empty where their agent could not write them."""
     try:
-        codes = json.loads(exit_codes_file(logs).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        codes = json_value(exit_codes_file(logs).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
         return {}
     return {int(rank): code for rank, code in codes.items()}
 

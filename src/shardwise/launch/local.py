@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -31,6 +30,7 @@ from shardwise.launch.failure import (
     signal_name,
     stop_record,
 )
+from shardwise.parsing import json_value
 
 # The time that the other ranks have to end at SIGTERM once a rank has failed; torch would wait 30 s.
 _GRACE_SECONDS = 5.0
@@ -145,7 +145,7 @@ def run_ranks(
     stopping.training_mark(logs).unlink(missing_ok=True)
     record, text = stop_record(logs), None
     if record.exists():
-        text = json.loads(record.read_text(encoding="utf-8"))["text"]
+        text = json_value(record.read_text(encoding="utf-8"))["text"]
         record.unlink()  # of no use once the user has read the text
     if early is not None and text is None:
         return Ended(early.exit_code, None, early, {}, last_beats)

@@ -22,6 +22,7 @@ from typing import Any
 
 from shardwise.errors import RunError, see
 from shardwise.launch.environment import NODE
+from shardwise.parsing import json_value
 
 BEAT_SECONDS = 1.0
 _JOIN_SECONDS = 60.0
@@ -76,7 +77,7 @@ class Node:
 def this_node(variables: Mapping[str, str] = os.environ) -> Node:
     """The node whose launcher, or whose launcher's child, this process is."""
     number = int(variables.get("SLURM_NODEID", "0"))
-    return Node(Attempt(**json.loads(variables[NODE])), number, variables.get("SLURMD_NODENAME") or platform.node())
+    return Node(Attempt(**json_value(variables[NODE])), number, variables.get("SLURMD_NODENAME") or platform.node())
 
 
 def interface_variables(address: str, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -157,7 +158,7 @@ class Control:
                     self.ended = "the supervisor is gone"
                     return
                 *lines, text = (text + told).split(b"\n")
-                if any(json.loads(line)["kind"] == "end" for line in lines):
+                if any(json_value(line)["kind"] == "end" for line in lines):
                     self.ended = "the supervisor has ended the attempt"
                     return
         except (OSError, ValueError):

@@ -9,7 +9,6 @@ finite, and the same root failure twice at the same step.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.errors import ConfigError, see
+from shardwise.files import read_plain
+from shardwise.records import instance, record_of
 from shardwise.runlog import JsonLines
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed"]
@@ -125,10 +126,10 @@ def history_file(run_path: Path) -> Path:
 def history(run_path: Path) -> list[Ending]:
     """The endings that are recorded; a line that a crash cut short is left out."""
     found = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in history_file(run_path).read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                found.append(Ending(**json.loads(line)))
+    with contextlib.suppress(OSError):
+        for line in read_plain(history_file(run_path)).splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(instance(Ending, record_of(line)))
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import platform
 import signal
@@ -21,9 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shardwise.files import write_atomic
+from shardwise.errors import ConfigError
+from shardwise.files import reason_of, write_atomic
 from shardwise.launch.environment import ERROR_FILE, is_launched, joined
 from shardwise.launch.failure import signal_name
+from shardwise.records import read_record
 from shardwise.runlog import json_text
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -98,8 +99,8 @@ def requested(run_path: Path | str | None) -> str | None:
     path = Path(run_path) / STOP_FILE
     if not path.exists():
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads(path.read_text(encoding="utf-8"))["by"])
+    with contextlib.suppress(OSError, ValueError):
+        return read_record(path).get("by") or STOP_FILE
     return STOP_FILE
 
 
@@ -111,7 +112,13 @@ def request(run_path: Path, by: str) -> None:
 
 def clear(run_path: Path) -> None:
     """Remove a request to an earlier run in this folder. Only the holder of the folder's lock may call this."""
-    (run_path / STOP_FILE).unlink(missing_ok=True)
+    try:
+        (run_path / STOP_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{run_path / STOP_FILE}, by which an earlier run was asked to stop, must be removed, and it cannot be: "
+            f"{reason_of(error)}"
+        ) from None
 
 
 def training_mark(logs: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -10,7 +11,9 @@ from typing import Any
 
 import orjson
 
+from shardwise.files import open_plain
 from shardwise.monitor.lost import seconds_of
+from shardwise.records import record_of
 
 _START, _STEP = b'{"event": "start"', b'{"event": "step"'
 _TIME = b'"time": "'
@@ -40,7 +43,7 @@ class Growing:
             OSError: it cannot be read.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_plain(self.path) as file:
                 same = file.read(len(self._head)) == self._head and file.seek(0, 2) >= self._read
         except FileNotFoundError:
             same = self._read == 0
@@ -60,7 +63,7 @@ class Growing:
     def _lines(self) -> Iterator[bytes]:
         """Read in chunks: a file may have gigabytes. What follows the last line end is still being written."""
         try:
-            file = self.path.open("rb")
+            file = open_plain(self.path)
         except FileNotFoundError:
             return
         with file:
@@ -81,7 +84,7 @@ def last(path: Path, bytes_: int) -> list[dict[str, Any]]:
         OSError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             return list(_parsed(_block(file.fileno(), max(0, file.seek(0, 2) - bytes_), bytes_)))
     except FileNotFoundError:
         return []
@@ -97,16 +100,13 @@ def last_of_rank(path: Path, *, start: bool, after: float | None) -> tuple[dict[
     Raises:
         OSError: the file cannot be read.
     """
-    file = os.open(path, os.O_RDONLY)
-    try:
-        size = os.fstat(file).st_size
+    with open_plain(path) as opened:
+        file, size = opened.fileno(), os.fstat(opened.fileno()).st_size
         lines = _block(file, max(0, size - _BLOCK_BYTES))
         step = next((line for line in _parsed(reversed(lines)) if "step" in line), {})
         begun = _start_among(lines)
         if not begun and start:
             begun = _start_among(_block(file, 0 if after is None else _begin_of(file, size, after), 2 * _BLOCK_BYTES))
-    finally:
-        os.close(file)
     return begun, step
 
 
@@ -147,9 +147,5 @@ def _few(lines: Iterable[bytes]) -> list[bytes]:
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        try:
-            value = orjson.loads(line)
-        except ValueError:  # a crash, or a full disk, cut the line short
-            continue
-        if isinstance(value, dict):
-            yield value
+        with contextlib.suppress(ValueError):  # a crash, or a full disk, cut the line short
+            yield record_of(line, orjson.loads)

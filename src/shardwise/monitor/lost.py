@@ -16,6 +16,8 @@ waited until a checkpoint was copied. load: reading a checkpoint. restart: from 
 the next one, unless the first one reached its end. lost steps: steps that were done again, without their waits, which
 count as such.
 """
+_LAST_SECOND = 1e11
+"""In the year 5138: a later time is none, and cannot be shown in every time zone."""
 _WAITS = ("data", "checkpoint")
 _AT_ITS_END = ("finished", "stop_after")
 
@@ -136,16 +138,17 @@ def number(value: Any, default: float = math.nan) -> float:
     """A number of a record, where "nan", "inf" and "-inf" are texts; `default` where it is none."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return default
 
 
 def seconds_of(event: Mapping[str, Any]) -> float:
     """When an event was recorded, in seconds since the epoch; NaN where that is unknown."""
     try:
-        return datetime.fromisoformat(event["time"]).timestamp()
-    except (KeyError, TypeError, ValueError):
+        seconds = datetime.fromisoformat(event["time"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
         return math.nan
+    return seconds if 0 <= seconds <= _LAST_SECOND else math.nan
 
 
 def _later(one: float, other: float) -> float:

@@ -6,7 +6,6 @@ field that an older run did not record is None.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import platform
 import time
@@ -15,14 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import orjson
-import yaml
-
+from shardwise.core_yaml import read_mapping
 from shardwise.errors import ConfigError
 from shardwise.files import reason_of
 from shardwise.monitor.lines import Growing, last, last_of_rank
 from shardwise.monitor.lost import LostTime, number, seconds_of
 from shardwise.monitor.series import Series
+from shardwise.records import count_of, read_record
 from shardwise.redaction import without_secrets
 from shardwise.runlog import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
 
@@ -85,6 +83,7 @@ class Run:
     Attributes:
         id: of the run; None of one that has none.
         config, environment, results: the files of these names; {} where one is not there or damaged.
+        problems: of files that cannot be read or are damaged, a sentence each; what they would tell is missing.
         series: its steps.
         evaluations, events: in their order; `events` are all others than steps and evaluations.
         last: the last "step" event as it was recorded; {} without one.
@@ -97,6 +96,7 @@ class Run:
         self.path, self.directory = path, RunDirectory(path)
         self._metrics = Growing(self.directory.metrics, whole=whole)
         self._files: dict[Path, tuple[int, dict[str, Any]]] = {}
+        self._problems: dict[Path, str] = {}
         self._ranks: dict[int, tuple[float, RankView]] = {}
         self._starts: dict[int, dict[str, Any]] = {}
         self._clear()
@@ -105,9 +105,9 @@ class Run:
         except OSError as error:
             unread = error.filename or path
             raise ConfigError(f"RUN ({path}) must be readable: {unread} cannot be read: {reason_of(error)}") from None
-        identity = self._file(self.directory.identity, orjson.loads)
+        identity = self._file(self.directory.identity, read_record)
         self.id: str | None = identity.get("id")
-        if number(identity.get("format"), 0.0) > FORMAT:
+        if (identity.get("format") or 0) > FORMAT:
             raise ConfigError(
                 f"RUN ({path}) must have a format that this shardwise reads, a newer one wrote it: update shardwise"
             )
@@ -130,9 +130,9 @@ class Run:
         self._trains = False
 
     def _read(self) -> bool:
-        self.config = self._file(self.directory.config, _yaml)
-        self.environment = self._file(self.directory.environment, orjson.loads)
-        self.results = self._file(self.directory.results, orjson.loads)
+        self.config = self._file(self.directory.config, read_mapping)
+        self.environment = self._file(self.directory.environment, read_record)
+        self.results = self._file(self.directory.results, read_record)
         if is_new := self._metrics.was_replaced():
             self._clear()
         for event in self._metrics.new():
@@ -142,7 +142,16 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name
+        return name_of(self.path)
+
+    @property
+    def problems(self) -> list[str]:
+        return list(self._problems.values())
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """The keys of a section of the configuration; {} where it is missing or no section."""
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
 
     @property
     def state(self) -> State:
@@ -170,13 +179,12 @@ class Run:
         """Steps that are done."""
         resumed: dict[str, Any] = next((event for event in reversed(self.events) if event.get("event") == "resume"), {})
         recorded = self.series.steps[-1] if self.series.steps else 0
-        return max(recorded, int(number(resumed.get("step"), 0.0)))
+        return max(recorded, resumed.get("step") or 0)
 
     @property
     def steps(self) -> int | None:
         """Steps of the whole training."""
-        steps = (self.config.get("train") or {}).get("steps", self.start.get("steps"))
-        return steps if isinstance(steps, int) else None
+        return count_of(self.section("train").get("steps", self.start.get("steps")))
 
     @property
     def step_seconds(self) -> float | None:
@@ -236,10 +244,11 @@ class Run:
     def _take(self, event: dict[str, Any]) -> None:
         self.lost.add(event)
         kind = event.get("event")
+        if kind in ("step", "eval") and event.get("step") is None:
+            return
         if kind == "step":
-            if isinstance(event.get("step"), int):
-                self.series.add(event)
-                self.last, self._trains = event, True
+            self.series.add(event)
+            self.last, self._trains = event, True
         elif kind == "eval":
             self.evaluations.append(event)
         elif kind is not None:
@@ -268,7 +277,7 @@ class Run:
 
     def _is_silent(self) -> bool:
         """Whether it has written nothing for long: as it starts, it may compile, or prepare data."""
-        every = int(number((self.config.get("log") or {}).get("every"), 1.0))  # steps to a record
+        every = count_of(self.section("log").get("every")) or 1  # steps to a record
         steps = max(_SILENT_STEPS, _SILENT_RECORDS * every) * (self.step_seconds or 0.0)
         patience = max(_SILENT_SECONDS if self._trains else _SILENT_AT_THE_START, steps)
         return self.heard is not None and time.time() - self.heard > patience
@@ -289,18 +298,27 @@ class Run:
             self._starts[rank] = start
         self._ranks[rank] = (changed, _rank(rank, self._starts.setdefault(rank, {}), step, changed))
 
-    def _file(self, path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-        """The mapping in a file that is replaced as a whole; {} where it is not there or damaged."""
+    def _file(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """The mapping in a file that is replaced as a whole; {} where it is not there, damaged or cannot be read."""
+        known, changed = self._files.get(path, (0, {})), 0
+        problem: str | None = None
         try:
             changed = path.stat().st_mtime_ns
-            if path not in self._files or self._files[path][0] != changed:
-                value = parse(path.read_text(encoding="utf-8"))
-                self._files[path] = changed, value if isinstance(value, dict) else {}
+            if known[0] != changed:
+                known = changed, read(path)
+            else:
+                problem = self._problems.get(path)
         except FileNotFoundError:
-            return {}
-        except (ValueError, yaml.YAMLError):
-            self._files[path] = changed, {}
-        return self._files[path][1]
+            known = 0, {}
+        except OSError as error:
+            known, problem = (0, {}), f"{path} cannot be read: {reason_of(error)}"
+        except ValueError as error:
+            known, problem = (changed, {}), f"{path} is damaged: {error}"
+        self._files[path] = known
+        self._problems.pop(path, None)
+        if problem is not None:
+            self._problems[path] = problem
+        return known[1]
 
 
 def open_run(path: Path | None, *, whole: bool) -> Run:
@@ -310,57 +328,83 @@ def open_run(path: Path | None, *, whole: bool) -> Run:
         ConfigError: there is none, it cannot be read, or a newer shardwise wrote it.
     """
     chosen = path or RUNS / "latest"
-    try:
-        if RunDirectory(chosen).holds_run:
-            return Run(chosen, whole=whole)
-        what = "is not there" if not chosen.exists() else "holds no run" if chosen.is_dir() else "is a file"
-    except OSError as error:
-        what = f"cannot be read: {reason_of(error)}"
+    if RunDirectory(chosen).holds_run:
+        return Run(chosen, whole=whole)
+    what = "is not there" if not chosen.exists() else "holds no run" if chosen.is_dir() else "is a file"
     if path is None:
         raise ConfigError(f"RUN must be named where {chosen} {what}: `shardwise ls` lists the runs of {RUNS}/")
     raise ConfigError(f"RUN ({chosen}) must be the folder of a run, it {what}: `shardwise ls` lists those of {RUNS}/")
 
 
 def folders(root: Path = RUNS) -> list[Path]:
-    """The folders of the runs in a folder, in the order of their names.
+    """The folders of the runs in a folder, in the order of their names; those that cannot be read are among them.
 
     Raises:
         ConfigError: it cannot be read.
     """
     try:
         found = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
-        return [path for path in found if RunDirectory(path).holds_run]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ConfigError(f"{error.filename or root} must be readable: {reason_of(error)}") from None
+    return [path for path in found if _may_hold_run(path)]
 
 
-def runs(root: Path = RUNS) -> list[Run]:
-    """The runs in a folder that can be read, the one that wrote last first."""
-    found = []
+def _may_hold_run(path: Path) -> bool:
+    try:
+        return RunDirectory(path).holds_run
+    except ConfigError:
+        return True
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A run whose folder cannot be read, or which a newer shardwise wrote; `reason` is a sentence."""
+
+    path: Path
+    reason: str
+    heard: float | None
+
+    @property
+    def name(self) -> str:
+        return name_of(self.path)
+
+
+def runs(root: Path = RUNS) -> list[Run | Unreadable]:
+    """The runs in a folder, the one that wrote last first.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
+    found: list[Run | Unreadable] = []
     for path in folders(root):
-        with contextlib.suppress(ConfigError):
+        try:
             found.append(Run(path, whole=False))
+        except ConfigError as error:
+            found.append(Unreadable(path, str(error), _changed(path / "metrics.jsonl")))
     return sorted(found, key=lambda run: run.heard or 0.0, reverse=True)
 
 
+def name_of(path: Path) -> str:
+    """The name of a run, which its folder has; of a link, that of the folder to which it leads."""
+    try:
+        return path.resolve().name
+    except (OSError, RuntimeError):  # a link in a circle
+        return path.name
+
+
 def _rank(rank: int, start: Mapping[str, Any], line: Mapping[str, Any], heard: float) -> RankView:
-    pid, work, used = (
-        start.get("pid"),
-        line.get("work_seconds"),
-        line.get("memory_in_use_bytes", line.get("peak_memory_bytes")),
-    )
     return RankView(
         rank=rank,
-        host=str(start.get("host", "")),
-        pid=pid if isinstance(pid, int) else None,
-        device=str(start.get("device", "")),
+        host=start.get("host") or "",
+        pid=start.get("pid"),
+        device=start.get("device") or "",
         place=start.get("place") or {},
         step=line.get("step"),
-        work_seconds=work if isinstance(work, float | int) else None,
+        work_seconds=line.get("work_seconds"),
         relative=None,
-        memory_bytes=used if isinstance(used, int) else None,
+        memory_bytes=line.get("memory_in_use_bytes", line.get("peak_memory_bytes")),
         utilization=line.get("device_utilization"),
         heard=heard,
         last=line,
@@ -391,7 +435,3 @@ def _changed(path: Path) -> float | None:
         return path.stat().st_mtime
     except OSError:
         return None
-
-
-def _yaml(text: str) -> Any:
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))

@@ -6,15 +6,23 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from shardwise.monitor.run import NodeView, RankView, Run
+from shardwise.monitor.run import NodeView, RankView, Run, Unreadable
 from shardwise.monitor.series import NUMBERS
 
+_ROW = (
+    *("run", "path", "state", "reason", "step", "steps", "loss", "tokens_per_second", "mfu", "eta_seconds"),
+    *("goodput", "heard"),
+)
 SCHEMA = 1
 """It grows when a field is renamed, removed or changes its meaning; new fields leave it as it is."""
 
 
-def row(run: Run) -> dict[str, Any]:
-    """A run in a line of `ls`."""
+def row(run: Run | Unreadable) -> dict[str, Any]:
+    """A run in a line of `ls`; of one that cannot be read, the reason."""
+    if isinstance(run, Unreadable):
+        unknown = dict.fromkeys(_ROW)
+        known = {"run": run.name, "path": str(run.path.absolute()), "state": "unreadable", "reason": run.reason}
+        return {**unknown, **known, "heard": _stamp(run.heard)}
     return {
         "run": run.name,
         "path": str(run.path.resolve()),

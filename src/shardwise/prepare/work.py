@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from shardwise.errors import ConfigError, DataError
 from shardwise.files import NoLocksError, lock, open_lock, reason_of, sync_folder, write_atomic
+from shardwise.parsing import json_value
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STATE, _LOCK, _OWNER = "state.json", "lock", "owner.json"
@@ -157,7 +158,7 @@ def _is_there(lock_file: BinaryIO) -> bool:
 def _read(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is none."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json_value(path.read_bytes())
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

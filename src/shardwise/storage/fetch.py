@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 from shardwise.errors import ConfigError, listing
 from shardwise.files import NoLocksError, lock, new_file, open_lock, open_own, to_disk
 from shardwise.names import name_problem
+from shardwise.parsing import json_value
 from shardwise.redaction import unsigned
 from shardwise.storage.reach import PATIENCE_SECONDS, in_time
 from shardwise.storage.root import ANONYMOUS, Root, StoreError
@@ -361,7 +362,7 @@ def _read_record(target: Path, kind: str) -> dict[str, Any]:
     """A record; empty where there is none, or none that can be used."""
     try:
         with os.fdopen(open_own(_beside(target, kind), os.O_RDONLY), "rb") as file:
-            record = json.loads(file.read())
+            record = json_value(file.read())
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}

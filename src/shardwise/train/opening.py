@@ -171,7 +171,7 @@ def _open_folder(config: Config, run_path: Path | None, recipe: str, mesh: Mesh)
 
 
 def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
-    directory, resolved = RunDirectory(run_path), config.model_dump(mode="json")
+    directory, resolved = RunDirectory(run_path), config.recorded()
     earlier = earlier_run(directory, config)
     stored, earlier_id = (None, None) if earlier is None else (earlier.config, earlier.id)
     require_trackers(config)
@@ -185,7 +185,7 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
     if original is not None:
         notes += (f"{run_path} is a copy of {original}: it goes on as a run of its own, with another id",)
     batch = None if earlier is None else kept_batch_note(earlier.config, config)
-    began = tuple(event.get("steps_before", 0) for event in directory.events("start"))
+    began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
     folder = Folder(directory, run, directory.key(), checkpoints, changes, notes, batch, began)
     folder.require_room(config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
     directory.set_results_aside()

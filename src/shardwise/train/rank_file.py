@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import platform
 import time
@@ -13,8 +12,10 @@ from typing import Any
 import psutil
 
 from shardwise.config import Layout
+from shardwise.files import open_plain
 from shardwise.hardware import cpu_count
 from shardwise.launch.environment import joined
+from shardwise.records import record_of
 from shardwise.runlog import JsonLines, RunDirectory, now
 from shardwise.train.record import StepRecord
 
@@ -67,11 +68,11 @@ class RankFile:
 def where(run: RunDirectory, rank: int) -> str:
     """The node, device and stage of a rank, as its file tells them; empty where it is not seen from here."""
     try:
-        with run.rank_metrics(rank).open(encoding="utf-8") as file:
-            start = json.loads(file.readline())
+        with open_plain(run.rank_metrics(rank)) as file:
+            start = record_of(file.readline())
     except (OSError, ValueError):
         return ""
-    return f" ({start.get('host')}, {start.get('device')}, stage {start.get('place', {}).get('pp')})"
+    return f" ({start.get('host')}, {start.get('device')}, stage {(start.get('place') or {}).get('pp')})"
 
 
 def process_seconds() -> float:

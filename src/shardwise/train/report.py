@@ -26,7 +26,7 @@ from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.compilation.keeper import Settled
 from shardwise.config import Config, Layout, Precision
 from shardwise.cost import flops_per_token, model_flops_utilization
-from shardwise.errors import see
+from shardwise.errors import see, visible
 from shardwise.hardware import peak_flops
 from shardwise.redaction import redacted
 from shardwise.runlog import RunDirectory, now
@@ -290,7 +290,7 @@ class Reporter:
     def message(self, text: str, *, style: str = "") -> None:
         """Print a line above the progress line, on rank 0."""
         for console in self._consoles:
-            console.print(Text(text, style=style), soft_wrap=True)
+            console.print(Text(visible(text), style=style), soft_wrap=True)
 
     def finish(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """End a run that did all its steps: write results.json with `extra` added, print the result, and return it."""

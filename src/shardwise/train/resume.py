@@ -99,9 +99,9 @@ def _put_in_place(checkpoint: Found, root: Root) -> Found:
 
 def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping[str, Any]) -> None:
     """Raise ConfigError where the run has saved checkpoints elsewhere than in `root`: it would begin again."""
-    recorded = list(directory.events("checkpoint"))[-1:]
+    recorded = [event for event in directory.events("checkpoint") if event.get("step") and event.get("path")]
     if recorded:
-        step, place = int(recorded[0]["step"]), str(recorded[0]["path"])
+        step, place = recorded[-1]["step"], recorded[-1]["path"]
     else:
         before = Root.of(stored.get("checkpoint", {}).get("path") or directory.checkpoints)
         saved = survey(before) if str(before) != str(root) else []

@@ -12,6 +12,7 @@ from shardwise.data import PreparedData, Tokenizer
 from shardwise.inference import Generator, Sampler, generate
 from shardwise.mesh import Mesh
 from shardwise.models import Stages
+from shardwise.redaction import redacted
 from shardwise.train.saving import agreed_stop
 
 _PROMPT_TOKENS = 16
@@ -68,7 +69,7 @@ def draw_sample(
     if stopped_by is not None:
         return Sample(None, stopped_by)
     continues(is_complete=True)
-    return Sample(tokenizer.decode(ids + drawn))
+    return Sample(redacted(tokenizer.decode(ids + drawn)))  # the prompt of the configuration may hold a secret
 
 
 def continue_text(

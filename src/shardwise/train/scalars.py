@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.config import Config
 from shardwise.errors import ConfigError
-from shardwise.redaction import redacted, without_secrets
+from shardwise.redaction import redacted
 from shardwise.runlog import AppendedFile, RunDirectory
 
 _PROJECT = "shardwise"
@@ -117,8 +117,8 @@ class Scalars:
 def _begun(name: str, config: Config, run: RunDirectory, id_: str | None) -> Any:
     """A tracker's module with a run begun, which has the configuration without secrets and nothing of the machine."""
     tracker = importlib.import_module(name)
-    settings = config.model_dump(mode="json", exclude={"launch"})
-    facts: dict[str, Any] = {"project": _PROJECT, "name": run.path.resolve().name, "config": without_secrets(settings)}
+    settings = {name: section for name, section in config.recorded().items() if name != "launch"}
+    facts: dict[str, Any] = {"project": _PROJECT, "name": run.path.resolve().name, "config": settings}
     if name == "trackio":
         tracker.init(**facts, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
         return tracker

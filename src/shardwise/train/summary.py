@@ -56,7 +56,7 @@ def dry_run(
         *inputs,
     ]
     comments = "\n".join(f"# {name:<14} {value}" for name, value in rows)
-    return f"# {recipe}, as resolved; nothing was started\n{dump_yaml(config.model_dump())}\n{comments}"
+    return f"# {recipe}, as resolved; nothing was started\n{dump_yaml(config.recorded())}\n{comments}"
 
 
 def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Rows:

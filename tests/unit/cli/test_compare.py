@@ -135,7 +135,7 @@ def test_tensorboards_events() -> None:
         ("deep.json", '{"loss": {"a": {"b": 1}}}', "deep.json: the step of row 1 (a) must be a finite number"),
         ("binary", b"\x89PNG\xff\xfe", "binary must be text or JSON with numbers"),
         ("sly.txt", "\x1b[2J" + "a" * 99 + "\n1\n", f"and it has \\x1b[2j{'a' * 36}: for B"),
-        ("nested.json", "[" * 100_000, "nested.json must be text or JSON with numbers"),
+        ("nested.json", "[" * 100_000, "nested.json must be JSON, or have JSON in each line: line 1"),
         ("history.json", '{"log_history": 5}', "history.json must call its loss loss, "),
         (
             "later.txt",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -206,3 +208,27 @@ def test_fault_15_a_prompt_is_utf8_whatever_the_terminal_is(capsys: pytest.Captu
         generate._prompt_text(arguments)
     arguments.prompt = os.fsdecode("café".encode())
     assert generate._prompt_text(arguments) == "café"
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+def test_fault_23_a_checkpoint_that_is_pruned_meanwhile_is_named(
+    command: str, imported: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is missing first: the tokenizer, or the weights."""
+    shutil.copytree(imported, "steps")
+    module = importlib.import_module(f"shardwise.cli.{command}")
+    plain = module.open_folder
+
+    def opened(*arguments: Any, **options: Any) -> Any:
+        folder = plain(*arguments, **options)
+        shutil.rmtree("steps/step-00000000")
+        return folder
+
+    monkeypatch.setattr(module, "open_folder", opened)
+    more = ["data.path=own.txt"] if command == "evaluate" else ["--prompt", "a"]
+    assert main([command, "steps", *more]) == 2
+    said = capsys.readouterr().err
+    assert "the checkpoint steps/step-00000000 was removed while it was read, as checkpoint.keep and" in said
+    assert "data.tokenizer" not in said
+    assert main([command, "steps/step-00000000", *more]) == 2
+    assert "there is no checkpoint steps/step-00000000: it was not saved, or was removed" in capsys.readouterr().err

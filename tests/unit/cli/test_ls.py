@@ -123,3 +123,27 @@ def test_runs_is_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_durations_are_short() -> None:
     found = [ls._short(seconds) for seconds in (0, 59, 61, 3599, 3600, 36_000, 90_000, 1e6)]
     assert found == ["0s", "59s", "1min", "60min", "1.0h", "10h", "1.0d", "12d"]
+
+
+def test_fault_21_a_run_that_cannot_be_read_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    write_three()
+    Path("runs/failed/run.json").write_text(json_text({"id": "ab" * 16, "format": FORMAT + 1}))
+    Path("runs/done/config.yaml").write_text("train: [1]\nlog: {every: x}\n")
+    Path("runs/done/ranks").rename("runs/done/elsewhere")
+    Path(f"runs/{LONG}/config.yaml").write_text("&a [*a]")
+    assert main(["ls"]) == 0
+    out, err = capsys.readouterr()
+    rows = {line.split()[0]: line.split()[1:] for line in out.split("\n\n")[1].splitlines()}
+    assert rows["failed"][0] == "unreadable"
+    assert rows["done"][:2] == ["finished", "20/20"]
+    assert LONG in rows
+    assert len(err.splitlines()) == 2
+    assert f"runs/{LONG}/config.yaml is damaged: it must have at most 64 levels" in err
+    assert main(["ls", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (failed,) = (run for run in found["runs"] if run["run"] == "failed")
+    assert (failed["state"], failed["step"]) == ("unreadable", None)
+    assert "a newer one wrote it: update shardwise" in failed["reason"]
+    Path("runs/done/config.yaml").write_text("[]")
+    assert main(["ls"]) == 0
+    assert "runs/done/config.yaml is damaged: it is no mapping" in capsys.readouterr().err

@@ -140,3 +140,21 @@ def test_no_run_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.chdir(tmp_path / "empty")
     assert main(["monitor", "--once"]) == 2
     assert "RUN must be named where runs/latest is not there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["monitor", "--once"], ["report", "--json"], ["ls", "--json"]], ids=" ".join)
+def test_fault_23_json_has_escapes_for_what_a_terminal_obeys(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "a\x9b31m\x1b[2J\u2028\u202e\x7f🙂é"
+    metrics = RunDirectory("runs/one").metrics
+    with metrics.open("a", encoding="utf-8") as file:
+        for event in ({"event": "warning", "text": text}, {"event": "stop", "reason": text}):
+            file.write(json.dumps(event, ensure_ascii=False) + "\n")
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert out.replace("\n", "").isprintable()
+    assert "🙂é" in out
+    assert text in str(json.loads(out)) or text in json.dumps(json.loads(out), ensure_ascii=False).replace(
+        "\\u001b", "\x1b"
+    )

@@ -5,9 +5,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from pydantic.fields import FieldInfo
 
 from shardwise import cost, units
 from shardwise.cli import main
@@ -17,6 +18,7 @@ from shardwise.errors import DataError
 from shardwise.launch.stopping import request, requested
 from shardwise.plan import parameter_count
 from shardwise.runlog import RunDirectory, RunLock
+from tests.arch.source import config_fields
 
 
 @pytest.fixture(autouse=True)
@@ -378,3 +380,28 @@ def test_nproc_contradicts_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         monkeypatch.setenv(name, value)
     assert main(["train", "quickstart", "--nproc", "4"]) == 2
     assert "--nproc (4) must be left out inside a job: its world size is 2" in capsys.readouterr().err
+
+
+def _plausible(field: FieldInfo) -> list[object]:
+    """Values of the types that a key takes: its examples, choices, and a word, a number, a folder."""
+    values = list(field.examples or [])
+    of_type: dict[object, list[object]] = {bool: [True], int: [2], float: [0.5], str: ["word"], Path: ["folder"]}
+    for kind in (field.annotation, *get_args(field.annotation)):
+        values += get_args(kind)[:1] if get_origin(kind) is Literal else of_type.get(kind, [])
+    return values
+
+
+def test_fault_21_a_dry_run_takes_each_key(capsys: pytest.CaptureFixture[str]) -> None:
+    """Or refuses its value in a sentence; what it prints is a recipe of the same configuration."""
+    accepted = {}
+    for key, field in config_fields().items():
+        for value in [] if key.startswith("model.") else _plausible(field):
+            override = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+            code = main(["train", "llama2-tiny", "data.dataset=python", override, "--dry-run"])
+            out, err = capsys.readouterr()
+            assert code in (0, 2), override
+            assert code == 0 or err.startswith("shardwise: "), override
+            if code == 0:
+                accepted[key] = config_from(parse_yaml(out, "dry run"))
+                assert accepted[key] == load_config("llama2-tiny", ["data.dataset=python", override]), override
+    assert {"compile.cache_dir", "compile.options", "launch.environment", "launch.sbatch"} <= accepted.keys()

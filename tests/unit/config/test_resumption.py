@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import kept_batch_note, load_config, resume_changes, resume_problems
+from shardwise.config import config_from, kept_batch_note, load_config, resume_changes, resume_problems
 
 
 def resolved(*overrides: str, recipe: str = "llama2-tiny") -> dict[str, Any]:
@@ -104,3 +104,30 @@ def test_a_run_says_why_it_keeps_its_batch() -> None:
     assert kept_batch_note(began, load_config("llama2-tiny")) is None
     del began["train"]["batch_rule"]
     assert kept_batch_note(began, rule) == note, "a run of before rules were stored"
+
+
+SECRET = "see https://me:word@host/page?key=word"
+SHOWN = "see https://(redacted)@host/page?(redacted)"
+
+
+def test_fault_23_a_recorded_configuration_holds_no_secret() -> None:
+    options = "compile.options={a: ['" + SECRET + "'], api_key: word}"
+    config = load_config(
+        "llama2-tiny", [f"log.sample_prompt={SECRET}", options, "launch.environment={URL: '" + SECRET + "'}"]
+    )
+    recorded = config.recorded()
+    assert "word" not in str(recorded).replace("tie_word_embeddings", "")
+    assert recorded["log"]["sample_prompt"] == recorded["launch"]["environment"]["URL"] == SHOWN
+    assert config.log.sample_prompt == SECRET, "the run itself needs it"
+    assert config_from(recorded).model == config.model
+
+
+@pytest.mark.parametrize("key", ["log.sample_prompt", "data.path", "data.text_key"])
+def test_fault_23_a_run_whose_secret_is_not_recorded_goes_on(key: str) -> None:
+    """With the same secret, or a renewed one; also where an older version recorded it."""
+    new = load_config("llama2-tiny", [f"{key}={SECRET}"])
+    renewed = load_config("llama2-tiny", [f"{key}={SECRET.replace('word', 'other')}"])
+    for stored in (new.recorded(), new.model_dump(mode="json")):
+        for config in (new, renewed):
+            assert resume_problems(stored, config.recorded()) == []
+            assert resume_changes(stored, config.recorded()) == []

@@ -1,6 +1,7 @@
 """YAML as recipes and overrides are read, and as configurations are written."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +106,43 @@ def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("number", [1e-8, 1e22, 0.1, math.pi, -1e-300])
 def test_other_readers_see_numbers_too(number: float) -> None:
     assert yaml.safe_load(dump_yaml({"lr": number})) == {"lr": number}
+
+
+BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 'x'}]\n" for n in range(12))
+LEVELS = "test must have at most 64 levels of lists and mappings inside each other, and it has more"
+VALUES = "test must have at most 100,000 values, those that aliases repeat included, and it has more"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (BOMB, VALUES),
+        ("[" + "1, " * 300_000 + "1]", VALUES),
+        ("&a [*a]", LEVELS),
+        ("a: &b {c: *b}", LEVELS),
+        ("[" * 10_000 + "]" * 10_000, LEVELS),
+        ("{a: " * 10_000 + "}" * 10_000, LEVELS),
+        ("- " * 10_000, LEVELS),
+    ],
+    ids=["bomb", "wide", "self", "self-mapping", "brackets", "braces", "dashes"],
+)
+def test_fault_21_yaml_has_bounds(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml(text, "test")
+    assert caught.value.problems == [problem]
+
+
+def test_fault_21_aliases_and_levels_within_the_bounds_are_read() -> None:
+    assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]\n", "test") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
+    assert parse_yaml("[" * 64 + "]" * 64, "test") is not None
+
+
+def test_fault_21_a_path_is_written_as_its_text() -> None:
+    assert dump_yaml({"folder": Path("graphs")}) == "folder: graphs\n"
+
+
+@pytest.mark.parametrize("sign", ["\x1b", "\x9b", "\u2028", "\u202e", "\x85"])
+def test_fault_23_yaml_has_escapes_for_what_a_terminal_obeys(sign: str) -> None:
+    text = dump_yaml({"prompt": f"a{sign}b"})
+    assert text.removesuffix("\n").isprintable()
+    assert parse_yaml(text, "test") == {"prompt": f"a{sign}b"}

@@ -14,9 +14,11 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.errors import ConfigError
-from shardwise.monitor.run import Run, folders, open_run, runs
-from shardwise.monitor.screen.frame import Reader
+from shardwise.monitor.report.numbers import report_of
+from shardwise.monitor.run import Run, Unreadable, folders, open_run, runs
+from shardwise.monitor.screen.frame import Reader, frame_of
 from shardwise.monitor.screen.panels import told_event
+from shardwise.monitor.summary import snapshot
 from shardwise.runlog import FORMAT, RunLock, json_text
 from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, ending, loss_of, write_big, write_run
 
@@ -266,15 +268,14 @@ def test_bad_input_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
             open_run(path, whole=False)
 
 
-def test_a_file_of_another_program_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_field_of_another_type_counts_as_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     first, *others = (run / "ranks/rank-0007.jsonl").read_text().splitlines()
     changed = json_text({**json.loads(first), "place": "here"})
     (run / "ranks/rank-0007.jsonl").write_text("\n".join([changed, *others]) + "\n")
-    assert main(["top", str(run), "--once"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("shardwise: the files of the run must be as `shardwise train` writes them: AttributeError")
-    assert len(said.splitlines()) == 1
+    assert Run(run, whole=False).ranks()[7].place == {}
+    assert main(["top", str(run), "--once"]) == 0
+    assert "ranks  8 on 2 nodes" in " ".join(capsys.readouterr().out.split("  "))
 
 
 def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,11 +285,13 @@ def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pyte
     path = write_run(tmp_path / "run")
     run = Run(path, whole=False)
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", refuse)
+        patched.setattr("shardwise.monitor.lines.open_plain", refuse)
         assert run.refresh() is False, "what was read stays"
-        with pytest.raises(ConfigError, match=r"config\.yaml cannot be read: Permission denied"):
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read: Permission denied"):
             open_run(path, whole=False)
-        assert runs(tmp_path) == []
+        (unreadable,) = runs(tmp_path)
+        assert isinstance(unreadable, Unreadable)
+        assert (unreadable.name, unreadable.reason.rpartition(": ")[2]) == ("run", "Permission denied")
         patched.setattr(Path, "exists", refuse)
         with pytest.raises(ConfigError, match="it cannot be read: Permission denied"):
             open_run(path, whole=False)
@@ -317,3 +320,36 @@ def test_the_big_run_is_one_run(tmp_path: Path) -> None:
     assert len(run.nodes(views)) == 8
     assert {view.step for view in views} == {2000}
     assert asdict(run.lost)["_lost"]["start"] == 4 * BEFORE_TRAINING - 3 * 2
+
+
+BROKEN = ('"x"', "[1]", "true", "1e400", "1" + "0" * 400, "[" * 500 + "]" * 500)
+
+
+def broken(line: str, wrong: str, turn: int) -> str:
+    """A record with a wrong value in every second field, beginning with the one or the other."""
+    fields = enumerate(json.loads(line).items(), turn)
+    texts = (wrong if at % 2 and name != "event" else json.dumps(value) for at, (name, value) in fields)
+    return (
+        "{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in zip(json.loads(line), texts, strict=True)) + "}"
+    )
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("wrong", BROKEN, ids=lambda wrong: wrong[:5])
+def test_fault_21_every_view_bears_a_field_of_any_type(
+    wrong: str, turn: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last record of each kind counts, in every file."""
+    path = write_run(tmp_path / "run", RESTARTED, compiles=True)
+    (path / "restarts.jsonl").write_text(json_text(ending("failed", FIRST, 9.0, 5)) + "\n")
+    for file in (path / "metrics.jsonl", path / "ranks/rank-0000.jsonl", path / "restarts.jsonl"):
+        lines = file.read_text().splitlines()
+        for at in {json.loads(line).get("event"): at for at, line in enumerate(lines)}.values():
+            lines[at] = broken(lines[at], wrong, turn)
+        file.write_text("\n".join(lines) + "\n")
+    run = Run(path, whole=True)
+    assert report_of(run)["run"] == snapshot(run)["run"] == frame_of(run, 80).name == "run"
+    assert run.step in (129, 130)
+    assert len(run.ranks()) == 8
+    assert main(["top", str(path), "--once"]) == 0
+    assert f"{run.step} of 130" in capsys.readouterr().out

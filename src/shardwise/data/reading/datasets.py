@@ -25,6 +25,7 @@ from shardwise.data.reading.content import first_line, optional_library, readabl
 from shardwise.data.reading.text import require_sound
 from shardwise.errors import ConfigError, DataError, listing, nearest_name, see
 from shardwise.names import name_problem
+from shardwise.parsing import json_value
 
 TOKENS = "input_ids"
 """The column that is read where there is no text."""
@@ -420,7 +421,7 @@ def _json(path: Path) -> dict[str, Any]:
     with readable(path):
         content = path.read_bytes()
     try:
-        values = json.loads(content)
+        values = json_value(content)
     except ValueError as error:
         raise DataError(f"{path} is no JSON ({error}): save the data set again") from None
     return values if isinstance(values, dict) else {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.parsing import json_value
 
 KIND, VERSION = "shardwise.prepared", 1
 NAME = "manifest.json"
@@ -36,8 +37,8 @@ def of_folder(folder: Path) -> Path:
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The record; None where there is none, or a file of that name is another thing."""
     try:
-        manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        manifest = json_value(path.read_bytes())
+    except (OSError, ValueError):
         return None
     if not isinstance(manifest, dict) or (manifest.get("kind"), manifest.get("version")) != (KIND, VERSION):
         return None

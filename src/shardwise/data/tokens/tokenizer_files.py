@@ -8,7 +8,6 @@ Functions import `tokenizers`, as a dry run comes here and opens no tokenizer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from shardwise.data.tokens.added_tokens import BY_ID, SpecialTokens, added_token
 from shardwise.errors import DataError, listing
 from shardwise.files import reason_of
 from shardwise.hub import TOKENIZERS, tokenizer_names, without_tokenizer
+from shardwise.parsing import json_value
 
 if TYPE_CHECKING:
     import tokenizers
@@ -352,8 +352,8 @@ def _text(file: Path, meaning: str) -> str:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; DataError where it holds none."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values = json_value(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise DataError(f"{path} must hold a JSON object")

@@ -221,7 +221,7 @@ def _timeline(run: Run, events: Sequence[Mapping[str, Any]]) -> dict[str, Any] |
     first, training = timed[0]["at"], []
     begins = [seconds_of(event) for event in run.events if event.get("event") == "start"]
     last_steps = [*run.before_starts[1:], seconds_of(run.last)]
-    for begin, until, last_step in zip(begins, [*begins[1:], math.inf], last_steps, strict=True):
+    for begin, until, last_step in zip(begins, [*begins[1:], math.inf], last_steps, strict=False):  # there may be none
         signs = [event["at"] for event in timed if begin <= event["at"] < until and event["kind"] != "ended"]
         if signs:  # none where the start has no time
             training.append([begin - first, max(*signs, begin, last_step if last_step >= begin else begin) - first])

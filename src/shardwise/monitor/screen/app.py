@@ -41,6 +41,7 @@ class Panel(Widget):
             lines = ink.sentences(width, told, ink.WARN)[:height]
         for line in lines:
             line.truncate(width)
+            line.plain = panels.clean(line.plain)
         return Text("\n", no_wrap=True).join(lines)
 
     @property

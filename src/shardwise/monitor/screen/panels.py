@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise import units
-from shardwise.monitor.lost import CAUSES
+from shardwise.monitor.lost import CAUSES, seconds_of
 from shardwise.monitor.screen import ink
 from shardwise.monitor.screen.canvas import plot
 from shardwise.monitor.screen.frame import Frame, Span
@@ -209,7 +210,7 @@ def told_event(event: Mapping[str, Any], now: float | None, width: int | None = 
         case _:
             what = " ".join([kind, *(f"{name} {value}" for name, value in event.items() if name not in _KNOWN)])
     line = Text.assemble((f" {_moment(event, now)} ", FAINT), ("▌", style if style != TEXT else RULE))
-    line.append(_clean(what), style)
+    line.append(clean(what), style)
     if width is not None:
         line.truncate(width, overflow="ellipsis")
     return line
@@ -218,7 +219,7 @@ def told_event(event: Mapping[str, Any], now: float | None, width: int | None = 
 _KNOWN = ("event", "time")
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """`text` in one line, without characters that a terminal would obey."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
@@ -242,10 +243,10 @@ def _clock(now: float) -> str:
 
 def _moment(event: Mapping[str, Any], now: float | None) -> str:
     """When an event was recorded, in local time; with a `now` the time of that day, or the day."""
-    try:
-        moment = datetime.fromisoformat(event["time"]).astimezone()
-    except (KeyError, TypeError, ValueError):
+    seconds = seconds_of(event)
+    if math.isnan(seconds):
         return "–".rjust(5 if now is not None else 11)
+    moment = datetime.fromtimestamp(seconds).astimezone()
     if now is None:
         return moment.strftime("%m-%d %H:%M")
     is_today = moment.date() == datetime.fromtimestamp(now).astimezone().date()

@@ -156,7 +156,7 @@ def _rows(frame: Frame, most: int) -> list[tuple[str, list[int]]]:
         return [(f"pp {stage}", ranks) for stage, ranks in sorted(stages.items())]
     count = len(frame.ranks)
     lines = max(1, min(most, -(-count // 64)))
-    per_line = -(-count // lines)
+    per_line = max(1, -(-count // lines))
     starts = range(0, count, per_line)
     return [(f"{frame.ranks[at].rank}", list(range(at, min(count, at + per_line)))) for at in starts]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from rich.text import Text
 
@@ -30,12 +31,12 @@ KEYS = (
 
 def schedule(frame: Frame, width: int, height: int) -> list[Text]:
     """The planned order of a step, as the dry run prints it."""
-    parallel = frame.config.get("parallel") or {}
+    parallel = _section(frame, "parallel")
     degree = parallel.get("pipeline", 1)
     head = ink.heading(width, "schedule", "" if degree == 1 else str(parallel.get("schedule", "1f1b")))
     if degree == 1:
         return [head, Text(" this run has no pipeline: all its ranks hold the whole depth of the model", FAINT)]
-    train, data = frame.config.get("train") or {}, (frame.start.get("layout") or {}).get("data")
+    train, data = _section(frame, "train"), (frame.start.get("layout") or {}).get("data")
     try:
         micro_batches = train["global_batch"] // (train["micro_batch"] * data)
         *picture, told = _picture(
@@ -48,6 +49,11 @@ def schedule(frame: Frame, width: int, height: int) -> list[Text]:
         line.truncate(width)
     numbers, with_, assumed = told.plain.partition(" with ")
     return [ink.heading(width, "schedule", numbers, f"{with_}{assumed}".strip()), *lines][:height]
+
+
+def _section(frame: Frame, name: str) -> Mapping[str, Any]:
+    section = frame.config.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def schedule_height(frame: Frame) -> int:

@@ -1,0 +1,146 @@
+"""Reads YAML by the core schema of YAML 1.2, in which `1e-4` is a number and `no` is a word.
+
+Anybody may have written a file: the levels and values in it are bounded before any code walks through them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.files import read_plain
+from shardwise.parsing import MOST_LEVELS
+
+MOST_VALUES = 100_000
+"""Of a file, where a value counts at each alias that repeats it: far more than any recipe has."""
+_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
+_MOST_DIGITS = 1000
+_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
+_STARTS = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
+_ENDS = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
+_QUOTED = ("'", '"', "|", ">")
+TAG = "tag:yaml.org,2002:"
+_STANDARD_TAGS = {TAG + "str", TAG + "map", TAG + "seq"}
+
+
+class NotReadError(ValueError):
+    """A text is no YAML of plain values.
+
+    Attributes:
+        problems: each in a sentence.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = list(problems)
+
+
+def yaml_value(text: str, origin: str) -> Any:
+    """The value that `text` holds; `origin` names it in errors.
+
+    Raises:
+        NotReadError: the text is no YAML, has too many levels or values, or keys are given twice; with every such key.
+    """
+    try:
+        _require_small(text, origin)
+        node = yaml.compose(text, Loader=_LOADER)
+    except yaml.YAMLError as error:
+        raise NotReadError([f"{origin} is not valid YAML: {_reason(error)}"]) from None
+    if node is None:
+        return None
+    reading = _Reading(origin)
+    value = reading.value(node, ())
+    if reading.problems:
+        raise NotReadError(reading.problems)
+    return value
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it holds none.
+    """
+    value = yaml_value(read_plain(path).decode(), "it")
+    if not isinstance(value, dict):
+        raise ValueError("it is no mapping")
+    return value
+
+
+def scalar(text: str) -> bool | int | float | str | None:
+    """The value of a plain word."""
+    word = text if text in _WORDS else text.lower()
+    if word in _WORDS and text in (word, word.capitalize(), word.upper()):
+        return _WORDS[word]
+    if _INTEGER.fullmatch(text):
+        # Python refuses to read thousands of digits. As a float they are infinite, which no key accepts.
+        return int(text) if len(text) < _MOST_DIGITS else float(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return text
+
+
+def _require_small(text: str, origin: str) -> None:
+    """Refuse a text before a tree is made of it: parsing gives events, and takes neither recursion nor much memory."""
+    level = 0
+    for values, event in enumerate(yaml.parse(text, Loader=_LOADER)):
+        level += (event.__class__ in _STARTS) - (event.__class__ in _ENDS)
+        if level > MOST_LEVELS:
+            raise NotReadError([_too_deep(origin)])
+        if values > 2 * MOST_VALUES:  # a collection has two events
+            raise NotReadError([_too_many(origin)])
+
+
+def _too_deep(origin: str) -> str:
+    return f"{origin} must have at most {MOST_LEVELS} levels of lists and mappings inside each other, and it has more"
+
+
+def _too_many(origin: str) -> str:
+    return f"{origin} must have at most {MOST_VALUES:,} values, those that aliases repeat included, and it has more"
+
+
+class _Reading:
+    """The conversion of a tree to values, and what is wrong with it. An alias is a node that is met again."""
+
+    def __init__(self, origin: str) -> None:
+        self.problems: list[str] = []
+        self._origin, self._values = origin, 0
+
+    def value(self, node: yaml.Node, path: tuple[str, ...]) -> Any:
+        self._values += 1
+        if len(path) > MOST_LEVELS:
+            raise NotReadError([_too_deep(self._origin)])
+        if self._values > MOST_VALUES:
+            raise NotReadError([_too_many(self._origin)])
+        if node.tag not in _STANDARD_TAGS:
+            self._add(node, f"{'.'.join(path)} has the tag {node.tag}; only plain values are read")
+            return None
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, (*path, str(index))) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode):
+            return node.value if node.style in _QUOTED else scalar(node.value)
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._add(key_node, "a key must be a word")
+                continue
+            key_path = (*path, key_node.value)
+            if key_node.value in mapping:
+                self._add(key_node, f"{'.'.join(key_path)} is given twice")
+            mapping[key_node.value] = self.value(value_node, key_path)
+        return mapping
+
+    def _add(self, node: yaml.Node, problem: str) -> None:
+        self.problems.append(f"{self._origin}, line {node.start_mark.line + 1}: {problem}")
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else problem

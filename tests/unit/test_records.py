@@ -1,0 +1,76 @@
+"""Records of a run's folder: JSON with bounds, and fields of the types that a run writes."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.files import read_plain
+from shardwise.launch.restarts import Ending
+from shardwise.parsing import MOST_LEVELS, json_value
+from shardwise.records import instance, record_of, typed
+from tests.monitor_runs import ending
+
+WRONG: list[Any] = ["12", [], [1], {}, True, -1, 10**31, 10**400, 1e300 * 1e300, math.nan, "2020-01-01"]
+
+
+@pytest.mark.parametrize("text", ["[" * 65 + "]" * 65, '{"a": ' * 100_000, "[" * 100_000, "9" * 5000, "", "{"])
+def test_fault_21_json_has_bounds(text: str) -> None:
+    for given in (text, text.encode()):
+        with pytest.raises(ValueError, match=r"it has more than 64 levels of lists and mappings|line 1|4300"):
+            json_value(given)
+
+
+def test_fault_21_json_within_the_bounds_is_read() -> None:
+    text = "[" * MOST_LEVELS + "]" * MOST_LEVELS
+    assert json_value(text) == json.loads(text)
+    assert json_value('"' + "[" * 1000 + '"') == "[" * 1000, "brackets of a text are no levels"
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_fault_21_a_field_of_another_type_counts_as_not_recorded(value: Any) -> None:
+    names = ["step", "step_seconds", "event", "split_seconds", "place", "stage_seconds"]
+    fits = {"step": [], "split_seconds": [{}], "place": [{}], "event": ["12", "2020-01-01"]}
+    found = typed(dict.fromkeys(names, value))
+    assert found == {name: value for name in names if value in fits.get(name, [])}
+
+
+def test_fault_21_what_a_run_writes_is_kept() -> None:
+    event = {
+        "event": "step", "step": 3, "loss": "nan", "grad_norm": math.inf, "lr": 0, "mfu": None, "custom": [1],
+        "split_seconds": {"data": 0.5}, "place": {"pp": 0},
+        "stage_seconds": [{"stage": 0, "forward": 1, "backward": 2.0}],
+    }  # fmt: skip
+    assert typed(event) == event
+    assert typed({"split_seconds": {"data": 0.5, "other": "x"}}) == {"split_seconds": {"data": 0.5}}
+    with pytest.raises(ValueError, match="it is no JSON object"):
+        record_of("[]")
+
+
+@pytest.mark.parametrize("field", ["step", "seconds", "how", "text", "first_step"])
+def test_fault_21_a_class_takes_a_record_of_its_types_alone(field: str) -> None:
+    record = ending("failed", 5.0, 9.0, 3)
+    assert instance(Ending, record).step == 3
+    with pytest.raises(ValueError, match=f"{field} must be "):
+        instance(Ending, record | {field: [1]})
+    if field in ("text",):
+        return
+    with pytest.raises(ValueError, match=f"{field} must be "):
+        instance(Ending, {name: value for name, value in record.items() if name != field})
+
+
+def test_fault_21_a_file_that_might_never_answer_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in (("pipe", "it is no plain file"), (".", "Is a directory"), ("none", "No such file")):
+        with pytest.raises(OSError, match=reason):
+            read_plain(tmp_path / name)
+
+
+def test_fault_21_a_large_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.files.MOST_BYTES", 1 << 20)
+    (tmp_path / "large").write_bytes(bytes((1 << 20) + 1))
+    with pytest.raises(OSError, match="it has more than 1 MiB"):
+        read_plain(tmp_path / "large")
