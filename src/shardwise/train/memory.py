@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -118,7 +118,8 @@ def _require_host_memory(config: Config, layout: Layout, rank: int) -> str | Non
         return None
     state, expected = needed
     of_ranks = f"of the {counted(len(ranks), 'rank')} on this machine"
-    rest = f"the {size(available)} that it has available: {_listed_remedies(config, layout, False, None)}"
+    remedies = "; ".join(remedies_of_machine(config, layout, ranks)) or "a smaller model"
+    rest = f"the {size(available)} that it has available: {remedies}"
     if state > available:
         raise ConfigError(
             f"memory of parameters, gradients and optimizer {of_ranks} ({size(state)}) must be at most {rest}"
@@ -127,30 +128,52 @@ def _require_host_memory(config: Config, layout: Layout, rank: int) -> str | Non
     return f"the expected memory {of_ranks} ({size(expected)}) exceeds {rest}; the system may kill a rank"
 
 
-def _listed_remedies(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int | None) -> str:
-    return "; ".join(_remedies(config, layout, accelerator, pipeline_rank) or ["a smaller model"])
+def remedies_of_machine(config: Config, layout: Layout, ranks: range) -> list[str]:
+    """Settings that keep the number of ranks, and the bytes that they save on one machine, which has these ranks."""
+
+    def needed(changed: Config, layout: Layout) -> int | None:
+        memory = memory_of_machine(changed, layout, ranks)
+        return None if memory is None else memory[1]
+
+    same_world = (alternative for alternative in _alternatives(config, layout, False) if alternative[2] == layout.world)
+    return _remedies(config, layout, same_world, needed)
 
 
-def _remedies(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int | None) -> list[str]:
-    """Settings that train the same model and batch in less memory, and the bytes saved where formulas know them.
+def _listed_remedies(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int) -> str:
+    """Settings that save memory on `pipeline_rank`, or where the pipeline changes, on the rank that then needs most."""
 
-    They are those saved on `pipeline_rank`, or where the pipeline changes, on the rank that then needs most. None is
-    for a machine whose ranks share its memory: the settings keep the number of ranks.
+    def needed(changed: Config, other: Layout) -> int | None:
+        rank = pipeline_rank if other.pipeline == layout.pipeline else None
+        memory = expected_memory(changed, other, accelerator, pipeline_rank=rank)
+        return None if memory is None else memory.total
+
+    alternatives = _alternatives(config, layout, accelerator)
+    return "; ".join(_remedies(config, layout, alternatives, needed) or ["a smaller model"])
+
+
+def _remedies(
+    config: Config,
+    layout: Layout,
+    alternatives: Iterable[tuple[str, Config, int]],
+    needed: Callable[[Config, Layout], int | None],
+) -> list[str]:
+    """Settings that train the same model and batch in less memory, the one that saves most first.
+
+    Args:
+        alternatives: settings as text, the configuration with them, and its number of ranks.
+        needed: the bytes that a configuration takes; None where no formula knows them.
     """
-    now = expected_memory(config, layout, accelerator, pipeline_rank=pipeline_rank)
+    now = needed(config, layout)
     remedies = []
-    for setting, changed, world in _alternatives(config, layout, accelerator):
-        if world != layout.world and pipeline_rank is None:
-            continue  # more ranks on the same machine need more of its memory
+    for setting, changed, world in alternatives:
         try:
-            rank = pipeline_rank if changed.parallel.pipeline == layout.pipeline else None
-            then = expected_memory(changed, check_layout(changed, world), accelerator, pipeline_rank=rank)
+            then = needed(changed, check_layout(changed, world))
         except ConfigError:
             continue
         if now is None or then is None:
             remedies.append((0, setting))
-        elif then.total < now.total:
-            remedies.append((now.total - then.total, f"{setting} ({size(now.total - then.total)} less)"))
+        elif then < now:
+            remedies.append((now - then, f"{setting} ({size(now - then)} less)"))
     return [text for _, text in sorted(remedies, key=lambda remedy: -remedy[0])]
 
 
