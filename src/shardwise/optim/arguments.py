@@ -58,11 +58,13 @@ _POSITIONAL = ("pin_layout", "sharding_groups", "grad_norm_groups", "lazy_init")
 """The arguments of torch_xla's class after `max_norm`, in its order."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "pin_layout": (True, False),
+    "pin_layout": (True, False, None),
     "sharding_groups": (None,),
     "grad_norm_groups": (None,),
     "lazy_init": (False,),
     "coalesce_cc": (True, False),
+    "bucket_cap_mb_all_gather": (0, None),
+    "bucket_cap_mb_reduce_scatter": (0, None),
     "use_grad_acc_hook": (False,),
     "save_master_weights": (True, False),
     "use_world_for_grad_norm": (True, False),

@@ -95,7 +95,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_spmd_rank": (False,),
     "is_expert": (False,),
     "max_norm": (None,),
-    "norm_type": (2.0,),
+    "norm_type": (2.0, 2),
     "scale_grad_by_freq": (False,),
     "sparse": (False,),
 }
@@ -170,7 +170,7 @@ def without_neutral(given: Mapping[str, object], neutral: Mapping[str, Sequence[
 
 
 def by_name(
-    owner: str, further: Sequence[object], names: Sequence[str], given: Mapping[str, object]
+    owner: str, further: Sequence[object], names: Sequence[str], given: Mapping[str, object], *, last: str = ""
 ) -> dict[str, object]:
     """Return the keyword arguments of a call together with its further positional ones.
 
@@ -179,12 +179,15 @@ def by_name(
         further: positional arguments behind those that the class names.
         names: what other libraries call the arguments at these positions, in their order.
         given: keyword arguments of the call.
+        last: the last argument that the class names, for a class without further ones.
 
     Raises:
         ArgumentError: there are more positional arguments than names, or one is given by keyword too.
     """
     if len(further) > len(names):
-        raise ArgumentError(f"{owner} takes no positional argument after {listing(names)}: give the others by keyword")
+        raise ArgumentError(
+            f"{owner} takes no positional argument after {listing(names) or last}: give the others by keyword"
+        )
     positional = dict(zip(names, further, strict=False))
     if twice := [name for name in positional if name in given]:
         raise ArgumentError(f"{owner} got {listing(twice)} by position and by keyword: give each argument once")

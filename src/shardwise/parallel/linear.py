@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm, placement
+from shardwise.errors import ArgumentError
 from shardwise.mesh import Group, Ranks
 from shardwise.parallel.arguments import by_name, refuse_unknown, sharing_group
 from shardwise.parallel.matmul import linear
@@ -21,8 +22,9 @@ from shardwise.parallel.overlap import Overlap, gather_and_multiply, multiply_an
 from shardwise.placement import Init
 
 DEFAULT_INIT = Init.normal(0.02)
-_POSITIONAL = ("dtype", "device")
-"""What neuronx-distributed's linear layers take at the fifth and the sixth position."""
+_POSITIONAL = ("dtype", "device", "stride", "init_method")
+"""What neuronx-distributed's linear layers take from the fifth position on."""
+_POSITIONAL_OF_GQA = ("dtype", "device", "init_method")
 
 
 class TensorOptions(TypedDict, total=False):
@@ -78,13 +80,15 @@ def tensor_options(
     return {"seed": options.get("seed"), "device": options.get("device"), "dtype": options.get("dtype")}
 
 
-def linear_options(layer: nn.Module, options: LinearOptions, further: Sequence[object]) -> LinearOptions:
-    """Return a linear layer's keywords, with the arguments that were given by position.
+def linear_options(
+    layer: nn.Module, options: LinearOptions, further: Sequence[object], names: Sequence[str] = _POSITIONAL
+) -> LinearOptions:
+    """Return a linear layer's keywords, with the arguments that were given by position, whose `names` these are.
 
     Raises:
         ArgumentError: the layer takes fewer positional arguments, or one is given by keyword too.
     """
-    return cast(LinearOptions, by_name(type(layer).__name__, further, _POSITIONAL, options))
+    return cast(LinearOptions, by_name(type(layer).__name__, further, names, options))
 
 
 def full_name(name: str | None, leaf: str, seed: int | None) -> str:
@@ -274,9 +278,10 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
     Args:
         input_size, bias, gather_output, further, sequence_parallel_enabled, options: as in `ColumnParallelLinear`.
         output_sizes: features of the queries, and features of the keys, which the values have too, in the whole model.
-        head_dim: features of a head. By default a rank's part of the keys, KV · `kv_size_multiplier` / g.
-        kv_size_multiplier: ranks that hold the same K/V head, for calls without `head_dim`, as neuronx-distributed has
-            them.
+        head_dim: features of a head. Without it, the keys are cut into parts of KV · `kv_size_multiplier` / g features,
+            wherever a head begins: give it, or the multiplier, where the ranks outnumber the K/V heads.
+        kv_size_multiplier: ranks that hold the same part of the keys, for calls without `head_dim`, as
+            neuronx-distributed has them.
         names: canonical names of the three layers; the same three times where they are one, with the rows of q, then
             k, then v, which is also what a layer is that is given no names.
 
@@ -299,10 +304,10 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         sequence_parallel_enabled: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
-        options = linear_options(self, options, further)
+        options = linear_options(self, options, further, _POSITIONAL_OF_GQA)
         refuse_unknown(type(self), options, LinearOptions.__optional_keys__)
         size = sharing_group(type(self).__name__, options.get("group")).size
-        q_size, kv_size = output_sizes
+        q_size, kv_size = _two_sizes(output_sizes)
         if head_dim is None:
             head_dim = _features_per_head(kv_size, kv_size_multiplier, size)
         for what, features in (("query", q_size), ("key/value", kv_size)):
@@ -336,13 +341,28 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         return q, k, v
 
 
-def _features_per_head(kv_size: int, multiplier: int, ranks: int) -> int:
+def _two_sizes(output_sizes: object) -> tuple[int, int]:
+    """Return the features of the queries and of the keys.
+
+    Raises:
+        ArgumentError: they are not two numbers above 0.
+    """
+    sizes = tuple(output_sizes) if isinstance(output_sizes, Sequence) else (output_sizes,)
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ArgumentError(
+            f"output_sizes ({output_sizes!r}) must be two numbers above 0: the features of the queries and those of "
+            "the keys, which the values have too"
+        )
+    return sizes[0], sizes[1]
+
+
+def _features_per_head(kv_size: int, multiplier: object, ranks: int) -> int:
     """Return the features of a rank's part of the keys, if each part stands on `multiplier` of the ranks.
 
     Raises:
         ValueError: the keys cannot be cut into such parts.
     """
-    if multiplier < 1 or ranks % multiplier or kv_size * multiplier % ranks:
+    if not isinstance(multiplier, int) or multiplier < 1 or ranks % multiplier or kv_size * multiplier % ranks:
         raise ValueError(
             f"kv_size_multiplier ({multiplier}) must divide the group's size ({ranks}), and the key/value size "
             f"({kv_size}) must be divisible by their quotient: give head_dim=, the features of a head, instead"

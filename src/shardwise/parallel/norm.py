@@ -7,6 +7,7 @@ the group, which its placement says, so that the optimizer sums it once a step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, Unpack, cast
 
 import torch
@@ -19,6 +20,20 @@ from shardwise.mesh import Group
 from shardwise.parallel.arguments import by_name, sharing_group
 from shardwise.parallel.linear import LayerOptions, full_name, tensor_options
 from shardwise.placement import Init
+
+
+def _one_size(owner: str, shape: object) -> int:
+    """Return the hidden size that a norm was given, by itself or as a shape of one size.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    if len(sizes) != 1 or not isinstance(sizes[0], Integral):
+        raise ArgumentError(
+            f"normalized_shape ({shape!r}) must be one size, the hidden size: {owner} normalizes over the last dim"
+        )
+    return int(sizes[0])
 
 
 class _Norm(placement.PlacedModule):
@@ -38,13 +53,8 @@ class _Norm(placement.PlacedModule):
         where = tensor_options(self, options)
         group = sharing_group(type(self).__name__, options.get("group"), needed=sequence_parallel_enabled)
         seed = options.get("seed")
-        sizes = tuple(normalized_shape) if isinstance(normalized_shape, Sequence) else (normalized_shape,)
-        if len(sizes) != 1:
-            raise ArgumentError(
-                f"normalized_shape ({sizes}) must be one size, the hidden size: {type(self).__name__} normalizes over "
-                "the last dim"
-            )
-        self.normalized_shape, self.eps = sizes, eps
+        self.normalized_shape = (_one_size(type(self).__name__, normalized_shape),)
+        self.eps = eps
         for leaf, value in leaves.items():
             piece = placement.Piece.replicated(
                 full_name(name, leaf, seed),
@@ -71,6 +81,7 @@ class RMSNorm(_Norm):
     Args:
         normalized_shape: H, or a shape of this one size, as torch takes it.
         eps: added to the mean square.
+        further: none; all other arguments are given by keyword.
         sequence_parallel_enabled: whether each rank has a part of the sequence; the gradients are then partial.
         name, options: as in the other layers, see `LayerOptions`.
     """
@@ -81,12 +92,14 @@ class RMSNorm(_Norm):
         self,
         normalized_shape: int | Sequence[int],
         eps: float = 1e-6,
-        *,
+        *further: Any,
         sequence_parallel_enabled: bool = False,
         name: str | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0}, options)
+        # torch and neuronx-distributed mean different things by a third positional argument.
+        given = by_name(type(self).__name__, further, (), options, last="eps")
+        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0}, given)
 
     def forward(self, x: Tensor) -> Tensor:
         return _rms_norm(x, self.weight, self.eps)

@@ -77,7 +77,12 @@ def test_fault_02_keywords_whose_value_changes_nothing_are_accepted(wrapped: typ
     """The call of the tutorial's own script, and the defaults of other libraries' classes."""
     given: dict[str, Any] = {"lr": 0.1, "grad_clipping": False, "max_norm": None}
     nothing = {"pin_layout": False, "sharding_groups": None, "grad_norm_groups": None, "lazy_init": False}
-    defaults = {"process_group": None, "parameters_as_bucket_view": False, "overlap_with_ddp": False}
+    defaults = {
+        "bucket_cap_mb_all_gather": 0,
+        "process_group": None,
+        "parameters_as_bucket_view": False,
+        "overlap_with_ddp": False,
+    }
     optimizer = ZeroRedundancyOptimizer(make().parameters(), wrapped, **given, **nothing, **defaults)
     assert optimizer.defaults == wrapped(make().parameters(), lr=0.1).defaults
     with pytest.raises(TypeError, match="got pin_layout by position and by keyword: give each argument once"):

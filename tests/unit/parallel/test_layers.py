@@ -330,7 +330,7 @@ def test_fault_02_arguments_whose_value_changes_nothing_are_accepted() -> None:
         8, 12, False, False, torch.float64, stride=1, init_method=None, keep_master_weight=False, skip_bias_add=False
     )
     assert column.weight.dtype == torch.float64
-    assert RowParallelLinear(8, 12, True, True, torch.float64, "meta", pad=False).weight.is_meta
+    assert RowParallelLinear(8, 12, True, True, torch.float64, "meta", 1, None, pad=False).weight.is_meta
     assert GQAQKVColumnParallelLinear(8, [8, 4], False, False, torch.float64, head_dim=4).weight.dtype == torch.float64
     assert ParallelEmbedding(10, 4, None, None, 2.0, False, False, pad=False).weight.shape == (10, 4)
     assert LayerNorm(4, 1e-5, True, True, None, torch.float64).weight.dtype == torch.float64
@@ -339,10 +339,12 @@ def test_fault_02_arguments_whose_value_changes_nothing_are_accepted() -> None:
         ParallelEmbedding(10, 4, None, 1.0)
     with pytest.raises(ArgumentError, match="LayerNorm does not take bias"):
         LayerNorm(4, 1e-5, True, False)
+    with pytest.raises(ArgumentError, match="RowParallelLinear takes no positional argument after dtype, device"):
+        RowParallelLinear(8, 12, True, True, None, None, 1, None, True)
     with pytest.raises(
-        ArgumentError, match="RowParallelLinear takes no positional argument after dtype and device: give"
+        ArgumentError, match="RMSNorm takes no positional argument after eps: give the others by keyword"
     ):
-        RowParallelLinear(8, 12, True, True, None, None, 1)
+        RMSNorm(4, 1e-6, True)
     with pytest.raises(ArgumentError, match="ColumnParallelLinear got dtype by position and by keyword: give each"):
         ColumnParallelLinear(8, 12, True, True, torch.float32, dtype=torch.float64)
 
@@ -354,8 +356,9 @@ def test_fault_03_a_norm_takes_a_shape_as_torchs_does(shape: Any) -> None:
     x = torch.randn(2, 3, 4)
     assert torch.equal(norm(x), nn.LayerNorm(shape)(x))
     assert RMSNorm(shape).weight.shape == (4,)
-    with pytest.raises(ArgumentError, match=r"normalized_shape \(\(4, 4\)\) must be one size, the hidden size"):
-        LayerNorm((*shape, 4))
+    for wrong in ((4, 4), "4", ("4",), 4.0):
+        with pytest.raises(ArgumentError, match=r"normalized_shape \(.*4.*\) must be one size, the hidden size"):
+            LayerNorm(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("ranks", "multiplier", "copies"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 2, 2), (16, 4, 4)])
@@ -382,3 +385,10 @@ def test_fault_03_a_head_size_that_does_not_follow_is_refused() -> None:
         ValueError, match=r"kv_size_multiplier \(2\) must be 4, the ranks that hold each of 4 K/V heads"
     ):
         GQAQKVColumnParallelLinear(8, (128, 32), head_dim=8, kv_size_multiplier=2, group=group)
+    with pytest.raises(ValueError, match=r"kv_size_multiplier \(1.0\) must divide the group's size \(16\)"):
+        GQAQKVColumnParallelLinear(8, (128, 32), kv_size_multiplier=1.0, group=group)  # type: ignore[arg-type]
+    for sizes in (64, (64, 32, 32), (64, 0), "64"):
+        with pytest.raises(
+            ArgumentError, match=r"output_sizes \(.*\) must be two numbers above 0: the features of the q"
+        ):
+            GQAQKVColumnParallelLinear(8, sizes, head_dim=8)  # type: ignore[arg-type]
