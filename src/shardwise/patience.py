@@ -94,9 +94,11 @@ def _waiting() -> dict[int, int]:
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
         if frame is not None and frame.f_code.co_filename.startswith(_WAITING):
+            # Python keeps the number that the main thread had before a fork.
+            number = os.getpid() if thread is threading.main_thread() else thread.native_id or 0
             with contextlib.suppress(OSError):  # the thread has just ended
-                used = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]
-                found[thread.native_id or 0] = int(used) // 1_000_000
+                used = Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]
+                found[number] = int(used) // 1_000_000
     return found
 
 
