@@ -7,8 +7,8 @@ Our own files beside a user's (locks, parts of a file being fetched, temporary f
 In a folder that others can write to, someone may have made a link of that name to a file that only the user may write,
 or a folder of that name. So our files are opened without following links, relative to a folder that was found without
 trusting such entries (`open_folder`). In a folder that anyone may write, such as /tmp, an entry counts only if this
-user, root or the owner of that folder owns it. Elsewhere those who may write a folder are trusted: its owner, and its
-group where a team shares it.
+user, root or the owner of that folder owns it, or if it is the folder of a team: its group, which this user is in, may
+write it. Elsewhere those who may write a folder are trusted: its owner, and its group where a team shares it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def open_folder(path: Path, denied: int = 0) -> int:
             entry = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:
                 status = os.fstat(entry)
-                _require_trusted(os.fstat(folder), status, shown / name)
+                _require_trusted(folder, status, shown / name)
                 if stat.S_ISLNK(status.st_mode):
                     links += 1
                     if links > _MOST_LINKS or (denied == OTHERS and not names):
@@ -145,7 +145,7 @@ def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None)
         status = os.fstat(descriptor)
         try:
             if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
-                _require_trusted(os.fstat(folder), status, path)
+                _require_trusted(folder, status, path)
                 _require_mode(status, path, denied)
                 return descriptor
         except OSError:
@@ -155,14 +155,42 @@ def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None)
     raise OSError(errno.ELOOP, f"{path.name} is a link or no plain file, and links are not followed: remove it")
 
 
-def _require_trusted(folder: os.stat_result, entry: os.stat_result, path: Path) -> None:
-    """Raise OSError for an entry of a folder that anyone may write, if a user put it there who is not trusted."""
-    if folder.st_mode & ANYONE_WRITES and entry.st_uid not in (os.geteuid(), 0, folder.st_uid):
-        raise UntrustedError(
-            errno.EPERM,
-            f"{path} must belong to you, and it belongs to {_user(entry.st_uid)}, who may have put it there because "
-            f"anyone may write {path.parent}: remove it, or choose another folder",
-        )
+def _require_trusted(folder: int, entry: os.stat_result, path: Path) -> None:
+    """Raise UntrustedError where a user who is not trusted put an entry into a folder that anyone may write."""
+    around = os.fstat(folder)
+    if not around.st_mode & ANYONE_WRITES or entry.st_uid in (os.geteuid(), 0, around.st_uid):
+        return
+    if _is_of_team(entry) or entry.st_uid == _owner_of_new_files(folder):
+        return
+    raise UntrustedError(
+        errno.EPERM,
+        f"{path} must belong to you, and it belongs to {_user(entry.st_uid)}, who may have put it there because "
+        f"anyone may write {path.parent}: choose another folder, or remove it; if it is the folder of your team, its "
+        "owner must give its group, with you in it, the right to write (`chmod 2775`)",
+    )
+
+
+def _is_of_team(entry: os.stat_result) -> bool:
+    """Whether it is a folder that a group of this user may write, and not everyone."""
+    writers = entry.st_mode & (stat.S_IWGRP | ANYONE_WRITES)
+    return stat.S_ISDIR(entry.st_mode) and writers == stat.S_IWGRP and entry.st_gid in (os.getegid(), *os.getgroups())
+
+
+def _owner_of_new_files(folder: int) -> int | None:
+    """Whom a folder's disk records for a file of this user; None where none can be made.
+
+    A server may record another user than the one who writes: NFS gives what root makes to `nobody`.
+    """
+    name = f".owner-{os.urandom(8).hex()}.tmp"
+    try:
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    except OSError:
+        return None
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        os.unlink(name, dir_fd=folder)
 
 
 def _require_mode(status: os.stat_result, path: Path, denied: int) -> None:
@@ -174,10 +202,11 @@ def _require_mode(status: os.stat_result, path: Path, denied: int) -> None:
         )
     if mode & denied:
         who = "anyone may write it" if denied == ANYONE_WRITES else "others may use it"
+        below = "" if status.st_uid == os.geteuid() else ", or choose a folder below it"
         raise UntrustedError(
             errno.EPERM,
             f"the mode of {path} ({mode:04o}) must be {mode & ~denied:04o} or stricter, as {who}: check what is in it "
-            f"and run `chmod {mode & ~denied:04o} {path}`",
+            f"and run `chmod {mode & ~denied:04o} {path}`{below}",
         )
 
 

@@ -115,7 +115,7 @@ def test_a_lost_node_gets_its_parts_from_the_other_one(tmp_path: Path, ranks: An
     assert ranks(4).run(train, config, tmp_path, 0, 0)[0].step is None, "nobody has it"
 
 
-def train_where_a_part_does_not_fit(config: Config, memory: Path) -> Seen:
+def train_where_a_part_does_not_fit(config: Config, memory: Path, before: int) -> Seen:
     """As `train`, with a memory of rank 0's node that is full when it gets the part of another node."""
     receive = MemoryCopies._receive
 
@@ -125,13 +125,21 @@ def train_where_a_part_does_not_fit(config: Config, memory: Path) -> Seen:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with mock.patch.object(MemoryCopies, "_receive", full):
-        return train(config, memory, 3, 0)
+        return train(config, memory, before, 0)
 
 
 def test_a_part_that_does_not_fit_ends_the_copies_and_no_training(tmp_path: Path, ranks: Any) -> None:
-    seen = ranks(4).run(train_where_a_part_does_not_fit, config_of(), tmp_path)[0]
+    seen = ranks(4).run(train_where_a_part_does_not_fit, config_of(), tmp_path, 3)[0]
     assert len(seen.losses) == 3
     assert seen.problem == f"{folder(tmp_path, 0)}: No space left on device"
+
+
+def test_fault_17_a_part_that_cannot_be_fetched_counts_as_missing(tmp_path: Path, ranks: Any) -> None:
+    ranks(4).run(train, config_of(), tmp_path, 2, 0)
+    shutil.rmtree(folder(tmp_path, 0))
+    everywhere = ranks(4).run(train_where_a_part_does_not_fit, config_of(), tmp_path, 0)
+    told = f"{folder(tmp_path, 0)}: No space left on device"
+    assert [(seen.step, seen.problem) for seen in everywhere] == [(None, told)] * 4
 
 
 def test_damaged_parts_count_as_missing(tmp_path: Path, ranks: Any) -> None:
@@ -153,6 +161,9 @@ def test_fault_17_what_is_no_part_of_this_run_counts_as_missing(tmp_path: Path, 
         (there / "rank-0001-step-00000008").symlink_to("rank-0001-step-00000003")
         (there / "rank-0001-step-00000009").write_bytes(xxhash.xxh3_128().digest())
         (there / "rank-0002-step-00000009").write_bytes(b"")
+        for step, header in ((4, b"[" * 100_000), (5, b'{"rank": 2, "step": 5}')):
+            whole = len(header).to_bytes(8, "little") + header
+            (there / f"rank-0002-step-0000000{step}").write_bytes(whole + xxhash.xxh3_128(whole).digest())
         for rank in range(4):
             shutil.copy(there / f"rank-000{rank}-step-00000003", there / f"rank-000{rank}-step-00000006")
         shutil.copytree(there, tmp_path / f"shardwise-{os.getuid()}-other-n{node}", symlinks=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from dataclasses import asdict, dataclass
@@ -18,15 +19,20 @@ OWNER = "run.json"
 
 @dataclass(frozen=True)
 class Owner:
-    """A run: its id, and the folder and machine where it was last started."""
+    """A run: its id, and the folder and machine where it was last started.
+
+    Attributes:
+        key: tells the folder from a copy of it; empty in files of older versions.
+    """
 
     id: str
     folder: str
     host: str
+    key: str = ""
 
     @staticmethod
     def here(run: str, folder: Path) -> Owner:
-        return Owner(run, str(folder.resolve()), platform.node())
+        return Owner(run, str(folder.resolve()), platform.node(), RunDirectory(folder).key())
 
     @property
     def is_gone(self) -> bool:
@@ -51,7 +57,8 @@ def owner(root: Root) -> Owner | None:
 def original_of(root: Root, run: str | None, folder: Path) -> Path | None:
     """The folder that `folder` is a copy of, as the place of its checkpoints tells; None where it is no copy.
 
-    A copy has the same id, and the folder that last saved there still has it too. That folder is gone if it was moved.
+    A copy has the same id, and the folder that last saved there still has it too: at its path, or beside it if it was
+    renamed, which its key tells. It is gone if it was moved elsewhere.
 
     Args:
         root: the place of the checkpoints, or a copy of it.
@@ -64,12 +71,22 @@ def original_of(root: Root, run: str | None, folder: Path) -> Path | None:
     saving = owner(root)
     if saving is None or saving.id != run:
         return None
-    other = Path(saving.folder)
-    try:
-        is_copied = RunDirectory(other).stored_id() == run and not other.samefile(folder)
-    except OSError:
+    former = Path(saving.folder)
+    if _has_key(folder, saving.key):
         return None
-    return other if is_copied else None
+    with contextlib.suppress(OSError):
+        if RunDirectory(former).stored_id() == run:
+            return None if former.samefile(folder) else former
+    with contextlib.suppress(OSError):
+        return next((path for path in former.parent.iterdir() if _has_key(path, saving.key)), None)
+    return None
+
+
+def _has_key(folder: Path, key: str) -> bool:
+    try:
+        return RunDirectory(folder).key() == key
+    except OSError:
+        return False
 
 
 def is_inside(root: Root, folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -31,6 +32,7 @@ from shardwise.launch.failure import (
     stop_record,
 )
 from shardwise.parsing import json_value
+from shardwise.runlog import RunDirectory
 
 # The time that the other ranks have to end at SIGTERM once a rank has failed; torch would wait 30 s.
 _GRACE_SECONDS = 5.0
@@ -70,6 +72,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     """
     logs = run_path / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    before = logs.stat()
     stop = _Stop(run_path, logs)
     handlers = stopping.handle_signals(stop.handle)
     try:
@@ -77,6 +80,24 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    try:
+        _raise_failure(ended, stop, logs)
+    finally:
+        _remove_stub(run_path, logs, before)
+
+
+def _remove_stub(run_path: Path, logs: Path, before: os.stat_result) -> None:
+    """Remove what this process and its ranks wrote to the old name of a folder that was removed or moved meanwhile."""
+    with contextlib.suppress(OSError):
+        if not os.path.samestat(before, logs.stat()) and not RunDirectory(run_path).holds_run:
+            for path in (logs / "error.json", exit_codes_file(logs), stop_record(logs), *logs.glob("rank-*.log")):
+                path.unlink(missing_ok=True)
+            logs.rmdir()
+            run_path.rmdir()
+
+
+def _raise_failure(ended: Ended, stop: _Stop, logs: Path) -> None:
+    """Raise the error that tells how the ranks ended, unless they have done their work."""
     if ended.stopped is not None:
         raise StoppedError(ended.stopped)
     if ended.code == 0:

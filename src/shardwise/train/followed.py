@@ -19,10 +19,12 @@ class FollowedFolder:
 
     Attributes:
         renamed_to: where the folder is since it was renamed last; None where it was not renamed.
+        taken: where the folder is, and a text for the user, once something else has its old name; else None.
     """
 
     def __init__(self, path: Path) -> None:
         self.renamed_to: Path | None = None
+        self.taken: tuple[Path, str] | None = None
         self._path = path.absolute()
         self._descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
@@ -30,7 +32,7 @@ class FollowedFolder:
         """Leave a link of the old name if the folder was renamed since the last call.
 
         Raises:
-            RunError: it is not found, or something else has its name.
+            RunError: it is not found, or something else has its name; for a name that is taken, once.
         """
         status = os.fstat(self._descriptor)
         try:
@@ -52,10 +54,12 @@ class FollowedFolder:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.symlink_to(place, target_is_directory=True)
         except OSError as error:
-            raise RunError(
+            text = (
                 f"the run's folder ({self._path}) was renamed to {place} while the run trained, and a link of the old "
                 f"name cannot be made ({reason_of(error)}): start again with --run-dir {place}"
-            ) from None
+            )
+            self.taken, self._path = (place, text), place
+            raise RunError(text) from None
         self.renamed_to = place
 
     def _candidates(self) -> Iterator[Path]:

@@ -41,6 +41,8 @@ MEMORY = Path("/dev/shm")
 _KEPT = 2
 """Steps that are kept: while a rank writes a step, others may still write the one before."""
 _STALE_SECONDS = 3600.0
+_HEADER = {"fits", "shapes", "states", "steps", "began", "described"}
+"""What the header of a part must have."""
 _LAYOUT_KEYS = ("name", "zero", "bucket_mib")
 """Of `optimizer`: what decides which values are in a part, and in which order."""
 
@@ -111,7 +113,7 @@ class MemoryCopies:
         self._nodes, self._began = Nodes.of_job(mesh.world.size), tuple(began)
         self._group: Group = mesh.host_group("memory copies")
         self._run, self._files = run, PartFiles(memory / f"shardwise-{os.getuid()}-{run}-{self._nodes.name}")
-        self._not_kept: str | None = None  # why a part of another node is not kept; told at the next copy
+        self._not_kept: str | None = None  # why a part of another node is not kept, until the ranks agree
         self.node_bytes = self._state_bytes() * self._nodes.per_node * _KEPT * (2 if self._nodes.count > 1 else 1)
         try:
             self._files.open()
@@ -148,7 +150,8 @@ class MemoryCopies:
     def restore(self, not_before: int) -> Loaded | None:
         """Set the state to that of the newest step from `not_before` on of which all parts are there; None without one.
 
-        Parts that are damaged, of another layout or configuration, or of steps that were undone, count as missing.
+        Parts that are damaged, of another layout or configuration, or of steps that were undone, count as missing. A
+        part that another node has and that does not fit here ends the copies, and nothing is restored.
         """
         mine = (self._nodes.name, [] if self.problem is not None else self._valid())
         everywhere = comm.all_gather_objects(mine, self._group)
@@ -159,6 +162,9 @@ class MemoryCopies:
         if step is None or step < not_before:
             return None
         received = self._fetch(node_of, nodes, step)
+        self.problem = self._agreed(self._not_kept)
+        if self.problem is not None:
+            return None
         read = self._files.read(Part(self._mesh.world.rank, step), checked=False)
         is_usable = read is not None and read[0]["shapes"] == self._shapes()
         if self._agreed(None if is_usable else "other buckets") is not None or read is None:
@@ -263,17 +269,22 @@ class MemoryCopies:
         rank, size, near = self._mesh.world.rank, self._mesh.world.size, self._nodes.per_node
         sent = self._files.content(Part(rank, step))
         pending = [comm.send(part, self._group, (rank + near) % size) for part in (_length(sent), sent)]
-        try:
-            self._receive(step, (rank - near) % size, (rank - near) % size)
-        except OSError as error:
-            self._not_kept = f"{self._files.path}: {reason_of(error)}"
+        self._keep(step, (rank - near) % size, (rank - near) % size)
         for one in pending:
             one.wait()
 
+    def _keep(self, step: int, rank: int, source: int) -> None:
+        """Receive a part; the ranks agree later on what follows where it cannot be written."""
+        try:
+            self._receive(step, rank, source)
+        except OSError as error:
+            self._not_kept = f"{self._files.path}: {reason_of(error)}"
+
     def _receive(self, step: int, rank: int, source: int) -> None:
-        """Write the part of `rank`, which `source` sends."""
+        """Write the part of `rank`, which `source` sends; what cannot be written is received too, as it waits."""
         length = int(comm.receive(torch.zeros(1, dtype=torch.int64), self._group, source))
         part = comm.receive(torch.empty(length, dtype=torch.uint8), self._group, source)
+        self._files.make()
         self._files.write_whole(Part(rank, step), part)
 
     def _valid(self) -> list[Part]:
@@ -287,6 +298,7 @@ class MemoryCopies:
         read = self._files.read(part)
         return (
             read is not None
+            and read[0].keys() >= _HEADER
             and read[0]["fits"] == self._fits()
             and is_of_history(part.step, read[0]["began"], self._began)
         )
@@ -305,8 +317,7 @@ class MemoryCopies:
                 for piece in (_length(content), content):
                     comm.send(piece, self._group, rank).wait()
             elif self._mesh.world.rank == rank:
-                self._files.make()
-                self._receive(step, rank, holder)
+                self._keep(step, rank, holder)
         return received
 
     def _read(self, header: Mapping[str, Any], content: Tensor) -> None:

@@ -22,6 +22,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise.files import OTHERS, lock, open_folder, open_lock, open_own
+from shardwise.parsing import json_value
 
 _NAME = re.compile(r"rank-(\d{4,})-step-(\d{8,})")
 _NEW = ".new"
@@ -130,7 +131,7 @@ class PartFiles:
             if checked and xxhash.xxh3_128(whole[:-_DIGEST_BYTES]).digest() != bytes(whole[-_DIGEST_BYTES:]):
                 return None
             end = _HEADER_BYTES + int.from_bytes(whole[:_HEADER_BYTES], "little")
-            header = json.loads(bytes(whole[_HEADER_BYTES:end]))
+            header = json_value(bytes(whole[_HEADER_BYTES:end]))
             is_named_so = (header["rank"], header["step"]) == part
         except (OSError, ValueError, KeyError, TypeError):
             return None

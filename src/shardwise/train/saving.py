@@ -24,6 +24,7 @@ from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh
 from shardwise.optim import learning_rate
 from shardwise.runlog import RunDirectory
+from shardwise.storage.root import Root
 from shardwise.train.followed import FollowedFolder
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.record import Progress
@@ -89,22 +90,26 @@ class Checkpoints:
 
     def ask(self) -> tuple[float, float]:
         """Whether this rank is asked to stop, and whether a checkpoint is due by the time: 1 or 0 each."""
-        self.follow()
+        is_displaced = self._is_displaced()
         minutes = self.config.checkpoint.every_minutes
         old = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        return float(self.asked_to_stop() is not None), float(old and self.mesh.world.rank == 0)
+        return float(is_displaced or self.asked_to_stop() is not None), float(old and self.mesh.world.rank == 0)
 
     def after_step(self, progress: Progress, last: bool, asked: Sequence[float] | None = None) -> str | None:
         """Save if a checkpoint is due; returns who asked the run to stop, the same on every rank.
 
         Args:
             asked: the largest numbers of all ranks that `ask` gave during the step; None asks now.
+
+        Raises:
+            RunError: on every rank, something else has the name of the run's folder; a checkpoint is saved there.
         """
         self._report()
-        self.follow()
         every = self.config.checkpoint.every
         stop, old = largest_of_ranks(self.ask(), self.mesh).tolist() if asked is None else asked
         stopped_by = _first(self.asked_to_stop(), self.mesh) if stop else None
+        if stop:
+            self._end_if_displaced(progress)
         if stopped_by is not None or old or last or (every and progress.step % every == 0):
             self.saver.save(progress.step, self._described(progress))
             self._saved_at = time.monotonic()
@@ -128,6 +133,27 @@ class Checkpoints:
                 f"the run's folder was renamed to {self._told}: the run goes on there, and a link of the old name "
                 "leads to it, which can be removed once the run has ended"
             )
+
+    def _is_displaced(self) -> bool:
+        """Follow the run's folder; whether something else has its name."""
+        try:
+            self.follow()
+        except RunError:
+            if self.followed is None or self.followed.taken is None:
+                raise
+        return self.followed is not None and self.followed.taken is not None
+
+    def _end_if_displaced(self, progress: Progress) -> None:
+        """Save in the run's folder, and raise RunError, where other ranks cannot find it by its name. Collective."""
+        taken = comm.broadcast_object(None if self.followed is None else self.followed.taken, self.mesh.world)
+        if taken is None:
+            return
+        place, text = taken
+        self.saver.wait()
+        if self.config.checkpoint.path is None:
+            self.saver.root = Root.of(RunDirectory(place).checkpoints)
+        self.saver.save(progress.step, self._described(progress))
+        raise RunError(text)
 
     def save_again(self, manifest: Manifest) -> None:
         """Save the checkpoint that was just restored once more: it replaces one that is damaged in part."""

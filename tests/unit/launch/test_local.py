@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.launch import local
 from shardwise.launch.environment import HEARTBEATS, Rank
-from shardwise.launch.failure import report_done
+from shardwise.launch.failure import Failure, report_done
 from shardwise.launch.local import LaunchError, launch
 from shardwise.launch.stopping import NOTICE
 from tests.e2e import processes
@@ -263,6 +263,28 @@ def test_fault_19_a_rank_that_ends_before_its_work_is_done_is_a_failure(
     for rank in (0, 1):
         report_done(Rank(rank, rank, 2))
     launch([sys.executable, "-c", "pass"], 2, tmp_path)
+
+
+@pytest.mark.parametrize("left", [[], ["run/logs/notes"]])
+def test_fault_23_no_stub_is_left_of_a_folder_that_was_removed_while_the_run_trained(
+    left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+
+    def remove(_command: object, _nproc: int, logs: Path, _watch: object) -> local.Ended:
+        run.rename(tmp_path / "moved")
+        logs.mkdir(parents=True)
+        written = [logs / name for name in ("error.json", "exit-codes.json", "rank-0001.log")]
+        for path in (*written, *map(tmp_path.joinpath, left)):
+            path.touch()
+        return local.Ended(1, None, Failure(0, "it was removed", 1), {}, ())
+
+    monkeypatch.setattr(local, "run_ranks", remove)
+    with pytest.raises(LaunchError, match="it was removed"):
+        launch([], 2, run)
+    assert [str(path.relative_to(tmp_path)) for path in run.rglob("*") if path.is_file()] == left
+    assert run.exists() == bool(left)
+    assert (tmp_path / "moved/logs").exists()
 
 
 def test_a_launcher_that_is_killed_is_told_with_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from shardwise.errors import LostPeerError, RunError, see
 from shardwise.mesh import Mesh
 from shardwise.runlog import RunDirectory
 from shardwise.train.followed import FollowedFolder
+from shardwise.train.record import Progress
 from shardwise.train.saving import Checkpoints
 from tests.unit.train.test_report import config, reporter
 
@@ -78,11 +79,20 @@ def test_fault_23_a_run_goes_on_in_its_folder_when_that_is_renamed(tmp_path: Pat
         assert (run.path / "d").exists(), "the folder above it was renamed too"
         said = " ".join(stream.getvalue().split())
         assert [said.count(text) for text in told] == [1, 1, 1]
+        with mock.patch.object(FollowedFolder, "follow") as follow:
+            saving.after_step(Progress(step=7), last=False, asked=saving.ask())
+        assert follow.call_count == 1, "a step looks once for the folder"
         run.path.unlink()
         run.path.mkdir()
-        with pytest.raises(RunError, match=r"a link of the old name cannot be made \(File exists\): start again with"):
-            saving.ask()
-        run.path.rmdir()
+        assert saving.ask()[0] == 1, "all ranks are asked to stop"
+        with (
+            mock.patch.object(Ended, "save", create=True) as save,
+            pytest.raises(RunError, match=r"a link of the old name cannot be made \(File exists\): start again with"),
+        ):
+            saving.after_step(Progress(step=7), last=False)
+        assert save.call_args.args[0] == 7
+        assert str(saving.saver.root) == str(tmp_path / "e" / "checkpoints")
+        saving.followed = FollowedFolder(tmp_path / "e")
         shutil.rmtree(tmp_path / "e")
         with pytest.raises(RunError, match="was removed or moved to another disk while the run trained: start again"):
             saving.ask()
