@@ -20,7 +20,7 @@ from shardwise.errors import RunError, StoppedError
 from shardwise.files import reason_of
 from shardwise.hardware import cpu_count
 from shardwise.launch import guard, heartbeat, stopping
-from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID
+from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID, RANK_PROCESS
 from shardwise.launch.failure import (
     Failure,
     ended_early,
@@ -157,6 +157,7 @@ def run_ranks(
         beats = beats or Path(temporary)
         environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
         environment |= {ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid()), HEARTBEATS: str(beats)}
+        environment.pop(RANK_PROCESS, None)  # these variables are for the ranks, whatever process this one is
         agent = subprocess.Popen(agent_command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         watch(agent)
         # Read when the first rank has failed: the others end soon after, and then have no heartbeat either.
