@@ -22,6 +22,7 @@ from shardwise.plan import (
     parameter_count,
     stage_plan,
 )
+from shardwise.train.remedies import remedies_of_machine
 
 if TYPE_CHECKING:
     from shardwise.devices import Cluster  # costly to import, for a cluster alone
@@ -261,18 +262,21 @@ def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
 
 def _host_memory(config: Config, layout: Layout) -> _Rows:
     """The memory of all ranks on this machine's CPU, and what the machine has available."""
-    needed, available = cost.memory_of_machine(config, layout, range(layout.world)), available_memory()
+    ranks = range(layout.world)
+    needed, available = cost.memory_of_machine(config, layout, ranks), available_memory()
     if needed is None or available is None:
         return []
     state, expected = needed
-    ranks = units.counted(layout.world, "rank")
-    text = f"{units.size(expected)} expected for {ranks} on one machine; this one has {units.size(available)} available"
+    text = (
+        f"{units.size(expected)} expected for {units.counted(layout.world, 'rank')} on one machine; this one has "
+        f"{units.size(available)} available"
+    )
     if state > available:
-        text += (
-            f", less than the {units.size(state)} of parameters, gradients and optimizer: a training is refused here"
-        )
+        text += f", less than parameters, gradients and optimizer need ({units.size(state)}): training is refused here"
     elif expected > available:
         text += ", which is too little: the system may kill a rank here"
+    if expected > available:
+        text += f". What would help: {remedies_of_machine(config, layout, ranks)}"
     return [("host memory", text)]
 
 
