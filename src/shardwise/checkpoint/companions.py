@@ -71,7 +71,8 @@ class _Source:
 def find_companions(config: Config, weights: Root | None, tokenizer: Path | None) -> Companions:
     """Those of the first place that describes text of the same tokens as the data.
 
-    The places are that of `checkpoint.companions`, the loaded weights and the folder of `data.tokenizer`.
+    The places are that of `checkpoint.companions`, that of the loaded weights or the file of `model.config`, and the
+    folder of `data.tokenizer`.
 
     Args:
         config: of the run.
@@ -85,6 +86,20 @@ def find_companions(config: Config, weights: Root | None, tokenizer: Path | None
         sources = [_read(place) for place in _places(config, weights)]
     except StoreError as error:
         raise ConfigError(str(error)) from None
+    return _chosen(sources, tokenizer)
+
+
+def resumed_companions(checkpoint: Root, tokenizer: Path | None) -> Companions:
+    """Those that a checkpoint of the run has already.
+
+    Raises:
+        ConfigError: a file is damaged. StoreError: it cannot be read.
+    """
+    return _chosen([_read(checkpoint)], tokenizer)
+
+
+def _chosen(sources: Sequence[_Source], tokenizer: Path | None) -> Companions:
+    """Those of the first source that fits the data's tokenizer."""
     notes = []
     for source in sources:
         if tokenizer is None and source.files:
@@ -105,6 +120,8 @@ def _places(config: Config, weights: Root | None) -> list[Root]:
     places = [] if weights is None else [weights]
     if config.checkpoint.companions is not None:
         places.insert(0, Root.of(place_of_companions(config.checkpoint.companions)))
+    elif (named := config.companions) is not None and Path(named).expanduser().exists():
+        places.insert(0, Root.of(Path(named).expanduser()))
     if config.data.tokenizer is not None:
         tokenizer = Path(config.data.tokenizer).expanduser()
         folder = tokenizer if tokenizer.is_dir() else tokenizer.parent

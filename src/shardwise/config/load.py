@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from shardwise.config.base import PROBLEMS
+from shardwise.config.base import PROBLEMS, Origin
 from shardwise.config.data import DataConfig
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
-from shardwise.config.model import FAMILIES, FamilyConfig
+from shardwise.config.model import FAMILIES, FamilyConfig, OwnConfig
 from shardwise.config.sections import Config
 from shardwise.config.text import parse_value, parse_yaml
 from shardwise.errors import ConfigError, listing, nearest_name, see
@@ -162,11 +162,12 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
     config = None
     model = values.get("model")
     model_is_unread = False
+    origin = Origin()
     if isinstance(model, dict) and "config" in model and ":" not in str(model.get("family")):
+        origin = Origin(file=str(model["config"]))
         model, file_problems = _expanded(model)
         all_problems += file_problems
         model_is_unread = model is None
-        values = values if model_is_unread else _with_companions(values)
     family = str(model.get("family")) if isinstance(model, dict) else ""
     try:
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
@@ -178,6 +179,8 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
                 all_problems += _texts(details, family)
     if all_problems or config is None:
         raise ConfigError(list(dict.fromkeys(all_problems)))
+    if not isinstance(config.model, OwnConfig):
+        config.model.came_from(origin)
     return config
 
 
@@ -279,14 +282,6 @@ def _expanded(model: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
         return None, problems
     aliases = FAMILIES[family].aliases
     return section | {aliases.get(key, key): value for key, value in beside.items()}, problems
-
-
-def _with_companions(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The sections with the `checkpoint.companions` that `model.config` means where no other key names any."""
-    checkpoint = values.get("checkpoint") or {}
-    if not isinstance(checkpoint, dict) or checkpoint.get("load") or checkpoint.get("companions"):
-        return values
-    return {**values, "checkpoint": {**checkpoint, "companions": values["model"]["config"]}}
 
 
 def ignored_fields(model: Mapping[str, Any]) -> list[str]:
