@@ -1,6 +1,7 @@
 """Hugging Face's `config.json` in both directions, against transformers' own configuration classes."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ import pytest
 import transformers
 
 from shardwise.config import FamilyConfig, OwnConfig, config_from, load_config
-from shardwise.config.formats import FORMATS
+from shardwise.config.formats import FORMATS, status
 from shardwise.config.hugging_face import from_hugging_face, read_hugging_face, to_hugging_face
+from shardwise.config.load import apply_overrides
 from shardwise.errors import ConfigError, listing
 from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, LLAMA3_1_8B, MISTRAL_7B, PYTHIA_6_9B, QWEN2_5_7B, SMOLLM3_3B
 
@@ -287,7 +289,6 @@ def test_every_unsupported_field_is_told() -> None:
         ({**MISTRAL_7B, "sliding_window": 4096}, "sliding_window (4096) is not supported: only null"),
         ({"model_type": "mistral"}, "sliding_window is missing, which means 4096: only null is supported"),
         ({**QWEN2_5_7B, "use_sliding_window": True}, "use_sliding_window (true) is not supported: only false"),
-        ({**QWEN2_5_7B, "attention_bias": False}, "attention_bias (false) is not supported"),
         (
             {**SMOLLM3_3B, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
             'layer_types (["full_attention", "sliding_attention"]) is not supported: only "full_attention" for each of '
@@ -299,7 +300,6 @@ def test_every_unsupported_field_is_told() -> None:
         ),
         ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv (8.0) is not supported: only null"),
         ({**LLAMA2_7B, "embedding_multiplier": 12.0}, "embedding_multiplier (12.0) is not supported: only 1.0"),
-        ({**LLAMA2_7B, "type_vocab_size": 2}, "type_vocab_size (2) is not supported"),
         ({**LLAMA2_7B, "pretraining_tp": 2}, "pretraining_tp (2) is not supported: only 1"),
         ({**LLAMA2_7B, "sliding_window": 4096}, "sliding_window (4096) is not supported: only null"),
         (
@@ -329,7 +329,7 @@ def test_every_unsupported_field_is_told() -> None:
         (
             {**PYTHIA_6_9B, "long": "x" * 100, "my note": 1},
             f'long ("{"x" * 76}…) and my note (1) are no fields that shardwise knows: if they change nothing that the '
-            'model computes, set model.ignore=[long,"my note"]',
+            "model computes, set 'model.ignore=[long,\"my note\"]'",
         ),
     ],
 )
@@ -359,7 +359,7 @@ def test_fault_08_the_user_says_which_fields_mean_nothing(tmp_path: Path) -> Non
         config_from({"model": section, **REST})
     first, second = [problem.partition("config.json: ")[2] for problem in caught.value.problems]
     assert first == "vision_config ({}) is not supported: only null"
-    assert second.endswith('set model.ignore=[notes,"more notes"]')
+    assert second.endswith("""set 'model.ignore=[notes,"more notes"]'""")
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA2_7B, "notes": 1, "more notes": 2}))
     config = config_from({"model": section | {"ignore": ["notes", "more notes"]}, **REST})
     assert config.model.model_dump(mode="json") == {
@@ -368,6 +368,76 @@ def test_fault_08_the_user_says_which_fields_mean_nothing(tmp_path: Path) -> Non
     }
     assert config_from(config.model_dump(mode="json")) == config
     assert "ignore" not in to_hugging_face(model_of(LLAMA2_7B))
+
+
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "mistral": {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False, "scale_attn_weights": True},
+    "qwen2": {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False, "rope_interleaved": False},
+    "qwen3": {"mlp_bias": False, "use_mrope": False, "use_sliding_window": False, "sliding_window": 4096},
+    "olmo2": {"use_mrope": False, "pretraining_tp": 1, "mlp_bias": False, "rotary_pct": 1.0},
+    "llama": {
+        "resid_pdrop": 0.0, "hidden_dropout_prob": 0, "use_parallel_residual": False, "num_experts": 0,
+        "position_embedding_type": "rope", "num_experts_per_tok": 0, "n_routed_experts": False, "mlp_only_layers": [],
+        "quantization_config": {}, "use_sliding_window": False, "sliding_window": 4096, "layer_types": [],
+    },
+    "gpt2": {"hidden_dropout": 0.0, "use_parallel_residual": False, "partial_rotary_factor": 1.0, "pruned_heads": {}},
+    "bert": {"resid_pdrop": 0.0, "rope_theta": None, "scale_attn_weights": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NEUTRAL)
+def test_fault_08_a_field_of_another_family_that_is_unused_means_nothing(kind: str) -> None:
+    plain = {"model_type": kind} | dict.fromkeys(FORMATS[kind].absent)
+    assert from_hugging_face(plain | NEUTRAL[kind], "config.json") == from_hugging_face(plain, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {"layer_norm_eps": 1e-5, "type_vocab_size": 2, "n_embd": 64, "resid_pdrop": 0.1}),
+        ("qwen2", {"attention_bias": True, "pretraining_tp": 2}),
+        ("gpt2", {"rope_theta": 5e5, "num_key_value_heads": 4}),
+    ],
+)
+def test_fault_08_a_field_that_only_another_family_reads_can_be_left_out(kind: str, fields: dict[str, Any]) -> None:
+    plain = {"model_type": kind}
+    (problem,) = problems(plain | fields)
+    assert problem.endswith(f"set model.ignore=[{','.join(fields)}]")
+    section = from_hugging_face(plain | fields, "config.json", list(fields))
+    assert section == from_hugging_face(plain, "config.json") | {"ignore": list(fields)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "expected"),
+    [
+        ("llama", "pretraining_tp", 2, "unsupported"),
+        ("smollm3", "pretraining_tp", 2, "inert"),
+        ("qwen3", "pretraining_tp", 2, "unknown"),
+        ("qwen3", "pretraining_tp", 1, "neutral"),
+        ("llama", "is_decoder", True, "inert"),
+        ("bert", "is_decoder", True, "unsupported"),
+        ("llama", "num_experts", 8, "unsupported"),
+        ("llama", "hidden_size", 8, "unsupported"),
+        ("mistral", "sliding_window", 0, "unsupported"),
+        ("llama", "notes", None, "neutral"),
+    ],
+)
+def test_fault_08_the_status_of_a_field_is_its_familys(kind: str, name: str, value: Any, expected: str) -> None:
+    assert status(name, value, FORMATS[kind]) == expected
+
+
+def test_fault_08_a_window_beside_a_switch_that_mistral_does_not_read_counts() -> None:
+    fields = {**MISTRAL_7B, "sliding_window": 4096, "use_sliding_window": False}
+    assert problems(fields) == ["sliding_window (4096) is not supported: only null"]
+
+
+def test_fault_08_the_names_to_leave_out_can_be_pasted_into_a_shell() -> None:
+    fields = {"true": 1, "null": 2, "1": 3, "it's": 4, "plain": 5}
+    (problem,) = problems({**LLAMA2_7B, **fields})
+    (override,) = shlex.split(problem.partition("set ")[2])
+    section = {"model": {}}
+    assert apply_overrides(section, [override]) == []
+    assert section == {"model": {"ignore": list(fields)}}
 
 
 def test_fault_09_the_file_of_the_model_says_where_its_special_tokens_are(tmp_path: Path) -> None:
@@ -384,7 +454,9 @@ def test_fault_09_the_file_of_the_model_says_where_its_special_tokens_are(tmp_pa
     assert load_config("llama2-tiny").companions is None
 
 
-@pytest.mark.parametrize("name", ["embedding_multiplier", "hidden_size", "rope_theta", "sliding_window", "n_embd"])
+@pytest.mark.parametrize(
+    "name", ["embedding_multiplier", "hidden_size", "rope_theta", "sliding_window", "pretraining_tp"]
+)
 def test_fault_08_what_changes_the_computation_cannot_be_ignored(name: str) -> None:
     with pytest.raises(ConfigError, match=f"model.ignore must not name {name}, which changes what a model computes"):
         from_hugging_face({**LLAMA2_7B, name: 3}, "config.json", [name])
