@@ -20,10 +20,10 @@ from shardwise.checkpoint_format.writing import CONFIG, to_json
 from shardwise.config import Config
 from shardwise.data import Tokenizer
 from shardwise.errors import ConfigError, DataError
-from shardwise.hub import BESIDE_WEIGHTS, GENERATION, INDEX, holds_tokenizer
+from shardwise.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, INDEX, holds_tokenizer
 from shardwise.storage.root import Root, StoreError
 
-_END = "eos_token_id"
+_BEGIN, _END = "bos_token_id", "eos_token_id"
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,20 @@ class _Source:
             return {}
         return _object(self.files[GENERATION], f"{self.name}/{GENERATION}")
 
+    @property
+    def bounds(self) -> list[int]:
+        """The ids that begin or end a text."""
+        return [i for fields in (self.ids, self.generation) for name in (_BEGIN, _END) for i in _ids(fields, name)]
+
     def tokenizer(self) -> Tokenizer | None:
         """The folder's tokenizer; None where it has none that can be opened."""
         if not holds_tokenizer(self.files):
             return None
         with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
             for name, content in self.files.items():
-                (Path(folder) / name).write_bytes(content)
+                file = Path(folder, name)
+                file.parent.mkdir(exist_ok=True)
+                file.write_bytes(content)
             with suppress(DataError):
                 return Tokenizer.load(folder)
         return None
@@ -86,6 +93,11 @@ def find_companions(config: Config, weights: Root | None, tokenizer: Path | None
         sources = [_read(place) for place in _places(config, weights)]
     except StoreError as error:
         raise ConfigError(str(error)) from None
+    if (named := config.checkpoint.companions) is not None and not (sources[0].ids or sources[0].files):
+        raise ConfigError(
+            f"checkpoint.companions ({named}) must hold a config.json with ids of special tokens, or a "
+            "generation_config.json or tokenizer, and it holds none of them: name a model's folder, or a run's"
+        )
     return _chosen(sources, tokenizer)
 
 
@@ -109,6 +121,8 @@ def _chosen(sources: Sequence[_Source], tokenizer: Path | None) -> Companions:
         companions = Companions(source.ids) if tokenizer is None else _fitting(source, tokenizer)
         if companions is not None:
             return companions
+        if not source.bounds:
+            continue  # such as a BERT's, which names padding alone
         notes.append(
             f"the checkpoints have the special tokens of the data's tokenizer, and not those of {source.name}, whose "
             "ids mean other tokens"
@@ -119,7 +133,7 @@ def _chosen(sources: Sequence[_Source], tokenizer: Path | None) -> Companions:
 def _places(config: Config, weights: Root | None) -> list[Root]:
     places = [] if weights is None else [weights]
     if config.checkpoint.companions is not None:
-        places.insert(0, Root.of(place_of_companions(config.checkpoint.companions)))
+        places.insert(0, place_of_companions(config.checkpoint.companions))
     elif (named := config.companions) is not None and Path(named).expanduser().exists():
         places.insert(0, Root.of(Path(named).expanduser()))
     if config.data.tokenizer is not None:
@@ -131,7 +145,8 @@ def _places(config: Config, weights: Root | None) -> list[Root]:
 
 def beside_weights(folder: Root) -> dict[str, bytes]:
     """Name → content of the files that a model's folder has beside its weights and `config.json`."""
-    names = [name for name in folder.names() if any(fnmatch(name, pattern) for pattern in BESIDE_WEIGHTS)]
+    there = [*folder.names(), *(f"{CHAT_TEMPLATES}/{name}" for name in (folder / CHAT_TEMPLATES).names())]
+    names = [name for name in there if any(fnmatch(name, pattern) for pattern in BESIDE_WEIGHTS)]
     return {name: (folder / name).read() for name in names if name != INDEX and not (folder / name).is_folder()}
 
 
