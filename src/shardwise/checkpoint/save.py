@@ -382,7 +382,7 @@ class Saver:
         entries = [entry for of_rank, *_ in gathered for entry in of_rank]
         _require_all(staging, entries)
         tensors = tensor_entries(entries, [file for _, files, _ in gathered for file in files])
-        entries += [write_small(staging / name, data) for name, data in self._small.items()]
+        entries += [write_small(staging, name, data) for name, data in self._small.items()]
         # Of all ranks: this one may have nothing to train, and so no state.
         job.manifest["optimizer"]["states"] = sorted(tensors.keys() - {MODEL})
         job.manifest["optimizer"]["numbers"] = _joined([numbers for *_, numbers in gathered])
@@ -394,7 +394,8 @@ class Saver:
             raise StoreError(f"{staging} could not be read again: {problems[0]}")
         (staging / MANIFEST).write(text.encode())
         if staging is not final:
-            for folder in (staging / "optimizer", staging):
+            inner = {name.rpartition("/")[0] for name in ("optimizer/", *self._small)} - {""}
+            for folder in (*(staging / name for name in sorted(inner)), staging):
                 folder.sync()
             put_in_place(staging, final)
             self.root.sync()

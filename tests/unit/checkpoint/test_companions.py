@@ -14,6 +14,7 @@ from shardwise.checkpoint.companions import Companions, beside_weights, find_com
 from shardwise.checkpoint.export import model_files
 from shardwise.config import Config, OwnConfig, load_config
 from shardwise.data import Tokenizer
+from shardwise.data.cache import tokenizer_digest
 from shardwise.data.tokens.tokenizer import export_user_tokenizer, train_tokenizer
 from shardwise.errors import ConfigError
 from shardwise.hub import BESIDE_WEIGHTS
@@ -127,7 +128,10 @@ def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path) -> None:
         found = find_companions(run_of(), Root.of(weights), data)
         assert model_files(load_config("llama2-tiny").model, torch.bfloat16, data, found).items() >= templates.items()
         assert found.ids == IDS
-    beside = Root.of(tmp_path / "data")
+    before = tokenizer_digest(tmp_path / "data")
+    (tmp_path / "data" / "additional_chat_templates" / "tool_use.jinja").write_bytes(b"{{ tools }}\n")
+    assert tokenizer_digest(tmp_path / "data") != before
+    beside = Root.of(weights)
     assert beside_weights(beside).items() >= templates.items()
     allowed, ignored = (*BESIDE_WEIGHTS, "model-*.safetensors"), hub._IN_FOLDERS
     there = [*templates, "tokenizer/x", "original/tokenizer.json", "LICENSES/x", "added/model-1.safetensors"]
