@@ -394,8 +394,7 @@ class Saver:
             raise StoreError(f"{staging} could not be read again: {problems[0]}")
         (staging / MANIFEST).write(text.encode())
         if staging is not final:
-            inner = {name.rpartition("/")[0] for name in ("optimizer/", *self._small)} - {""}
-            for folder in (*(staging / name for name in sorted(inner)), staging):
+            for folder in (staging / "optimizer", staging):
                 folder.sync()
             put_in_place(staging, final)
             self.root.sync()

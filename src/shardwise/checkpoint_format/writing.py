@@ -206,7 +206,10 @@ def write_small(folder: Root, path: str, data: bytes) -> FileEntry:
         (folder / inner).make()
     with ChunkedWriter(folder / path, len(data), path) as writer:
         writer.write(data)
-        return writer.close()
+        entry = writer.close()
+    if inner:
+        (folder / inner).sync()
+    return entry
 
 
 def cut(weights: Sequence[_Weight], max_shard_bytes: int) -> Iterator[list[_Weight]]:
