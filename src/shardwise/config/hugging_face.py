@@ -18,7 +18,7 @@ from shardwise.config.decoders import DecoderConfig, every_nth_without_rope
 from shardwise.config.families import GPTConfig, GPTNeoXConfig
 from shardwise.config.formats import FORMATS, ONLY, Format, status
 from shardwise.config.model import FamilyConfig
-from shardwise.config.rope import LENGTH, effective_scaling, with_one_type
+from shardwise.config.rope import LENGTH, effective_scaling, unknown_fields, with_one_type
 from shardwise.core_yaml import scalar
 from shardwise.errors import ConfigError, listing
 from shardwise.files import read_plain
@@ -28,6 +28,8 @@ _DERIVED = ("num_key_value_heads", "head_dim")
 """Fields that follow from others where they are null, even if the family's default is a number."""
 _SAME_ACTIVATION = {"swish": "silu", "gelu_python": "gelu"}
 _FULL = "full_attention"
+_MOVED = ("rope_theta", "partial_rotary_factor")
+"""Fields of `rope_parameters` that are keys by themselves here."""
 
 
 class UnsupportedError(ConfigError):
@@ -128,7 +130,7 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
         if value is not None:
             section[key] = value
     if "rope_theta" in form.model.model_fields:
-        rotary, rotary_problems = _rotary(given, section["max_position_embeddings"], form)
+        rotary, rotary_problems = _rotary(given, section["max_position_embeddings"], form, ignore)
         section |= rotary
         problems += rotary_problems
     problems += _leftover(given, form, ignore) + _not_ignorable(values, form, ignore)
@@ -194,8 +196,12 @@ def _one_spelling(values: Mapping[str, Any], form: Format) -> tuple[dict[str, An
     return given, problems
 
 
-def _rotary(given: dict[str, Any], longest: int, form: Format) -> tuple[dict[str, Any], list[str]]:
+def _rotary(
+    given: dict[str, Any], longest: int, form: Format, ignore: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
     """Take the fields of rotary embeddings out of `given`; returns our keys for them, and what contradicts them.
+
+    Fields of the mappings that no type of scaling has come into `given`, unless `ignore` names them.
 
     As in transformers 5, `rope_scaling` counts before `rope_parameters`, and both before the fields beside them.
     """
@@ -205,8 +211,11 @@ def _rotary(given: dict[str, Any], longest: int, form: Format) -> tuple[dict[str
     problems = [
         f"{name} ({_shown(value)}) must be an object" for name, value in scalings.items() if not isinstance(value, dict)
     ]
-    if problems:
-        return {}, problems
+    scalings = {name: value if isinstance(value, dict) else {} for name, value in scalings.items()}
+    for name, value in scalings.items():
+        unknown = [key for key in unknown_fields(value) if key not in _MOVED]
+        given |= {f"{name}.{key}": value[key] for key in unknown if key not in ignore}
+        scalings[name] = {key: inner for key, inner in value.items() if key not in unknown}
     # A length beside the mappings counts before one in them, where their type needs it.
     length = {key: given.pop(key) for key in (LENGTH,) if given.get(key) is not None}
     old, new = ({**value, **length} if value else {} for value in scalings.values())
@@ -241,9 +250,10 @@ def _rotary(given: dict[str, Any], longest: int, form: Format) -> tuple[dict[str
 
 def _scaling(parameters: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
     """Our `rope_scaling` of Hugging Face's: what decides the angles, without what is a key by itself here."""
-    moved = ("rope_theta", "partial_rotary_factor")
-    scaling = with_one_type({key: value for key, value in parameters.items() if key not in moved and value is not None})
-    return effective_scaling(scaling, longest) if "rope_type" in scaling else scaling or None
+    scaling = with_one_type(
+        {key: value for key, value in parameters.items() if key not in _MOVED and value is not None}
+    )
+    return effective_scaling({"rope_type": "default", **scaling}, longest)
 
 
 def _leftover(given: Mapping[str, Any], form: Format, ignore: Collection[str]) -> list[str]:

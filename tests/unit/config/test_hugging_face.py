@@ -470,6 +470,36 @@ def test_two_spellings_of_rope_must_agree() -> None:
     assert problem.endswith("must say the same")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mrope_section", {"rope_type": "default", "mrope_section": [1, 2]}),
+        ("alpha", {"type": "dynamic", "factor": 2.0, "alpha": 9}),
+    ],
+)
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_fault_10_the_user_says_which_fields_of_a_scaling_mean_nothing(name: str, field: str, value: Any) -> None:
+    plain = {key: inner for key, inner in value.items() if key != field}
+    (problem,) = problems({"model_type": "llama", name: value})
+    assert problem.startswith(f"{name}.{field} (")
+    assert problem.endswith(f"set model.ignore=[{name}.{field}]")
+    expected = from_hugging_face({"model_type": "llama", name: plain}, "config.json")
+    for ignore in ([field], [f"{name}.{field}"]):
+        section = from_hugging_face({"model_type": "llama", name: value}, "config.json", ignore)
+        assert section == expected | {"ignore": ignore}
+
+
+def test_fault_10_a_scaling_without_a_type_scales_nothing() -> None:
+    assert model_of({**LLAMA2_7B, "rope_scaling": {"factor": 2.0}}) == model_of(LLAMA2_7B)
+    assert model_of({**LLAMA2_7B, "rope_scaling": {"rope_type": None, "factor": 2.0}}) == model_of(LLAMA2_7B)
+    assert model_of({**LLAMA2_7B, "rope_parameters": {"rope_theta": 1e4, "factor": 2}}) == model_of(LLAMA2_7B)
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_fault_10_a_scaling_that_is_no_object_is_one_error(name: str) -> None:
+    assert problems({**LLAMA2_7B, "rope_theta": 5e5, name: "linear"}) == [f'{name} ("linear") must be an object']
+
+
 def test_other_names_of_one_activation() -> None:
     assert model_of({**LLAMA2_7B, "hidden_act": "swish"}) == model_of(LLAMA2_7B)
     assert model_of({"model_type": "bert", "hidden_act": "gelu_python"}) == model_of({"model_type": "bert"})
