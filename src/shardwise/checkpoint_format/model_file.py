@@ -54,7 +54,7 @@ def differences(config: ModelConfig, folder: Root) -> Differences:
         )
     ours, theirs = _meaning(config), _meaning(stored)
     problems, changes = [], []
-    stated = config.model_fields_set - config.origin.from_file if config.rotary_dim else frozenset()
+    stated = frozenset(config.model_fields_set) - config.origin.from_file if config.rotary_dim else frozenset[str]()
     free = stated.intersection(_OF_ROTATION)
     free |= config.origin.typed.intersection(config.keys[role] for role in _WITHOUT_WEIGHTS)
     for key in (key for key in ours if ours[key] != theirs[key]):
