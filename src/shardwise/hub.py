@@ -29,9 +29,11 @@ TOKENIZERS = (
     ("gpt2-vocab.json", "gpt2-merges.txt"),
 )  # fmt: skip
 """Sets of files that are a tokenizer, in the order in which they are looked for; the last is Megatron-LM's names."""
+CHAT_TEMPLATES = "additional_chat_templates"
+"""The folder of the chat templates that have names."""
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", *TOKENIZERS[-1],
-    "chat_template.jinja",
+    "chat_template.jinja", "chat_template.json", f"{CHAT_TEMPLATES}/*.jinja",
 )  # fmt: skip
 GENERATION = "generation_config.json"
 _LICENCES = tuple(
@@ -43,6 +45,9 @@ _LICENCES = tuple(
 BESIDE_WEIGHTS = (GENERATION, *_TOKENIZER_FILES, *_LICENCES)
 """Files that a model's folder holds beside its weights and config.json."""
 _WEIGHTS = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS)
+# Files in folders are not fetched, such as the weights of another format, except for those of `CHAT_TEMPLATES`: no
+# pattern of other files begins with a star, so none matches in a folder whose name begins as that does.
+_IN_FOLDERS = f"[!{CHAT_TEMPLATES[0]}]*/*"
 # Files of a data set's repository that name its configurations and the data files of each.
 _DATA_CARD = ("README.md", ".gitattributes")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -318,7 +323,7 @@ class HubFiles:
 
         folder = snapshot_download(
             self.repository, repo_type=self.repo_type, revision=self.revision, allow_patterns=[*self.patterns],
-            ignore_patterns=["*/*"], local_files_only=local_files_only,
+            ignore_patterns=[_IN_FOLDERS], local_files_only=local_files_only,
         )  # fmt: skip
         return Path(folder)
 

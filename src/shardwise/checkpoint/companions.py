@@ -20,10 +20,10 @@ from shardwise.checkpoint_format.writing import CONFIG, to_json
 from shardwise.config import Config
 from shardwise.data import Tokenizer
 from shardwise.errors import ConfigError, DataError
-from shardwise.hub import BESIDE_WEIGHTS, GENERATION, INDEX, holds_tokenizer
+from shardwise.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, INDEX, holds_tokenizer
 from shardwise.storage.root import Root, StoreError
 
-_END = "eos_token_id"
+_BEGIN, _END = "bos_token_id", "eos_token_id"
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,20 @@ class _Source:
             return {}
         return _object(self.files[GENERATION], f"{self.name}/{GENERATION}")
 
+    @property
+    def bounds(self) -> list[int]:
+        """The ids that begin or end a text."""
+        return [i for fields in (self.ids, self.generation) for name in (_BEGIN, _END) for i in _ids(fields, name)]
+
     def tokenizer(self) -> Tokenizer | None:
         """The folder's tokenizer; None where it has none that can be opened."""
         if not holds_tokenizer(self.files):
             return None
         with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
             for name, content in self.files.items():
-                (Path(folder) / name).write_bytes(content)
+                file = Path(folder, name)
+                file.parent.mkdir(exist_ok=True)
+                file.write_bytes(content)
             with suppress(DataError):
                 return Tokenizer.load(folder)
         return None
@@ -71,7 +78,8 @@ class _Source:
 def find_companions(config: Config, weights: Root | None, tokenizer: Path | None) -> Companions:
     """Those of the first place that describes text of the same tokens as the data.
 
-    The places are that of `checkpoint.companions`, the loaded weights and the folder of `data.tokenizer`.
+    The places are that of `checkpoint.companions`, that of the loaded weights or the file of `model.config`, and the
+    folder of `data.tokenizer`.
 
     Args:
         config: of the run.
@@ -85,6 +93,25 @@ def find_companions(config: Config, weights: Root | None, tokenizer: Path | None
         sources = [_read(place) for place in _places(config, weights)]
     except StoreError as error:
         raise ConfigError(str(error)) from None
+    if (named := config.checkpoint.companions) is not None and not (sources[0].ids or sources[0].files):
+        raise ConfigError(
+            f"checkpoint.companions ({named}) must hold a config.json with ids of special tokens, or a "
+            "generation_config.json or tokenizer, and it holds none of them: name a model's folder, or a run's"
+        )
+    return _chosen(sources, tokenizer)
+
+
+def resumed_companions(checkpoint: Root, tokenizer: Path | None) -> Companions:
+    """Those that a checkpoint of the run has already.
+
+    Raises:
+        ConfigError: a file is damaged. StoreError: it cannot be read.
+    """
+    return _chosen([_read(checkpoint)], tokenizer)
+
+
+def _chosen(sources: Sequence[_Source], tokenizer: Path | None) -> Companions:
+    """Those of the first source that fits the data's tokenizer."""
     notes = []
     for source in sources:
         if tokenizer is None and source.files:
@@ -94,6 +121,8 @@ def find_companions(config: Config, weights: Root | None, tokenizer: Path | None
         companions = Companions(source.ids) if tokenizer is None else _fitting(source, tokenizer)
         if companions is not None:
             return companions
+        if not source.bounds:
+            continue  # such as a BERT's, which names padding alone
         notes.append(
             f"the checkpoints have the special tokens of the data's tokenizer, and not those of {source.name}, whose "
             "ids mean other tokens"
@@ -104,7 +133,9 @@ def find_companions(config: Config, weights: Root | None, tokenizer: Path | None
 def _places(config: Config, weights: Root | None) -> list[Root]:
     places = [] if weights is None else [weights]
     if config.checkpoint.companions is not None:
-        places.insert(0, Root.of(place_of_companions(config.checkpoint.companions)))
+        places.insert(0, place_of_companions(config.checkpoint.companions))
+    elif (named := config.companions) is not None and Path(named).expanduser().exists():
+        places.insert(0, Root.of(Path(named).expanduser()))
     if config.data.tokenizer is not None:
         tokenizer = Path(config.data.tokenizer).expanduser()
         folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
@@ -114,7 +145,8 @@ def _places(config: Config, weights: Root | None) -> list[Root]:
 
 def beside_weights(folder: Root) -> dict[str, bytes]:
     """Name → content of the files that a model's folder has beside its weights and `config.json`."""
-    names = [name for name in folder.names() if any(fnmatch(name, pattern) for pattern in BESIDE_WEIGHTS)]
+    there = [*folder.names(), *(f"{CHAT_TEMPLATES}/{name}" for name in (folder / CHAT_TEMPLATES).names())]
+    names = [name for name in there if any(fnmatch(name, pattern) for pattern in BESIDE_WEIGHTS)]
     return {name: (folder / name).read() for name in names if name != INDEX and not (folder / name).is_folder()}
 
 

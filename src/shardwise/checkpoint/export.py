@@ -68,7 +68,7 @@ def model_files(
     generates nothing has none.
     """
     companions = companions or Companions()
-    files = {file.name: file.read_bytes() for file in sorted(tokenizer.iterdir())} if tokenizer else {}
+    files = {name: (tokenizer / name).read_bytes() for name in Root.of(tokenizer).files()} if tokenizer else {}
     fields = config.model_dump(mode="json") if isinstance(config, OwnConfig) else to_hugging_face(config)
     special: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     if tokenizer is not None and config.causal:

@@ -382,7 +382,7 @@ class Saver:
         entries = [entry for of_rank, *_ in gathered for entry in of_rank]
         _require_all(staging, entries)
         tensors = tensor_entries(entries, [file for _, files, _ in gathered for file in files])
-        entries += [write_small(staging / name, data) for name, data in self._small.items()]
+        entries += [write_small(staging, name, data) for name, data in self._small.items()]
         # Of all ranks: this one may have nothing to train, and so no state.
         job.manifest["optimizer"]["states"] = sorted(tensors.keys() - {MODEL})
         job.manifest["optimizer"]["numbers"] = _joined([numbers for *_, numbers in gathered])

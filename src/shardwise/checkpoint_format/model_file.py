@@ -15,6 +15,8 @@ from shardwise.storage.root import Root
 _LONGEST = "max_position_embeddings"
 _OF_ROTATION = (_LONGEST, "rope_theta", "rope_scaling", "rotary_pct", "no_rope_layers")
 """Keys that decide how rotary positions turn queries and keys. No weight depends on them."""
+_WITHOUT_WEIGHTS = ("activation", "norm_eps")
+"""Roles of other keys that no weight depends on."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ def differences(config: ModelConfig, folder: Root) -> Differences:
 
     Free to differ are dropout, the initial weights' deviation, names of one activation (`gelu_new` and
     `gelu_pytorch_tanh`), and the longest sequence where no angle depends on it. Other keys of rotary positions may
-    change where the recipe, or the command line, states them: a default alone must not change what was learned.
+    change where the recipe, or the command line, states them: a default alone, or the file of `model.config`, must not
+    change what was learned. The activation and the norms' epsilon may change where the command line states them.
 
     Raises:
         ConfigError: the file is of another family, of no model that we have, or not readable: names and shapes of the
@@ -51,8 +54,11 @@ def differences(config: ModelConfig, folder: Root) -> Differences:
         )
     ours, theirs = _meaning(config), _meaning(stored)
     problems, changes = [], []
+    stated = frozenset(config.model_fields_set) - config.origin.from_file if config.rotary_dim else frozenset[str]()
+    free = stated.intersection(_OF_ROTATION)
+    free |= config.origin.typed.intersection(config.keys[role] for role in _WITHOUT_WEIGHTS)
     for key in (key for key in ours if ours[key] != theirs[key]):
-        if config.rotary_dim and key in _OF_ROTATION and key in config.model_fields_set:
+        if key in free:
             changes.append(f"model.{key} ({ours[key]}) replaces that of {path} ({theirs[key]}), with the same weights")
         elif key != _LONGEST or not config.rotary_dim or _turns_by_longest(ours) or _turns_by_longest(theirs):
             problems.append(f"model.{key} ({ours[key]}) must be that of {path} ({theirs[key]})")

@@ -105,8 +105,10 @@ def newest_intact(location: str, announce: Callable[[str], None] | None) -> Plac
     raise ConfigError([f"{place.root} holds no {'intact checkpoint' if skipped else 'checkpoint yet'}", *skipped])
 
 
-def newest_of(load: str, announce: Callable[[str], None] | None = None) -> str:
+def newest_of(load: str, announce: Callable[[str], None] | None = None, *, key: str = "checkpoint.load") -> str:
     """The folder to load from: `load`, or the newest intact checkpoint where it is a run's or a checkpoints' folder.
+
+    `key` names the place in errors.
 
     Raises:
         ConfigError: there is none that is intact, or a URL gives no answer.
@@ -119,9 +121,9 @@ def newest_of(load: str, announce: Callable[[str], None] | None = None) -> str:
             return load
         return newest_intact(load, announce).location
     except ConfigError as error:
-        raise ConfigError([f"checkpoint.load: {problem}" for problem in error.problems]) from None
+        raise ConfigError([f"{key}: {problem}" for problem in error.problems]) from None
     except StoreError as error:
-        raise ConfigError(f"checkpoint.load: {error}") from None
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def require_checkpoint(folder: Root) -> None:
@@ -151,11 +153,14 @@ def glance_at_weights(load: str, revision: str | None) -> tuple[str, Root | None
     return (load, Root.of(place)) if isinstance(place, Path) else (f"{load}: {FOUND[find(place)]}", None)
 
 
-def place_of_companions(named: str) -> Path:
-    """The folder or file that `checkpoint.companions` names; ConfigError where there is none."""
-    path = Path(named).expanduser()
-    if path.exists():
-        return path
+def place_of_companions(named: str) -> Root:
+    """The folder or file that `checkpoint.companions` names, of a run its newest intact checkpoint.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if Path(named).expanduser().exists():
+        return Root.of(newest_of(named, key="checkpoint.companions"))
     raise ConfigError(
         f"checkpoint.companions ({named}) must be a Hugging Face folder or its config.json, and there is none of that "
         "name: set it to where they are now, or to a checkpoint of the run"

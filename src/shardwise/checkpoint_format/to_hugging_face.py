@@ -143,6 +143,6 @@ class Export:
         named = [field for field in _DTYPE_FIELDS if field in self.described] or ["torch_dtype"]
         files = {CONFIG: to_json({**self.described, **dict.fromkeys(named, dtype)})}
         for entry in self._manifest.files:
-            if "/" not in entry.path and not entry.path.endswith(".safetensors") and entry.path not in (CONFIG, INDEX):
+            if not entry.path.endswith(".safetensors") and entry.path not in (CONFIG, INDEX):
                 files[entry.path] = read_whole(self._folder, entry)
         return files

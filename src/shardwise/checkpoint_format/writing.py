@@ -161,7 +161,7 @@ def write_folder(
         files, entries = _write_weights(staging, weights, max_shard_bytes, progress)
         small = {**beside, **weight_index({file.path: file.pieces for file in files})}
         for path in sorted(small, key=lambda path: path == CONFIG):
-            entries.append(write_small(staging / path, small[path]))
+            entries.append(write_small(staging, path, small[path]))
         if manifest is not None:
             (staging / MANIFEST).write(manifest(entries, files).to_json().encode())
         if replaces and parent.is_local:
@@ -199,11 +199,17 @@ def _write_weights(
     return files, entries
 
 
-def write_small(file: Root, data: bytes) -> FileEntry:
-    """Write one of the files beside the weights."""
-    with ChunkedWriter(file, len(data)) as writer:
+def write_small(folder: Root, path: str, data: bytes) -> FileEntry:
+    """Write one of the files beside the weights, which may lie in a folder of its own."""
+    inner = path.rpartition("/")[0]
+    if inner:
+        (folder / inner).make()
+    with ChunkedWriter(folder / path, len(data), path) as writer:
         writer.write(data)
-        return writer.close()
+        entry = writer.close()
+    if inner:
+        (folder / inner).sync()
+    return entry
 
 
 def cut(weights: Sequence[_Weight], max_shard_bytes: int) -> Iterator[list[_Weight]]:

@@ -158,11 +158,11 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
 
         glance = opening.glance(config)
         rows, problems = [*glance.rows], [*glance.problems]
-    if config.checkpoint.companions is not None:
+    if config.companions is not None:
         from shardwise.checkpoint_format.places import place_of_companions
 
         try:
-            rows.append(("special tokens", f"those of {place_of_companions(config.checkpoint.companions)}"))
+            rows.append(("special tokens", f"those of {place_of_companions(config.companions)}"))
         except ConfigError as error:
             problems += error.problems
     if load is not None and not Path(load).exists() and _names_weights(recipe, load):

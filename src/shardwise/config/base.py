@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -13,6 +14,21 @@ LARGEST = 2**31 - 1
 """The largest whole number of a key without a bound of its own: larger ones overflow in libraries."""
 MOST_LAYERS = 2**16
 """The largest number of blocks. Each one is a Python object: far more would not fit in memory."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the keys of a `model` section come from. Two are always equal: a section is what its values are.
+
+    Attributes:
+        file: the Hugging Face file or folder that `model.config` named; None where it named none.
+        from_file: keys with the values of that file.
+        typed: keys that stand on the command line, or among the values that a program gives beside a recipe.
+    """
+
+    file: str | None = field(default=None, compare=False)
+    from_file: frozenset[str] = field(default=frozenset(), compare=False)
+    typed: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 class Section(BaseModel):

@@ -6,9 +6,9 @@ again for every class that inherits it.
 
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
-from shardwise.config.base import MOST_LAYERS, Section, reject
+from shardwise.config.base import MOST_LAYERS, Origin, Section, reject
 from shardwise.config.rope import rope_scaling_problems, with_one_type
 from shardwise.errors import divisors, listing, nearest_numbers
 
@@ -80,6 +80,8 @@ class TransformerConfig(Section):
     objectives: ClassVar[tuple[Objective, ...]] = ("lm",)
     """The losses, each a mean over its own count: next token (`lm`), masked tokens (`mlm`), next sentence (`nsp`)."""
 
+    _origin: Origin = PrivateAttr(default=Origin())
+
     family: str = Field(description="the architecture")
     vocab_size: int = Field(gt=0, description="rows of the embedding and of the output head")
     hidden_size: int = Field(gt=0, description="width of the residual stream")
@@ -96,6 +98,15 @@ class TransformerConfig(Section):
         description="fields of a Hugging Face config.json that are left out, as they change nothing that the model "
         "computes; fields that are known to change it are refused",
     )
+
+    @property
+    def origin(self) -> Origin:
+        """Where the keys come from."""
+        return self._origin
+
+    def came_from(self, origin: Origin) -> None:
+        """Note, once, where the keys come from. It is no part of the configuration and is not recorded with it."""
+        self._origin = origin
 
     @model_validator(mode="before")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from shardwise.config.decoders import (
     LlamaConfig,
@@ -18,6 +18,7 @@ from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig
 from shardwise.config.model import FamilyConfig
 
 _ROTARY = ("rope_theta", "rope_scaling", "rotary_pct")
+_ROTARY_FIELDS = (*_ROTARY, "partial_rotary_factor", "rope_parameters", "rotary_emb_base")
 _OURS = ("family", "ignore")
 """Keys of a `model` section that no `config.json` has."""
 
@@ -66,6 +67,12 @@ class Format:
             key: (self.names.get(key, key), self.defaults.get(key, None if info.default_factory else info.default))
             for key, info in keys.items()
         }
+
+    @property
+    def read(self) -> frozenset[str]:
+        """The fields that are translated, in all spellings."""
+        rotary = _ROTARY_FIELDS if "rope_theta" in self.model.model_fields else ()
+        return frozenset(self.spellings).union((name for name, _ in self.fields.values()), rotary)
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -292,10 +299,51 @@ FORMATS = {
 }
 """By `model_type`."""
 
-KNOWN = frozenset(ONLY).union(
-    *(form.only for form in FORMATS.values()),
-    *(form.spellings for form in FORMATS.values()),
-    *((name for name, _ in form.fields.values()) for form in FORMATS.values()),
-    (*_ROTARY, "partial_rotary_factor", "rope_parameters", "rotary_emb_base"),
-)
-"""Fields that change what a model of some family computes."""
+# Fields that count as absent where they are 0, false or empty.
+_NONE_IF_EMPTY = frozenset({
+    "compression_config", "mlp_only_layers", "moe_intermediate_size", "n_routed_experts", "n_shared_experts",
+    "no_rope_layers", "num_experts", "num_experts_per_tok", "num_local_experts", "per_layer_config", "quantization",
+    "quantization_config", "shared_expert_intermediate_size",
+})  # fmt: skip
+# Fields of single families, with the values that mean the same as their absence in a family that lacks them.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{
+        name: (value,)
+        for form in FORMATS.values()
+        for name, value in form.only.items()
+        if name not in ("position_embedding_type", "tie_word_embeddings")
+    },
+    **{
+        form.fields[key][0]: (0,)
+        for form in FORMATS.values()
+        for role, key in form.model.keys.items()
+        if role.endswith("_dropout")
+    },
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1,),
+    "position_embedding_type": ("rope", "rotary"),
+    "rotary_pct": (1,),
+    "use_parallel_residual": (False,),
+}
+
+
+def status(name: str, value: Any, form: Format) -> Literal["inert", "neutral", "unsupported", "unknown"]:
+    """What a field says in a family's file, beside the fields that are translated.
+
+    The family's own words count before those for all families, and these before other families' fields.
+
+    Returns:
+        `inert`: it changes nothing, whatever its value. `neutral`: its value changes nothing. `unsupported`: it changes
+        what the model computes. `unknown`: the family does not read it as far as is known here, but it may mean a model
+        that computes something else, so the user decides (`model.ignore`).
+    """
+    only = {**ONLY, **form.only}
+    if name in form.inert or (is_inert(name) and name not in form.only):
+        return "inert"
+    if name in only:
+        is_neutral = value == only[name] or (name in _NONE_IF_EMPTY and not value)
+        return "neutral" if value is None or is_neutral else "unsupported"
+    if name in form.read:
+        return "unsupported"
+    return "neutral" if value is None or value in _NEUTRAL.get(name, ()) else "unknown"

@@ -1,7 +1,7 @@
 """Hugging Face's `config.json` and our `model` section, in both directions.
 
 A field is translated, or has the one value that we support (`formats.ONLY`), or changes nothing that is trained
-(`formats.is_inert`), or the user says so (`model.ignore`); every other field is an error. An absent field has Hugging
+(`formats.status`), or the user says so (`model.ignore`); every other field is an error. An absent field has Hugging
 Face's default.
 """
 
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwise.config.decoders import DecoderConfig, every_nth_without_rope
 from shardwise.config.families import GPTConfig, GPTNeoXConfig
-from shardwise.config.formats import FORMATS, KNOWN, ONLY, Format, is_inert
+from shardwise.config.formats import FORMATS, ONLY, Format, status
 from shardwise.config.model import FamilyConfig
-from shardwise.config.rope import LENGTH, effective_scaling, with_one_type
+from shardwise.config.rope import LENGTH, effective_scaling, unknown_fields, with_one_type
+from shardwise.core_yaml import scalar
 from shardwise.errors import ConfigError, listing
 from shardwise.files import read_plain
 from shardwise.parsing import json_value
@@ -26,6 +28,8 @@ _DERIVED = ("num_key_value_heads", "head_dim")
 """Fields that follow from others where they are null, even if the family's default is a number."""
 _SAME_ACTIVATION = {"swish": "silu", "gelu_python": "gelu"}
 _FULL = "full_attention"
+_MOVED = ("rope_theta", "partial_rotary_factor")
+"""Fields of `rope_parameters` that are keys by themselves here."""
 
 
 class UnsupportedError(ConfigError):
@@ -102,6 +106,8 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
     form = FORMATS[kind]
     given, problems = _one_spelling(values, form)
     problems += _layers(given, form)
+    if given.get("use_sliding_window") is False and "sliding_window" not in form.absent:
+        given.pop("sliding_window", None)  # the width of a window that is not used
     section: dict[str, Any] = {"family": form.family}
     if ignore:
         section["ignore"] = list(ignore)
@@ -124,7 +130,7 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
         if value is not None:
             section[key] = value
     if "rope_theta" in form.model.model_fields:
-        rotary, rotary_problems = _rotary(given, section["max_position_embeddings"], form)
+        rotary, rotary_problems = _rotary(given, section["max_position_embeddings"], form, ignore)
         section |= rotary
         problems += rotary_problems
     problems += _leftover(given, form, ignore) + _not_ignorable(values, form, ignore)
@@ -167,7 +173,7 @@ def _layers(given: dict[str, Any], form: Format) -> list[str]:
     layers = given.get(name, default)
     layers = layers if isinstance(layers, int) else default  # pydantic refuses another type later
     problems, types = [], given.pop("layer_types", None)
-    if types is not None and types != [_FULL] * layers:
+    if types and types != [_FULL] * layers:
         problems.append(f'layer_types ({_shown(types)}) is not supported: only "{_FULL}" for each of {layers} layers')
     if "no_rope_layers" in form.fields:
         interval = given.pop("no_rope_layer_interval", 4)
@@ -190,8 +196,12 @@ def _one_spelling(values: Mapping[str, Any], form: Format) -> tuple[dict[str, An
     return given, problems
 
 
-def _rotary(given: dict[str, Any], longest: int, form: Format) -> tuple[dict[str, Any], list[str]]:
+def _rotary(
+    given: dict[str, Any], longest: int, form: Format, ignore: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
     """Take the fields of rotary embeddings out of `given`; returns our keys for them, and what contradicts them.
+
+    Fields of the mappings that no type of scaling has come into `given`, unless `ignore` names them.
 
     As in transformers 5, `rope_scaling` counts before `rope_parameters`, and both before the fields beside them.
     """
@@ -201,8 +211,11 @@ def _rotary(given: dict[str, Any], longest: int, form: Format) -> tuple[dict[str
     problems = [
         f"{name} ({_shown(value)}) must be an object" for name, value in scalings.items() if not isinstance(value, dict)
     ]
-    if problems:
-        return {}, problems
+    scalings = {name: value if isinstance(value, dict) else {} for name, value in scalings.items()}
+    for name, value in scalings.items():
+        unknown = [key for key in unknown_fields(value) if key not in _MOVED]
+        given |= {f"{name}.{key}": value[key] for key in unknown if key not in ignore}
+        scalings[name] = {key: inner for key, inner in value.items() if key not in unknown}
     # A length beside the mappings counts before one in them, where their type needs it.
     length = {key: given.pop(key) for key in (LENGTH,) if given.get(key) is not None}
     old, new = ({**value, **length} if value else {} for value in scalings.values())
@@ -237,9 +250,10 @@ def _rotary(given: dict[str, Any], longest: int, form: Format) -> tuple[dict[str
 
 def _scaling(parameters: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
     """Our `rope_scaling` of Hugging Face's: what decides the angles, without what is a key by itself here."""
-    moved = ("rope_theta", "partial_rotary_factor")
-    scaling = with_one_type({key: value for key, value in parameters.items() if key not in moved and value is not None})
-    return effective_scaling(scaling, longest) if "rope_type" in scaling else scaling or None
+    scaling = with_one_type(
+        {key: value for key, value in parameters.items() if key not in _MOVED and value is not None}
+    )
+    return effective_scaling({"rope_type": "default", **scaling}, longest)
 
 
 def _leftover(given: Mapping[str, Any], form: Format, ignore: Collection[str]) -> list[str]:
@@ -255,41 +269,37 @@ def _leftover(given: Mapping[str, Any], form: Format, ignore: Collection[str]) -
     ]
     unknown = []
     for name, value in given.items():
-        if value is None or _is_inert(name, form):
-            continue
-        if name in only:
-            problems += [_unsupported(name, value, (only[name],))] if value != only[name] else []
-        elif name in KNOWN:
-            problems.append(f"{name} ({_shown(value)}) is not supported")
-        elif name not in ignore:
+        kind = status(name, value, form)
+        if kind == "unsupported":
+            problems.append(_unsupported(name, value, (only[name],)))
+        elif kind == "unknown" and name not in ignore:
             unknown.append(name)
     if unknown:
         shown = listing(f"{name} ({_shown(given[name])})" for name in unknown)
         are, they = ("is no field", "it changes") if len(unknown) == 1 else ("are no fields", "they change")
         problems.append(
             f"{shown} {are} that shardwise knows: if {they} nothing that the model computes, set "
-            f"model.ignore={_list([*ignore, *unknown])}"
+            f"{_override([*ignore, *unknown])}"
         )
     return problems
 
 
 def _not_ignorable(values: Mapping[str, Any], form: Format, ignore: Collection[str]) -> list[str]:
     """An error for the fields of the file that `model.ignore` names although they change what a model computes."""
-    names = [name for name in ignore if name in values and name in KNOWN and not _is_inert(name, form)]
+    names = [name for name in ignore if name in values and status(name, values[name], form) == "unsupported"]
     if not names:
         return []
     change = "changes" if len(names) == 1 else "change"
     return [f"model.ignore must not name {listing(names)}, which {change} what a model computes"]
 
 
-def _is_inert(name: str, form: Format) -> bool:
-    return name in form.inert or (is_inert(name) and name not in form.only)
-
-
-def _list(names: Iterable[str]) -> str:
-    """A list as one word of a command line, with the names that need them in quotes."""
-    shown = (name if re.fullmatch(r"[A-Za-z_][\w.-]*", name) else json.dumps(name) for name in names)
-    return f"[{','.join(shown)}]"
+def _override(names: Iterable[str]) -> str:
+    """`model.ignore` as one word of a command line; names that YAML would read as other values stand in quotes."""
+    shown = [
+        name if re.fullmatch(r"[A-Za-z_][\w.-]*", name) and scalar(name) == name else json.dumps(name) for name in names
+    ]
+    override = f"model.ignore=[{','.join(shown)}]"
+    return shlex.quote(override) if '"' in override else override
 
 
 def _unsupported(name: str, value: Any, valid: Iterable[Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -13,10 +13,11 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from shardwise.config.base import PROBLEMS
+from shardwise.config.base import PROBLEMS, Origin
 from shardwise.config.data import DataConfig
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
-from shardwise.config.model import FAMILIES, FamilyConfig
+from shardwise.config.model import FAMILIES, FamilyConfig, OwnConfig
+from shardwise.config.rope import LENGTH
 from shardwise.config.sections import Config
 from shardwise.config.text import parse_value, parse_yaml
 from shardwise.errors import ConfigError, listing, nearest_name, see
@@ -85,7 +86,8 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     values = _sections(recipe)
     if any(override.partition("=")[0].strip() == _MODEL_FILE for override in overrides):
         values["model"] = {}
-    return config_from(values, apply_overrides(values, overrides))
+    problems = apply_overrides(values, overrides)
+    return config_from(values, problems, typed=[override.partition("=")[0].strip() for override in overrides])
 
 
 def load_with(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
@@ -114,7 +116,7 @@ def load_with(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> 
             _set(values, path, _plain(value))
         except ConfigError as error:
             problems += error.problems
-    return config_from(values, problems)
+    return config_from(values, problems, typed=[*changed])
 
 
 def _sections(recipe: str) -> dict[str, Any]:
@@ -150,10 +152,15 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[st
     return problems
 
 
-def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Config:
+def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, typed: Collection[str] = ()) -> Config:
     """The configuration that a nested mapping describes.
 
     `model.config`, a Hugging Face `config.json` or its folder, stands for that model; keys beside it change it.
+
+    Args:
+        values: the sections.
+        problems: what is wrong already.
+        typed: the paths, such as `model.rope_theta`, that stand on the command line and not in a recipe.
 
     Raises:
         ConfigError: with the given `problems` and every problem of `values`.
@@ -162,11 +169,15 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
     config = None
     model = values.get("model")
     model_is_unread = False
+    file, from_file = None, frozenset[str]()
     if isinstance(model, dict) and "config" in model and ":" not in str(model.get("family")):
-        model, file_problems = _expanded(model)
+        file, written = str(model["config"]), frozenset(model)
+        loads = isinstance(values.get("checkpoint"), dict) and values["checkpoint"].get("load") is not None
+        model, file_problems = _expanded(model, typed, loads=loads)
+        if model is not None:
+            from_file = frozenset(model).difference(_canonical(model["family"], key) for key in written)
         all_problems += file_problems
         model_is_unread = model is None
-        values = values if model_is_unread else _with_companions(values)
     family = str(model.get("family")) if isinstance(model, dict) else ""
     try:
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
@@ -178,6 +189,9 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
                 all_problems += _texts(details, family)
     if all_problems or config is None:
         raise ConfigError(list(dict.fromkeys(all_problems)))
+    if not isinstance(config.model, OwnConfig):
+        names = [path.split(".")[1] for path in typed if path.startswith("model.")]
+        config.model.came_from(Origin(file, from_file, frozenset(_canonical(family, name) for name in names)))
     return config
 
 
@@ -256,9 +270,10 @@ def _drop_spellings(model: dict[str, Any], key: str) -> None:
             del model[known]
 
 
-def _expanded(model: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+def _expanded(model: dict[str, Any], typed: Collection[str], *, loads: bool) -> tuple[dict[str, Any] | None, list[str]]:
     """A `model` section with the keys of the Hugging Face file that its `config` names, and what is wrong with them.
 
+    Where weights are loaded, they were trained for the file's length, so that is the length before a new scaling.
     The section is None if the file cannot be read. Fields that are not supported have their defaults in it.
     """
     beside = {key: value for key, value in model.items() if key != "config"}
@@ -277,16 +292,22 @@ def _expanded(model: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
     if beside.get("family", family) != family:
         problems.append(f"model.family ({beside['family']!r}) must be left out or {family}, as {_MODEL_FILE} says")
         return None, problems
-    aliases = FAMILIES[family].aliases
-    return section | {aliases.get(key, key): value for key, value in beside.items()}, problems
+    given = {_canonical(family, key): value for key, value in beside.items()}
+    scaling = given.get("rope_scaling")
+    if isinstance(scaling, dict):
+        stored = section.get("rope_scaling") or {}
+        if "model.rope_scaling" not in typed and any(path.startswith("model.rope_scaling.") for path in typed):
+            scaling = {**stored, **scaling}
+        is_yarn = "yarn" in (scaling.get("rope_type"), scaling.get("type"))
+        if loads and is_yarn and scaling.get(LENGTH) is None:
+            scaling = {**scaling, LENGTH: stored.get(LENGTH, section["max_position_embeddings"])}
+        given["rope_scaling"] = scaling
+    return section | given, problems
 
 
-def _with_companions(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The sections with the `checkpoint.companions` that `model.config` means where no other key names any."""
-    checkpoint = values.get("checkpoint") or {}
-    if not isinstance(checkpoint, dict) or checkpoint.get("load") or checkpoint.get("companions"):
-        return values
-    return {**values, "checkpoint": {**checkpoint, "companions": values["model"]["config"]}}
+def _canonical(family: str, key: str) -> str:
+    """The name of a key of a family that may be spelled otherwise."""
+    return FAMILIES[family].aliases.get(key, key)
 
 
 def ignored_fields(model: Mapping[str, Any]) -> list[str]:

@@ -34,6 +34,13 @@ def with_one_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": kinds[0], **rest} if kinds else rest
 
 
+def unknown_fields(scaling: Mapping[str, Any]) -> list[str]:
+    """Fields of a `rope_scaling` mapping of a known type that no type has."""
+    if str(with_one_type(scaling).get("rope_type", "default")) not in _REQUIRED:
+        return []
+    return [key for key in scaling if key not in _NAMES and key not in ("rope_type", "type")]
+
+
 def effective_scaling(scaling: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
     """The fields of a `rope_scaling` mapping that decide the angles; None where nothing is scaled.
 

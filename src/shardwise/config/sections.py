@@ -16,7 +16,7 @@ from shardwise.config.compilation import CompileConfig
 from shardwise.config.data import DataConfig
 from shardwise.config.hooks import HooksConfig
 from shardwise.config.launch import LaunchConfig
-from shardwise.config.model import AnyModel
+from shardwise.config.model import AnyModel, OwnConfig
 from shardwise.errors import ConfigError
 from shardwise.redaction import has_query, redacted, without_secrets
 
@@ -439,6 +439,14 @@ class Config(Section):
         """The plain values that files show: as resolved, without the secrets that a text among them may hold."""
         recorded: dict[str, Any] = without_secrets(self.model_dump(mode="json"))
         return recorded
+
+    @property
+    def companions(self) -> str | None:
+        """The place that `checkpoint.companions` names, else that of `model.config`, unless weights are loaded."""
+        checkpoint = self.checkpoint
+        if checkpoint.companions is not None or checkpoint.load is not None or isinstance(self.model, OwnConfig):
+            return checkpoint.companions
+        return self.model.origin.file
 
     def with_batch_for(self, ranks: int) -> Config:
         """This configuration with the global batch that its rule gives for a number of ranks.

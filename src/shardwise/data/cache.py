@@ -268,8 +268,9 @@ def fingerprint_of(digests: Sequence[str]) -> str:
 def tokenizer_digest(folder: Path) -> str:
     """A digest of all files of a tokenizer's folder."""
     digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = file.relative_to(folder).as_posix()
+        digest.update(name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 

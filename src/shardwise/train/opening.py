@@ -6,15 +6,15 @@ import importlib.metadata
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardwise import __version__, comm, cost, hub
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import agree
-from shardwise.checkpoint.companions import Companions, find_companions
+from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
 from shardwise.checkpoint_format.earlier_run import earlier_run
 from shardwise.checkpoint_format.owner import Owner, take
 from shardwise.checkpoint_format.places import newest_of, require_checkpoint
@@ -93,11 +93,7 @@ def open_run(config: Config, layout: Layout, mesh: Mesh, progress: Progress, run
     """
     data = while_others_wait(lambda: prepare(config), mesh.world)
     weights = _find_weights(config, mesh)
-    companions = Companions()
-    with raised_on_every_rank(mesh.world):
-        if mesh.world.rank == 0:
-            companions = find_companions(config, weights, data.tokenizer_path)
-    folder = _open_folder(config, run_path, recipe, mesh)
+    folder, companions = _open_folder(config, run_path or new_run_path(recipe), mesh, weights, data.tokenizer_path)
     followed = FollowedFolder(folder.directory.path) if mesh.world.rank == 0 else None
     weights = None if folder.checkpoints.candidates else weights
     return Run(config, layout, mesh, progress, data, folder, weights, followed, companions)
@@ -158,25 +154,34 @@ def raised_on_every_rank(group: Group) -> Iterator[None]:
     agree(problems, group)
 
 
-def _open_folder(config: Config, run_path: Path | None, recipe: str, mesh: Mesh) -> Folder:
-    """Rank 0 names and makes the folder, or opens that of an earlier run; all ranks have the same, or all fail."""
+def _open_folder(
+    config: Config, run_path: Path, mesh: Mesh, weights: Root | None, tokenizer: Path | None
+) -> tuple[Folder, Companions]:
+    """Rank 0 makes the folder, or opens that of an earlier run; all ranks have the same, or all fail.
+
+    Only rank 0 has what lies beside the weights.
+    """
     folder: Folder | None = None
+    companions = Companions()
     with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
-            folder = _open(config, run_path or new_run_path(recipe), mesh)
+            folder, companions = _open(config, run_path, mesh, weights, tokenizer)
     folder = comm.broadcast_object(folder, mesh.world)
     assert folder is not None
     stdio.redirect(mesh.world.rank, folder.directory.log(mesh.world.rank))
-    return folder
+    return folder, companions
 
 
-def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
+def _open(
+    config: Config, run_path: Path, mesh: Mesh, weights: Root | None, tokenizer: Path | None
+) -> tuple[Folder, Companions]:
     directory, resolved = RunDirectory(run_path), config.recorded()
     earlier = earlier_run(directory, config)
     stored, earlier_id = (None, None) if earlier is None else (earlier.config, earlier.id)
     require_trackers(config)
     # Before anything is written: a folder that is refused must not look like that of a run.
     checkpoints = find_checkpoints(config, directory, stored, earlier_id)
+    companions = _companions(config, checkpoints, stored, weights, tokenizer)
     directory.create()
     original = checkpoints.original
     run = directory.id(earlier_id if original is None else uuid.uuid4().hex)
@@ -196,7 +201,26 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
         take(checkpoints.root, Owner.here(run, directory.path))
     except StoreError as error:
         raise ConfigError(str(error)) from None
-    return folder
+    return folder, companions
+
+
+def _companions(
+    config: Config,
+    checkpoints: FoundCheckpoints,
+    stored: Mapping[str, Any] | None,
+    weights: Root | None,
+    tokenizer: Path | None,
+) -> Companions:
+    """What lies beside the weights: on a resume that of the newest checkpoint, as the first source may be gone.
+
+    A place that `checkpoint.companions` names anew counts before the checkpoint.
+    """
+    before = None if stored is None else stored.get("checkpoint", {}).get("companions")
+    if config.checkpoint.companions == before:
+        for candidate in checkpoints.candidates:
+            with suppress(ConfigError, StoreError):
+                return resumed_companions(candidate.folder, tokenizer)
+    return find_companions(config, weights, tokenizer)
 
 
 def versions() -> Mapping[str, str]:

@@ -2,16 +2,22 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 
-from shardwise.checkpoint.companions import Companions, find_companions
+from shardwise import hub
+from shardwise.checkpoint.companions import Companions, beside_weights, find_companions
 from shardwise.checkpoint.export import model_files
 from shardwise.config import Config, OwnConfig, load_config
-from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.data import Tokenizer
+from shardwise.data.cache import tokenizer_digest
+from shardwise.data.tokens.tokenizer import export_user_tokenizer, train_tokenizer
 from shardwise.errors import ConfigError
+from shardwise.hub import BESIDE_WEIGHTS
 from shardwise.storage.root import Root
 
 END, TURN, PAD = 0, 258, 259
@@ -108,3 +114,51 @@ def test_fault_09_companions_that_cannot_be_read_are_named(tmp_path: Path) -> No
         (weights / "generation_config.json").write_text(text)
         with pytest.raises(ConfigError, match=rf"published/generation_config\.json {problem}"):
             find_companions(run_of(), Root.of(weights), weights)
+
+
+def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path) -> None:
+    """The older file, and those with names, with and without a tokenizer of the data."""
+    weights = published(tmp_path / "published")
+    (weights / "chat_template.json").write_text("{}")
+    (weights / "additional_chat_templates").mkdir()
+    (weights / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    templates = {"chat_template.json": b"{}", "additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
+    export_user_tokenizer(str(weights), Tokenizer.load(weights), tmp_path / "data")
+    for data in (None, tmp_path / "data"):
+        found = find_companions(run_of(), Root.of(weights), data)
+        assert model_files(load_config("llama2-tiny").model, torch.bfloat16, data, found).items() >= templates.items()
+        assert found.ids == IDS
+    before = tokenizer_digest(tmp_path / "data")
+    (tmp_path / "data" / "additional_chat_templates" / "tool_use.jinja").write_bytes(b"{{ tools }}\n")
+    assert tokenizer_digest(tmp_path / "data") != before
+    beside = Root.of(weights)
+    assert beside_weights(beside).items() >= templates.items()
+    allowed, ignored = (*BESIDE_WEIGHTS, "model-*.safetensors"), hub._IN_FOLDERS
+    there = [*templates, "tokenizer/x", "original/tokenizer.json", "LICENSES/x", "added/model-1.safetensors"]
+    assert [*filter_repo_objects(there, allow_patterns=[*allowed], ignore_patterns=[ignored])] == [*templates]
+
+
+def test_fault_09_a_runs_folder_means_its_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = published(tmp_path / "published")
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    newest = SimpleNamespace(location=str(weights))
+    monkeypatch.setattr("shardwise.checkpoint_format.places.newest_intact", lambda location, announce: newest)
+    assert find_companions(run_of(companions=run), None, weights).ids == IDS
+
+
+def test_fault_09_a_named_place_without_anything_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model")
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.companions \(.*\) must hold a config\.json with ids of special"
+    ):
+        find_companions(run_of(companions=tmp_path), None, None)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=r"^checkpoint\.companions: .* holds no checkpoint yet"):
+        find_companions(run_of(companions=tmp_path), None, None)
+
+
+def test_fault_09_a_source_that_names_no_end_disagrees_with_nothing(tmp_path: Path) -> None:
+    """Such as a BERT's config.json, which has the id of the padding alone."""
+    (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": 0}))
+    assert find_companions(run_of(), Root.of(tmp_path), tokenizer(tmp_path / "own")) == Companions()

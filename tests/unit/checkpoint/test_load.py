@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint import canonical_tensors, differ_in_tokens, export_hugging_face, load_hugging_face
 from shardwise.checkpoint_format.model_file import Differences, differences
-from shardwise.config import FamilyConfig, OwnConfig, config_from, model_from
+from shardwise.config import FamilyConfig, OwnConfig, config_from, load_config, model_from
+from shardwise.config.load import load_with
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.models import build_model
@@ -20,12 +21,12 @@ from shardwise.storage.root import Root
 from tests.hugging_face import CASES, described, save
 
 Weights = dict[str, Tensor]
+TRAIN = {"steps": 1, "global_batch": 1, "sequence_length": 8}
 
 
 def build(model: FamilyConfig, **changes: Any) -> tuple[nn.Module, FamilyConfig, Mesh]:
     """A model of the configuration, drawn; `changes` are keys of it that differ."""
-    train = {"steps": 1, "global_batch": 1, "sequence_length": 8}
-    config = config_from({"model": model.model_dump() | changes, "train": train, "optimizer": {"lr": 1e-3}})
+    config = config_from({"model": model.model_dump() | changes, "train": TRAIN, "optimizer": {"lr": 1e-3}})
     mesh = Mesh(device="cpu")
     built = build_model(config, mesh.tp, sequence_parallel=False, dtype=torch.float32)
     return built, config.model, mesh
@@ -298,6 +299,56 @@ def test_fault_07_a_default_changes_no_positions(tmp_path: Path) -> None:
         f"model.rope_scaling (None) must be that of FOLDER/config.json ({DYNAMIC}); "
         "model.config=FOLDER takes the folder's model, without these keys beside it",
     ]
+
+
+def of_file(folder: Path, *overrides: str) -> Any:
+    """The model of a recipe that takes it from the file in a folder, beside weights."""
+    return load_config("llama2-tiny", [f"model.config={folder}", f"checkpoint.load={folder}", *overrides]).model
+
+
+def test_fault_07_what_comes_from_the_file_of_the_model_is_not_stated(tmp_path: Path) -> None:
+    """Else the base model's file would undo, with a line, how the positions of the loaded weights were extended."""
+    for name, theta in (("base", 1e4), ("run", 5e6)):
+        save("llama", tmp_path / name)
+        rewrite_config(tmp_path / name, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    run = Root.of(tmp_path / "run")
+    (problem,) = differences(of_file(tmp_path / "base"), run).problems
+    assert problem.startswith("model.rope_theta (10000.0) must be that of ")
+    (change,) = differences(of_file(tmp_path / "base", "model.rope_theta=20000.0"), run).changes
+    assert change.startswith("model.rope_theta (20000.0) replaces that of ")
+    recipe = {"model": {"config": str(tmp_path / "base"), "rope_theta": 3e4}, "train": TRAIN, "optimizer": {"lr": 1e-3}}
+    (change,) = differences(load_with(recipe, {}).model, run).changes
+    assert change.startswith("model.rope_theta (30000.0) replaces that of ")
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value"),
+    [("llama", "rms_norm_eps", 1e-4), ("bert", "layer_norm_eps", 1e-4), ("neox", "hidden_act", "relu")],
+)
+def test_fault_07_a_key_without_weights_that_is_typed_may_change(
+    case: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    """A recipe may well have another one that nobody meant."""
+    save(case, tmp_path)
+    (change,) = differences(of_file(tmp_path, f"model.{key}={value}"), Root.of(tmp_path)).changes
+    assert change.startswith(f"model.{key} (")
+    unsaid = config_from(load_config("llama2-tiny", [f"model.config={tmp_path}", f"model.{key}={value}"]).recorded())
+    (problem,) = differences(unsaid.model, Root.of(tmp_path)).problems
+    assert problem.startswith(f"model.{key} (")
+    beside = load_with("llama2-tiny", {"model.config": tmp_path, "model": {key: value}})
+    assert differences(beside.model, Root.of(tmp_path)).changes == (change,)
+
+
+def test_fault_07_yarn_beside_a_greater_length_scales_that_of_the_weights(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    keys = ["model.rope_scaling={rope_type: yarn, factor: 4.0}", "model.max_position_embeddings=96"]
+    assert of_file(tmp_path, *keys).rope_scaling == YARN
+    other = {**YARN, "original_max_position_embeddings": 12}
+    stated = ["model.rope_scaling={type: yarn, factor: 4.0, original_max_position_embeddings: 12}", keys[1]]
+    assert of_file(tmp_path, *stated).rope_scaling == other
+    rewrite_config(tmp_path, rope_parameters=None, rope_scaling=other)
+    assert of_file(tmp_path, *keys).rope_scaling == other
+    assert of_file(tmp_path, "model.rope_scaling.factor=16").rope_scaling == {**other, "factor": 16}
 
 
 def test_fault_07_a_length_that_no_angle_depends_on_may_differ(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints as plain Hugging Face folders: formats, shards, what comes from where, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from shardwise.checkpoint_format.casting import cast, overflows
 from shardwise.checkpoint_format.manifest import MANIFEST
 from shardwise.checkpoint_format.safetensors import DTYPES
 from shardwise.checkpoint_format.to_hugging_face import Export
-from shardwise.checkpoint_format.writing import staged
+from shardwise.checkpoint_format.writing import staged, write_small
 from shardwise.errors import ConfigError, RunError
 from shardwise.storage.root import DamageError, Root, StoreError
 from tests.stored import Tensors, small_tensors, write_checkpoint
@@ -74,6 +75,16 @@ def test_without_masters_the_weights_themselves_are_cast(tmp_path: Path) -> None
     tensors = {"model": small_tensors()["model"]}
     found = export(write_checkpoint(tmp_path / "checkpoints", tensors=tensors), tmp_path / "out", "float32")
     assert all(torch.equal(t, as_torch(*tensors["model"][name]).float()) for name, t in found.items())
+
+
+def test_fault_09_files_in_folders_are_exported(tmp_path: Path) -> None:
+    """Chat templates with names, but nothing that only training needs."""
+    folder, template = write_checkpoint(tmp_path / "checkpoints"), "additional_chat_templates/tool_use.jinja"
+    planned, entry = Export(folder), write_small(folder, template, b"{{ tools }}")
+    planned._manifest = replace(planned._manifest, files=(*planned._manifest.files, entry))
+    planned.write(Root.of(tmp_path), "out", 10**9)
+    assert (tmp_path / "out" / template).read_bytes() == b"{{ tools }}"
+    assert not (tmp_path / "out" / "optimizer").exists()
 
 
 def test_shards_have_an_index_and_a_limit(tmp_path: Path) -> None:

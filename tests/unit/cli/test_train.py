@@ -95,9 +95,11 @@ def test_fault_07_a_dry_run_says_what_changes_beside_loaded_weights(capsys: pyte
         "with the same weights\n" in shown
     )
     assert "\n#   changed      model.rope_scaling ({'rope_type': 'yarn', 'factor': 4, 'original_max_" in shown
-    assert main([*given, "model.rms_norm_eps=1e-3"]) == 2
+    assert main([*given, "model.rms_norm_eps=1e-3"]) == 0
+    assert "\n#   changed      model.rms_norm_eps (0.001) replaces that of weights/" in capsys.readouterr().out
+    assert main([*given, "model.intermediate_size=128"]) == 2
     text = capsys.readouterr().err
-    assert "model.rms_norm_eps (0.001) must be that of weights/config.json (1e-05); model.config=weights takes" in text
+    assert "model.intermediate_size (128) must be that of weights/config.json (176); model.config=weights takes" in text
 
 
 def test_a_dry_run_refuses_weights_that_are_not_there(

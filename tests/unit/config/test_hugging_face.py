@@ -1,6 +1,7 @@
 """Hugging Face's `config.json` in both directions, against transformers' own configuration classes."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import transformers
 from shardwise.config import FamilyConfig, OwnConfig, config_from, load_config
 from shardwise.config.formats import FORMATS
 from shardwise.config.hugging_face import from_hugging_face, read_hugging_face, to_hugging_face
+from shardwise.config.load import apply_overrides
 from shardwise.errors import ConfigError, listing
 from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, LLAMA3_1_8B, MISTRAL_7B, PYTHIA_6_9B, QWEN2_5_7B, SMOLLM3_3B
 
@@ -287,7 +289,6 @@ def test_every_unsupported_field_is_told() -> None:
         ({**MISTRAL_7B, "sliding_window": 4096}, "sliding_window (4096) is not supported: only null"),
         ({"model_type": "mistral"}, "sliding_window is missing, which means 4096: only null is supported"),
         ({**QWEN2_5_7B, "use_sliding_window": True}, "use_sliding_window (true) is not supported: only false"),
-        ({**QWEN2_5_7B, "attention_bias": False}, "attention_bias (false) is not supported"),
         (
             {**SMOLLM3_3B, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
             'layer_types (["full_attention", "sliding_attention"]) is not supported: only "full_attention" for each of '
@@ -299,7 +300,6 @@ def test_every_unsupported_field_is_told() -> None:
         ),
         ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv (8.0) is not supported: only null"),
         ({**LLAMA2_7B, "embedding_multiplier": 12.0}, "embedding_multiplier (12.0) is not supported: only 1.0"),
-        ({**LLAMA2_7B, "type_vocab_size": 2}, "type_vocab_size (2) is not supported"),
         ({**LLAMA2_7B, "pretraining_tp": 2}, "pretraining_tp (2) is not supported: only 1"),
         ({**LLAMA2_7B, "sliding_window": 4096}, "sliding_window (4096) is not supported: only null"),
         (
@@ -329,7 +329,7 @@ def test_every_unsupported_field_is_told() -> None:
         (
             {**PYTHIA_6_9B, "long": "x" * 100, "my note": 1},
             f'long ("{"x" * 76}…) and my note (1) are no fields that shardwise knows: if they change nothing that the '
-            'model computes, set model.ignore=[long,"my note"]',
+            "model computes, set 'model.ignore=[long,\"my note\"]'",
         ),
     ],
 )
@@ -359,7 +359,7 @@ def test_fault_08_the_user_says_which_fields_mean_nothing(tmp_path: Path) -> Non
         config_from({"model": section, **REST})
     first, second = [problem.partition("config.json: ")[2] for problem in caught.value.problems]
     assert first == "vision_config ({}) is not supported: only null"
-    assert second.endswith('set model.ignore=[notes,"more notes"]')
+    assert second.endswith("""set 'model.ignore=[notes,"more notes"]'""")
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA2_7B, "notes": 1, "more notes": 2}))
     config = config_from({"model": section | {"ignore": ["notes", "more notes"]}, **REST})
     assert config.model.model_dump(mode="json") == {
@@ -370,17 +370,37 @@ def test_fault_08_the_user_says_which_fields_mean_nothing(tmp_path: Path) -> Non
     assert "ignore" not in to_hugging_face(model_of(LLAMA2_7B))
 
 
+def test_fault_08_a_window_beside_a_switch_that_mistral_does_not_read_counts() -> None:
+    fields = {**MISTRAL_7B, "sliding_window": 4096, "use_sliding_window": False}
+    assert problems(fields) == ["sliding_window (4096) is not supported: only null"]
+
+
+def test_fault_08_the_names_to_leave_out_can_be_pasted_into_a_shell() -> None:
+    fields = {"true": 1, "null": 2, "1": 3, "it's": 4, "plain": 5}
+    (problem,) = problems({**LLAMA2_7B, **fields})
+    (override,) = shlex.split(problem.partition("set ")[2])
+    section = {"model": {}}
+    assert apply_overrides(section, [override]) == []
+    assert section == {"model": {"ignore": list(fields)}}
+
+
 def test_fault_09_the_file_of_the_model_says_where_its_special_tokens_are(tmp_path: Path) -> None:
     """Unless the loaded weights or the user say it."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA2_7B))
     named = {"model": {"config": str(tmp_path)}, **REST}
-    assert config_from(named).checkpoint.companions == str(tmp_path)
-    assert config_from(named | {"checkpoint": {"load": "weights"}}).checkpoint.companions is None
-    assert config_from(named | {"checkpoint": {"companions": "other"}}).checkpoint.companions == "other"
-    assert load_config("llama2-tiny").checkpoint.companions is None
+    config = config_from(named)
+    assert config.companions == str(tmp_path)
+    assert config.recorded()["checkpoint"]["companions"] is None, "the place may be gone when the run is resumed"
+    assert config_from(config.recorded()).companions is None
+    assert config_from(config.recorded()) == config
+    assert config_from(named | {"checkpoint": {"load": "weights"}}).companions is None
+    assert config_from(named | {"checkpoint": {"companions": "other"}}).companions == "other"
+    assert load_config("llama2-tiny").companions is None
 
 
-@pytest.mark.parametrize("name", ["embedding_multiplier", "hidden_size", "rope_theta", "sliding_window", "n_embd"])
+@pytest.mark.parametrize(
+    "name", ["embedding_multiplier", "hidden_size", "rope_theta", "sliding_window", "pretraining_tp"]
+)
 def test_fault_08_what_changes_the_computation_cannot_be_ignored(name: str) -> None:
     with pytest.raises(ConfigError, match=f"model.ignore must not name {name}, which changes what a model computes"):
         from_hugging_face({**LLAMA2_7B, name: 3}, "config.json", [name])
@@ -392,6 +412,36 @@ def test_two_spellings_of_rope_must_agree() -> None:
     (problem,) = problems({**LLAMA3_1_8B, "rope_parameters": {**new, "factor": 4.0}})
     assert problem.startswith("rope_scaling (")
     assert problem.endswith("must say the same")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mrope_section", {"rope_type": "default", "mrope_section": [1, 2]}),
+        ("alpha", {"type": "dynamic", "factor": 2.0, "alpha": 9}),
+    ],
+)
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_fault_10_the_user_says_which_fields_of_a_scaling_mean_nothing(name: str, field: str, value: Any) -> None:
+    plain = {key: inner for key, inner in value.items() if key != field}
+    (problem,) = problems({"model_type": "llama", name: value})
+    assert problem.startswith(f"{name}.{field} (")
+    assert problem.endswith(f"set model.ignore=[{name}.{field}]")
+    expected = from_hugging_face({"model_type": "llama", name: plain}, "config.json")
+    for ignore in ([field], [f"{name}.{field}"]):
+        section = from_hugging_face({"model_type": "llama", name: value}, "config.json", ignore)
+        assert section == expected | {"ignore": ignore}
+
+
+def test_fault_10_a_scaling_without_a_type_scales_nothing() -> None:
+    assert model_of({**LLAMA2_7B, "rope_scaling": {"factor": 2.0}}) == model_of(LLAMA2_7B)
+    assert model_of({**LLAMA2_7B, "rope_scaling": {"rope_type": None, "factor": 2.0}}) == model_of(LLAMA2_7B)
+    assert model_of({**LLAMA2_7B, "rope_parameters": {"rope_theta": 1e4, "factor": 2}}) == model_of(LLAMA2_7B)
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_fault_10_a_scaling_that_is_no_object_is_one_error(name: str) -> None:
+    assert problems({**LLAMA2_7B, "rope_theta": 5e5, name: "linear"}) == [f'{name} ("linear") must be an object']
 
 
 def test_other_names_of_one_activation() -> None:

@@ -1,5 +1,7 @@
 """Ranks wait for one that prepares data, however long that takes."""
 
+import json
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,11 +9,15 @@ from typing import Any
 
 import pytest
 
+from shardwise.config import load_config
+from shardwise.config.hugging_face import to_hugging_face
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
+from shardwise.storage.root import Root
 from shardwise.train import opening
 from tests.dist.training import make_config
 
+TINY: Any = load_config("llama2-tiny").model
 PAIR: Any = SimpleNamespace(size=2)
 
 
@@ -54,3 +60,22 @@ def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch:
     told = r"checkpoint\.load \(acme/tiny\) must be one commit on every machine: set checkpoint\.revision=0123"
     with pytest.raises(ConfigError, match=told):
         opening._find_weights(make_config(checkpoint={"load": "acme/tiny"}), Mesh(device="cpu"))
+
+
+def test_fault_09_a_resumed_run_has_what_lies_beside_its_newest_checkpoint(tmp_path: Path) -> None:
+    """The file of `model.config` may be gone by then; what the user names anew counts before."""
+    saved, model = tmp_path / "step-00000001", tmp_path / "model"
+    for folder, end in ((saved, 7), (model, 8)):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**to_hugging_face(TINY), "eos_token_id": [end, 9]}))
+        (folder / "generation_config.json").write_text("{}")
+    config = load_config("llama2-tiny", [f"model.config={model}"])
+    found: Any = SimpleNamespace(candidates=[SimpleNamespace(folder=Root.of(saved))])
+    new: Any = SimpleNamespace(candidates=[])
+    named = load_config("llama2-tiny", [f"checkpoint.companions={model}"])
+    assert opening._companions(config, new, None, None, None).ids == {"eos_token_id": [8, 9]}
+    assert opening._companions(config, found, config.recorded(), None, None).ids == {"eos_token_id": [7, 9]}
+    assert opening._companions(named, found, config.recorded(), None, None).ids == {"eos_token_id": [8, 9]}
+    shutil.rmtree(model)
+    assert opening._companions(config, found, config.recorded(), None, None).ids == {"eos_token_id": [7, 9]}
+    assert opening._companions(named, found, named.recorded(), None, None).ids == {"eos_token_id": [7, 9]}

@@ -162,9 +162,10 @@ def _tokenizer(path: str | None) -> tuple[int | None, dict[str, bytes], dict[str
         return None, {}, {}
     from shardwise.data import Tokenizer, special_token_ids
     from shardwise.data.tokens.tokenizer import export_user_tokenizer
+    from shardwise.storage.root import Root
 
     with keys_renamed({"data.tokenizer": "--tokenizer"}), tempfile.TemporaryDirectory() as folder:
         tokenizer = Tokenizer.load(hub.resolve_tokenizer(path, announce=output.progress))
         export_user_tokenizer(path, tokenizer, Path(folder))
-        files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+        files = {name: Path(folder, name).read_bytes() for name in Root.of(folder).files()}
         return tokenizer.vocab_size, files, special_token_ids(Path(folder))

@@ -235,6 +235,7 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         copies = copies or {}
         for name, file in copies.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, folder / name)
         if JSON not in copies or self.dropout is not None:
             (folder / JSON).write_text(self._backend.to_str(pretty=True), encoding="utf-8")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.data.tokens.added_tokens import BY_ID, SpecialTokens, added_token
 from shardwise.errors import DataError, listing
 from shardwise.files import reason_of
-from shardwise.hub import TOKENIZERS, tokenizer_names, without_tokenizer
+from shardwise.hub import CHAT_TEMPLATES, TOKENIZERS, tokenizer_names, without_tokenizer
 from shardwise.parsing import json_value
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ PAIR_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "
 """BERT's special tokens, in the order of their ids in a tokenizer that is trained here."""
 _ADDED = "added_tokens.json"
 # What transformers may read beside a vocabulary; an export copies those that are there.
-_COMPANIONS = (CONFIG, SPECIAL, _ADDED, "chat_template.jinja")
+_COMPANIONS = (CONFIG, SPECIAL, _ADDED, "chat_template.jinja", "chat_template.json")
 KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
 """The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT."""
 # Classes of transformers that read vocab.json and merges.txt as GPT-2 does; others split text by rules of their own.
@@ -86,7 +86,9 @@ class TokenizerFiles:
     @property
     def copies(self) -> dict[str, Path]:
         """All files, by the names that they have in an export."""
-        return {**self.own, **{file.name: file for file in self.companions}}
+        named = [file for file in self.companions if file.parent.name == CHAT_TEMPLATES]
+        others = {file.name: file for file in self.companions if file not in named}
+        return {**self.own, **others, **{f"{CHAT_TEMPLATES}/{file.name}": file for file in named}}
 
     def open(self) -> tokenizers.Tokenizer:
         """The tokenizer itself.
@@ -178,7 +180,8 @@ def _add_special(backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
 
 
 def _companions(folder: Path) -> tuple[Path, ...]:
-    return tuple(folder / name for name in _COMPANIONS if (folder / name).is_file())
+    files = [folder / name for name in _COMPANIONS if (folder / name).is_file()]
+    return (*files, *sorted((folder / CHAT_TEMPLATES).glob("*.jinja")))
 
 
 def _open_json(file: Path) -> tokenizers.Tokenizer:
