@@ -15,7 +15,10 @@ from shardwise.optim.elementwise import kept_state
 
 def layout_of(buckets: Sequence[Bucket], ranks: Group) -> dict[str, Any]:
     """What decides which elements' state a rank has; `ranks`: those that share the state."""
+    orders = [b.orders for b in buckets]
+    are_turned = any(list(order) != sorted(order) for of_bucket in orders for order in of_bucket)
     return {
+        **({"orders": orders} if are_turned else {}),
         "rank": ranks.rank,
         "ranks": ranks.size,
         "buckets": [b.numel for b in buckets],

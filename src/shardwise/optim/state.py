@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.boxes import Box
-from shardwise.optim.buckets import Bucket
+from shardwise.optim.buckets import Bucket, in_order
 from shardwise.optim.elementwise import is_number, kept_state
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.placement import Piece, placements
@@ -36,18 +36,19 @@ class StateSlice:
     Attributes:
         piece: whose part it is.
         box: of the canonical tensor.
+        order: dimensions of the box from the slowest to the fastest in the run.
         start: of the run, in the bucket's owned part.
     """
 
     bucket: Bucket
     piece: Piece
     box: Box
+    order: tuple[int, ...]
     start: int
 
     def of(self, flat: Tensor) -> Tensor:
         """The box in a flat tensor over the bucket's owned part: a writable view of shape `box.size`."""
-        run = flat[self.start : self.start + self.box.numel]
-        return run.view(self.box.size[::-1]).t() if self.piece.transposed else run.view(self.box.size)
+        return in_order(flat[self.start : self.start + self.box.numel], self.box.size, self.order)
 
 
 def state_slices(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterator[StateSlice]:
@@ -58,8 +59,8 @@ def state_slices(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterat
     records = {parameter: record for _, parameter, record in placements(model, optimizer.tensor)}
     for bucket in optimizer.buckets:
         for index, parameter in enumerate(bucket.parameters):
-            for piece, box, start in bucket.owned_boxes(index, records[parameter].pieces, bucket.share):
-                yield StateSlice(bucket, piece, box, start)
+            for piece, box, order, start in bucket.owned_boxes(index, records[parameter].pieces, bucket.share):
+                yield StateSlice(bucket, piece, box, order, start)
 
 
 def state_tensors(optimizer: ZeroRedundancyOptimizer) -> dict[str, dict[Bucket, Tensor]]:
