@@ -227,8 +227,8 @@ class Bucket:
         """What a part of the owned part holds of parameter `index`, as boxes that are one run each, in order.
 
         Yields:
-            a piece of the parameter, a box of the piece's canonical tensor, the box's dimensions from the slowest to the
-            fastest in memory, and the run's start in the owned part.
+            a piece of the parameter, a box of the piece's canonical tensor, the box's dimensions from the slowest to
+            the fastest in memory, and the run's start in the owned part.
         """
         memory_order = self.orders[index]
         dimension_places = _inverse(memory_order)

@@ -93,10 +93,14 @@ def state_numbers(optimizer: ZeroRedundancyOptimizer) -> list[dict[str, Number]]
     ]
 
 
-def kept_states(optimizer: ZeroRedundancyOptimizer) -> set[str]:
-    """Names of the states that the wrapped optimizer makes in its first step, whether it has done one or not."""
-    made = kept_state(optimizer.inner, optimizer.inner.param_groups)
-    return {name for name, value in made.items() if isinstance(value, Tensor | int | float)} - {STEP}
+def kept_states(optimizer: ZeroRedundancyOptimizer) -> dict[Bucket, dict[str, Any]]:
+    """By bucket: the state that the wrapped class makes in its first step, with the options of the bucket's group."""
+    bucket_of = {bucket.master: bucket for bucket in optimizer.buckets}
+    kept: dict[Bucket, dict[str, Any]] = {}
+    for outer, inner in zip(optimizer.param_groups, optimizer.inner.param_groups, strict=True):
+        made = kept_state(optimizer._make_inner, outer)
+        kept |= {bucket_of[master]: made for master in inner["params"]}
+    return kept
 
 
 def begin_restoring(
@@ -107,6 +111,8 @@ def begin_restoring(
 ) -> None:
     """Give the wrapped optimizer the state of one that did `steps` steps; its tensors are 0 and wait to be filled.
 
+    A bucket gets what the options of its parameter group make the class keep.
+
     Args:
         optimizer: whose state this becomes.
         names: of the tensors.
@@ -114,17 +120,18 @@ def begin_restoring(
         numbers: of each bucket; None: the count of steps alone, as checkpoints of earlier versions have it.
     """
     inner = optimizer.inner
-    templates: dict[str, Any] = {STEP: torch.tensor(0.0, device="cpu")}
-    if numbers is not None:
-        templates = kept_state(inner, inner.param_groups)
+    if numbers is None:
+        numbers = [{STEP: steps}] * len(optimizer.buckets)
+        made = {STEP: torch.tensor(0.0, device="cpu"), **dict.fromkeys(names)}
+        kept = dict.fromkeys(optimizer.buckets, made)
+    else:
+        kept = kept_states(optimizer)
     state = {
         index: {
-            **{name: _like(templates[name], value) for name, value in of_bucket.items()},
-            **{name: torch.zeros_like(bucket.master) for name in names},
+            **{name: _like(kept[bucket][name], value) for name, value in of_bucket.items() if name in kept[bucket]},
+            **{name: torch.zeros_like(bucket.master) for name in names if name in kept[bucket]},
         }
-        for index, (bucket, of_bucket) in enumerate(
-            zip(optimizer.buckets, numbers or [{STEP: steps}] * len(optimizer.buckets), strict=True)
-        )
+        for index, (bucket, of_bucket) in enumerate(zip(optimizer.buckets, numbers, strict=True))
     }
     groups = inner.state_dict()["param_groups"]
     inner.load_state_dict({"state": state if steps else {}, "param_groups": groups})
@@ -153,7 +160,7 @@ def finish_restoring(optimizer: ZeroRedundancyOptimizer) -> None:
         if not bucket.sharded:
             flats = {
                 MASTER: bucket.master.detach(),
-                **{name: by_bucket[bucket] for name, by_bucket in restored.items()},
+                **{name: by_bucket[bucket] for name, by_bucket in restored.items() if bucket in by_bucket},
             }
             for flat in flats.values():
                 _gather_shares(flat, bucket)

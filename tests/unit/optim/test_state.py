@@ -1,5 +1,6 @@
 """Where a part of a local tensor lies in the canonical one, and state of another class; also test_checkpoint.py."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,29 @@ def test_fault_01_weights_that_are_not_contiguous_are_restored(turns: bool, tmp_
         if turns != other_turns:
             with pytest.raises(ValueError, match="which must be this optimizer's"):
                 restored[1].load_state_dict(saved[1].state_dict())
+
+
+NO_STATE_DICT: list[tuple[Any, str]] = [
+    (None, "gave, and it lacks state, param_groups, masters and layout: state of another optimizer cannot be loaded"),
+    ({"masters": ...}, "must be what ZeroRedundancyOptimizer.state_dict() gave, and it lacks masters: state of"),
+    ({"masters": [None]}, "optimizer state has masters of shapes [None], which must be [[64]]"),
+    ({"param_groups": []}, "optimizer state has parameter groups of [] buckets, which must be this optimizer's [1]"),
+    (
+        {"state": {0: {"step": 1, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(64)}}},
+        "optimizer state has exp_avg of shape [2], which must be [64]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "text"), NO_STATE_DICT)
+def test_fault_22_what_is_no_state_of_the_optimizer_is_refused(changed: Any, text: str) -> None:
+    """In one sentence, and the optimizer is as it was."""
+    model = nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    model(torch.ones(4, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    before = optimizer.state_dict()
+    given = changed and {key: value for key, value in {**before, **changed}.items() if value is not ...}
+    with pytest.raises(ValueError, match=re.escape(text)):
+        optimizer.load_state_dict(given)
+    assert str(optimizer.state_dict()) == str(before)
