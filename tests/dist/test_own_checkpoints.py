@@ -173,6 +173,25 @@ def test_fault_01_other_gradients_of_a_whole_parameter_are_refused(at: int, rank
     assert "norm.weight" in said
 
 
+def with_rounded_gradients(folder: str) -> str:
+    """A save after steps in which the second rank's kernels round otherwise."""
+    mesh = shared_mesh(2)
+    torch.manual_seed(0)
+    model, optimizer = mixed(2, {})
+    for p in model.norm.parameters():
+        p.register_hook(lambda gradient: gradient * (1 + 1e-5 * mesh.tp.rank))
+    for _ in range(3):
+        model(torch.arange(4).view(4, 1)).backward()
+        optimizer.step()
+    return shardwise.save_checkpoint(folder, model, optimizer, step=3, mesh=mesh)
+
+
+def test_fault_01_copies_stay_equal_where_kernels_round_otherwise(ranks: Any, tmp_path: Path) -> None:
+    """Else no checkpoint could be saved, which compares the copies bit for bit."""
+    pool: RankPool = ranks(2)
+    assert pool.run(with_rounded_gradients, str(tmp_path)) == [str(tmp_path / "step-00000003")] * 2
+
+
 def drifted(folder: str) -> list[str]:
     mesh, said = shared_mesh(2), list[str]()
     torch.manual_seed(0)
