@@ -93,6 +93,18 @@ def state_numbers(optimizer: ZeroRedundancyOptimizer) -> list[dict[str, Number]]
     ]
 
 
+def unstorable_states(optimizer: ZeroRedundancyOptimizer) -> list[str]:
+    """Entries of the state that `state_tensors` and `state_numbers` leave out, each with its kind."""
+    kinds = {
+        f"{name} ({f'shape {list(value.shape)}' if isinstance(value, Tensor) else type(value).__name__})": None
+        for bucket in optimizer.buckets
+        for name, value in optimizer.inner.state[bucket.master].items()
+        if value is not None and not is_number(value, bucket.master)
+        if not isinstance(value, Tensor) or value.shape != bucket.master.shape
+    }
+    return list(kinds)
+
+
 def kept_states(optimizer: ZeroRedundancyOptimizer) -> dict[Bucket, dict[str, Any]]:
     """By bucket: the state that the wrapped class makes in its first step, with the options of the bucket's group."""
     bucket_of = {bucket.master: bucket for bucket in optimizer.buckets}

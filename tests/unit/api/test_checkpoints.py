@@ -383,6 +383,28 @@ def test_fault_22_a_restore_runs_no_step_of_the_optimizer(tmp_path: Path) -> Non
     assert optimizer.inner.count == 1  # type: ignore[attr-defined]
 
 
+class Remembering(torch.optim.SGD):
+    """Keeps a list and a vector beside what SGD keeps."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p] |= {"history": [1], "recent": torch.zeros(3), "fresh": True, "none": None}
+
+
+def test_fault_22_state_that_a_checkpoint_cannot_hold_is_refused_at_the_save(tmp_path: Path) -> None:
+    model, _ = parts(0)
+    optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), Remembering, lr=0.1, momentum=0.9)
+    step(model, optimizer)
+    with pytest.raises(
+        ConfigError,
+        match=r"the state of Remembering must be tensors of the parameters' shapes and numbers, which a checkpoint "
+        r"holds, but has history \(list\) and recent \(shape \[3\]\): keep it elsewhere",
+    ):
+        shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded", "may_load"),
     [
