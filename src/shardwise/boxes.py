@@ -51,6 +51,10 @@ class Box:
         """The same box with its start counted from that of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
+    def permuted(self, order: tuple[int, ...]) -> Box:
+        """The same box of the tensor whose dimension i is dimension `order[i]` of this one, as in `torch.permute`."""
+        return Box(tuple(self.start[dim] for dim in order), tuple(self.size[dim] for dim in order))
+
     def runs(self, shape: tuple[int, ...], within: slice | None = None) -> list[tuple[int, int]]:
         """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order.
 

@@ -86,6 +86,43 @@ def test_a_problem_of_one_rank_is_raised_on_all(ranks: Any, tmp_path: Path) -> N
     assert not (tmp_path / "saved").exists()
 
 
+def refused_as_others(folder: str) -> list[str]:
+    """What each call says whose arguments are right by themselves, and others on the second rank."""
+    mesh, (model, optimizer), said = shared_mesh(1), parts(), []
+    rank = mesh.world.rank
+    shardwise.save_checkpoint(f"{folder}/right", model, optimizer, step=1, mesh=mesh)
+    renamed = nn.ModuleDict({"0": model[0], "1" if rank == 0 else "2": model[1]})  # type: ignore[index]
+    calls = (
+        lambda: shardwise.save_checkpoint(f"{folder}/a", model, optimizer, step=1 + rank, mesh=mesh),
+        lambda: shardwise.save_checkpoint(f"{folder}/b{rank}", model, optimizer, step=1, mesh=mesh),
+        lambda: shardwise.save_checkpoint(f"{folder}/c", renamed, optimizer, step=1, mesh=mesh),
+        lambda: shardwise.load_checkpoint(f"{folder}/right", model, None if rank else optimizer, mesh=mesh),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_fault_22_other_arguments_on_another_rank_are_refused_on_all(ranks: Any, tmp_path: Path) -> None:
+    """Before anything is written, and without a wait for ranks that do something else."""
+    pool: RankPool = ranks(2)
+    one, other = pool.run(refused_as_others, str(tmp_path), timeout=30.0)
+    assert (
+        one
+        == other
+        == [
+            "step must be the same on all ranks: 1 on rank 0, and 2 on rank 1",
+            f"folder must be the same on all ranks: {tmp_path}/b0 on rank 0, and {tmp_path}/b1 on rank 1",
+            "the model's parameters must be the same on all ranks: unlike the first, a rank lacks 1.bias [1] and "
+            "1.weight [1, 8] and a rank has 2.bias [1] and 2.weight [1, 8]",
+            "optimizer must be the same on all ranks: ZeroRedundancyOptimizer on rank 0, and None on rank 1",
+        ]
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["right"]
+
+
 def test_a_saver_refuses_a_step_before_its_thread_begins(tmp_path: Path) -> None:
     """In the thread nobody would hear of it, and the save would have no result."""
     mesh, (model, optimizer) = shared_mesh(1), parts()
@@ -146,17 +183,26 @@ def test_fault_01_a_model_with_torchs_own_modules_resumes_at_any_layout(
         assert found == pytest.approx(second, rel=1e-5)
 
 
+class Unmade(nn.Module):
+    """A module that is none yet: messages look for names in all modules of the process."""
+
+    def __init__(self) -> None:
+        pass
+
+
 def with_other_gradients(at: int) -> tuple[int, str]:
     """The steps that were done, and what was said, where the ranks see other tokens from step `at` on."""
     torch.manual_seed(0)
     model, optimizer = mixed(2, {})
     rank = shared_mesh(2).world.rank
+    unmade = Unmade()
     for step in range(3):
         model(torch.arange(4).view(4, 1) + (rank if step >= at else 0)).backward()
         try:
             optimizer.step()
         except ConfigError as error:
             return step, str(error)
+    del unmade
     return 3, ""
 
 
@@ -171,6 +217,25 @@ def test_fault_01_other_gradients_of_a_whole_parameter_are_refused(at: int, rank
         "each tensor-parallel rank holds these parameters whole and must get the same gradient, but the ranks' "
     )
     assert "norm.weight" in said
+
+
+def with_rounded_gradients(folder: str) -> str:
+    """A save after steps in which the second rank's kernels round otherwise."""
+    mesh = shared_mesh(2)
+    torch.manual_seed(0)
+    model, optimizer = mixed(2, {})
+    for p in model.norm.parameters():
+        p.register_hook(lambda gradient: gradient * (1 + 1e-5 * mesh.tp.rank))
+    for _ in range(3):
+        model(torch.arange(4).view(4, 1)).backward()
+        optimizer.step()
+    return shardwise.save_checkpoint(folder, model, optimizer, step=3, mesh=mesh)
+
+
+def test_fault_01_copies_stay_equal_where_kernels_round_otherwise(ranks: Any, tmp_path: Path) -> None:
+    """Else no checkpoint could be saved, which compares the copies bit for bit."""
+    pool: RankPool = ranks(2)
+    assert pool.run(with_rounded_gradients, str(tmp_path)) == [str(tmp_path / "step-00000003")] * 2
 
 
 def drifted(folder: str) -> list[str]:

@@ -102,3 +102,10 @@ def agreed(problems: dict[int, list[str]]) -> list[str]:
 
 def test_a_problem_of_one_rank_is_raised_on_all(ranks: Any) -> None:
     assert ranks(2).run(agreed, {1: ["the disk is full"]}) == [["the disk is full"]] * 2
+
+
+def test_fault_22_one_run_dir_may_be_written_in_two_ways(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    first, second = str(tmp_path / "a"), str(tmp_path / "link" / ".." / tmp_path.name / "a")
+    assert ranks(2).run(of_run_dirs, first, second) == [[], []]
+    assert ranks(2).run(of_folders, first, second) == [[], []]

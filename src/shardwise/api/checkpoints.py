@@ -60,7 +60,7 @@ def save_checkpoint(
             nothing was written.
         RunError: on every rank, it could not be written, or the ranks' copies of a parameter differ.
     """
-    from shardwise.api.own_loop import mesh_of, on_first_rank, require_one_model, require_saveable
+    from shardwise.api.own_loop import mesh_of, on_first_rank, require_one_model, require_one_save, require_saveable
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
     from shardwise.train.drift import check_replicas
@@ -70,6 +70,7 @@ def save_checkpoint(
     with raised_on_every_rank(mesh.world):
         root = Root.of(require_path("folder", folder))
         require_saveable(model, optimizer, step, config, mesh)
+    require_one_save(root, int(step), model, mesh)
     require_one_model(model, config, mesh)
     optimizer.gathers.wait()
     check_replicas(model, mesh, int(step))
@@ -116,11 +117,13 @@ def load_checkpoint(
     from shardwise.api.own_loop import mesh_of, on_first_rank, require_loadable
     from shardwise.checkpoint.restore import read_manifest, restore
     from shardwise.train.opening import raised_on_every_rank
+    from shardwise.train.same import require_equal
 
     mesh = mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
         place = require_path("folder", folder)
         require_loadable(model, optimizer, mesh)
+    require_equal({"optimizer": None if optimizer is None else type(optimizer).__name__}, mesh.world)
     root = Root.of(on_first_rank(lambda: _checkpoint_at(place), mesh.world))
     manifest = read_manifest(root, mesh.world)
     with keys_renamed(_ARGUMENTS):

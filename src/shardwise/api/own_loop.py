@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from numbers import Integral
+from pathlib import Path
 from typing import TypeVar, cast
 
 from torch import nn
 
 from shardwise import comm
 from shardwise.api.arguments import config_problems, shown_value
+from shardwise.checkpoint.agreement import agree
 from shardwise.checkpoint.importing.foreign_model import canonical_shapes
 from shardwise.checkpoint.load import tensor_shapes
 from shardwise.checkpoint.reading import other_ends
@@ -25,7 +27,10 @@ from shardwise.errors import ConfigError, ShardwiseError, listing
 from shardwise.mesh import Group, Mesh
 from shardwise.models.storable import storage_problems
 from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.optim.state import unstorable_states
 from shardwise.placement import placements, unplaced_state
+from shardwise.storage.root import Root
+from shardwise.train.same import require_equal
 from shardwise.units import counted
 
 _R = TypeVar("_R")
@@ -76,12 +81,33 @@ def require_saveable(model: object, optimizer: object, step: object, config: obj
     problems = _problems(model, optimizer, mesh)
     if isinstance(model, nn.Module):
         problems += storage_problems(model)
+    if isinstance(optimizer, ZeroRedundancyOptimizer) and (unstorable := unstorable_states(optimizer)):
+        problems.append(
+            f"the state of {optimizer.optimizer_class.__name__} must be tensors of the parameters' shapes and numbers, "
+            f"which a checkpoint holds, but has {listing(unstorable, most=_SHOWN)}: keep it elsewhere, or in the "
+            "optimizer's parameter groups, and save it yourself"
+        )
     if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) < _MOST_STEPS:
         problems.append(f"step ({shown_value(step)}) must be the number of updates done, a whole number from 0 on")
     if config is not None:
         problems += config_problems(config, ", or None")
     if problems:
         raise ConfigError(problems)
+
+
+def require_one_save(root: Root, step: int, model: nn.Module, mesh: Mesh) -> None:
+    """Raise ConfigError, on every rank, where ranks save another step, to another folder, or other parameters."""
+    place = str(Path(root.path).absolute()) if root.is_local else root.shown
+    require_equal({"step": step, "folder": place}, mesh.world, places=("folder",) if root.is_local else ())
+    own = {f"{piece.name} {list(piece.shape)}" for _, _, record in placements(model) for piece in record.pieces}
+    first = comm.broadcast_object(own, mesh.stage)
+    differences = [
+        f"a rank {verb} {listing(sorted(names), most=_SHOWN)}"
+        for verb, names in (("lacks", first - own), ("has", own - first))
+        if names
+    ]
+    problem = f"the model's parameters must be the same on all ranks: unlike the first, {' and '.join(differences)}"
+    agree([problem] if differences else [], mesh.world)
 
 
 def require_one_model(model: nn.Module, config: Config | None, mesh: Mesh) -> None:

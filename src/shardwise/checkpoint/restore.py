@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from shardwise.checkpoint_format.verify import untiled
 from shardwise.errors import ConfigError, ShardwiseError, listing
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.optim.buckets import Bucket
+from shardwise.optim.elementwise import may_continue
 from shardwise.optim.state import (
     MASTER,
     STEP,
@@ -108,8 +110,8 @@ def restore(
     """
     states, steps = ([], 0) if weights_only else _optimizer_state(manifest, folder)
     numbers, problems = (None, []) if weights_only else _numbers(manifest, model, optimizer, steps)
-    others = [] if weights_only else _optimizer_problems(manifest, optimizer, states, steps, folder)
-    agree(others + problems + _mismatches(manifest, model, states, mesh, folder), mesh.world)
+    others = [] if weights_only else _optimizer_problems(manifest, model, optimizer, states, folder)
+    agree(others + problems + _mismatches(manifest, model, optimizer, states, mesh, folder), mesh.world)
     if not weights_only:
         begin_restoring(optimizer, states, steps, numbers)
     reader = CheckpointReader(folder, manifest)
@@ -131,20 +133,32 @@ def restore(
 
 
 def _optimizer_problems(
-    manifest: Manifest, optimizer: ZeroRedundancyOptimizer, states: Iterable[str], steps: int, folder: Root
+    manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], folder: Root
 ) -> list[str]:
-    """Why an optimizer cannot go on with the states of a checkpoint: it keeps others."""
-    stored, kept = {*states, *(manifest.optimizer or {}).get("numbers", {})} - {STEP}, kept_states(optimizer)
-    lacks = kept - stored if steps and optimizer.buckets else ()
-    if not stored - kept and not lacks:
-        return []
-    ours, theirs = (listing(sorted(names)) or "nothing" for names in (kept, stored))
-    saved = (manifest.optimizer or {}).get("name")
-    return [
-        f"the optimizer ({optimizer.optimizer_class.__name__}), which keeps {ours}, must keep what {folder} holds "
-        f"({theirs}, of {saved}): make it of the class and with the options of the one that was saved, or load the "
-        "weights alone, without an optimizer"
-    ]
+    """Why an optimizer cannot go on with the states of a checkpoint: it keeps others, or is of another class."""
+    described, problems = manifest.optimizer or {}, list[str]()
+    saved, steps = described.get("class"), described.get("steps")
+    is_other_class = bool(steps) and isinstance(saved, str) and not may_continue(optimizer.optimizer_class, saved)
+    kept, names = kept_states(optimizer), names_by_bucket(model, optimizer)
+    buckets_of: dict[frozenset[str], list[Bucket]] = {}
+    for bucket in optimizer.buckets:
+        buckets_of.setdefault(frozenset(kept[bucket]) - {STEP}, []).append(bucket)
+    for ours, buckets in buckets_of.items():
+        own = [name for bucket in buckets for name in names[bucket]]
+        theirs = {state for state in states if not manifest.tensors[state].keys().isdisjoint(own)} | {
+            state
+            for state, values in described.get("numbers", {}).items()
+            if state != STEP and not (isinstance(values, Mapping) and values.keys().isdisjoint(own))
+        }
+        if theirs - ours or (steps and ours - theirs) or is_other_class:
+            wanted, stored = (listing(sorted(of)) or "nothing" for of in (ours, theirs))
+            of_names = f" of {listing(own, most=_SHOWN)}" if len(buckets_of) > 1 else ""
+            problems.append(
+                f"the optimizer ({optimizer.optimizer_class.__name__}), which keeps {wanted}{of_names}, must keep what "
+                f"{folder} holds ({stored}, of {saved or described.get('name')}): make it of the class and with the "
+                "options of the one that was saved, or load the weights alone, without an optimizer"
+            )
+    return problems
 
 
 def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:
@@ -203,7 +217,7 @@ def _wants(
         name, copies = part.piece.name, (other_ends(part.piece, mesh),)
         weights = part.of(part.bucket.master.detach())
         yield part.piece, Want(_precise(manifest, name), name, part.box, weights, copies)
-        for state in states:
+        for state in (state for state in states if part.bucket in flats[state]):
             yield part.piece, Want(state, name, part.box, part.of(flats[state][part.bucket]), copies)
 
 
@@ -220,20 +234,28 @@ def _precise(manifest: Manifest, name: str) -> str:
     return MASTER if name in manifest.tensors.get(MASTER, {}) else MODEL
 
 
-def _mismatches(manifest: Manifest, model: nn.Module, states: Iterable[str], mesh: Mesh, folder: Root) -> list[str]:
+def _mismatches(
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: ZeroRedundancyOptimizer,
+    states: Sequence[str],
+    mesh: Mesh,
+    folder: Root,
+) -> list[str]:
     """Every way in which the checkpoint's tensors are not the model's; the same on every rank of a pipeline."""
+    kept = kept_states(optimizer) if states else {}
+    kept_of = {parameter: set(kept.get(bucket, ())) for bucket in optimizer.buckets for parameter in bucket.parameters}
     here = {
-        piece.name: (piece.shape, parameter.requires_grad)
+        piece.name: (piece.shape, kept_of.get(parameter, set()))
         for _, parameter, record in placements(model)
         for piece in record.pieces
         if math.prod(piece.shape)  # no elements: never written
     }
     everywhere = {name: facts for of_rank in comm.all_gather_objects(here, mesh.pp) for name, facts in of_rank.items()}
     shapes = {name: shape for name, (shape, _) in everywhere.items()}
-    trained = [name for name, (_, is_trained) in everywhere.items() if is_trained]
     problems = mismatches(str(folder), shapes, manifest.tensors.get(MODEL, {}))
     for state in dict.fromkeys((MASTER, *states)):
-        kept = {name: entry for name, entry in manifest.tensors.get(state, {}).items() if name in shapes}
-        needed = [] if state == MASTER else trained
-        problems += mismatches(str(folder), shapes, kept, needed=needed, state=state)
+        stored = {name: entry for name, entry in manifest.tensors.get(state, {}).items() if name in shapes}
+        needed = [name for name, (_, of_name) in everywhere.items() if state in of_name]
+        problems += mismatches(str(folder), shapes, stored, needed=needed, state=state)
     return problems

@@ -255,13 +255,13 @@ class Saver:
                 conveyor.put(part.of(flat))
 
     def _manifest(self, step: int, progress: Mapping[str, Any]) -> dict[str, Any]:
-        config, wrapped = self._config, self._optimizer.optimizer_class.__name__.lower()
-        name = wrapped if config is None else config.optimizer.name
+        config, wrapped = self._config, self._optimizer.optimizer_class.__name__
+        name = wrapped.lower() if config is None else config.optimizer.name
         return {
             "step": step,
             "config": {} if config is None else config.recorded(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "optimizer": {"name": name, "steps": self._optimizer.steps},
+            "optimizer": {"name": name, "class": wrapped, "steps": self._optimizer.steps},
             **self._described,
             **progress,
         }

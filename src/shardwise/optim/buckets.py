@@ -42,6 +42,7 @@ class Bucket:
 
     Attributes:
         gradients, values: flat buffers of all N elements; `parameters[i]` and its gradient are views at `offsets[i]`.
+        orders: of each parameter, its dimensions from the slowest to the fastest in memory.
         owned: this rank's part.
         gradient: the owned part of `gradients`.
         master: the owned part in the optimizer's dtype, `separate` unless the dtypes agree: then it is the parameters'
@@ -67,6 +68,8 @@ class Bucket:
         share = self.numel // parts
         start = share * group.rank if self.sharded else 0
         self.owned = slice(start, start + share)
+        strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
+        self.orders = [_memory_order(p.shape, of_p) for p, of_p in zip(self.parameters, strides, strict=True)]
         self._gradient_views = self._views(self.gradients)
         for p, view, gradient in zip(self.parameters, self._views(self.values), self._gradient_views, strict=True):
             view.copy_(p.detach())
@@ -90,12 +93,11 @@ class Bucket:
         """Each parameter's part of a flat buffer, with the parameter's own strides.
 
         A `channels_last` parameter is dense, but not in the order of its indices. `view` would give it other strides,
-        and its kernels would become slower ones, so the strides are set.
+        and its kernels would become slower ones.
         """
-        formats = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         return [
-            flat.as_strided(p.shape, strides, offset)
-            for p, strides, offset in zip(self.parameters, formats, self.offsets, strict=True)
+            in_order(flat[offset : offset + p.numel()], tuple(p.shape), order)
+            for p, order, offset in zip(self.parameters, self.orders, self.offsets, strict=True)
         ]
 
     def reset(self) -> None:
@@ -212,26 +214,51 @@ class Bucket:
         """Yield a box of parameter `index` as `(start, length)` runs of the owned part, or of a slice of it."""
         within = within or slice(0, self.owned.stop - self.owned.start)
         to_owned = self.offsets[index] - self.owned.start
-        for offset, length in box.runs(
-            tuple(self.parameters[index].shape), slice(within.start - to_owned, within.stop - to_owned)
-        ):
+        runs = box.permuted(self.orders[index]).runs(
+            self._memory_shape(index), slice(within.start - to_owned, within.stop - to_owned)
+        )
+        for offset, length in runs:
             start, end = max(to_owned + offset, within.start), min(to_owned + offset + length, within.stop)
             yield start, end - start
 
     def owned_boxes(
         self, index: int, pieces: Iterable[Piece], within: slice
-    ) -> Iterator[tuple[Piece, placement.Box, int]]:
+    ) -> Iterator[tuple[Piece, placement.Box, tuple[int, ...], int]]:
         """What a part of the owned part holds of parameter `index`, as boxes that are one run each, in order.
 
         Yields:
-            a piece of the parameter, a box of the piece's canonical tensor, and the run's start in the owned part.
+            a piece of the parameter, a box of the piece's canonical tensor, the box's dimensions from the slowest to
+            the fastest in memory, and the run's start in the owned part.
         """
+        memory_order = self.orders[index]
+        dimension_places = _inverse(memory_order)
         for piece in pieces:
+            order = tuple(1 - dim for dim in memory_order) if piece.transposed else memory_order
             for start, length in self.owned_runs(index, piece.local, within):
                 offset = start + self.owned.start - self.offsets[index]
-                for box in placement.Box.of_run(offset, length, tuple(self.parameters[index].shape)):
-                    yield piece, piece.canonical(box), start
+                for box in placement.Box.of_run(offset, length, self._memory_shape(index)):
+                    yield piece, piece.canonical(box.permuted(dimension_places)), order, start
                     start += box.numel
+
+    def _memory_shape(self, index: int) -> tuple[int, ...]:
+        shape = self.parameters[index].shape
+        return tuple(shape[dim] for dim in self.orders[index])
+
+
+def in_order(run: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    """A view `[*shape]` of a run `[N]` in which the dimensions lie in `order`, the slowest first."""
+    return run.view([shape[dim] for dim in order]).permute(_inverse(order))
+
+
+def _memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of a dense tensor from the slowest to the fastest; those of size 1 count as contiguous."""
+    long = [dim for dim, size in enumerate(shape) if size != 1]
+    by_stride = iter(sorted(long, key=lambda dim: -strides[dim]))
+    return tuple(next(by_stride) if size != 1 else dim for dim, size in enumerate(shape))
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

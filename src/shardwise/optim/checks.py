@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import hashlib
@@ -122,8 +123,9 @@ def described(parameters: Sequence[nn.Parameter]) -> list[str]:
     modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
     paths: dict[nn.Parameter, str] = {}
     for module in modules:
-        for path, p in module.named_parameters():
-            paths[p] = max(paths.get(p, ""), path, key=len)
+        with contextlib.suppress(AttributeError):  # its class, or a child's, has not called super().__init__()
+            for path, p in module.named_parameters():
+                paths[p] = max(paths.get(p, ""), path, key=len)
     return [paths.get(p, f"one of shape {list(p.shape)}") for p in parameters]
 
 

@@ -7,8 +7,7 @@ for a class that looks at a whole parameter (somebody's LAMB, Muon's matrix, Ada
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +22,11 @@ _ADVICE = (
 )
 _STEPS = 12
 """Of the trial. RAdam updates otherwise from step 6 on; a class that does so later than this passes."""
+
+_ADAMS = {"Adam", "AdamW", "LAMB"}
+"""Classes with the same moments, which differ in what they do with them."""
+MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
+"""Makes an optimizer of the wrapped class from a parameter group."""
 
 
 def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
@@ -53,29 +57,43 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
         raise ValueError(f"{refusal}; its result depends on the whole parameter")
 
 
-def kept_state(inner: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The state that an optimizer makes for a parameter in the first step, by name, with the options of some groups.
+def kept_state(make: MakeOptimizer, options: dict[str, Any]) -> dict[str, Any]:
+    """The state that a class makes for a parameter in its first step, by name: tensors and numbers.
 
     The parameter has two elements: a tensor of that shape is state of each element, and one element is a number.
 
+    Args:
+        make: makes an optimizer of the class from a parameter group; that of the run is not touched.
+        options: of the parameter group.
+
     Raises:
-        Exception: whatever the class raises where an option is missing.
+        Exception: whatever the class raises where an option is wrong.
     """
-    state, own_groups = inner.state, inner.param_groups
-    made: dict[str, Any] = {}
-    try:
-        for group in groups:
-            trial = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
-            trial.grad = torch.zeros_like(trial)
-            # As in torch's load_state_dict: the class adds the options that its earlier versions did not have.
-            inner.__setstate__(
-                {"state": defaultdict(dict), "param_groups": [{**trial_options(group), "params": [trial]}]}
-            )
-            step_optimizer(inner)
-            made |= inner.state[trial]
-    finally:
-        inner.state, inner.param_groups = state, own_groups
-    return made
+    trial = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
+    trial.grad = torch.zeros_like(trial)
+    optimizer = make({**trial_options(options), "params": [trial]})
+    step_optimizer(optimizer)
+    return {name: value for name, value in optimizer.state[trial].items() if isinstance(value, Tensor | int | float)}
+
+
+def may_continue(optimizer_class: type[torch.optim.Optimizer], saved: str) -> bool:
+    """True if a class may have the state of the one named `saved`: itself, a parent, a child, or an Adam of an Adam."""
+    parents = optimizer_class.__mro__[: optimizer_class.__mro__.index(torch.optim.Optimizer)]
+    # The wrapped class is a child of the user's that has its name.
+    given = [parent for parent in parents if parent.__name__ == optimizer_class.__name__][-1]
+    names = {of_class.__name__ for of_class in (*parents, *_children(given))}
+    return saved in names or (saved in _ADAMS and not names.isdisjoint(_ADAMS))
+
+
+def _children(parent: type[Any]) -> Iterator[type[Any]]:
+    for child in parent.__subclasses__():
+        yield child
+        yield from _children(child)
+
+
+def is_of_elements(kept: object) -> bool:
+    """Whether an entry of `kept_state` has a value for each element of a parameter."""
+    return isinstance(kept, Tensor) and kept.shape == (2,)
 
 
 def is_number(value: object, parameter: Tensor) -> bool:

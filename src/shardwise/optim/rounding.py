@@ -85,13 +85,13 @@ class _Block:
     strides: tuple[int, ...]
 
     @staticmethod
-    def of(piece: Piece, box: Box, start: int) -> _Block:
-        """A box of a piece's canonical tensor."""
+    def of(piece: Piece, box: Box, order: tuple[int, ...], start: int) -> _Block:
+        """A box of a piece's canonical tensor, whose dimensions lie in `order`, the slowest first."""
         strides = [1] * len(piece.shape)
         for dim in reversed(range(len(piece.shape) - 1)):
             strides[dim] = strides[dim + 1] * piece.shape[dim + 1]
         first = sum(a * stride for a, stride in zip(box.start, strides, strict=True))
-        dims = list(zip(box.size, strides, strict=True))[:: -1 if piece.transposed else 1]
+        dims = [(box.size[dim], strides[dim]) for dim in order]
         merged = [(1, 1)]
         for size, stride in dims:
             if merged[-1] == (1, 1) or merged[-1][1] == size * stride:
@@ -149,8 +149,8 @@ class RandomBits:
             if bucket.offsets[index] >= first + run.length:
                 break
             pieces = self._pieces[bucket.parameters[index]]
-            for piece, box, start in bucket.owned_boxes(index, pieces, slice(run.start, run.end)):
-                yield _Block.of(piece, box, start - run.start)
+            for piece, box, order, start in bucket.owned_boxes(index, pieces, slice(run.start, run.end)):
+                yield _Block.of(piece, box, order, start - run.start)
 
 
 class _Scratch:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.boxes import Box
-from shardwise.optim.buckets import Bucket
+from shardwise.optim.buckets import Bucket, in_order
 from shardwise.optim.elementwise import is_number, kept_state
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.placement import Piece, placements
@@ -36,18 +36,19 @@ class StateSlice:
     Attributes:
         piece: whose part it is.
         box: of the canonical tensor.
+        order: dimensions of the box from the slowest to the fastest in the run.
         start: of the run, in the bucket's owned part.
     """
 
     bucket: Bucket
     piece: Piece
     box: Box
+    order: tuple[int, ...]
     start: int
 
     def of(self, flat: Tensor) -> Tensor:
         """The box in a flat tensor over the bucket's owned part: a writable view of shape `box.size`."""
-        run = flat[self.start : self.start + self.box.numel]
-        return run.view(self.box.size[::-1]).t() if self.piece.transposed else run.view(self.box.size)
+        return in_order(flat[self.start : self.start + self.box.numel], self.box.size, self.order)
 
 
 def state_slices(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterator[StateSlice]:
@@ -58,8 +59,8 @@ def state_slices(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterat
     records = {parameter: record for _, parameter, record in placements(model, optimizer.tensor)}
     for bucket in optimizer.buckets:
         for index, parameter in enumerate(bucket.parameters):
-            for piece, box, start in bucket.owned_boxes(index, records[parameter].pieces, bucket.share):
-                yield StateSlice(bucket, piece, box, start)
+            for piece, box, order, start in bucket.owned_boxes(index, records[parameter].pieces, bucket.share):
+                yield StateSlice(bucket, piece, box, order, start)
 
 
 def state_tensors(optimizer: ZeroRedundancyOptimizer) -> dict[str, dict[Bucket, Tensor]]:
@@ -92,10 +93,26 @@ def state_numbers(optimizer: ZeroRedundancyOptimizer) -> list[dict[str, Number]]
     ]
 
 
-def kept_states(optimizer: ZeroRedundancyOptimizer) -> set[str]:
-    """Names of the states that the wrapped optimizer makes in its first step, whether it has done one or not."""
-    made = kept_state(optimizer.inner, optimizer.inner.param_groups)
-    return {name for name, value in made.items() if isinstance(value, Tensor | int | float)} - {STEP}
+def unstorable_states(optimizer: ZeroRedundancyOptimizer) -> list[str]:
+    """Entries of the state that `state_tensors` and `state_numbers` leave out, each with its kind."""
+    kinds = {
+        f"{name} ({f'shape {list(value.shape)}' if isinstance(value, Tensor) else type(value).__name__})": None
+        for bucket in optimizer.buckets
+        for name, value in optimizer.inner.state[bucket.master].items()
+        if value is not None and not is_number(value, bucket.master)
+        if not isinstance(value, Tensor) or value.shape != bucket.master.shape
+    }
+    return list(kinds)
+
+
+def kept_states(optimizer: ZeroRedundancyOptimizer) -> dict[Bucket, dict[str, Any]]:
+    """By bucket: the state that the wrapped class makes in its first step, with the options of the bucket's group."""
+    bucket_of = {bucket.master: bucket for bucket in optimizer.buckets}
+    kept: dict[Bucket, dict[str, Any]] = {}
+    for outer, inner in zip(optimizer.param_groups, optimizer.inner.param_groups, strict=True):
+        made = kept_state(optimizer._make_inner, outer)
+        kept |= {bucket_of[master]: made for master in inner["params"]}
+    return kept
 
 
 def begin_restoring(
@@ -106,6 +123,8 @@ def begin_restoring(
 ) -> None:
     """Give the wrapped optimizer the state of one that did `steps` steps; its tensors are 0 and wait to be filled.
 
+    A bucket gets what the options of its parameter group make the class keep.
+
     Args:
         optimizer: whose state this becomes.
         names: of the tensors.
@@ -113,17 +132,18 @@ def begin_restoring(
         numbers: of each bucket; None: the count of steps alone, as checkpoints of earlier versions have it.
     """
     inner = optimizer.inner
-    templates: dict[str, Any] = {STEP: torch.tensor(0.0, device="cpu")}
-    if numbers is not None:
-        templates = kept_state(inner, inner.param_groups)
+    if numbers is None:
+        numbers = [{STEP: steps}] * len(optimizer.buckets)
+        made = {STEP: torch.tensor(0.0, device="cpu"), **dict.fromkeys(names)}
+        kept = dict.fromkeys(optimizer.buckets, made)
+    else:
+        kept = kept_states(optimizer)
     state = {
         index: {
-            **{name: _like(templates[name], value) for name, value in of_bucket.items()},
-            **{name: torch.zeros_like(bucket.master) for name in names},
+            **{name: _like(kept[bucket][name], value) for name, value in of_bucket.items() if name in kept[bucket]},
+            **{name: torch.zeros_like(bucket.master) for name in names if name in kept[bucket]},
         }
-        for index, (bucket, of_bucket) in enumerate(
-            zip(optimizer.buckets, numbers or [{STEP: steps}] * len(optimizer.buckets), strict=True)
-        )
+        for index, (bucket, of_bucket) in enumerate(zip(optimizer.buckets, numbers, strict=True))
     }
     groups = inner.state_dict()["param_groups"]
     inner.load_state_dict({"state": state if steps else {}, "param_groups": groups})
@@ -152,7 +172,7 @@ def finish_restoring(optimizer: ZeroRedundancyOptimizer) -> None:
         if not bucket.sharded:
             flats = {
                 MASTER: bucket.master.detach(),
-                **{name: by_bucket[bucket] for name, by_bucket in restored.items()},
+                **{name: by_bucket[bucket] for name, by_bucket in restored.items() if bucket in by_bucket},
             }
             for flat in flats.values():
                 _gather_shares(flat, bucket)

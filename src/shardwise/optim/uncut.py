@@ -1,7 +1,8 @@
 """Parameters that no group cuts, such as those of torch's own modules: each tensor-parallel rank has a copy of them.
 
-Equal values at the start and equal gradients keep the copies equal. All ranks take the values of the first one, and
-gradients that differ from rank to rank are refused.
+Equal values at the start and equal gradients keep the copies equal, bit for bit. All ranks take the values of the first
+one, and in each step its gradients, which a kernel may sum in another order elsewhere. Gradients that differ by more
+than that are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shardwise import comm, placement
 from shardwise.errors import ConfigError, listing, see
 from shardwise.mesh import Group
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.checks import broadcast_value, described, require_same_parameters
+from shardwise.optim.checks import described, require_same_parameters
 
 _SHOWN = 3
 _TOLERANCE = 1e-2
@@ -48,10 +49,10 @@ def take_first_values(groups: Sequence[dict[str, Any]], tensor: Group, data: Gro
     if tensor.size == 1 or not uncut:
         return
     require_same_parameters([{"params": uncut}], tensor, device)
-    for number, p in enumerate(uncut):
-        before = p.detach().clone()
-        broadcast_value(p, tensor)
-        if not torch.equal(before, p.detach()):
+    values = [p.detach() for p in uncut]
+    for number, (value, first) in enumerate(zip(values, _of_first_rank(values, tensor), strict=True)):
+        if not torch.equal(value, first):
+            value.copy_(first)
             changed.append(number)
     if not comm.any_rank(bool(changed), tensor):
         return
@@ -67,7 +68,9 @@ def take_first_values(groups: Sequence[dict[str, Any]], tensor: Group, data: Gro
 
 
 class UncutGradients:
-    """The gradients of uncut parameters, which the tensor-parallel ranks compare in steps 1, 2, 4, 8, …
+    """The gradients of uncut parameters: in each step those of the first tensor-parallel rank.
+
+    In steps 1, 2, 4, 8, … the ranks compare them.
 
     Args:
         groups: parameter groups of the optimizer.
@@ -86,44 +89,63 @@ class UncutGradients:
         device: torch.device,
     ) -> None:
         self._tensor, self._data, self._device, self._steps = tensor, data, device, 0
-        self._views: list[tuple[nn.Parameter, list[Tensor]]] = []
-        """A parameter, and what this rank owns of its gradient."""
+        self._parameters: list[nn.Parameter] = []
+        self._views: list[tuple[int, Tensor]] = []
+        """What this rank owns of the gradients; by the parameter's number."""
         uncut = set(uncut_of(groups) if tensor.size > 1 else ())
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
                 if p in uncut:
-                    runs = bucket.owned_runs(index, placement.Box.whole(tuple(p.shape)))
-                    views = [bucket.gradient[start : start + length] for start, length in runs]
-                    self._views.append((p, views))
+                    for start, length in bucket.owned_runs(index, placement.Box.whole(tuple(p.shape))):
+                        self._views.append((len(self._parameters), bucket.gradient[start : start + length]))
+                    self._parameters.append(p)
 
     @torch.no_grad()
-    def require_equal(self) -> None:
-        """Refuse gradients that differ from those of the first tensor-parallel rank. Collective over the stage.
+    def take_first(self) -> None:
+        """Give this rank the first one's gradients, unless they differ by more than rounding. Collective over a stage.
 
         Raises:
             ConfigError: on every rank, with the parameters' names.
         """
-        self._steps += 1
-        if not self._views or self._steps & (self._steps - 1):
+        if not self._parameters:
             return
-        squares = torch.stack([self._squares(views) for _, views in self._views])
+        self._steps += 1
+        firsts = _of_first_rank([view for _, view in self._views], self._tensor)
+        if not self._steps & (self._steps - 1):
+            self._require_equal(firsts)
+        for (_, view), first in zip(self._views, firsts, strict=True):
+            view.copy_(first)
+
+    def _require_equal(self, firsts: Sequence[Tensor]) -> None:
+        """Refuse gradients that differ from those of the first rank."""
+        squares = torch.zeros(len(self._parameters), 2, device=self._device)
+        for (number, view), first in zip(self._views, firsts, strict=True):
+            own, other = view.float(), first.float()
+            larger = torch.maximum(own.square().sum(), other.square().sum())
+            squares[number] += torch.stack([(own - other).square().sum(), larger])
         differences, norms = comm.all_reduce_(squares, self._data).unbind(dim=1)
         # Where a value is not finite the comparison is false, as is that of two gradients which are 0.
         differs = (differences > _TOLERANCE**2 * norms).int()
-        found = [self._views[row][0] for row in comm.all_reduce_(differs, self._tensor, op="max").nonzero().flatten()]
-        if found:
+        numbers = comm.all_reduce_(differs, self._tensor, op="max").nonzero().flatten().tolist()
+        if numbers:
+            names = described([self._parameters[number] for number in numbers])
             raise ConfigError(
                 "each tensor-parallel rank holds these parameters whole and must get the same gradient, but the ranks' "
-                f"gradients differ: {listing(described(found), most=_SHOWN)}. Where a rank sees a part of the sequence "
+                f"gradients differ: {listing(names, most=_SHOWN)}. Where a rank sees a part of the sequence "
                 "or of the heads, use a layer of shardwise with group= and sequence_parallel_enabled=True, or "
                 "shardwise.make_parameter with partial=True; elsewhere give all ranks the same activations, frozen "
                 f"parameters and dropout masks{see('training#uncut-parameters')}"
             )
 
-    def _squares(self, views: Sequence[Tensor]) -> Tensor:
-        """The squared norm of the difference from the first rank's gradient, and that of the larger of the two."""
-        if not views:
-            return torch.zeros(2, device=self._device)
-        mine = torch.cat(list(views)).float()
-        first = comm.broadcast_(mine.clone(), self._tensor)
-        return torch.stack([(mine - first).square().sum(), torch.maximum(mine.square().sum(), first.square().sum())])
+
+def _of_first_rank(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """The first rank's values of some tensors; one broadcast for each dtype."""
+    firsts: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        chosen = {number: tensor for number, tensor in enumerate(tensors) if tensor.dtype == dtype}
+        flat = torch.cat([tensor.reshape(-1) for tensor in chosen.values()])
+        if flat.numel():
+            comm.broadcast_(flat.view(torch.uint8), group)
+        parts = flat.split([tensor.numel() for tensor in chosen.values()])
+        firsts |= {number: part.view(tensors[number].shape) for number, part in zip(chosen, parts, strict=True)}
+    return [firsts[number] for number in range(len(tensors))]

@@ -276,7 +276,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             bucket.finish_reduction()
         for partial in self._partial:
             partial.sum_()
-        self._uncut.require_equal()
+        self._uncut.take_first()
         self._norms = self._model.measure(ElementRun.gradient, ElementRun.master)
         self._norms[0] *= self._scale
         for bucket in self.buckets:
@@ -414,7 +414,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         Raises:
             ValueError: the state belongs to another layout, bucket size, model or class.
         """
-        require_loadable(state_dict, self.inner, self.param_groups, self._layout())
+        require_loadable(state_dict, self.inner, self._make_inner, self._layout())
         self.inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         counts = (int(state.get("step", 0)) for state in state_dict["state"].values())  # older states have no "steps"
         self.steps = state_dict.get("steps", max(counts, default=0))

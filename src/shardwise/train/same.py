@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def require_same(config: Config, mesh: Mesh, run_path: Path | None = None) -> No
     own = software | by_dotted_key(config.model_dump(mode="json"))
     first = comm.broadcast_object(own | {_FOLDER: None if run_path is None else str(run_path)}, mesh.world)
     folder = first[_FOLDER]
-    alike = run_path is None or (folder is not None and Path(folder).absolute() == run_path.absolute())
+    alike = run_path is None or (folder is not None and Path(folder).resolve() == run_path.resolve())
     own[_FOLDER] = folder if alike else str(run_path)
     _require_equal(own, first, mesh.world)
 
@@ -47,8 +47,23 @@ def require_same_run_dir(run_dir: Path | None, timeout: float) -> None:
     """
     join(timeout=timeout)
     world = Group.world()
-    own = {"run_dir": None if run_dir is None else str(run_dir.absolute())}
-    _require_equal(own, comm.broadcast_object(own, world), world)
+    require_equal({"run_dir": None if run_dir is None else str(run_dir.absolute())}, world, places=("run_dir",))
+
+
+def require_equal(own: Mapping[str, Any], world: Group, places: Sequence[str] = ()) -> None:
+    """Raise ConfigError on every rank, with what differs, where any rank's values are not the first rank's. Collective.
+
+    Args:
+        own: the values of this rank, by name.
+        world: the ranks.
+        places: names of absolute paths, which are compared without symbolic links.
+    """
+    first = comm.broadcast_object(own, world)
+    given = dict(own)
+    for name in places:
+        if first[name] and given[name] and Path(first[name]).resolve() == Path(given[name]).resolve():
+            given[name] = first[name]
+    _require_equal(given, first, world)
 
 
 def _require_equal(own: Mapping[str, Any], first: Mapping[str, Any], world: Group) -> None:

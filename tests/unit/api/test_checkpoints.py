@@ -325,6 +325,119 @@ def test_fault_22_numbers_are_those_of_each_parameter_group(tmp_path: Path) -> N
         shardwise.load_checkpoint(tmp_path, *made(1))
 
 
+GROUPS = [
+    (torch.optim.SGD, {"momentum": 0.9}, None),
+    (torch.optim.Adam, {"amsgrad": True}, None),
+    (torch.optim.RMSprop, {"centered": True}, None),
+    (torch.optim.AdamW, {}, torch.bfloat16),
+    (shardwise.LAMB, {}, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize(("optimizer_class", "options", "dtype"), GROUPS)
+def test_fault_22_groups_of_other_options_or_dtypes_go_on(
+    optimizer_class: Any, options: dict[str, Any], dtype: torch.dtype | None, shard: bool, tmp_path: Path
+) -> None:
+    """One group keeps momentum, or has masters, and the other does not."""
+
+    def made(chosen: dict[str, Any]) -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
+        model = parts(0)[0]
+        assert isinstance(model, nn.Sequential)
+        if dtype is not None:
+            model[1].register_forward_pre_hook(lambda _, args: args[0].to(dtype))
+            model[1].to(dtype)
+        groups = [{"params": list(model[0].parameters()), **chosen}, {"params": list(model[1].parameters())}]
+        return model, shardwise.ZeroRedundancyOptimizer(groups, optimizer_class, lr=0.01, shard=shard)
+
+    model, optimizer = made(options)
+    for _ in range(2):
+        step(model, optimizer)
+    shardwise.save_checkpoint(tmp_path, model, optimizer, step=2)
+    wanted = [step(model, optimizer) for _ in range(3)]
+    other, its_optimizer = made(options)
+    shardwise.load_checkpoint(tmp_path, other, its_optimizer)
+    assert [step(other, its_optimizer) for _ in range(3)] == wanted
+    if options:
+        with pytest.raises(ConfigError, match=r"must keep what .* holds \(.*: make it of the class and with"):
+            shardwise.load_checkpoint(tmp_path, *made({}))
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps outside of its state."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.count += 1
+
+
+def test_fault_22_a_restore_runs_no_step_of_the_optimizer(tmp_path: Path) -> None:
+    model, _ = parts(0)
+    optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), Counting, lr=0.1, momentum=0.9)
+    step(model, optimizer)
+    shardwise.save_checkpoint(tmp_path, model, optimizer, step=1)
+    shardwise.load_checkpoint(tmp_path, model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.inner.count == 1  # type: ignore[attr-defined]
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps a list and a vector beside what SGD keeps."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p] |= {"history": [1], "recent": torch.zeros(3), "fresh": True, "none": None}
+
+
+def test_fault_22_state_that_a_checkpoint_cannot_hold_is_refused_at_the_save(tmp_path: Path) -> None:
+    model, _ = parts(0)
+    optimizer = shardwise.ZeroRedundancyOptimizer(model.parameters(), Remembering, lr=0.1, momentum=0.9)
+    step(model, optimizer)
+    with pytest.raises(
+        ConfigError,
+        match=r"the state of Remembering must be tensors of the parameters' shapes and numbers, which a checkpoint "
+        r"holds, but has history \(list\) and recent \(shape \[3\]\): keep it elsewhere",
+    ):
+        shardwise.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "may_load"),
+    [
+        (torch.optim.AdamW, torch.optim.RAdam, False),
+        (torch.optim.RAdam, torch.optim.Adam, False),
+        (torch.optim.Adam, torch.optim.AdamW, True),
+        (torch.optim.SGD, Counting, True),
+        (Counting, torch.optim.SGD, True),
+    ],
+)
+def test_fault_22_equal_names_of_states_do_not_make_two_classes_one(
+    saved: Any, loaded: Any, may_load: bool, tmp_path: Path
+) -> None:
+    """RAdam's state has the names of Adam's, and a child or parent of a class may go on with its state."""
+
+    def made(optimizer_class: Any) -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
+        model, _ = parts(0)
+        return model, shardwise.ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=0.1)
+
+    model, optimizer = made(saved)
+    step(model, optimizer)
+    shardwise.save_checkpoint(tmp_path, model, optimizer, step=1)
+    other, its_optimizer = made(loaded)
+    if may_load:
+        assert shardwise.load_checkpoint(tmp_path, other, its_optimizer) == 1
+        its_optimizer.load_state_dict(optimizer.state_dict())
+        return
+    with pytest.raises(ConfigError, match=rf"^the optimizer \({loaded.__name__}\).*, of {saved.__name__}\): make it"):
+        shardwise.load_checkpoint(tmp_path, other, its_optimizer)
+    with pytest.raises(ValueError, match=rf", of {saved.__name__}\) must be what {loaded.__name__} keeps"):
+        its_optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_fault_22_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
     config = shardwise.load_recipe("llama2-tiny", model={"num_hidden_layers": 1})
     model = build_model(config, shardwise.Group(), sequence_parallel=False)

@@ -118,10 +118,7 @@ def reference(name: str, options: dict[str, Any], model: nn.Module, steps: int, 
                 rows = [key for key in rows if state[key] is not None]
                 bits = expected_bits(names[p][0].name, step, 1 + len(rows), p.numel())
                 for value, lane in zip([wide, *(state[key] for key in rows)], bits, strict=True):
-                    # A transposed parameter's elements are numbered in the order of its memory.
-                    order = value.t() if not p.is_contiguous() else value
-                    turned = expected(order, lane)
-                    value.copy_(turned.t() if not p.is_contiguous() else turned)
+                    value.copy_(expected(value, lane))
                 p.copy_(wide)
 
 

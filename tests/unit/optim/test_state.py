@@ -1,12 +1,14 @@
 """Where a part of a local tensor lies in the canonical one, and state of another class; also test_checkpoint.py."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shardwise import ZeroRedundancyOptimizer
+from shardwise import LAMB, ZeroRedundancyOptimizer, load_checkpoint, save_checkpoint
 from shardwise.boxes import Box
 from shardwise.placement import Init, Piece
 
@@ -64,3 +66,63 @@ def test_fault_22_state_of_a_class_that_keeps_other_state_is_refused(saved: str)
                 its_optimizer.load_state_dict(optimizer.state_dict())
             assert str(its_optimizer.state_dict()) == before
         step(other, its_optimizer)
+
+
+def in_memory_order(turns: bool) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    """A model whose weights lie transposed or with their channels last, or as torch makes them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, (2, 1)), nn.Flatten(), nn.Linear(16, 5))
+    if turns:
+        model.to(memory_format=torch.channels_last)
+        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    return model, ZeroRedundancyOptimizer(model.parameters(), LAMB, lr=0.1)
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_fault_01_weights_that_are_not_contiguous_are_restored(turns: bool, tmp_path: Path) -> None:
+    """Into either memory format, with their state, and with LAMB's norms of each."""
+    x = torch.arange(30.0).view(2, 3, 5, 1).sin()
+
+    def step(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> list[Tensor]:
+        model(x).square().sum().backward()
+        optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    saved = in_memory_order(turns)
+    step(*saved)
+    save_checkpoint(tmp_path, *saved, step=1)
+    wanted = step(*saved)
+    for other_turns in (True, False):
+        restored = in_memory_order(other_turns)
+        load_checkpoint(tmp_path, *restored)
+        for found, right in zip(step(*restored), wanted, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-7)
+        if turns != other_turns:
+            with pytest.raises(ValueError, match="which must be this optimizer's"):
+                restored[1].load_state_dict(saved[1].state_dict())
+
+
+NO_STATE_DICT: list[tuple[Any, str]] = [
+    (None, "gave, and it lacks state, param_groups, masters and layout: state of another optimizer cannot be loaded"),
+    ({"masters": ...}, "must be what ZeroRedundancyOptimizer.state_dict() gave, and it lacks masters: state of"),
+    ({"masters": [None]}, "optimizer state has masters of shapes [None], which must be [[64]]"),
+    ({"param_groups": []}, "optimizer state has parameter groups of [] buckets, which must be this optimizer's [1]"),
+    (
+        {"state": {0: {"step": 1, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(64)}}},
+        "optimizer state has exp_avg of shape [2], which must be [64]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "text"), NO_STATE_DICT)
+def test_fault_22_what_is_no_state_of_the_optimizer_is_refused(changed: Any, text: str) -> None:
+    """In one sentence, and the optimizer is as it was."""
+    model = nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    model(torch.ones(4, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    before = optimizer.state_dict()
+    given = changed and {key: value for key, value in {**before, **changed}.items() if value is not ...}
+    with pytest.raises(ValueError, match=re.escape(text)):
+        optimizer.load_state_dict(given)
+    assert str(optimizer.state_dict()) == str(before)
