@@ -25,7 +25,7 @@ from shardwise.data.reading.content import BLOCK, readable
 from shardwise.data.reading.datasets import DataSet
 from shardwise.data.reading.detect import detect
 from shardwise.data.reading.kinds import Kind, Reading, chosen_kind, described, reading_of
-from shardwise.data.reading.text import convert_command, documents, row_text, slices
+from shardwise.data.reading.text import convert_command, documents, is_empty, row_text, slices
 from shardwise.errors import DataError, listing
 
 PIECE_CHARACTERS = BLOCK
@@ -200,7 +200,7 @@ def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, 
     """The files of a folder that are data, and those that are left out."""
     # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
     files = [file for file in _walk(folder, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
-    left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name)}
+    left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name) or is_empty(file, kind)}
     about = {file for file in files if _ABOUT_DATA.fullmatch(file.name)} - left_out
     if about and kind is None:
         # A file of each suffix tells enough of the others.

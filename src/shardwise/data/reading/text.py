@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -18,6 +19,8 @@ from shardwise.errors import DataError, listing, see
 # Decoded at once, so that long texts take little memory too.
 _ROWS = 64
 _PAGE_BYTES = 1 << 20
+# A larger file holds a text, or is a parquet file of very many columns; it is not opened to see that it is empty.
+_EMPTY_BYTES, _EMPTY_PARQUET_BYTES = 1 << 6, 1 << 16
 
 
 def documents(
@@ -55,6 +58,25 @@ def documents(
         yield from _parts(file, start, longest)
     elif start == 0:
         yield 1, (text for _, text in _decoded(file))
+
+
+def is_empty(file: Path, kind: Kind | None) -> bool:
+    """Whether a file of this kind, or of the kind that its name says, has neither text nor rows, packed or not."""
+    with contextlib.suppress(OSError, DataError):  # reading the file will report these
+        size = file.stat().st_size
+        if kind == "parquet" or (kind is None and file.name.lower().endswith(".parquet")):
+            return size <= _EMPTY_PARQUET_BYTES and _has_no_rows(file)
+        if size <= _EMPTY_BYTES:
+            with opened(file) as content:
+                return not content.head.removeprefix(codecs.BOM_UTF8).strip()
+    return False
+
+
+def _has_no_rows(file: Path) -> bool:
+    arrow, parquet = _arrow("pyarrow"), _arrow("pyarrow.parquet")
+    with contextlib.suppress(arrow.ArrowException):
+        return not parquet.read_metadata(file).num_rows
+    return not file.stat().st_size
 
 
 def slices(text: str) -> Iterator[str]:
