@@ -137,7 +137,8 @@ def _facts(paths: Sequence[Path], *, hashed: bool) -> str:
 
 def _build(folder: Path, source: FileSource | ColumnSource, config: Config, announce: Announce) -> dict[str, Any]:
     if isinstance(source, FileSource):
-        reading = source.described()  # a file that holds no text is refused now, not in the middle of the training
+        reading = source.described()
+        source.require_text()  # a file that holds no text is refused now, not in the middle of the training
         if announce is not None:
             announce(f"preparing the data {source.name}: {reading}")
     data = config.data

@@ -27,24 +27,35 @@ _OBJECT = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _ARRAY_OF_OBJECTS = re.compile(rf"\s*\[{_OBJECT.pattern}")
 _ARRAY_OF_TEXTS = re.compile(r'\s*\[\s*"(?:[^"\\]|\\.)*"\s*[,\]]')
 _AS_TEXT = "set data.format=text to read it as plain text"
+_MARK = rb"(?i:(?:\xef\xbb\xbf)?\s*<"
+"""The beginning of a text that is marked up, after which the name of its first mark and a parenthesis must follow."""
 _FOREIGN: Sequence[tuple[bytes, str, str]] = (
-    (b"%PDF-", "a PDF document", "extract its text, for example with pdftotext"),
-    (b"PK\x03\x04", "a zip archive (or a .docx, .xlsx or .epub, which are such archives)", "unpack it with unzip"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it with 7z x"),
-    (b"Rar!\x1a\x07", "a rar archive", "unpack it with unrar x"),
-    (b"\x1f\x9d", "packed by compress", "unpack it with uncompress"),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "shards of BERT are read with data.format=hdf5"),
-    (b"ARROW1", "a table of arrow", "write it as parquet, or save it by save_to_disk of datasets"),
-    (b"\xff\xff\xff\xff", "a table of arrow", "name the folder that save_to_disk wrote, with data.format=datasets"),
-    (b"ORC", "an ORC table", "write it as parquet"),
-    (b"Obj\x01", "an Avro table", "write it as parquet"),
-    (b"SQLite format 3\0", "an SQLite database", "write its text as JSON lines"),
-    (b"{\\rtf", "a rich text document", "extract its text, for example with pandoc -t plain"),
-    (b"WARC/", "a web archive", f"extract its text, for example with trafilatura, or {_AS_TEXT}"),
-    (b"<?xml", "XML", f"extract its text (of Wikipedia, for example with wikiextractor --json), or {_AS_TEXT}"),
-    (b"<mediawiki", "XML", f"extract its text, for example with wikiextractor --json, or {_AS_TEXT}"),
+    (rb"%PDF-", "a PDF document", "extract its text, for example with pdftotext"),
+    (
+        # The name of an archive's first file stands at byte 30.
+        rb"PK\x03\x04.{26}[^\0]{0,80}?(?:/data\.pkl|\.npy)",
+        "a file of torch.save or of numpy's savez",
+        "write the text that it holds as JSON lines",
+    ),
+    (rb"PK\x03\x04", "a zip archive (or a .docx, .xlsx or .epub, which are such archives)", "unpack it with unzip"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it with 7z x"),
+    (rb"Rar!\x1a\x07", "a rar archive", "unpack it with unrar x"),
+    (rb"\x1f\x9d", "packed by compress", "unpack it with uncompress"),
+    (rb"\x89LZO\0", "packed by lzop", "unpack it with lzop -d"),
+    (rb"\xff\x06\0\0sNaPpY", "packed by snappy", "unpack it with snzip -d"),
+    (rb"\x89HDF\r\n\x1a\n", "an HDF5 file", "shards of BERT are read with data.format=hdf5"),
+    (rb"ARROW1", "a table of arrow", "write it as parquet, or save it by save_to_disk of datasets"),
+    (rb"\xff\xff\xff\xff", "a table of arrow", "name the folder that save_to_disk wrote, with data.format=datasets"),
+    (rb"ORC", "an ORC table", "write it as parquet"),
+    (rb"Obj\x01", "an Avro table", "write it as parquet"),
+    (rb"SQLite format 3\0", "an SQLite database", "write its text as JSON lines"),
+    (rb"\{\\rtf", "a rich text document", "extract its text, for example with pandoc -t plain"),
+    (rb"WARC/", "a web archive", f"extract its text, for example with trafilatura, or {_AS_TEXT}"),
+    (_MARK + rb"\?xml\s)", "XML", f"extract its text (of Wikipedia with wikiextractor --json), or {_AS_TEXT}"),
+    (_MARK + rb"mediawiki\b)", "XML", f"extract its text, for example with wikiextractor --json, or {_AS_TEXT}"),
+    (_MARK + rb"(?:!doctype\s+)?html\b)", "HTML", f"extract its text, for example with trafilatura, or {_AS_TEXT}"),
 )
-"""What files begin with that hold no plain text, what these files are, and what to do."""
+"""Patterns of what files begin with that hold no plain text, what these files are, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,7 @@ def _recognized(path: Path | HubFile, content: Content, key: str) -> Kind:
             )
         return "parquet"
     for magic, what, advice in _FOREIGN:
-        if head.startswith(magic):
+        if re.match(magic, head, re.DOTALL):
             raise DataError(f"{path} is {what}, not plain text: {advice}, or leave it out")
     if head[257:262] == b"ustar":
         raise DataError(f"{path} is a tar archive, not plain text: unpack it with tar -xf, and name the folder")

@@ -18,10 +18,11 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from shardwise.config import DataConfig
-from shardwise.data.reading.content import BLOCK, readable
+from shardwise.data.reading.content import BLOCK, readable, unpacked_name
 from shardwise.data.reading.datasets import DataSet
 from shardwise.data.reading.detect import detect
 from shardwise.data.reading.kinds import Kind, Reading, chosen_kind, described, reading_of
@@ -48,6 +49,11 @@ _BOOKKEEPING_FOLDERS = frozenset({"_delta_log", "_spark_metadata", "_temporary",
 _ABOUT_DATA = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors)([_-]\w+)?(\.(md|rst|txt|cff|bib))?",
     re.IGNORECASE,
+)
+# Programs, settings and pages are no data beside lines or rows either; a .txt and a file without a suffix may be.
+_NO_ROWS = frozenset(
+    ".bib .bat .c .cc .cff .cfg .conf .cpp .css .cu .err .go .h .htm .html .ini .ipynb .java .js .log .markdown .md .out "
+    ".pl .ps1 .py .r .rb .rs .rst .sh .slurm .svg .tex .toml .ts .xhtml .xml .yaml .yml".split()
 )
 # A file changed this recently may change again within the resolution of its time stamp.
 _SETTLED_SECONDS = 2.0
@@ -87,6 +93,17 @@ class FileSource:
     def readings(self) -> tuple[Reading, ...]:
         """How each file is read; DataError where one holds no text."""
         return tuple(reading_of(path, self.kind, self.text_key) for path in self.files)
+
+    def require_text(self) -> None:
+        """Raises DataError where the first line or row of a file has no text; of plain texts one is looked at."""
+        plain: set[Reading] = set()
+        for path, reading in zip(self.files, self.readings, strict=True):
+            if reading in plain:
+                continue
+            if reading.kind == "text":
+                plain.add(reading)
+            for _, blocks in islice(documents(path, reading.kind, self.text_key), 1):
+                next(iter(blocks), None)
 
     def described(self) -> str:
         """How the files are read, and which ones are left out; DataError where one holds no text."""
@@ -201,15 +218,19 @@ def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, 
     # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
     files = [file for file in _walk(folder, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
     left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name) or is_empty(file, kind)}
-    about = {file for file in files if _ABOUT_DATA.fullmatch(file.name)} - left_out
+    about = {file for file in files if _is_about_data(file.name)} - left_out
     if about and kind is None:
         # A file of each suffix tells enough of the others.
-        samples = {file.suffix.lower(): file for file in files if file not in about | left_out}
+        samples = {Path(unpacked_name(file.name)).suffix: file for file in files if file not in about | left_out}
         has_rows = any(reading_of(file, None, key).kind != "text" for file in samples.values())
     else:
         has_rows = kind != "text"
     left_out |= about if has_rows else set()
     return tuple(file for file in files if file not in left_out), tuple(file for file in files if file in left_out)
+
+
+def _is_about_data(name: str) -> bool:
+    return _ABOUT_DATA.fullmatch(name) is not None or Path(name).suffix.lower() in _NO_ROWS
 
 
 def _python_source(root: Path) -> PythonSource:

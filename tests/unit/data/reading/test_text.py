@@ -213,6 +213,12 @@ ARRAY = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
         ("a.docx", b"PK\x03\x04\x14\0", "is a zip archive (or a .docx, .xlsx or .epub, which are such archives)"),
         ("a.txt", b"%PDF-1.7\n", "is a PDF document, not plain text: extract its text, for example with pdfto"),
         ("a.bz2", bz2.compress(b"<mediawiki>"), "is XML, not plain text: extract its text, for example with wikiex"),
+        (
+            "index",
+            b"\n<!DOCTYPE HTML>",
+            "is HTML, not plain text: extract its text, for example with trafilatura, or set",
+        ),
+        ("a.xml", b"\xef\xbb\xbf<?xml version='1.0'?>", "is XML, not plain text: extract its text (of Wikipedia"),
         ("a.gz", gzip.compress(gzip.compress(LINES)), "is packed twice, by gzip and then by gzip: unpack it once"),
         ("a.txt", "a\n".encode("utf-16-le"), "looks like UTF-16LE without the mark that begins such files: convert"),
         ("a.txt", b"\x05\0\x20\0\x07\0", "byte 1 is null, so the file holds binary data and no text: leave it out"),
