@@ -45,15 +45,13 @@ _BOOKKEEPING = re.compile(
     re.IGNORECASE,
 )
 _BOOKKEEPING_FOLDERS = frozenset({"_delta_log", "_spark_metadata", "_temporary", "__MACOSX"})
-# What people write about data. Beside lines or rows these are no data; in a folder of texts they may be.
-_ABOUT_DATA = re.compile(
-    r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors)([_-]\w+)?(\.(md|rst|txt|cff|bib))?",
+# What people write about data, and programs, settings and pages. Beside lines or rows these are no data; in a folder of
+# texts they may be. A .txt and a file without a suffix are data in any case.
+_NO_ROWS = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors)([_-]\w+)?(\.txt)?"
+    r"|.*\.(bib|cff|markdown|md|rst|tex|css|htm|html|svg|xhtml|xml|cfg|conf|ini|toml|yaml|yml|err|log|out|bat|c|cc|cpp|cu"
+    r"|go|h|ipynb|java|js|pl|ps1|py|r|rb|rs|sh|slurm|ts)",
     re.IGNORECASE,
-)
-# Programs, settings and pages are no data beside lines or rows either; a .txt and a file without a suffix may be.
-_NO_ROWS = frozenset(
-    ".bib .bat .c .cc .cff .cfg .conf .cpp .css .cu .err .go .h .htm .html .ini .ipynb .java .js .log .markdown .md .out "
-    ".pl .ps1 .py .r .rb .rs .rst .sh .slurm .svg .tex .toml .ts .xhtml .xml .yaml .yml".split()
 )
 # A file changed this recently may change again within the resolution of its time stamp.
 _SETTLED_SECONDS = 2.0
@@ -218,7 +216,7 @@ def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, 
     # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
     files = [file for file in _walk(folder, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
     left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name) or is_empty(file, kind)}
-    about = {file for file in files if _is_about_data(file.name)} - left_out
+    about = {file for file in files if _NO_ROWS.fullmatch(file.name)} - left_out
     if about and kind is None:
         # A file of each suffix tells enough of the others.
         samples = {Path(unpacked_name(file.name)).suffix: file for file in files if file not in about | left_out}
@@ -227,10 +225,6 @@ def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, 
         has_rows = kind != "text"
     left_out |= about if has_rows else set()
     return tuple(file for file in files if file not in left_out), tuple(file for file in files if file in left_out)
-
-
-def _is_about_data(name: str) -> bool:
-    return _ABOUT_DATA.fullmatch(name) is not None or Path(name).suffix.lower() in _NO_ROWS
 
 
 def _python_source(root: Path) -> PythonSource:

@@ -216,7 +216,7 @@ ARRAY = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
         (
             "index",
             b"\n<!DOCTYPE HTML>",
-            "is HTML, not plain text: extract its text, for example with trafilatura, or set",
+            "is HTML, not plain text: extract its text, for example with trafil",
         ),
         ("a.xml", b"\xef\xbb\xbf<?xml version='1.0'?>", "is XML, not plain text: extract its text (of Wikipedia"),
         ("a.gz", gzip.compress(gzip.compress(LINES)), "is packed twice, by gzip and then by gzip: unpack it once"),
