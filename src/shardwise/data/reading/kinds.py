@@ -5,6 +5,7 @@ The beginning of a file decides: the magic of a format, a first line that is a J
 
 from __future__ import annotations
 
+import codecs
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,7 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from shardwise.data.reading.content import UTF_8, Content, HubFile, opened, packing_of, unpacked_name
+from shardwise.data.reading.content import (
+    TEXT_CONTROLS,
+    UTF_8,
+    Content,
+    HubFile,
+    control_share,
+    opened,
+    packing_of,
+    unpacked_name,
+)
 from shardwise.errors import DataError, listing
 from shardwise.units import counted
 
@@ -56,6 +66,19 @@ _FOREIGN: Sequence[tuple[bytes, str, str]] = (
     (_MARK + rb"(?:!doctype\s+)?html\b)", "HTML", f"extract its text, for example with trafilatura, or {_AS_TEXT}"),
 )
 """Patterns of what files begin with that hold no plain text, what these files are, and what to do."""
+
+_UNPACKED_BY = {
+    ".br": "brotli -d",
+    ".snappy": "snzip -d",
+    ".sz": "snzip -d",
+    ".z": "pigz -dc",
+    ".zz": "pigz -dc",
+    ".zlib": "pigz -dc",
+    ".deflate": "pigz -dc",
+    ".lzo": "lzop -d",
+    ".lz": "lzip -d",
+}
+"""Programs that unpack what no library here does, by the suffix of the file."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +155,8 @@ def _recognized(path: Path | HubFile, content: Content, key: str) -> Kind:
     text = head.decode("utf-8-sig", errors="replace")
     _refuse_table(path, name, text, key)
     _refuse_other_json(path, content.packing, text)
-    if name.endswith(LINES) or _OBJECT.match(text):
-        return "jsonl"
-    _refuse_binary(path, head)
-    return "text"
+    _refuse_binary(path, name, head)
+    return "jsonl" if name.endswith(LINES) or _OBJECT.match(text) else "text"
 
 
 def _refuse_table(path: Path | HubFile, name: str, text: str, key: str) -> None:
@@ -174,10 +195,15 @@ def _refuse_other_json(path: Path | HubFile, packing: str | None, text: str) -> 
     )
 
 
-def _refuse_binary(path: Path | HubFile, head: bytes) -> None:
-    at = head.find(0)
-    if at < 0:
+def _refuse_binary(path: Path | HubFile, name: str, head: bytes) -> None:
+    share = control_share(head)
+    if not share:
         return
+    if (tool := next((tool for suffix, tool in _UNPACKED_BY.items() if name.endswith(suffix)), None)) is not None:
+        raise DataError(
+            f"{path} holds binary data, and its name says that it is packed: unpack it, for example with {tool}, or "
+            "leave it out"
+        )
     for encoding, zeros, others in (("UTF-16LE", head[1::2], head[::2]), ("UTF-16BE", head[::2], head[1::2])):
         # Small ids of tokens look alike, but for characters that no text has.
         if zeros.count(0) > len(zeros) // 2 and min(set(others) - set(b"\t\n\r"), default=0) >= ord(" "):
@@ -185,4 +211,10 @@ def _refuse_binary(path: Path | HubFile, head: bytes) -> None:
                 f"{path} looks like {encoding} without the mark that begins such files: convert it with `iconv -f "
                 f"{encoding} -t UTF-8`, or leave it out"
             )
-    raise DataError(f"{path}: byte {at} is null, so the file holds binary data and no text: leave it out")
+    if (at := head.find(0)) >= 0:
+        raise DataError(f"{path}: byte {at} is null, so the file holds binary data and no text: leave it out")
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # a character that the end cuts is no fault
+    except UnicodeDecodeError:
+        if share > TEXT_CONTROLS:
+            raise DataError(f"{path} is not UTF-8, and its control characters show binary data: leave it out") from None

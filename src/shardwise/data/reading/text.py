@@ -11,7 +11,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.reading.content import BLOCK, HubFile, first_line, opened, optional_library, readable
+from shardwise.data.reading.content import (
+    BLOCK,
+    TEXT_CONTROLS,
+    HubFile,
+    control_share,
+    first_line,
+    opened,
+    optional_library,
+    readable,
+)
 from shardwise.data.reading.kinds import Kind, reading_of
 from shardwise.data.reading.records import field_names, field_of, read_json
 from shardwise.errors import DataError, listing, see
@@ -292,10 +301,10 @@ def _arrow(module: str) -> Any:
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
     byte = error.object[error.start]
-    # Text in another encoding has no null bytes; what iconv would make of binary data is no text.
-    if 0 in error.object:
+    # What iconv would make of binary data is no text.
+    if 0 in error.object or control_share(error.object[error.start :]) > TEXT_CONTROLS:
         return DataError(
-            f"{where} (0x{byte:02x}) is not UTF-8, and null bytes beside it show binary data: leave it out"
+            f"{where} (0x{byte:02x}) is not UTF-8, and control characters beside it show binary data: leave it out"
         )
     return DataError(
         f"{where} (0x{byte:02x}) is not UTF-8: convert the file from the encoding that it has, for example with "

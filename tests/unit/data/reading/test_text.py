@@ -5,8 +5,11 @@ import gzip
 import io
 import json
 import lzma
+import random
 import sys
 import tarfile
+import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -192,6 +195,14 @@ def test_fault_13_parquet_of_any_name(tmp_path: Path) -> None:
     assert "is a parquet file packed by gzip, which cannot be read in parts" in failure(tmp_path / "a.parquet.gz")
 
 
+def zipped(name: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr(name, b"data")
+    return buffer.getvalue()
+
+
+RANDOM = random.Random(1).randbytes(4000).translate(None, b"\0")
 ARRAY = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
 
 
@@ -222,8 +233,27 @@ ARRAY = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
         ("a.gz", gzip.compress(gzip.compress(LINES)), "is packed twice, by gzip and then by gzip: unpack it once"),
         ("a.txt", "a\n".encode("utf-16-le"), "looks like UTF-16LE without the mark that begins such files: convert"),
         ("a.txt", b"\x05\0\x20\0\x07\0", "byte 1 is null, so the file holds binary data and no text: leave it out"),
+        (
+            "a.jsonl.br",
+            RANDOM,
+            "and its name says that it is packed: unpack it, for example with brotli -d",
+        ),
+        ("a.Z", RANDOM, "unpack it, for example with pigz -dc, or leave it out"),
+        ("a.json.deflate", zlib.compress(LINES), "unpack it, for example with pigz -dc, or leave it out"),
+        ("a", b"\x89LZO\0\r\n\x1a\n", "is packed by lzop, not plain text: unpack it with lzop -d"),
+        ("a", b"\xff\x06\0\0sNaPpY", "is packed by snappy, not plain text: unpack it with snzip -d"),
+        ("a.txt", RANDOM, "is not UTF-8, and its control characters show binary data: leave it out"),
+        ("a.jsonl", RANDOM[:40], "is not UTF-8, and its control characters show binary data: leave it out"),
+        ("a.txt", b"x" * (1 << 14) + RANDOM, "is not UTF-8, and control characters beside it show binary data: leave"),
+        (
+            "a.txt",
+            b"caf\xe9 " * 9 + b"\x1a",
+            "is not UTF-8: convert the file from the encoding that it has, for example",
+        ),
+        ("a.pt", zipped("archive/data.pkl"), "is a file of torch.save or of numpy's savez, not plain text: write the"),
+        ("a.npz", zipped("arr_0.npy"), "is a file of torch.save or of numpy's savez, not plain text: write the"),
         ("a.txt", b"\xff\xfe\0\xd8a", "begins with the mark of UTF-16 and is not UTF-16 (unexpected end of data)"),
-        ("a.txt", b"x" * (1 << 14) + b"\xe9\0", "is not UTF-8, and null bytes beside it show binary data: leave"),
+        ("a.txt", b"x" * (1 << 14) + b"\xe9\0", "is not UTF-8, and control characters beside it show binary data:"),
     ],
 )
 def test_fault_13_what_is_no_text_is_named_with_a_way_on(name: str, content: bytes, says: str, tmp_path: Path) -> None:
