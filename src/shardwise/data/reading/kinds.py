@@ -23,6 +23,7 @@ from shardwise.data.reading.content import (
     packing_of,
     unpacked_name,
 )
+from shardwise.data.reading.records import PANDAS_ADVICE, entries
 from shardwise.errors import DataError, listing
 from shardwise.units import counted
 
@@ -36,6 +37,10 @@ _PARQUET = b"PAR1"
 _OBJECT = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _ARRAY_OF_OBJECTS = re.compile(rf"\s*\[{_OBJECT.pattern}")
 _ARRAY_OF_TEXTS = re.compile(r'\s*\[\s*"(?:[^"\\]|\\.)*"\s*[,\]]')
+_STRING = r'"((?:[^"\\]|\\.)*)"'
+_LIST_WITHIN = re.compile(rf"\s*\{{((?:\s*{_STRING}\s*:\s*(?:{_STRING}|[\w.+-]+)\s*,)*)\s*{_STRING}\s*:\s*\[\s*\{{")
+"""An object of many lines whose rows are in a list, after fields that hold one value."""
+_COLUMNS_WITHIN = re.compile(rf'\s*\{{\s*{_STRING}\s*:\s*\{{\s*"\d+"\s*:')
 _AS_TEXT = "set data.format=text to read it as plain text"
 _MARK = rb"(?i:(?:\xef\xbb\xbf)?\s*<"
 """The beginning of a text that is marked up, after which the name of its first mark and a parenthesis must follow."""
@@ -154,19 +159,22 @@ def _recognized(path: Path | HubFile, content: Content, key: str) -> Kind:
         raise DataError(f"{path} is packed twice, by {again} and then by {content.packing}: unpack it once")
     text = head.decode("utf-8-sig", errors="replace")
     _refuse_table(path, name, text, key)
-    _refuse_other_json(path, content.packing, text)
+    _refuse_other_json(path, content.packing, text, key)
     _refuse_binary(path, name, head)
     return "jsonl" if name.endswith(LINES) or _OBJECT.match(text) else "text"
 
 
 def _refuse_table(path: Path | HubFile, name: str, text: str, key: str) -> None:
-    """Raises DataError for a .csv, and where the first line is a header of columns, one of which is the text's."""
-    header = text.partition("\n")[0].rstrip("\r")
+    """Raises DataError for a .csv, and for a header of columns that has the text's or is above lines of as many."""
+    header, *others = text.split("\n")[:5]
+    header = header.rstrip("\r")
     separator = next((separator for suffix, separator in _TABLES.items() if name.endswith(suffix)), None)
     for each in _SEPARATORS:
         columns = header.split(each)
         named = key in columns or f'"{key}"' in columns
-        if len(columns) > 1 and named and all(map(_COLUMN.fullmatch, columns)):
+        # Texts may hold a comma more; prose has no line of names without spaces above lines with commas.
+        above_rows = len(others) > 2 and all(line.count(each) >= len(columns) - 1 for line in others[:-1])
+        if len(columns) > 1 and (named or above_rows) and all(map(_COLUMN.fullmatch, columns)):
             separator = each
     if separator is not None:
         raise DataError(
@@ -176,14 +184,20 @@ def _refuse_table(path: Path | HubFile, name: str, text: str, key: str) -> None:
         )
 
 
-def _refuse_other_json(path: Path | HubFile, packing: str | None, text: str) -> None:
+def _refuse_other_json(path: Path | HubFile, packing: str | None, text: str, key: str) -> None:
     """Raises DataError for JSON that has no object on each line."""
     first, newline, _ = text.lstrip().partition("\n")
+    is_cut = newline and re.search(r"[{[,]\s*$", first)
+    within = _LIST_WITHIN.match(text)
     if _ARRAY_OF_OBJECTS.match(text):
         held, program = "a JSON array", ".[]"
     elif _ARRAY_OF_TEXTS.match(text):
         held, program = "a JSON array", "{text: .[]}"
-    elif _OBJECT.match(text) and newline and re.search(r"[{[]\s*$|[^}\s]\s*,\s*$", first):
+    elif is_cut and _COLUMNS_WITHIN.match(text):
+        raise DataError(f"{path} is a table by columns, as pandas writes JSON: {PANDAS_ADVICE}, or {_AS_TEXT}")
+    elif is_cut and within is not None and f'"{key}"' not in within[1]:
+        held, program = "a JSON object with its rows in a list", entries(within[4])
+    elif is_cut and _OBJECT.match(text) and not re.search(r"\}\s*,\s*$", first):
         held, program = "JSON with objects of several lines", "."
     else:
         return

@@ -22,7 +22,7 @@ from shardwise.data.reading.content import (
     readable,
 )
 from shardwise.data.reading.kinds import Kind, reading_of
-from shardwise.data.reading.records import field_names, field_of, read_json
+from shardwise.data.reading.records import field_names, field_of, other_layout, read_json
 from shardwise.errors import DataError, listing, see
 
 # Decoded at once, so that long texts take little memory too.
@@ -175,11 +175,15 @@ def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> 
     try:
         text = field_of(record, key)
     except KeyError:
+        if (other := other_layout(record, key)) is not None:
+            raise DataError(f"{where()} {other}") from None
         fields = ", ".join(sorted(field_names(record))) or "no fields"
         raise DataError(
             f"{where()} has no field {key!r}: set data.text_key to the field that holds the text ({fields})"
             f"{see('data#no-such-field')}"
         ) from None
+    if isinstance(text, dict | list) and (other := other_layout(record, key)) is not None:
+        raise DataError(f"{where()} {other}")
     if not isinstance(text, str):
         raise DataError(f"{where()}: the field {key!r} must hold text, not {type(text).__name__} (data.text_key)")
     if not (text or empty):

@@ -214,7 +214,34 @@ ARRAY = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
         ("a.json.gz", gzip.compress(ARRAY), "`gzip -dc {file} | jq -c '.[]' > lines.jsonl`"),
         ("a.json", b'["a", "b"]', "`jq -c '{{text: .[]}}' {file} > lines.jsonl`"),
         ("a.jsonl", b'{\n "text": "a"\n}', "is JSON with objects of several lines, and JSON must have one object"),
-        ("a.json", b'{"rows": [\n {"text": "a"}]}', "`jq -c '.' {file} > lines.jsonl`"),
+        ("a.json", b'{"v": [\n 1], "rows": [\n {"text": "a"}]}', "`jq -c '.' {file} > lines.jsonl`"),
+        ("a.json", b'{"text": "a", "rows": [\n {"text": "a"}]}', "`jq -c '.' {file} > lines.jsonl`"),
+        ("a.json", b'{"v": 1,\n"my rows": [\n {"text": "a"}]}', "`jq -c '.[\"my rows\"][]' {file} > lines.jsonl`"),
+        ("a.json", b'{"data":[{"text":"a"},\n{"text":"b"}]}', "`jq -c '.data[]' {file} > lines.jsonl`"),
+        (
+            "a",
+            b'{"v": "1", "data":[{"text":"a"}]}\n',
+            "line 1 holds objects in the list 'data': put each on its",
+        ),
+        ("a.jsonl", b'{"data":[{"body":"a"}]}', "for example with `jq -c '.data[]'`"),
+        (
+            "a.json",
+            b'{"body": "a", "notes": [{"id": 1}]}',
+            "set data.text_key to the field that holds the text (body,",
+        ),
+        ("a.json", b'{"id":{"0":1},"text":{"0":"a"}}', "is a whole table, as pandas writes it: write it with to_json"),
+        ("a.json", b'{"columns":["text"],"index":[0],"data":[["a"]]}', "is a whole table, as pandas writes it: write"),
+        ("a.json", b'{"0":{"text":"a"},"1":{"text":"b"}}', "is a whole table, as pandas writes it: write it with to"),
+        (
+            "a.json",
+            b'{\n "text":{\n  "0":"a"}}',
+            "is a table by columns, as pandas writes JSON: write it with to_",
+        ),
+        (
+            "a.txt",
+            b"id\tsaid\n1\ta\n2\tb\n",
+            "is a table of separated values, not plain text: convert it",
+        ),
         ("a.json", b"prose", "line 1 is not JSON"),
         ("a.csv", b"1,a\n", "pandas.read_csv('{file}', sep=',').to_json('lines.jsonl', orient='records', lines=True)"),
         ("a.TSV", b"1\ta\n", r"sep='\t'"),
@@ -263,7 +290,9 @@ def test_fault_13_what_is_no_text_is_named_with_a_way_on(name: str, content: byt
     assert says.format(file=tmp_path / name) in said
 
 
-@pytest.mark.parametrize("text", ["{name} is here", "[Music] la la", '["Why?" he said.', "Dear text, and you"])
+@pytest.mark.parametrize(
+    "text", ["{name} is here", "[Music] la la", '["Why?" he said.', "Dear text, and you", "Hi,you\n\na,b\nc,d\n"]
+)
 def test_fault_13_prose_that_begins_as_other_kinds_do_is_prose(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     assert read(tmp_path / "a.txt") == [text]
