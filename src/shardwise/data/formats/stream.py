@@ -100,7 +100,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
         f"{config.data.name}: the first documents of a stream",
         announce,
     )
-    return _prepared(entry, config, any_size)
+    return _prepared(entry, config, any_size, source.without() if isinstance(source, FileSource) else "")
 
 
 def _key(config: Config, stamp: str) -> str:
@@ -200,7 +200,7 @@ def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begi
     return documents, (len(shards), 0), True
 
 
-def _prepared(entry: cache.Entry, config: Config, any_size: bool) -> PreparedStream:
+def _prepared(entry: cache.Entry, config: Config, any_size: bool, without: str) -> PreparedStream:
     name, facts = config.data.name, entry.manifest
     parts = [part for part in needed_parts(config) if part != "train" or facts["whole"]]
     problems = entry_problems(config, entry, name, [] if any_size else parts)
@@ -213,7 +213,7 @@ def _prepared(entry: cache.Entry, config: Config, any_size: bool) -> PreparedStr
         name=name,
         tokenizer_path=entry.tokenizer_path,
         fingerprint=facts["fingerprint"],
-        summary=f"{name}: a stream of {counted(len(facts['files']), 'file')}{others}",
+        summary=f"{name}: a stream of {counted(len(facts['files']), 'file')}{others}{without}",
         files=tuple(facts["files"]),
         held=HeldOut(**facts["held"]),
         tokens=tokens,

@@ -192,7 +192,7 @@ def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool
     summary = (
         f"{source.name}: {size(facts['bytes'])}, {counted(facts['documents'], 'document')}, {describe_sizes(sizes)} "
         f"tokens, vocabulary {facts['vocab_size']:,}, {facts['bytes'] / max(1, sum(sizes.values())):.2f} bytes per "
-        "token"
+        f"token{source.without() if isinstance(source, FileSource) else ''}"
     )
     return PreparedText(
         entry.tokenizer_path,

@@ -105,8 +105,11 @@ class FileSource:
 
     def described(self) -> str:
         """How the files are read, and which ones are left out; DataError where one holds no text."""
-        left_out = f", left out {listing((path.name for path in self.left_out), most=3)}" if self.left_out else ""
-        return described(list(zip(self.files, self.readings, strict=True))) + left_out
+        return described(list(zip(self.files, self.readings, strict=True))) + self.without()
+
+    def without(self) -> str:
+        """Which files are left out, as the end of a sentence."""
+        return f", left out {listing((path.name for path in self.left_out), most=3)}" if self.left_out else ""
 
     def stamp(self) -> str | None:
         """A digest that changes when the text may have changed, without reading it; None: read it to know."""
