@@ -150,7 +150,7 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
                 f"job {compiling} compiles all graphs first; its log: {job.run_path}/logs/compile-{compiling}.log"
             )
             options = [f"--dependency=afterok:{compiling}", "--kill-on-invalid-dep=yes"]
-        number = slurm.submit(script.read_text(), options)
+        number = slurm.submit(script.read_text(encoding="utf-8", errors="surrogateescape"), options)
     except ConfigError:
         if compiling is not None:
             with contextlib.suppress(RunError):

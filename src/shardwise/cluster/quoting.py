@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Iterable
 
+from shardwise.config.base import utf8_text
 from shardwise.errors import ConfigError
 
 _LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -24,9 +25,16 @@ def in_one_line(name: str, text: str) -> str:
     Raises:
         ConfigError: it has some.
     """
-    if _LINE_ENDS.search(text):
+    if _LINE_ENDS.search(_in_utf8(text)):
         raise ConfigError(f"{name} ({text!r}) must be without line breaks and other control characters: rename it")
     return text
+
+
+def _in_utf8(text: str) -> str:
+    try:
+        return utf8_text(text)
+    except UnicodeError:
+        return text
 
 
 def operand(name: str, text: str) -> str:

@@ -187,7 +187,15 @@ def gpus_of(resources: str) -> int:
 
 def _run(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=_SECONDS)
+        return subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            check=False,
+            timeout=_SECONDS,
+        )
     except subprocess.TimeoutExpired:
         raise RunError(f"{command[0]} did not answer within {_SECONDS} s") from None
     except FileNotFoundError:

@@ -260,5 +260,6 @@ def write_inputs(job: JobPlan, script: str, recipe: str) -> Path:
     folder = RunDirectory(job.run_path).create().path
     for name, text in (("recipe.yaml", recipe), ("job.sh", script)):
         # A URL may have a secret, which the job needs, and nobody else may read.
-        write_atomic(folder / name, text, mode=0o666 if redacted(text) == text else 0o600)
+        mode = 0o666 if redacted(text) == text else 0o600
+        write_atomic(folder / name, text.encode(errors="surrogateescape"), mode=mode)
     return folder / "job.sh"

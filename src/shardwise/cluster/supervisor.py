@@ -136,7 +136,7 @@ class Supervisor:
         try:
             record(self._run_path, ending)
             for path, text in (logs or {}).items():
-                path.write_text(text)
+                path.write_text(text, encoding="utf-8", errors="surrogateescape")
         except OSError as error:
             self._say(f"the end of this start cannot be recorded: {self._run_path}: {reason_of(error)}")
 

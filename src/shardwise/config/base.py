@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,10 @@ LARGEST = 2**31 - 1
 """The largest whole number of a key without a bound of its own: larger ones overflow in libraries."""
 MOST_LAYERS = 2**16
 """The largest number of blocks. Each one is a Python object: far more would not fit in memory."""
+
+# Python has halves of characters for the bytes of a name that its encoding lacks, and pydantic takes them for no text.
+_STAND_INS = {0xDC80 + byte: 0x10DC80 + byte for byte in range(0x80)}
+_BYTES = {stand_in: byte for byte, stand_in in _STAND_INS.items()}
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,12 @@ class Section(BaseModel):
         """The hash of all values, of mappings and lists by their contents: sections are keys of caches."""
         return hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
 
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _has_names_of_the_system(cls, value: Any, validated: Callable[[Any], Any]) -> Any:
+        """Takes any path, and gives a text as the system's names have it, whichever encoding Python has."""
+        return as_given(validated(with_stand_ins(system_names(value))))
+
     @field_validator("*", mode="after")
     @classmethod
     def _is_not_too_large(cls, value: Any, info: ValidationInfo) -> Any:
@@ -48,6 +59,43 @@ class Section(BaseModel):
         if isinstance(value, int) and value > LARGEST and not has_bound:
             raise PydanticKnownError("less_than_equal", {"le": LARGEST})
         return value
+
+
+def utf8_text(text: str) -> str:
+    """A text of the command line or of a name of the system, whichever encoding Python has.
+
+    Raises:
+        UnicodeError: its bytes are not UTF-8.
+    """
+    return text.encode("utf-8", "surrogateescape").decode()
+
+
+def with_stand_ins(value: Any) -> Any:
+    """A text, or those in a list, as pydantic and YAML take it: with other characters for bytes that are no text."""
+    return _translated(value, _STAND_INS)
+
+
+def as_given(value: Any) -> Any:
+    """A value of `with_stand_ins` with the bytes again."""
+    return _translated(value, _BYTES)
+
+
+def system_names(value: Any) -> Any:
+    """A text, or those in a list, as paths have them, whichever encoding Python has; other values as they are."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(system_names, value))
+    if not isinstance(value, str) or value.isascii():
+        return value
+    try:
+        return os.fsdecode(as_given(value).encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError:  # pydantic will refuse it
+        return value
+
+
+def _translated(value: Any, table: Mapping[int, int]) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_translated(inner, table) for inner in value)
+    return value.translate(table) if isinstance(value, str) and not value.isascii() else value
 
 
 def _hashable(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from shardwise.config.base import PROBLEMS, Origin
+from shardwise.config.base import PROBLEMS, Origin, as_given, system_names, utf8_text
 from shardwise.config.data import DataConfig
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.model import FAMILIES, FamilyConfig, OwnConfig
 from shardwise.config.rope import LENGTH
 from shardwise.config.sections import Config
-from shardwise.config.text import parse_value, parse_yaml
+from shardwise.config.text import is_yaml, parse_value, parse_yaml
 from shardwise.errors import ConfigError, listing, nearest_name, see
 from shardwise.files import read_small
 
@@ -234,12 +233,13 @@ def _apply(values: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not all(path.strip().split(".")):
         raise ConfigError(f"the override {override!r} must read key=value, such as train.steps=100")
-    encoding = sys.getfilesystemencoding()
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConfigError(
-            f"the override {override!r} must be text in {encoding}, the encoding that Python has from the environment: "
-            "set PYTHONUTF8=1, or a locale with UTF-8 such as LC_ALL=C.UTF-8"
-        )
+    try:
+        text = utf8_text(text)
+    except UnicodeError:  # a path may have any bytes
+        if is_yaml(text):
+            raise ConfigError(
+                f"the override {override!r} must be UTF-8 where its value is in brackets or quotes"
+            ) from None
     _set(values, path, parse_value(text, f"the override {override!r}"))
 
 
@@ -277,7 +277,7 @@ def _expanded(model: dict[str, Any], typed: Collection[str], *, loads: bool) -> 
     The section is None if the file cannot be read. Fields that are not supported have their defaults in it.
     """
     beside = {key: value for key, value in model.items() if key != "config"}
-    path = model["config"]
+    path = system_names(model["config"])
     if not isinstance(path, str) or not path:
         return None, [f"{_MODEL_FILE} ({path!r}) must be the path of a Hugging Face config.json or of its folder"]
     problems: list[str] = []
@@ -334,7 +334,7 @@ def _texts(details: Any, family: str = "") -> list[str]:
     if kind == "extra_forbidden":
         return [_unknown(path, known)]
     rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)
-    shown = f" ({value!r})" if not isinstance(value, (dict, list)) else ""
+    shown = f" ({as_given(value)!r})" if not isinstance(value, (dict, list)) else ""
     return [f"{path}{shown} {rule or 'is not valid: ' + details['msg']}"]
 
 

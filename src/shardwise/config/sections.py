@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise import units
-from shardwise.config.base import Section, reject
+from shardwise.config.base import Section, reject, utf8_text
 from shardwise.config.compilation import CompileConfig
 from shardwise.config.data import DataConfig
 from shardwise.config.hooks import HooksConfig
@@ -394,6 +394,15 @@ class LogConfig(Section):
         examples=[[0], [0, 8]],
         description="the ranks that `log.profile` traces; null = all",
     )
+
+    @field_validator("sample_prompt")
+    @classmethod
+    def _sample_prompt_is_text(cls, value: str | None) -> str | None:
+        try:
+            return value and utf8_text(value)
+        except UnicodeError:
+            reject([f"log.sample_prompt ({value!r}) must be UTF-8, and a part of it is not"])
+            raise
 
     @field_validator("profile", mode="before")
     @classmethod

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from shardwise.config.base import with_stand_ins
 from shardwise.core_yaml import TAG, NotReadError, scalar, yaml_value
 from shardwise.errors import ConfigError
 
@@ -26,8 +27,12 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 def parse_value(text: str, origin: str) -> Any:
     """The value of a command line's `key=value`: YAML in brackets, braces or quotes, else one plain scalar."""
-    text = text.strip()
-    return parse_yaml(text, origin) if text[:1] in ("[", "{", '"', "'") else scalar(text)
+    return parse_yaml(text.strip(), origin) if is_yaml(text) else scalar(text.strip())
+
+
+def is_yaml(text: str) -> bool:
+    """Whether the value of a `key=value` is YAML in brackets, braces or quotes."""
+    return text.strip()[:1] in ("[", "{", '"', "'")
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
@@ -50,6 +55,7 @@ def _node(value: Any) -> yaml.Node:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, str):
+        value = with_stand_ins(value)
         plain = scalar(value) == value and value.isprintable()
         return yaml.ScalarNode(TAG + "str", value, style=None if plain else '"')
     if value is None:

@@ -65,7 +65,7 @@ def require_loadable(
     states, saved = given["state"], given.get("class")
     for group, loaded in zip(groups, loaded_groups, strict=True):
         kept = kept_state(make, {**group, **loaded})
-        unmade: list[dict[str, Any]] = [] if states or not given.get("steps") else [{}]
+        unmade: list[dict[str, Any]] = [{}] if given.get("steps") and group["params"] and not states else []
         for state in [states[number] for number in loaded["params"] if number in states] or unmade:
             _require_kept(state, kept, type(inner), saved)
         for number, master in zip(loaded["params"], group["params"], strict=True):

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cluster import slurm
-from shardwise.cluster.script import JobPlan
-from shardwise.cluster.submission import check_counts, check_run_folder, ranks_per_node, reserved, rows
+from shardwise.cluster.script import JobPlan, job_script
+from shardwise.cluster.submission import check_counts, check_run_folder, ranks_per_node, reserved, rows, write_inputs
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.errors import ConfigError
 
@@ -100,3 +100,12 @@ def test_what_costs_steps_or_time_is_told_before_the_job(tmp_path: Path, monkeyp
     for said in ("PreemptMode = OFF\n", settings):
         monkeypatch.setattr(slurm, "configuration", lambda said=said: said)
         assert "note" not in dict(rows(planned, layout, ()))
+
+
+def test_fault_15_a_script_has_the_bytes_of_paths_under_any_locale(tmp_path: Path) -> None:
+    under_ascii = "é".encode().decode("ascii", "surrogateescape")
+    planned, _ = job(tmp_path, "launch.gres=gpu:h100:8", ranks=8)
+    text = job_script(replace(planned, directory=Path(f"/home/{under_ascii}")))
+    path = write_inputs(planned, text, "")
+    assert b"/home/\xc3\xa9" in path.read_bytes()
+    assert slurm._run(["cat"], text).stdout == text.replace(under_ascii, "é")

@@ -355,6 +355,34 @@ def test_an_override_wins_in_whichever_spelling(spelling: str, override: str, tm
     assert load_config(str(recipe), [override]).model.num_hidden_layers == 4
 
 
-def test_fault_15_an_override_in_another_encoding_says_which_locale_to_set() -> None:
-    with pytest.raises(ConfigError, match="must be text in utf-8, the encoding that Python has from the environment"):
-        load_config("llama2-tiny", [os.fsdecode(b"log.sample_prompt=caf\xe9")])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("name", [b"caf\xe9", "café".encode()])
+def test_fault_15_paths_may_have_any_bytes(
+    name: bytes, encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the command line and of a recipe, under any locale."""
+    monkeypatch.setattr(os, "fsdecode", lambda name: name.decode(encoding, "surrogateescape"))
+    shown = os.fsdecode(name)
+    read = load_config("llama2-tiny", [f"data.path={shown}", f"data.tokenizer={shown}"])
+    assert read.data.path == read.data.tokenizer == shown
+    assert config_from(parse_yaml(dump_yaml(read.model_dump(mode="json")), "it")).data.path == shown
+    if b"\xe9" not in name:
+        (tmp_path / "a.yaml").write_text(recipe_text("llama2-tiny").replace("data:", "data:\n  path: café"), "utf-8")
+        assert load_config(str(tmp_path / "a.yaml")).data.path == shown
+        assert load_config("llama2-tiny", [f"data.blend=[1,{shown}]"]).data.blend == (1.0, shown)
+    with pytest.raises(ConfigError) as caught:
+        load_config("llama2-tiny", [f"model.config={shown}"])
+    (problem,) = caught.value.problems
+    assert problem.startswith("model.config: there is no file or folder caf")
+    with pytest.raises(ConfigError, match=r"parallel\.tensor \('caf.*'\) must be a whole number") as caught:
+        load_config("llama2-tiny", [f"parallel.tensor={shown}"])
+    assert "U0010" not in str(caught.value)
+
+
+def test_fault_15_a_prompt_is_utf8_and_so_is_a_value_in_brackets() -> None:
+    given = "é".encode().decode("ascii", "surrogateescape")
+    assert load_config("llama2-tiny", [f"log.sample_prompt={given}"]).log.sample_prompt == "é"
+    with pytest.raises(ConfigError, match=r"log\.sample_prompt .* must be UTF-8, and a part of it is not"):
+        load_config("llama2-tiny", ["log.sample_prompt=caf\udce9"])
+    with pytest.raises(ConfigError, match="must be UTF-8 where its value is in brackets or quotes"):
+        load_config("llama2-tiny", ["data.blend=[1,caf\udce9]"])

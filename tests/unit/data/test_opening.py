@@ -9,8 +9,10 @@ import pytest
 
 from shardwise import hub
 from shardwise.config import Config, config_from
+from shardwise.data.formats import stream as stream_data
 from shardwise.data.opening import Glance, glance, inspect, prepare
 from shardwise.data.reading.megatron import IndexedWriter
+from shardwise.data.reading.sources import open_source
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import ConfigError, DataError
 from tests.dist.training import FAMILIES
@@ -183,6 +185,13 @@ def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None
         "gzip (d.txt), left out README.md and _SUCCESS, prepared when the run starts"
     )
     assert said in look(path="texts").rows[0][1]
+    Path("texts/stats.json").write_text('{"rows": 2}\n')
+    (problem,) = look(path="texts").problems
+    assert problem.startswith("texts/stats.json: line 1 has no field 'text'")
+    stream = chosen(path="texts", streaming=True, tokenizer="tokenizer")
+    with pytest.raises(DataError, match=r"texts/stats\.json: line 1 has no field"):
+        stream_data._build(at, open_source(stream.data), stream, None)
+    Path("texts/stats.json").unlink()
     Path("texts/table").write_text("id,text\n1,a\n")
     (problem,) = look(path="texts").problems
     assert problem.startswith("texts/table is a table of separated values, not plain text: convert it")

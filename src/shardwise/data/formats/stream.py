@@ -100,7 +100,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
         f"{config.data.name}: the first documents of a stream",
         announce,
     )
-    return _prepared(entry, config, any_size)
+    return _prepared(entry, config, any_size, source.without() if isinstance(source, FileSource) else "")
 
 
 def _key(config: Config, stamp: str) -> str:
@@ -137,7 +137,8 @@ def _facts(paths: Sequence[Path], *, hashed: bool) -> str:
 
 def _build(folder: Path, source: FileSource | ColumnSource, config: Config, announce: Announce) -> dict[str, Any]:
     if isinstance(source, FileSource):
-        reading = source.described()  # a file that holds no text is refused now, not in the middle of the training
+        reading = source.described()
+        source.require_text()  # a file that holds no text is refused now, not in the middle of the training
         if announce is not None:
             announce(f"preparing the data {source.name}: {reading}")
     data = config.data
@@ -199,7 +200,7 @@ def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begi
     return documents, (len(shards), 0), True
 
 
-def _prepared(entry: cache.Entry, config: Config, any_size: bool) -> PreparedStream:
+def _prepared(entry: cache.Entry, config: Config, any_size: bool, without: str) -> PreparedStream:
     name, facts = config.data.name, entry.manifest
     parts = [part for part in needed_parts(config) if part != "train" or facts["whole"]]
     problems = entry_problems(config, entry, name, [] if any_size else parts)
@@ -212,7 +213,7 @@ def _prepared(entry: cache.Entry, config: Config, any_size: bool) -> PreparedStr
         name=name,
         tokenizer_path=entry.tokenizer_path,
         fingerprint=facts["fingerprint"],
-        summary=f"{name}: a stream of {counted(len(facts['files']), 'file')}{others}",
+        summary=f"{name}: a stream of {counted(len(facts['files']), 'file')}{others}{without}",
         files=tuple(facts["files"]),
         held=HeldOut(**facts["held"]),
         tokens=tokens,

@@ -7,7 +7,6 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ from shardwise.data.formats.common import (
 )
 from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, InspectedSample, Inspection, Lengths
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
-from shardwise.data.reading.kinds import Reading
 from shardwise.data.reading.sources import ColumnSource, FileSource, Source, TextPiece, open_source
-from shardwise.data.reading.text import documents
 from shardwise.data.samples.hashing import mix_integer
 from shardwise.data.tokens.cutting import RULE
 from shardwise.data.tokens.encoding import ContentDigest, encode_documents, encode_sentences
@@ -195,7 +192,7 @@ def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool
     summary = (
         f"{source.name}: {size(facts['bytes'])}, {counted(facts['documents'], 'document')}, {describe_sizes(sizes)} "
         f"tokens, vocabulary {facts['vocab_size']:,}, {facts['bytes'] / max(1, sum(sizes.values())):.2f} bytes per "
-        "token"
+        f"token{source.without() if isinstance(source, FileSource) else ''}"
     )
     return PreparedText(
         entry.tokenizer_path,
@@ -209,17 +206,11 @@ def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool
 
 
 def glance(config: Config) -> str:
-    """How much text there is; the first document of the first file of each kind is
-    read."""
+    """How much text there is; no more is read than the first line or row of each file."""
     source, then = open_source(config.data), when_read(config)
     if not isinstance(source, FileSource):
         return f"built-in, {then}"
-    firsts: dict[Reading, Path] = {}
-    for file, reading in zip(source.files, source.readings, strict=True):
-        firsts.setdefault(reading, file)
-    for reading, file in firsts.items():
-        for _, blocks in islice(documents(file, reading.kind, source.text_key), 1):
-            next(iter(blocks), None)
+    source.require_text()
     total = sum(file.stat().st_size for file in source.files)
     return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {then}"
 

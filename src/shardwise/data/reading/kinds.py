@@ -5,6 +5,7 @@ The beginning of a file decides: the magic of a format, a first line that is a J
 
 from __future__ import annotations
 
+import codecs
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,7 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from shardwise.data.reading.content import UTF_8, Content, HubFile, opened, packing_of, unpacked_name
+from shardwise.data.reading.content import (
+    TEXT_CONTROLS,
+    UTF_8,
+    Content,
+    HubFile,
+    control_share,
+    opened,
+    packing_of,
+    unpacked_name,
+)
+from shardwise.data.reading.records import PANDAS_ADVICE, entries
 from shardwise.errors import DataError, listing
 from shardwise.units import counted
 
@@ -26,25 +37,53 @@ _PARQUET = b"PAR1"
 _OBJECT = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _ARRAY_OF_OBJECTS = re.compile(rf"\s*\[{_OBJECT.pattern}")
 _ARRAY_OF_TEXTS = re.compile(r'\s*\[\s*"(?:[^"\\]|\\.)*"\s*[,\]]')
+_STRING = r'"((?:[^"\\]|\\.)*)"'
+_LIST_WITHIN = re.compile(rf"\s*\{{((?:\s*{_STRING}\s*:\s*(?:{_STRING}|[\w.+-]+)\s*,)*)\s*{_STRING}\s*:\s*\[\s*\{{")
+"""An object of many lines whose rows are in a list, after fields that hold one value."""
+_COLUMNS_WITHIN = re.compile(rf'\s*\{{\s*{_STRING}\s*:\s*\{{\s*"\d+"\s*:')
 _AS_TEXT = "set data.format=text to read it as plain text"
+_MARK = rb"(?i:(?:\xef\xbb\xbf)?\s*<"
+"""The beginning of a text that is marked up, after which the name of its first mark and a parenthesis must follow."""
 _FOREIGN: Sequence[tuple[bytes, str, str]] = (
-    (b"%PDF-", "a PDF document", "extract its text, for example with pdftotext"),
-    (b"PK\x03\x04", "a zip archive (or a .docx, .xlsx or .epub, which are such archives)", "unpack it with unzip"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it with 7z x"),
-    (b"Rar!\x1a\x07", "a rar archive", "unpack it with unrar x"),
-    (b"\x1f\x9d", "packed by compress", "unpack it with uncompress"),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "shards of BERT are read with data.format=hdf5"),
-    (b"ARROW1", "a table of arrow", "write it as parquet, or save it by save_to_disk of datasets"),
-    (b"\xff\xff\xff\xff", "a table of arrow", "name the folder that save_to_disk wrote, with data.format=datasets"),
-    (b"ORC", "an ORC table", "write it as parquet"),
-    (b"Obj\x01", "an Avro table", "write it as parquet"),
-    (b"SQLite format 3\0", "an SQLite database", "write its text as JSON lines"),
-    (b"{\\rtf", "a rich text document", "extract its text, for example with pandoc -t plain"),
-    (b"WARC/", "a web archive", f"extract its text, for example with trafilatura, or {_AS_TEXT}"),
-    (b"<?xml", "XML", f"extract its text (of Wikipedia, for example with wikiextractor --json), or {_AS_TEXT}"),
-    (b"<mediawiki", "XML", f"extract its text, for example with wikiextractor --json, or {_AS_TEXT}"),
+    (rb"%PDF-", "a PDF document", "extract its text, for example with pdftotext"),
+    (
+        # The name of an archive's first file stands at byte 30.
+        rb"PK\x03\x04.{26}[^\0]{0,80}?(?:/data\.pkl|\.npy)",
+        "a file of torch.save or of numpy's savez",
+        "write the text that it holds as JSON lines",
+    ),
+    (rb"PK\x03\x04", "a zip archive (or a .docx, .xlsx or .epub, which are such archives)", "unpack it with unzip"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it with 7z x"),
+    (rb"Rar!\x1a\x07", "a rar archive", "unpack it with unrar x"),
+    (rb"\x1f\x9d", "packed by compress", "unpack it with uncompress"),
+    (rb"\x89LZO\0", "packed by lzop", "unpack it with lzop -d"),
+    (rb"\xff\x06\0\0sNaPpY", "packed by snappy", "unpack it with snzip -d"),
+    (rb"\x89HDF\r\n\x1a\n", "an HDF5 file", "shards of BERT are read with data.format=hdf5"),
+    (rb"ARROW1", "a table of arrow", "write it as parquet, or save it by save_to_disk of datasets"),
+    (rb"\xff\xff\xff\xff", "a table of arrow", "name the folder that save_to_disk wrote, with data.format=datasets"),
+    (rb"ORC", "an ORC table", "write it as parquet"),
+    (rb"Obj\x01", "an Avro table", "write it as parquet"),
+    (rb"SQLite format 3\0", "an SQLite database", "write its text as JSON lines"),
+    (rb"\{\\rtf", "a rich text document", "extract its text, for example with pandoc -t plain"),
+    (rb"WARC/", "a web archive", f"extract its text, for example with trafilatura, or {_AS_TEXT}"),
+    (_MARK + rb"\?xml\s)", "XML", f"extract its text (of Wikipedia with wikiextractor --json), or {_AS_TEXT}"),
+    (_MARK + rb"mediawiki\b)", "XML", f"extract its text, for example with wikiextractor --json, or {_AS_TEXT}"),
+    (_MARK + rb"(?:!doctype\s+)?html\b)", "HTML", f"extract its text, for example with trafilatura, or {_AS_TEXT}"),
 )
-"""What files begin with that hold no plain text, what these files are, and what to do."""
+"""Patterns of what files begin with that hold no plain text, what these files are, and what to do."""
+
+_UNPACKED_BY = {
+    ".br": "brotli -d",
+    ".snappy": "snzip -d",
+    ".sz": "snzip -d",
+    ".z": "pigz -dc",
+    ".zz": "pigz -dc",
+    ".zlib": "pigz -dc",
+    ".deflate": "pigz -dc",
+    ".lzo": "lzop -d",
+    ".lz": "lzip -d",
+}
+"""Programs that unpack what no library here does, by the suffix of the file."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +151,7 @@ def _recognized(path: Path | HubFile, content: Content, key: str) -> Kind:
             )
         return "parquet"
     for magic, what, advice in _FOREIGN:
-        if head.startswith(magic):
+        if re.match(magic, head, re.DOTALL):
             raise DataError(f"{path} is {what}, not plain text: {advice}, or leave it out")
     if head[257:262] == b"ustar":
         raise DataError(f"{path} is a tar archive, not plain text: unpack it with tar -xf, and name the folder")
@@ -120,21 +159,22 @@ def _recognized(path: Path | HubFile, content: Content, key: str) -> Kind:
         raise DataError(f"{path} is packed twice, by {again} and then by {content.packing}: unpack it once")
     text = head.decode("utf-8-sig", errors="replace")
     _refuse_table(path, name, text, key)
-    _refuse_other_json(path, content.packing, text)
-    if name.endswith(LINES) or _OBJECT.match(text):
-        return "jsonl"
-    _refuse_binary(path, head)
-    return "text"
+    _refuse_other_json(path, content.packing, text, key)
+    _refuse_binary(path, name, head)
+    return "jsonl" if name.endswith(LINES) or _OBJECT.match(text) else "text"
 
 
 def _refuse_table(path: Path | HubFile, name: str, text: str, key: str) -> None:
-    """Raises DataError for a .csv, and where the first line is a header of columns, one of which is the text's."""
-    header = text.partition("\n")[0].rstrip("\r")
+    """Raises DataError for a .csv, and for a header of columns that has the text's or is above lines of as many."""
+    header, *others = text.split("\n")[:5]
+    header = header.rstrip("\r")
     separator = next((separator for suffix, separator in _TABLES.items() if name.endswith(suffix)), None)
     for each in _SEPARATORS:
         columns = header.split(each)
         named = key in columns or f'"{key}"' in columns
-        if len(columns) > 1 and named and all(map(_COLUMN.fullmatch, columns)):
+        # Texts may hold a comma more; prose has no line of names without spaces above lines with commas.
+        above_rows = len(others) > 2 and all(line.count(each) >= len(columns) - 1 for line in others[:-1])
+        if len(columns) > 1 and (named or above_rows) and all(map(_COLUMN.fullmatch, columns)):
             separator = each
     if separator is not None:
         raise DataError(
@@ -144,14 +184,20 @@ def _refuse_table(path: Path | HubFile, name: str, text: str, key: str) -> None:
         )
 
 
-def _refuse_other_json(path: Path | HubFile, packing: str | None, text: str) -> None:
+def _refuse_other_json(path: Path | HubFile, packing: str | None, text: str, key: str) -> None:
     """Raises DataError for JSON that has no object on each line."""
     first, newline, _ = text.lstrip().partition("\n")
+    is_cut = newline and re.search(r"[{[,]\s*$", first)
+    within = _LIST_WITHIN.match(text)
     if _ARRAY_OF_OBJECTS.match(text):
         held, program = "a JSON array", ".[]"
     elif _ARRAY_OF_TEXTS.match(text):
         held, program = "a JSON array", "{text: .[]}"
-    elif _OBJECT.match(text) and newline and re.search(r"[{[]\s*$|[^}\s]\s*,\s*$", first):
+    elif is_cut and _COLUMNS_WITHIN.match(text):
+        raise DataError(f"{path} is a table by columns, as pandas writes JSON: {PANDAS_ADVICE}, or {_AS_TEXT}")
+    elif is_cut and within is not None and f'"{key}"' not in within[1]:
+        held, program = "a JSON object with its rows in a list", entries(within[4])
+    elif is_cut and _OBJECT.match(text) and not re.search(r"\}\s*,\s*$", first):
         held, program = "JSON with objects of several lines", "."
     else:
         return
@@ -163,10 +209,15 @@ def _refuse_other_json(path: Path | HubFile, packing: str | None, text: str) -> 
     )
 
 
-def _refuse_binary(path: Path | HubFile, head: bytes) -> None:
-    at = head.find(0)
-    if at < 0:
+def _refuse_binary(path: Path | HubFile, name: str, head: bytes) -> None:
+    share = control_share(head)
+    if not share:
         return
+    if (tool := next((tool for suffix, tool in _UNPACKED_BY.items() if name.endswith(suffix)), None)) is not None:
+        raise DataError(
+            f"{path} holds binary data, and its name says that it is packed: unpack it, for example with {tool}, or "
+            "leave it out"
+        )
     for encoding, zeros, others in (("UTF-16LE", head[1::2], head[::2]), ("UTF-16BE", head[::2], head[1::2])):
         # Small ids of tokens look alike, but for characters that no text has.
         if zeros.count(0) > len(zeros) // 2 and min(set(others) - set(b"\t\n\r"), default=0) >= ord(" "):
@@ -174,4 +225,10 @@ def _refuse_binary(path: Path | HubFile, head: bytes) -> None:
                 f"{path} looks like {encoding} without the mark that begins such files: convert it with `iconv -f "
                 f"{encoding} -t UTF-8`, or leave it out"
             )
-    raise DataError(f"{path}: byte {at} is null, so the file holds binary data and no text: leave it out")
+    if (at := head.find(0)) >= 0:
+        raise DataError(f"{path}: byte {at} is null, so the file holds binary data and no text: leave it out")
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # a character that the end cuts is no fault
+    except UnicodeDecodeError:
+        if share > TEXT_CONTROLS:
+            raise DataError(f"{path} is not UTF-8, and its control characters show binary data: leave it out") from None

@@ -63,3 +63,26 @@ def field_names(record: Mapping[str, Any]) -> Iterator[str]:
     """The names of all fields, and of those within them, as `field_of` takes them."""
     for name, value in record.items():
         yield from (f"{name}.{inner}" for inner in value) if isinstance(value, dict) and value else [name]
+
+
+PANDAS_ADVICE = "write it with to_json(…, orient='records', lines=True)"
+"""What to do about a table that pandas wrote by columns, by rows or split."""
+
+
+def other_layout(record: Mapping[str, Any], key: str) -> str | None:
+    """What to say of an object that holds many records instead of being one; None where it seems to be one."""
+    inner = [value for value in record.values() if isinstance(value, dict)]
+    by_number = any(each and all(map(str.isdecimal, each)) for each in [record, *inner])
+    if (by_number and len(inner) == len(record)) or record.keys() >= {"columns", "index", "data"}:
+        return f"is a whole table, as pandas writes it: {PANDAS_ADVICE}"
+    has_text = any(isinstance(value, str) for value in record.values())
+    for name, value in record.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and (key in value[0] or not has_text):
+            command = f"jq -c '{entries(name)}'"
+            return f"holds objects in the list {name!r}: put each on its own line, for example with `{command}`"
+    return None
+
+
+def entries(name: str) -> str:
+    """The program of jq that gives each entry of a list."""
+    return f".{name}[]" if name.isidentifier() else f".[{json.dumps(name)}][]"

@@ -18,14 +18,15 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from shardwise.config import DataConfig
-from shardwise.data.reading.content import BLOCK, readable
+from shardwise.data.reading.content import BLOCK, readable, unpacked_name
 from shardwise.data.reading.datasets import DataSet
 from shardwise.data.reading.detect import detect
 from shardwise.data.reading.kinds import Kind, Reading, chosen_kind, described, reading_of
-from shardwise.data.reading.text import convert_command, documents, row_text, slices
+from shardwise.data.reading.text import convert_command, documents, is_empty, row_text, slices
 from shardwise.errors import DataError, listing
 
 PIECE_CHARACTERS = BLOCK
@@ -44,9 +45,12 @@ _BOOKKEEPING = re.compile(
     re.IGNORECASE,
 )
 _BOOKKEEPING_FOLDERS = frozenset({"_delta_log", "_spark_metadata", "_temporary", "__MACOSX"})
-# What people write about data. Beside lines or rows these are no data; in a folder of texts they may be.
-_ABOUT_DATA = re.compile(
-    r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors)([_-]\w+)?(\.(md|rst|txt|cff|bib))?",
+# What people write about data, and programs, settings and pages. Beside lines or rows these are no data; in a folder of
+# texts they may be. A .txt and a file without a suffix are data in any case.
+_NO_ROWS = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors)([_-]\w+)?(\.txt)?"
+    r"|.*\.(bib|cff|markdown|md|rst|tex|css|htm|html|svg|xhtml|xml|cfg|conf|ini|toml|yaml|yml|err|log|out|bat|c|cc|cpp|cu"
+    r"|go|h|ipynb|java|js|pl|ps1|py|r|rb|rs|sh|slurm|ts)",
     re.IGNORECASE,
 )
 # A file changed this recently may change again within the resolution of its time stamp.
@@ -88,10 +92,24 @@ class FileSource:
         """How each file is read; DataError where one holds no text."""
         return tuple(reading_of(path, self.kind, self.text_key) for path in self.files)
 
+    def require_text(self) -> None:
+        """Raises DataError where the first line or row of a file has no text; of plain texts one is looked at."""
+        plain: set[Reading] = set()
+        for path, reading in zip(self.files, self.readings, strict=True):
+            if reading in plain:
+                continue
+            if reading.kind == "text":
+                plain.add(reading)
+            for _, blocks in islice(documents(path, reading.kind, self.text_key), 1):
+                next(iter(blocks), None)
+
     def described(self) -> str:
         """How the files are read, and which ones are left out; DataError where one holds no text."""
-        left_out = f", left out {listing((path.name for path in self.left_out), most=3)}" if self.left_out else ""
-        return described(list(zip(self.files, self.readings, strict=True))) + left_out
+        return described(list(zip(self.files, self.readings, strict=True))) + self.without()
+
+    def without(self) -> str:
+        """Which files are left out, as the end of a sentence."""
+        return f", left out {listing((path.name for path in self.left_out), most=3)}" if self.left_out else ""
 
     def stamp(self) -> str | None:
         """A digest that changes when the text may have changed, without reading it; None: read it to know."""
@@ -200,11 +218,11 @@ def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, 
     """The files of a folder that are data, and those that are left out."""
     # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
     files = [file for file in _walk(folder, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
-    left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name)}
-    about = {file for file in files if _ABOUT_DATA.fullmatch(file.name)} - left_out
+    left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name) or is_empty(file, kind)}
+    about = {file for file in files if _NO_ROWS.fullmatch(file.name)} - left_out
     if about and kind is None:
         # A file of each suffix tells enough of the others.
-        samples = {file.suffix.lower(): file for file in files if file not in about | left_out}
+        samples = {Path(unpacked_name(file.name)).suffix: file for file in files if file not in about | left_out}
         has_rows = any(reading_of(file, None, key).kind != "text" for file in samples.values())
     else:
         has_rows = kind != "text"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -10,14 +11,25 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.reading.content import BLOCK, HubFile, first_line, opened, optional_library, readable
+from shardwise.data.reading.content import (
+    BLOCK,
+    TEXT_CONTROLS,
+    HubFile,
+    control_share,
+    first_line,
+    opened,
+    optional_library,
+    readable,
+)
 from shardwise.data.reading.kinds import Kind, reading_of
-from shardwise.data.reading.records import field_names, field_of, read_json
+from shardwise.data.reading.records import field_names, field_of, other_layout, read_json
 from shardwise.errors import DataError, listing, see
 
 # Decoded at once, so that long texts take little memory too.
 _ROWS = 64
 _PAGE_BYTES = 1 << 20
+# A larger file holds a text, or is a parquet file of very many columns; it is not opened to see that it is empty.
+_EMPTY_BYTES, _EMPTY_PARQUET_BYTES = 1 << 6, 1 << 16
 
 
 def documents(
@@ -55,6 +67,25 @@ def documents(
         yield from _parts(file, start, longest)
     elif start == 0:
         yield 1, (text for _, text in _decoded(file))
+
+
+def is_empty(file: Path, kind: Kind | None) -> bool:
+    """Whether a file of this kind, or of the kind that its name says, has neither text nor rows, packed or not."""
+    with contextlib.suppress(OSError, DataError):  # reading the file will report these
+        size = file.stat().st_size
+        if kind == "parquet" or (kind is None and file.name.lower().endswith(".parquet")):
+            return size <= _EMPTY_PARQUET_BYTES and _has_no_rows(file)
+        if size <= _EMPTY_BYTES:
+            with opened(file) as content:
+                return not content.head.removeprefix(codecs.BOM_UTF8).strip()
+    return False
+
+
+def _has_no_rows(file: Path) -> bool:
+    arrow, parquet = _arrow("pyarrow"), _arrow("pyarrow.parquet")
+    with contextlib.suppress(arrow.ArrowException):
+        return not parquet.read_metadata(file).num_rows
+    return not file.stat().st_size
 
 
 def slices(text: str) -> Iterator[str]:
@@ -144,11 +175,15 @@ def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> 
     try:
         text = field_of(record, key)
     except KeyError:
+        if (other := other_layout(record, key)) is not None:
+            raise DataError(f"{where()} {other}") from None
         fields = ", ".join(sorted(field_names(record))) or "no fields"
         raise DataError(
             f"{where()} has no field {key!r}: set data.text_key to the field that holds the text ({fields})"
             f"{see('data#no-such-field')}"
         ) from None
+    if isinstance(text, dict | list) and (other := other_layout(record, key)) is not None:
+        raise DataError(f"{where()} {other}")
     if not isinstance(text, str):
         raise DataError(f"{where()}: the field {key!r} must hold text, not {type(text).__name__} (data.text_key)")
     if not (text or empty):
@@ -270,10 +305,10 @@ def _arrow(module: str) -> Any:
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
     byte = error.object[error.start]
-    # Text in another encoding has no null bytes; what iconv would make of binary data is no text.
-    if 0 in error.object:
+    # What iconv would make of binary data is no text.
+    if 0 in error.object or control_share(error.object[error.start :]) > TEXT_CONTROLS:
         return DataError(
-            f"{where} (0x{byte:02x}) is not UTF-8, and null bytes beside it show binary data: leave it out"
+            f"{where} (0x{byte:02x}) is not UTF-8, and control characters beside it show binary data: leave it out"
         )
     return DataError(
         f"{where} (0x{byte:02x}) is not UTF-8: convert the file from the encoding that it has, for example with "

@@ -101,7 +101,7 @@ def test_the_second_call_opens_what_the_first_built(tmp_path: Path) -> None:
     assert prepare(sized(512, 32, 0, split="19,1"), tmp_path).tokenizer_path == first.tokenizer_path
 
 
-def test_equal_text_is_equal_data_wherever_it_lies(tmp_path: Path) -> None:
+def test_fault_13_equal_text_is_equal_data_wherever_and_beside_what_it_lies(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text("".join(stories()[:80]), encoding="utf-8")
@@ -109,6 +109,10 @@ def test_equal_text_is_equal_data_wherever_it_lies(tmp_path: Path) -> None:
     second = prepare(sized(300, 64, 0, path=str(tmp_path / "two")), tmp_path / "other")
     assert first.fingerprint == second.fingerprint
     assert np.array_equal(first.tokens["train"], second.tokens["train"])
+    (tmp_path / "one" / "_SUCCESS").touch()
+    again = prepare(sized(300, 64, 0, path=str(tmp_path / "one")), tmp_path / "cache")
+    assert again.fingerprint == first.fingerprint
+    assert again.summary == f"{first.summary}, left out _SUCCESS", "fault 13: each start says so"
 
 
 def test_changed_text_is_prepared_anew(tmp_path: Path) -> None:

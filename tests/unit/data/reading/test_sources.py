@@ -1,10 +1,14 @@
 """Reading text: documents and pieces, and one sentence for every kind of bad file."""
 
+import gzip
 import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from shardwise.config import DataConfig
@@ -280,10 +284,7 @@ def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Pa
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("about" * name.isupper(), encoding="utf-8")
-    assert (
-        failure(tmp_path / "_delta_log")
-        == f"{tmp_path}/_delta_log/0.json is empty: remove it or put one JSON object on each line"
-    )
+    assert failure(tmp_path / "_delta_log").endswith("and the folder has none but 0.json")
     (tmp_path / "LICENSE").write_text("rights", encoding="utf-8")
     (tmp_path / "README.md").write_text("about", encoding="utf-8")
     assert read(tmp_path) == ["rights", "about"], "there is nothing else"
@@ -298,6 +299,42 @@ def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Pa
     for name in ("a.json", "README.md", "LICENSE"):
         (tmp_path / name).unlink()
     assert failure(tmp_path).endswith("and the folder has none but _SUCCESS, a.json.crc and dataset_info.json")
+
+
+def test_fault_13_pages_and_programs_beside_rows_are_left_out_and_named(tmp_path: Path) -> None:
+    beside = ("C4.py", "conf.YAML", "index.html", "run.sh", "x.log")
+    texts = ("a.txt", "part")
+    for name in (*beside, *texts):
+        (tmp_path / name).write_text("<html>" if name == "index.html" else name, encoding="utf-8")
+    assert read(tmp_path, format="text") == ["C4.py", "a.txt", "conf.YAML", "<html>", "part", "run.sh", "x.log"]
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"text": ["row"]}), tmp_path / "data/train.parquet")
+    source = open_source(DataConfig(path=str(tmp_path)))
+    assert isinstance(source, sources.FileSource)
+    assert documents(list(source.pieces())) == ["a.txt", "row", "part"]
+    assert source.described() == (
+        "read as plain text (2 files) and parquet (train.parquet), left out C4.py, conf.YAML, index.html and 2 more"
+    )
+
+
+@pytest.mark.parametrize("format", ["auto", "jsonl"])
+def test_fault_13_empty_parts_of_a_folder_are_left_out_and_named(format: Any, tmp_path: Path) -> None:
+    (tmp_path / "part-0.json").write_text('{"text": "one"}\n', encoding="utf-8")
+    empty = {"part-1.json": b"", "part-2.json.gz": gzip.compress(b""), "part-3.json": b"\n"}
+    for name, content in empty.items():
+        (tmp_path / name).write_bytes(content)
+        assert "is empty: remove it" in failure(tmp_path / name), "a file that is named stays refused"
+    if format == "auto":
+        (tmp_path / "part-4.parquet").touch()
+        for name, texts in (("part-5.parquet", []), ("part-6.parquet", ["two"])):
+            pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / name)
+    source = open_source(DataConfig(path=str(tmp_path), format=format))
+    assert isinstance(source, sources.FileSource)
+    assert documents(list(source.pieces())) == (["one", "two"] if format == "auto" else ["one"])
+    assert "left out part-1.json, part-2.json.gz" in source.described()
+    (tmp_path / "part-0.json").unlink()
+    (tmp_path / "part-6.parquet").unlink(missing_ok=True)
+    assert "and the folder has none but part-1.json, part-2.json.gz" in failure(tmp_path, format=format)
 
 
 def test_fault_13_a_cached_reading_as_plain_text_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

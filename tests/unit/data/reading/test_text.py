@@ -5,8 +5,11 @@ import gzip
 import io
 import json
 import lzma
+import random
 import sys
 import tarfile
+import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -192,6 +195,14 @@ def test_fault_13_parquet_of_any_name(tmp_path: Path) -> None:
     assert "is a parquet file packed by gzip, which cannot be read in parts" in failure(tmp_path / "a.parquet.gz")
 
 
+def zipped(name: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr(name, b"data")
+    return buffer.getvalue()
+
+
+RANDOM = random.Random(1).randbytes(4000).translate(None, b"\0")
 ARRAY = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
 
 
@@ -203,7 +214,34 @@ ARRAY = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
         ("a.json.gz", gzip.compress(ARRAY), "`gzip -dc {file} | jq -c '.[]' > lines.jsonl`"),
         ("a.json", b'["a", "b"]', "`jq -c '{{text: .[]}}' {file} > lines.jsonl`"),
         ("a.jsonl", b'{\n "text": "a"\n}', "is JSON with objects of several lines, and JSON must have one object"),
-        ("a.json", b'{"rows": [\n {"text": "a"}]}', "`jq -c '.' {file} > lines.jsonl`"),
+        ("a.json", b'{"v": [\n 1], "rows": [\n {"text": "a"}]}', "`jq -c '.' {file} > lines.jsonl`"),
+        ("a.json", b'{"text": "a", "rows": [\n {"text": "a"}]}', "`jq -c '.' {file} > lines.jsonl`"),
+        ("a.json", b'{"v": 1,\n"my rows": [\n {"text": "a"}]}', "`jq -c '.[\"my rows\"][]' {file} > lines.jsonl`"),
+        ("a.json", b'{"data":[{"text":"a"},\n{"text":"b"}]}', "`jq -c '.data[]' {file} > lines.jsonl`"),
+        (
+            "a",
+            b'{"v": "1", "data":[{"text":"a"}]}\n',
+            "line 1 holds objects in the list 'data': put each on its",
+        ),
+        ("a.jsonl", b'{"data":[{"body":"a"}]}', "for example with `jq -c '.data[]'`"),
+        (
+            "a.json",
+            b'{"body": "a", "notes": [{"id": 1}]}',
+            "set data.text_key to the field that holds the text (body,",
+        ),
+        ("a.json", b'{"id":{"0":1},"text":{"0":"a"}}', "is a whole table, as pandas writes it: write it with to_json"),
+        ("a.json", b'{"columns":["text"],"index":[0],"data":[["a"]]}', "is a whole table, as pandas writes it: write"),
+        ("a.json", b'{"0":{"text":"a"},"1":{"text":"b"}}', "is a whole table, as pandas writes it: write it with to"),
+        (
+            "a.json",
+            b'{\n "text":{\n  "0":"a"}}',
+            "is a table by columns, as pandas writes JSON: write it with to_",
+        ),
+        (
+            "a.txt",
+            b"id\tsaid\n1\ta\n2\tb\n",
+            "is a table of separated values, not plain text: convert it",
+        ),
         ("a.json", b"prose", "line 1 is not JSON"),
         ("a.csv", b"1,a\n", "pandas.read_csv('{file}', sep=',').to_json('lines.jsonl', orient='records', lines=True)"),
         ("a.TSV", b"1\ta\n", r"sep='\t'"),
@@ -213,11 +251,36 @@ ARRAY = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
         ("a.docx", b"PK\x03\x04\x14\0", "is a zip archive (or a .docx, .xlsx or .epub, which are such archives)"),
         ("a.txt", b"%PDF-1.7\n", "is a PDF document, not plain text: extract its text, for example with pdfto"),
         ("a.bz2", bz2.compress(b"<mediawiki>"), "is XML, not plain text: extract its text, for example with wikiex"),
+        (
+            "index",
+            b"\n<!DOCTYPE HTML>",
+            "is HTML, not plain text: extract its text, for example with trafil",
+        ),
+        ("a.xml", b"\xef\xbb\xbf<?xml version='1.0'?>", "is XML, not plain text: extract its text (of Wikipedia"),
         ("a.gz", gzip.compress(gzip.compress(LINES)), "is packed twice, by gzip and then by gzip: unpack it once"),
         ("a.txt", "a\n".encode("utf-16-le"), "looks like UTF-16LE without the mark that begins such files: convert"),
         ("a.txt", b"\x05\0\x20\0\x07\0", "byte 1 is null, so the file holds binary data and no text: leave it out"),
+        (
+            "a.jsonl.br",
+            RANDOM,
+            "and its name says that it is packed: unpack it, for example with brotli -d",
+        ),
+        ("a.Z", RANDOM, "unpack it, for example with pigz -dc, or leave it out"),
+        ("a.json.deflate", zlib.compress(LINES), "unpack it, for example with pigz -dc, or leave it out"),
+        ("a", b"\x89LZO\0\r\n\x1a\n", "is packed by lzop, not plain text: unpack it with lzop -d"),
+        ("a", b"\xff\x06\0\0sNaPpY", "is packed by snappy, not plain text: unpack it with snzip -d"),
+        ("a.txt", RANDOM, "is not UTF-8, and its control characters show binary data: leave it out"),
+        ("a.jsonl", RANDOM[:40], "is not UTF-8, and its control characters show binary data: leave it out"),
+        ("a.txt", b"x" * (1 << 14) + RANDOM, "is not UTF-8, and control characters beside it show binary data: leave"),
+        (
+            "a.txt",
+            b"caf\xe9 " * 9 + b"\x1a",
+            "is not UTF-8: convert the file from the encoding that it has, for example",
+        ),
+        ("a.pt", zipped("archive/data.pkl"), "is a file of torch.save or of numpy's savez, not plain text: write the"),
+        ("a.npz", zipped("arr_0.npy"), "is a file of torch.save or of numpy's savez, not plain text: write the"),
         ("a.txt", b"\xff\xfe\0\xd8a", "begins with the mark of UTF-16 and is not UTF-16 (unexpected end of data)"),
-        ("a.txt", b"x" * (1 << 14) + b"\xe9\0", "is not UTF-8, and null bytes beside it show binary data: leave"),
+        ("a.txt", b"x" * (1 << 14) + b"\xe9\0", "is not UTF-8, and control characters beside it show binary data:"),
     ],
 )
 def test_fault_13_what_is_no_text_is_named_with_a_way_on(name: str, content: bytes, says: str, tmp_path: Path) -> None:
@@ -227,7 +290,9 @@ def test_fault_13_what_is_no_text_is_named_with_a_way_on(name: str, content: byt
     assert says.format(file=tmp_path / name) in said
 
 
-@pytest.mark.parametrize("text", ["{name} is here", "[Music] la la", '["Why?" he said.', "Dear text, and you"])
+@pytest.mark.parametrize(
+    "text", ["{name} is here", "[Music] la la", '["Why?" he said.', "Dear text, and you", "Hi,you\n\na,b\nc,d\n"]
+)
 def test_fault_13_prose_that_begins_as_other_kinds_do_is_prose(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     assert read(tmp_path / "a.txt") == [text]
