@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 PROBLEMS = "shardwise_problems"
@@ -45,11 +45,16 @@ class Section(BaseModel):
         """The hash of all values, of mappings and lists by their contents: sections are keys of caches."""
         return hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
 
-    @field_validator("*", mode="wrap")
+    @model_validator(mode="wrap")
     @classmethod
-    def _has_names_of_the_system(cls, value: Any, validated: Callable[[Any], Any]) -> Any:
-        """Takes any path, and gives a text as the system's names have it, whichever encoding Python has."""
-        return as_given(validated(with_stand_ins(system_names(value))))
+    def _has_names_of_the_system(cls, values: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
+        """Takes any path, and gives texts as the system's names have them, whichever encoding Python has."""
+        if not isinstance(values, Mapping) or all(map(_is_plain, values.values())):  # as nearly always
+            return validated(values)
+        section = validated({key: with_stand_ins(system_names(value)) for key, value in values.items()})
+        for key, value in section.__dict__.items():
+            section.__dict__[key] = as_given(value)
+        return section
 
     @field_validator("*", mode="after")
     @classmethod
@@ -59,6 +64,11 @@ class Section(BaseModel):
         if isinstance(value, int) and value > LARGEST and not has_bound:
             raise PydanticKnownError("less_than_equal", {"le": LARGEST})
         return value
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is the same in each encoding; a section within this one sees to its own values."""
+    return value.isascii() if isinstance(value, str) else not isinstance(value, list | tuple)
 
 
 def utf8_text(text: str) -> str:

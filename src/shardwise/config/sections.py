@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise import units
-from shardwise.config.base import Section, reject, utf8_text
+from shardwise.config.base import Section, as_given, reject, utf8_text
 from shardwise.config.compilation import CompileConfig
 from shardwise.config.data import DataConfig
 from shardwise.config.hooks import HooksConfig
@@ -398,10 +398,11 @@ class LogConfig(Section):
     @field_validator("sample_prompt")
     @classmethod
     def _sample_prompt_is_text(cls, value: str | None) -> str | None:
+        text = as_given(value)
         try:
-            return value and utf8_text(value)
+            return text and utf8_text(text)
         except UnicodeError:
-            reject([f"log.sample_prompt ({value!r}) must be UTF-8, and a part of it is not"])
+            reject([f"log.sample_prompt ({text!r}) must be UTF-8, and a part of it is not"])
             raise
 
     @field_validator("profile", mode="before")
