@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from shardwise.checkpoint_format.folders import partial_name, step_name
 from shardwise.checkpoint_format.manifest import MANIFEST
 from shardwise.checkpoint_format.owner import Owner, take
-from shardwise.runlog import RunLock
+from shardwise.runlog import RunDirectory, RunLock
 from shardwise.storage.root import Root
 from tests.e2e.command import environment, shardwise, within
 from tests.stored import small_tensors, write_checkpoint
@@ -144,6 +144,7 @@ def test_a_run_under_way_is_not_pruned(run: Path, owned: bool) -> None:
     folder = run / "checkpoints"
     if owned:
         folder = folder.rename(run.parent / "far")
+        RunDirectory(run).id()
         take(Root.of(folder), Owner.here("mine", run))
     before = sorted(folder.iterdir())
     for given in (folder,) if owned else (folder, run):

@@ -115,8 +115,13 @@ supervise() {{
     (trap '' USR1 TERM INT; exec {command} "$@") &
     supervisor=$!
     if [[ $asked ]]; then hand_over "$asked" & fi
-    while kill -0 "$supervisor" 2> /dev/null; do wait "$supervisor"; done
-    wait "$supervisor"
+    ended=127
+    while kill -0 "$supervisor" 2> /dev/null; do wait "$supervisor"; ended=$?; done
+    # A signal may have ended the last wait, and the exit code is still to be had; else bash has forgotten it.
+    wait "$supervisor" 2> /dev/null
+    again=$?
+    if ((again >= 0 && again != 127)); then ended=$again; fi
+    return "$ended"
 }}
 for signal in USR1 TERM INT; do trap "asked=\\${{asked:-$signal}}; hand_over $signal &" "$signal"; done
 supervise
