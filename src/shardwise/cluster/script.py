@@ -117,10 +117,15 @@ supervise() {{
     if [[ $asked ]]; then hand_over "$asked" & fi
     ended=127
     while kill -0 "$supervisor" 2> /dev/null; do wait "$supervisor"; ended=$?; done
-    # A signal may have ended the last wait, and the exit code is still to be had; else bash has forgotten it.
+    # A signal may have ended the last wait, and the exit code is still to be had, unless bash has forgotten it. No
+    # supervisor ends by USR1 or INT: one that ended as they came was killed.
     wait "$supervisor" 2> /dev/null
     again=$?
-    if ((again >= 0 && again != 127)); then ended=$again; fi
+    if ((again >= 0 && again != 127)); then
+        ended=$again
+    elif ((ended == 128 + 10 || ended == 128 + 2)); then
+        ended=137
+    fi
     return "$ended"
 }}
 for signal in USR1 TERM INT; do trap "asked=\\${{asked:-$signal}}; hand_over $signal &" "$signal"; done
