@@ -1,4 +1,4 @@
-"""Names that come from outside: keys of an object store, files that an index or a manifest lists.
+"""Names that come from outside: keys of an object store, files that an index or a manifest lists, tensors of a file.
 
 Such a name may lead out of the folder that it belongs to. `name_problem` checks each before it is joined to a folder.
 """
@@ -6,6 +6,9 @@ Such a name may lead out of the folder that it belongs to. `name_problem` checks
 from __future__ import annotations
 
 import re
+
+SAFETENSORS_METADATA = "__metadata__"
+"""The member of a safetensors header that describes no tensor."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -27,3 +30,8 @@ def name_problem(name: object, *, nested: bool = False) -> str | None:
     if _CONTROL.search(name) or "\\" in name:
         return f"{name!r} has a backslash or a control character"
     return f"{name!r} lies in another folder" if len(segments) > 1 and not nested else None
+
+
+def is_tensor_name(name: str) -> bool:
+    """Whether a file can hold a tensor of this name, which will be shown: a terminal obeys some characters."""
+    return name.isprintable() and name != SAFETENSORS_METADATA

@@ -14,7 +14,7 @@ from shardwise.config import Config, OwnConfig, check_layout, load_config, requi
 from shardwise.cost import expected_memory
 from shardwise.errors import ConfigError
 from shardwise.plan import parameter_count
-from shardwise.plan.parameters import vocabulary_rows
+from shardwise.plan.chunks import vocabulary_rows
 from tests.arch.published import PUBLISHED
 from tests.arch.source import PACKAGE
 from tests.e2e.command import within

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from shardwise.checkpoint.agreement import agree
+from shardwise.agreement import agree
 from shardwise.config import load_config
 from shardwise.errors import ConfigError
 from shardwise.mesh import Group, Mesh

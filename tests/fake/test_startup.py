@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.checkpoint.agreement import agree
+from shardwise.agreement import agree
 from shardwise.checkpoint.restore import read_manifest
 from shardwise.config import Config, load_config
 from shardwise.errors import ConfigError

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise import comm
 from shardwise.api.arguments import config_problems, shown_value
-from shardwise.checkpoint.agreement import agree
+from shardwise.agreement import agree
 from shardwise.checkpoint.importing.foreign_model import canonical_shapes
 from shardwise.checkpoint.load import tensor_shapes
 from shardwise.checkpoint.reading import other_ends

@@ -1,38 +1,17 @@
-"""Agreement of ranks on problems, and of a folder's model and tokenizer with the recipe's."""
+"""Agreement of the model and the tokenizer of a folder with those of the recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from shardwise import comm
+from shardwise.agreement import agree
 from shardwise.checkpoint_format.model_file import differences
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
 from shardwise.mesh import Group
 from shardwise.parsing import json_value
 from shardwise.storage.root import Root
-
-_Item = TypeVar("_Item")
-
-
-def union(items: Iterable[_Item], group: Group) -> list[_Item]:
-    """The items of all ranks of a group, each once, in the same order on every rank.
-
-    Where no rank has one, as in a healthy job, the ranks exchange a flag and no more.
-    """
-    mine = list(items)
-    if not comm.any_rank(bool(mine), group):
-        return []
-    return list(dict.fromkeys(item for of_rank in comm.all_gather_objects(mine, group) for item in of_rank))
-
-
-def agree(problems: list[str], group: Group) -> None:
-    """Every rank raises, as one ConfigError, the problems of all ranks of the group, or none does."""
-    if everyones := union(problems, group):
-        raise ConfigError(everyones)
-
 
 def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
     """Raise, on every rank of the group, why the weights of a folder are not the model's, where any rank finds it."""

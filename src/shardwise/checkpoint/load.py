@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise import comm
-from shardwise.checkpoint.agreement import agree
+from shardwise.agreement import agree
 from shardwise.checkpoint.dtypes import TORCH_DTYPES
 from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, read
 from shardwise.checkpoint.restore import held_pieces, read_manifest

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.boxes import Box
-from shardwise.checkpoint.agreement import union
+from shardwise.agreement import union
 from shardwise.checkpoint.dtypes import TORCH_DTYPES
 from shardwise.checkpoint_format.folders import is_damage
 from shardwise.checkpoint_format.manifest import Manifest, TensorEntry

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint.agreement import agree
+from shardwise.agreement import agree
 from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, read, verify_rest
 from shardwise.checkpoint_format.comparison import mismatches
 from shardwise.checkpoint_format.manifest import MODEL, Manifest

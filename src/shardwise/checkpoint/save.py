@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint.agreement import union
+from shardwise.agreement import union
 from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.conveyor import Aborted, Conveyor
 from shardwise.checkpoint.dtypes import DTYPE_NAMES, TORCH_DTYPES

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
 from shardwise.errors import see
+from shardwise.names import SAFETENSORS_METADATA, is_tensor_name
 from shardwise.storage.root import DamageError, Root, StoreError
 from shardwise.units import size as size_text
 
@@ -21,8 +22,6 @@ MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library accepts."""
 _LENGTH = struct.Struct("<Q")
 MAX_DIMS = 64
-METADATA = "__metadata__"
-"""The member of a header that describes no tensor."""
 _LARGEST = 2**63
 _POINTER = b"version https://git-lfs"
 
@@ -64,7 +63,7 @@ def header(
     Returns:
         the file's first bytes (a multiple of 8), each tensor's offset in the file, and the file's length.
     """
-    fields: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
+    fields: dict[str, object] = {SAFETENSORS_METADATA: dict(metadata)} if metadata else {}
     offsets, end = [], 0
     for name, dtype, shape in tensors:
         assert name not in fields, f"two tensors of the name {name}"
@@ -101,7 +100,7 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
         fields = json.loads(file.read(_LENGTH.size, _LENGTH.size + length), object_pairs_hook=_without_duplicates)
         if not isinstance(fields, dict):
             raise ValueError("it is no JSON object")
-        fields.pop(METADATA, None)
+        fields.pop(SAFETENSORS_METADATA, None)
         first = _LENGTH.size + length
         tensors = {name: _tensor(name, entry, first) for name, entry in fields.items()}
         tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
@@ -126,11 +125,6 @@ def _tensor(name: str, entry: object, first: int) -> StoredTensor:
     if offsets[1] - offsets[0] != needed:
         raise ValueError(f"{name} has {offsets[1] - offsets[0]:,} bytes, and its shape needs {needed:,}")
     return StoredTensor(dtype, shape, first + offsets[0], first + offsets[1])
-
-
-def is_tensor_name(name: str) -> bool:
-    """Whether a file can hold a tensor of this name, which will be shown: a terminal obeys some characters."""
-    return name.isprintable() and name != METADATA
 
 
 def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tuple[int, ...]]:

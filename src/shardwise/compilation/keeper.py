@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from shardwise import comm
-from shardwise.checkpoint.agreement import agree, union
+from shardwise.agreement import agree, union
 from shardwise.compilation.facts import graph_facts, planned_graphs
 from shardwise.compilation.folders import WorkFolder, compiled_files, remove_left_over
 from shardwise.compilation.units import Compilation, Graph

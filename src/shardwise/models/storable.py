@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from shardwise.checkpoint_format.safetensors import METADATA, is_tensor_name
 from shardwise.errors import listing
+from shardwise.names import SAFETENSORS_METADATA, is_tensor_name
 from shardwise.placement import placements
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -26,7 +26,7 @@ def storage_problems(model: nn.Module) -> list[str]:
             "several parameters have the name {}: give their layers other names": [
                 name for name, count in names.items() if count > 1
             ],
-            f"{{}}: a parameter's name must have printable characters only and not be {METADATA}, which safetensors "
+            f"{{}}: a parameter's name must have printable characters only and not be {SAFETENSORS_METADATA}, which safetensors "
             "uses: give it or its module another name": [ascii(name) for name in names if not is_tensor_name(name)],
         }
     )

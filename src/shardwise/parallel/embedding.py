@@ -12,7 +12,7 @@ from shardwise import comm, placement
 from shardwise._torch_private import has_data
 from shardwise.parallel.arguments import by_name, sharing_group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
-from shardwise.plan.parameters import vocabulary_rows
+from shardwise.plan.chunks import vocabulary_rows
 
 _POSITIONAL = ("max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 """What torch's and neuronx-distributed's embeddings take after `padding_idx`."""

@@ -16,7 +16,7 @@ from shardwise.parallel.loss import IGNORE_INDEX, chunk_losses, linear_cross_ent
 from shardwise.parallel.matmul import linear
 from shardwise.placement import Init
 from shardwise.plan.chunks import loss_chunk_elements
-from shardwise.plan.parameters import vocabulary_rows
+from shardwise.plan.chunks import vocabulary_rows
 
 
 class ParallelLMHead(placement.PlacedModule):

@@ -1,4 +1,4 @@
-"""Sizes of the chunks in which large intermediate tensors are computed."""
+"""Rows of the vocabulary on a rank, and sizes of the chunks in which large intermediate tensors are computed."""
 
 from __future__ import annotations
 
@@ -34,3 +34,8 @@ def loss_chunk_elements(rows: int, accelerator: bool) -> int:
     """Logits that the chunked loss holds at once on a rank that holds `rows` rows of the head."""
     limit = LOSS_CHUNK_ELEMENTS_ACCELERATOR if accelerator else LOSS_CHUNK_ELEMENTS_CPU
     return max(limit, LOSS_CHUNK_TOKENS * rows)
+
+
+def vocabulary_rows(vocabulary: int, tensor: int, multiple: int = 1) -> int:
+    """Rows of embedding and head on each of t ranks: ceil(V / t), rounded up to a multiple."""
+    return -(-vocabulary // (tensor * multiple)) * multiple

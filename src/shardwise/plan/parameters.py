@@ -11,15 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.config import BertConfig, FamilyConfig, ModelConfig, OwnConfig
+from shardwise.plan.chunks import vocabulary_rows
 from shardwise.plan.stage import Stage
 
 Per = Literal["token", "prediction", "sequence"]
 """What a matrix is multiplied with: every token (blocks), every predicted token (head), or one token of a sequence."""
-
-
-def vocabulary_rows(vocabulary: int, tensor: int, multiple: int = 1) -> int:
-    """Rows of embedding and head on each of t ranks: ceil(V / t), rounded up to a multiple."""
-    return -(-vocabulary // (tensor * multiple)) * multiple
 
 
 @dataclass(frozen=True)

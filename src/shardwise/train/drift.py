@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint.agreement import union
+from shardwise.agreement import union
 from shardwise.errors import RunError, see
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import placements

@@ -25,7 +25,7 @@ import xxhash
 from torch import Tensor, nn
 
 from shardwise import __version__, comm, units
-from shardwise.checkpoint.agreement import union
+from shardwise.agreement import union
 from shardwise.checkpoint.restore import held_pieces
 from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.config import Config

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from shardwise import __version__, comm, cost, hub
 from shardwise import device as devices
-from shardwise.checkpoint.agreement import agree
+from shardwise.agreement import agree
 from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
 from shardwise.checkpoint_format.earlier_run import earlier_run
 from shardwise.checkpoint_format.owner import Owner, take
