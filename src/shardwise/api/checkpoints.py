@@ -113,8 +113,8 @@ def load_checkpoint(
             optimizer: every mismatch. Nothing was changed, unless it says that the weights are not finite.
         DamageError: its bytes do not match their checksums. The model is then not to be used.
     """
-    from shardwise import checkpoint
     from shardwise.api.own_loop import mesh_of, on_first_rank, require_loadable
+    from shardwise.checkpoint.load import load_checkpoint as load_weights
     from shardwise.checkpoint.restore import read_manifest, restore
     from shardwise.train.opening import raised_on_every_rank
     from shardwise.train.same import require_equal
@@ -128,7 +128,7 @@ def load_checkpoint(
     manifest = read_manifest(root, mesh.world)
     with keys_renamed(_ARGUMENTS):
         if optimizer is None:
-            checkpoint.load_checkpoint(model, str(manifest.config.get("model", {}).get("family", "")), mesh, root)
+            load_weights(model, str(manifest.config.get("model", {}).get("family", "")), mesh, root)
         else:
             restore(root, manifest, model, optimizer, mesh)
     return manifest.step
