@@ -135,10 +135,10 @@ def _name(recipe: str, keys: dict[str, Any]) -> str:
 
 
 def _timed(recipe: str, keys: dict[str, Any], text: str, seconds: list[float]) -> dict[str, Any]:
-    from shardwise.calibration.probes import undisturbed
     from shardwise.config import check_layout, load_config
-    from shardwise.cost.step import step_time
-    from shardwise.devices import Cluster, parse_device
+    from shardwise.planner.device_specs import Cluster, parse_device
+    from shardwise.planner.step_time import step_time
+    from shardwise.verify.calibration.probes import undisturbed
 
     config = load_config(recipe, _overrides(keys))
     time = step_time(config, check_layout(config, 2), Cluster(parse_device("here", text, "here.yaml"), 1, 2))
@@ -155,8 +155,8 @@ def _held(recipe: str, world: int, keys: dict[str, Any]) -> dict[str, Any]:
 
 def _trainer(recipe: str, overrides: list[str]) -> Any:
     from shardwise.config import load_config
-    from shardwise.mesh import Mesh
-    from shardwise.testing import random_text
+    from shardwise.data.random_text import random_text
+    from shardwise.distributed.mesh import Mesh
     from shardwise.train.build import build_trainer
 
     config = load_config(recipe, overrides)
@@ -168,8 +168,8 @@ def stepped(cells: list[tuple[str, list[str]]], rounds: int) -> list[list[float]
     """On one rank: seconds of the steps of each cell, which take turns."""
     import torch
 
-    from shardwise import comm
-    from shardwise.mesh import join
+    from shardwise.distributed import collectives
+    from shardwise.distributed.mesh import join
 
     torch.set_num_threads(1)
     join()
@@ -177,7 +177,7 @@ def stepped(cells: list[tuple[str, list[str]]], rounds: int) -> list[list[float]
     seconds: list[list[float]] = [[] for _ in cells]
     for number in range(rounds + 1):
         for trainer, taken in zip(trainers, seconds, strict=True):
-            comm.barrier(trainer.mesh.world)
+            collectives.barrier(trainer.mesh.world)
             for _ in range(STEPS if number else 2):
                 start = time.perf_counter()
                 trainer.step()
@@ -191,8 +191,8 @@ def held(recipe: str, overrides: list[str]) -> dict[str, float]:
     import torch
 
     from shardwise.config import check_layout
-    from shardwise.cost import expected_memory
-    from shardwise.mesh import join
+    from shardwise.distributed.mesh import join
+    from shardwise.planner.memory import expected_memory
     from shardwise.train.memory import state_by_kind
     from tests.live_tensors import LiveTensors
 

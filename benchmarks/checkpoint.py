@@ -33,8 +33,8 @@ def trainer_of(overrides: dict[str, Any]) -> Any:
     import torch
 
     from shardwise.config import config_from
-    from shardwise.data import PreparedText
-    from shardwise.mesh import Mesh, join
+    from shardwise.data.formats.common import PreparedText
+    from shardwise.distributed.mesh import Mesh, join
     from shardwise.train.build import build_trainer
 
     torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def trainer_of(overrides: dict[str, Any]) -> Any:
 
 def saver_of(trainer: Any, folder: str, buffer_bytes: int | None = None) -> Any:
     from shardwise.checkpoint.save import Keeping, Saver
-    from shardwise.storage.root import Root
+    from shardwise.checkpoint.storage.root import Root
 
     group = trainer.mesh.host_group("checkpoint")
     parts = (trainer.model, trainer.optimizer, trainer.config, trainer.mesh, group)
@@ -68,7 +68,7 @@ def saving(folder: str, rounds: int) -> dict[str, Any]:
     import torch
     import torch.distributed.checkpoint as dcp
 
-    from shardwise import comm
+    from shardwise.distributed import collectives
     from shardwise.optim.state import state_tensors
 
     trainer = trainer_of({})
@@ -93,7 +93,7 @@ def saving(folder: str, rounds: int) -> dict[str, Any]:
 
     save()
     mine = sizes[0] // RANKS if rank == 0 else 0
-    mine = max(comm.all_gather_objects(mine, world))
+    mine = max(collectives.all_gather_objects(mine, world))
     block = torch.ones(16 * 2**20, dtype=torch.uint8)
 
     def plain() -> None:
@@ -123,7 +123,7 @@ def saving(folder: str, rounds: int) -> dict[str, Any]:
     for measured in (blocked, complete):
         measured.clear()
     calls = {"plain": plain, "save": save, "torch": torch_save, "copy": copy}
-    seconds = interleaved(calls, rounds, before=lambda: (os.sync(), comm.barrier(world)))
+    seconds = interleaved(calls, rounds, before=lambda: (os.sync(), collectives.barrier(world)))
     seconds |= {"blocked": blocked[1:], "complete": complete[1:]}
 
     alone, beside = [], []
@@ -157,13 +157,13 @@ def loading(folder: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """On one rank: seconds and bytes of loading at another layout."""
     import time
 
-    from shardwise import comm
     from shardwise.checkpoint.restore import read_manifest, restore
-    from shardwise.storage.root import Root
+    from shardwise.checkpoint.storage.root import Root
+    from shardwise.distributed import collectives
 
     trainer = trainer_of(overrides)
     where = Root.of(folder)
-    comm.barrier(trainer.mesh.world)
+    collectives.barrier(trainer.mesh.world)
     start = time.perf_counter()
     manifest = read_manifest(where, trainer.mesh.world)
     restored = restore(where, manifest, trainer.model, trainer.optimizer, trainer.mesh)

@@ -1,4 +1,4 @@
-"""Collectives on gloo: what each costs by size and ranks, and why `comm.py` scatters sums by an all-to-all there."""
+"""Collectives on gloo: what each costs by size and ranks, and why sums are scattered by an all-to-all there."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def measure(mib: float, rounds: int) -> dict[str, list[float]]:
     import torch
     from torch import Tensor
 
-    from shardwise import comm
-    from shardwise.mesh import Group, join
+    from shardwise.distributed import collectives
+    from shardwise.distributed.mesh import Group, join
 
     join()
     group = Group.world()
@@ -33,18 +33,18 @@ def measure(mib: float, rounds: int) -> dict[str, list[float]]:
 
     def reduce_scatter(by_all_to_all: bool) -> Tensor:
         group.scatter_by_all_to_all = by_all_to_all
-        return comm.reduce_scatter_async(whole, group, out=part, overlap=False).wait()
+        return collectives.reduce_scatter_async(whole, group, out=part, overlap=False).wait()
 
     calls = {
-        "all_reduce": lambda: comm.all_reduce_(whole, group),
+        "all_reduce": lambda: collectives.all_reduce_(whole, group),
         "native": lambda: reduce_scatter(False),
         "ours": lambda: reduce_scatter(True),
-        "all_gather": lambda: comm.all_gather(part, group, out=whole),
+        "all_gather": lambda: collectives.all_gather(part, group, out=whole),
     }
 
     def before() -> None:
         whole.fill_(1.0)
-        comm.barrier(group)
+        collectives.barrier(group)
 
     return interleaved(calls, rounds, warmup=2, before=before)
 
@@ -66,6 +66,7 @@ def run(rounds: int) -> Report:
         figures,
         notes=[
             f"Size: of the whole tensor, float32. Medians of {4 * rounds} interleaved rounds, each after a barrier, of "
-            "the slowest rank; all ranks on this one machine. comm.py's reduce-scatter on gloo is the third row."
+            "the slowest rank; all ranks on this one machine. The third row is the reduce-scatter that "
+            "distributed/collectives.py uses on gloo."
         ],
     )

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise import device as devices
 from shardwise.config import CompileConfig, LlamaConfig
-from shardwise.mesh import Mesh, join
-from shardwise.models import Llama
-from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.distributed import devices
+from shardwise.distributed.mesh import Mesh, join
+from shardwise.models.llama import Llama
+from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 MODEL = LlamaConfig(
     family="llama",
@@ -76,7 +76,7 @@ class Shardwise:
         dtype = torch.bfloat16 if mixed else torch.float32
         self.model = Llama(MODEL, self.mesh.tp, sequence_parallel=sequence, seed=SEED, dtype=dtype)
         if compiled:
-            from shardwise.compilation import compile_units
+            from shardwise.train.compile.units import compile_units
 
             compile_units(self.model, CompileConfig(enabled=True), self.mesh.device)
 

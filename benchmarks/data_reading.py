@@ -105,7 +105,7 @@ def open_sparse(folder: Path) -> dict[str, float]:
 def index(folder: Path) -> dict[str, float]:
     """From the files to the first batch of an epoch."""
     from shardwise.data.reading.megatron import IndexedFile
-    from shardwise.data.samples.documents import DocumentBatches, Documents
+    from shardwise.data.samples.causal import DocumentBatches, Documents
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -121,7 +121,7 @@ def index(folder: Path) -> dict[str, float]:
 def loader(folder: Path) -> dict[str, float]:
     """Tokens a second of one thread, by length of a sample; from the page cache, in random order."""
     from shardwise.data.reading.megatron import IndexedFile
-    from shardwise.data.samples.documents import DocumentBatches, Documents
+    from shardwise.data.samples.causal import DocumentBatches, Documents
 
     file = IndexedFile.open(str(folder / "tokens"))
     np.asarray(file.tokens).sum()  # into the page cache
@@ -141,7 +141,8 @@ def loader(folder: Path) -> dict[str, float]:
 def shards(folder: Path) -> dict[str, float]:
     """Rows a second of one thread from shards that were compressed, once they are unpacked."""
     from shardwise.config import load_config
-    from shardwise.data import make_batches, prepare
+    from shardwise.data.formats.common import make_batches
+    from shardwise.data.opening import prepare
 
     keys = (f"data.path={folder / 'shards'}", "model.vocab_size=30522", "train.sequence_length=128")
     config = load_config("bert-tiny", [*keys, "model.max_position_embeddings=128"])

@@ -35,11 +35,11 @@ def train(tensor: int, rounds: int, shapes: Sequence[str] = (), device: str | No
     """
     import torch
 
-    from shardwise import device as devices
-    from shardwise.cost import flops_per_token
-    from shardwise.hardware import peak_flops
-    from shardwise.mesh import Mesh, join
-    from shardwise.testing import random_text
+    from shardwise.base.hardware import peak_flops
+    from shardwise.data.random_text import random_text
+    from shardwise.distributed import devices
+    from shardwise.distributed.mesh import Mesh, join
+    from shardwise.planner.rank_case import flops_per_token
     from shardwise.train.build import build_trainer
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints each of its starts and stops
@@ -81,11 +81,11 @@ def fitting(mesh: Any, shapes: Sequence[str] = ()) -> Any:
     Raises:
         ConfigError: not even one block fits.
     """
-    from shardwise import comm
-    from shardwise import device as devices
+    from shardwise.base.errors import ConfigError
     from shardwise.config import check_layout, load_config
-    from shardwise.cost import expected_memory
-    from shardwise.errors import ConfigError
+    from shardwise.distributed import collectives as comm
+    from shardwise.distributed import devices
+    from shardwise.planner.memory import expected_memory
 
     room = ROOM * min(comm.all_gather_objects(devices.total_memory(mesh.device) or math.inf, mesh.world))
     keys = [f"parallel.tensor={mesh.tp.size}", f"parallel.sequence={'true' if mesh.tp.size > 1 else 'false'}"]
@@ -136,7 +136,7 @@ def _joined(spans: Iterable[Interval]) -> list[Interval]:
 
 
 def run(rounds: int) -> Report:
-    from shardwise.hardware import accelerators
+    from shardwise.base.hardware import accelerators
 
     count = accelerators()[1]
     found = {}

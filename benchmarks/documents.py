@@ -37,10 +37,10 @@ def steps(apart: str, compiled: bool) -> Any:
 
     import torch
 
-    from shardwise.compilation import compile_units
     from shardwise.config import CompileConfig, LlamaConfig
-    from shardwise.models import Llama
     from shardwise.models.documents import dense_mask
+    from shardwise.models.llama import Llama
+    from shardwise.train.compile.units import compile_units
 
     class WithMask(Llama):
         def _within_documents(self, context: Any, starts_SB: Any, x: Any) -> Any:

@@ -37,8 +37,8 @@ def steps(hidden: float, attention: float, mode: str, recompute: str) -> Any:
     import torch
 
     from shardwise.config import GPTConfig
-    from shardwise.models import GPT
-    from shardwise.parallel import DropoutKey
+    from shardwise.layers.dropout import DropoutKey
+    from shardwise.models.gpt import GPT
 
     torch.set_num_threads(1)
     config = GPTConfig(**MODEL, resid_pdrop=hidden, embd_pdrop=hidden, attn_pdrop=attention)  # type: ignore[arg-type]

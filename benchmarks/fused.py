@@ -11,15 +11,14 @@ from measure import interleaved, slowest
 from report import Report, Table
 from torch import Tensor, nn
 
-from shardwise import comm
 from shardwise.config import LlamaConfig
-from shardwise.mesh import Mesh, join
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Mesh, join
+from shardwise.distributed.placement import Init
+from shardwise.layers.linear import ColumnParallelLinear, LayerOptions
 from shardwise.models.blocks import Context, Maker, Part
 from shardwise.models.llama import LlamaBlock
 from shardwise.models.rotary import Rotary
-from shardwise.parallel import ColumnParallelLinear
-from shardwise.parallel.linear import LayerOptions
-from shardwise.placement import Init
 
 SIZES = (
     {"hidden": 256, "heads": 8, "intermediate": 688, "sequence": 256, "batch": 16},
@@ -94,7 +93,7 @@ def measure(size: dict[str, int], sequence_parallel: bool, rounds: int) -> dict[
         module(x, Context()).backward(dy)
 
     calls = {"merged": lambda: step(merged), "separate": lambda: step(separate)}
-    seconds = interleaved(calls, rounds, warmup=3, before=lambda: comm.barrier(mesh.world))
+    seconds = interleaved(calls, rounds, warmup=3, before=lambda: collectives.barrier(mesh.world))
     return {"seconds": seconds, "difference": difference}
 
 

@@ -52,9 +52,9 @@ def compare(hidden: int) -> dict[str, float]:
 
 def gathered(hidden: int) -> dict[str, int]:
     """On one rank of two, with sequence parallelism: elements of the largest tensor that a collective returned."""
-    from shardwise import comm
-    from shardwise.mesh import Mesh, join
-    from shardwise.parallel import linear_cross_entropy
+    from shardwise.distributed import collectives
+    from shardwise.distributed.mesh import Mesh, join
+    from shardwise.layers.loss import linear_cross_entropy
 
     join()
     mesh = Mesh(tensor=2)
@@ -62,7 +62,7 @@ def gathered(hidden: int) -> dict[str, int]:
     mine = x.detach().chunk(2)[mesh.tp.rank].clone().requires_grad_()
     rows = weight.detach().chunk(2)[mesh.tp.rank].clone().requires_grad_()
     largest = 0
-    gather = comm.all_gather
+    gather = collectives.all_gather
 
     def watched(*arguments: Any, **options: Any) -> Any:
         nonlocal largest
@@ -70,7 +70,7 @@ def gathered(hidden: int) -> dict[str, int]:
         largest = max(largest, whole.numel())
         return whole
 
-    comm.all_gather = watched
+    collectives.all_gather = watched
     linear_cross_entropy(mine, rows, targets, group=mesh.tp, sequence_parallel_enabled=True).backward()
     return {"largest": largest, "whole": x.numel()}
 
@@ -87,8 +87,8 @@ def _inputs(hidden: int) -> tuple[Any, Any, Any]:
 def _loss(path: str, x: Any, weight: Any, targets: Any) -> Any:
     import torch.nn.functional as F
 
-    from shardwise.parallel import linear_cross_entropy
-    from shardwise.parallel.matmul import linear
+    from shardwise.layers.loss import linear_cross_entropy
+    from shardwise.layers.matmul import linear
 
     if path == "chunked":
         return linear_cross_entropy(x, weight, targets)

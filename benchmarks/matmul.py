@@ -27,9 +27,9 @@ def measure(rounds: int) -> dict[str, Any]:
     """In one process: FLOP/s by shape, product and library."""
     import torch
 
-    from shardwise import device as devices
-    from shardwise._torch_private import onednn_linear
-    from shardwise.parallel.matmul import weight_gradient
+    from shardwise.distributed import devices
+    from shardwise.distributed.torch_private import onednn_linear
+    from shardwise.layers.matmul import weight_gradient
 
     chosen = devices.cpu_prefers_onednn()
     found: dict[str, Any] = {"prefers_onednn": chosen, "rates": {}}

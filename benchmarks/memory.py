@@ -10,7 +10,7 @@ from report import Report, Table, target
 
 if TYPE_CHECKING:
     from shardwise.config import Config
-    from shardwise.mesh import Mesh
+    from shardwise.distributed.mesh import Mesh
     from shardwise.train.trainer import Trainer
 
 BYTES_PER_PARAMETER = {"float32": 8, "mixed": 12}
@@ -35,9 +35,9 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     model.
     """
     from shardwise.config import check_layout, load_config
-    from shardwise.cost import expected_memory
-    from shardwise.mesh import Mesh, join
-    from shardwise.plan import local_parameter_count
+    from shardwise.distributed.mesh import Mesh, join
+    from shardwise.models.parameter_counts import local_parameter_count
+    from shardwise.planner.memory import expected_memory
 
     join()
     config = load_config("quickstart", overrides)
@@ -57,7 +57,7 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
 def _train(config: Config, mesh: Mesh, steps: int) -> Trainer:
     import numpy as np
 
-    from shardwise.data import PreparedText
+    from shardwise.data.formats.common import PreparedText
     from shardwise.train.build import build_trainer
 
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, 2**16).astype(np.uint16)
@@ -114,7 +114,7 @@ def run(rounds: int) -> Report:
             "The quickstart's model, 256 tokens a sequence, 8 sequences a micro-batch in float32 and 1 in mixed; the "
             "rank with most. P: parameters on the rank. State: AdamW's two moments, and in mixed the float32 masters.",
             "Peak: of live tensors, above Python, torch, the joined processes and a step of a tiny model. Expected: "
-            f"`shardwise.cost.expected_memory`, off by at most {worst_peak:.0%} in float32. A process holds more where "
-            "its C library keeps a fragmented heap of what was freed.",
+            f"`shardwise.planner.memory.expected_memory`, off by at most {worst_peak:.0%} in float32. A process holds "
+            "more where its C library keeps a fragmented heap of what was freed.",
         ],
     )

@@ -51,8 +51,7 @@ def stepped(recipe: str, folder: str) -> dict[str, list[float]]:
     from shardwise.config import load_config
     from shardwise.train import run as training
     from shardwise.train.report import Reporter
-    from shardwise.train.split import StepClock
-    from shardwise.train.trainer import Trainer
+    from shardwise.train.trainer import StepClock, Trainer
 
     keys = ["train.eval_every=0", "log.sample_tokens=0", "log.drift_every=0", "checkpoint.every_minutes=null"]
     size = int(os.environ["WORLD_SIZE"])

@@ -52,10 +52,11 @@ def steps(way: str) -> Any:
     import torch
     import torch.distributed as dist
 
-    from shardwise import Mesh, ZeroRedundancyOptimizer, comm
+    from shardwise import Mesh, ZeroRedundancyOptimizer
     from shardwise.config import config_from
-    from shardwise.models import build_model
-    from shardwise.models.units import units
+    from shardwise.distributed import collectives
+    from shardwise.models.blocks import units
+    from shardwise.models.build import build_model
     from tests.strict import device
 
     device.load()
@@ -100,8 +101,8 @@ def steps(way: str) -> Any:
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.AdamW, mesh=mesh, bucket_mib=BUCKET_MIB, lr=1e-4
         )
-        finish = comm.Pending.wait
-        comm.Pending.wait = lambda pending: wait(pending, finish)  # type: ignore[method-assign]
+        finish = collectives.Pending.wait
+        collectives.Pending.wait = lambda pending: wait(pending, finish)  # type: ignore[method-assign]
         if way == BEHIND:
             optimizer.gathers.behind_forward(units(model), optimizer.buckets).__enter__()
 

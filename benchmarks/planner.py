@@ -19,8 +19,8 @@ from pathlib import Path
 import published
 from published import Row
 
-from shardwise import cost
-from shardwise.cost.rates import fitted
+from shardwise.planner.device_seconds import fitted
+from shardwise.planner.memory import memory_by_rank
 
 RESULT = Path(__file__).parent / "results" / "planner.md"
 _LEAST_IN_SET = 8
@@ -207,7 +207,7 @@ def _memory() -> list[str]:
             continue
         assert row.config is not None
         assert row.layout is not None
-        by_rank = cost.memory_by_rank(row.config, row.layout, accelerator=True) or []
+        by_rank = memory_by_rank(row.config, row.layout, accelerator=True) or []
         ours = max(memory.total - memory.pipeline for memory in by_rank) / 2**30
         rests.append(1 - ours / float(stated[1]))
         rows.append((row.values["model"], _layout(row), stated[1], f"{ours:.1f}", f"{rests[-1]:.0%}"))

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, config_from
-from shardwise.cost.blocks import Program
-from shardwise.cost.rates import Constants, fitted
-from shardwise.cost.step import StepTime, step_time
-from shardwise.devices import Cluster, Device, Link, load_device
-from shardwise.errors import ConfigError
+from shardwise.planner.block_seconds import Program
+from shardwise.planner.device_seconds import Constants, fitted
+from shardwise.planner.device_specs import Cluster, Device, Link, load_device
+from shardwise.planner.step_time import StepTime, step_time
 
 PATH = Path(__file__).parent / "data" / "published_runs.csv"
 FITTED_SOURCE = "VIA-Research/vTrain data/ground_truth_single.csv"

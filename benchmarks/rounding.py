@@ -26,8 +26,8 @@ def train(recipe: str, cache: str, mode: str, rounding: str | None = None) -> An
     import torch
 
     from shardwise.config import load_config
-    from shardwise.data import prepare
-    from shardwise.mesh import Mesh
+    from shardwise.data.opening import prepare
+    from shardwise.distributed.mesh import Mesh
     from shardwise.train.build import build_trainer
 
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import report
 
-from shardwise.hardware import accelerators
+from shardwise.base.hardware import accelerators
 
 SECTIONS = {
     "side_by_side": "the same Llama by shardwise, torch DDP, FSDP2 and transformers' tensor parallelism",

@@ -28,9 +28,9 @@ def write_weights(folder: str) -> None:
     """In one process: the model that all start from, as a Hugging Face folder."""
     from contestants import MODEL, SEED
 
-    from shardwise.checkpoint import export_hugging_face
-    from shardwise.mesh import Mesh
-    from shardwise.models import Llama
+    from shardwise.checkpoint.export import export_hugging_face
+    from shardwise.distributed.mesh import Mesh
+    from shardwise.models.llama import Llama
 
     export_hugging_face(Llama(MODEL, seed=SEED), MODEL, Mesh(), Path(folder))
 
@@ -69,8 +69,8 @@ def matmul_peak(rounds: int) -> dict[str, float]:
     import torch.distributed as dist
     from measure import interleaved
 
-    from shardwise.mesh import join
-    from shardwise.parallel.matmul import linear
+    from shardwise.distributed.mesh import join
+    from shardwise.layers.matmul import linear
 
     join()
     a, b = torch.randn(PEAK_SIZE, PEAK_SIZE), torch.randn(PEAK_SIZE, PEAK_SIZE)
@@ -117,8 +117,8 @@ def live_memory(name: str, folder: str) -> int:
 def run(rounds: int) -> Report:
     import contestants
 
-    from shardwise.cost import flops_per_token
-    from shardwise.plan import parameter_count
+    from shardwise.models.parameter_counts import parameter_count
+    from shardwise.planner.rank_case import flops_per_token
 
     labels = {name: label for name, (label, _) in contestants.CONTESTANTS.items()}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in labels}

@@ -22,6 +22,8 @@ import ranks
 from measure import median
 from report import Report, Table, target
 
+from shardwise.planner.memory import checkpoint_bytes
+
 LIMIT = 5.0
 WORLDS = (16, 256, 1024, 4096)
 DEGREES = {"gpt-neox-20b": (8, 1), "gpt3-175b": (32, 8)}
@@ -201,7 +203,7 @@ class _SimulatedJob:
         job = _SimulatedJob(config, check_layout(config, world), world, [], [])
         data = world // (tensor * pipeline)
         job.roles = [job.role((stage * data) * tensor + i) for stage in range(pipeline) for i in range(tensor)]
-        with patch("shardwise.comm.all_gather_objects", _Told()):
+        with patch("shardwise.distributed.collectives.all_gather_objects", _Told()):
             for _ in range(2):  # by the second time all have told what they hold
                 job.savers = [job.saver(role) for role in job.roles]
         return job
@@ -209,8 +211,8 @@ class _SimulatedJob:
     def role(self, rank: int) -> _Role:
         import torch
 
-        from shardwise.models import build_stages
         from shardwise.optim.state import begin_restoring
+        from shardwise.pipeline.build import build_stages
         from shardwise.train.build import build_optimizer
 
         mesh = self.groups(rank)
@@ -221,8 +223,8 @@ class _SimulatedJob:
 
     def saver(self, role: _Role) -> Any:
         from shardwise.checkpoint.save import Saver
-        from shardwise.mesh import Group
-        from shardwise.storage.root import Root
+        from shardwise.checkpoint.storage.root import Root
+        from shardwise.distributed.mesh import Group
 
         with patch.object(Saver, "_small_files", lambda *_: {}):
             root = Root.of("nowhere")
@@ -233,7 +235,7 @@ class _SimulatedJob:
     def groups(self, rank: int = 0) -> Any:
         import torch.distributed as dist
 
-        from shardwise.mesh import Mesh
+        from shardwise.distributed.mesh import Mesh
 
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -241,21 +243,19 @@ class _SimulatedJob:
         return Mesh(tensor=self.layout.tensor, pipeline=self.layout.pipeline, device="cpu")
 
     def costs(self) -> None:
-        from shardwise import cost
         from shardwise.config import check_layout
-        from shardwise.cost.memory import expected_memory
+        from shardwise.planner.memory import expected_memory
 
         check_layout(self.config, self.world)
         expected_memory(self.config, self.layout, True)
-        cost.checkpoint_bytes(self.config, True)
+        checkpoint_bytes(self.config, True)
 
     def agreements(self) -> int:
         """All of a healthy start, as one rank goes through them; returns the bytes that reach it from others."""
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
-        from shardwise.train.opening import raised_on_every_rank, while_others_wait
-        from shardwise.train.same import require_same
+        from shardwise.train.opening import raised_on_every_rank, require_same, while_others_wait
 
         received = 0
 
@@ -282,14 +282,14 @@ class _SimulatedJob:
         return received
 
     def plan(self) -> None:
-        with patch("shardwise.comm.all_gather_objects", lambda value, group: [value] * group.size):
+        with patch("shardwise.distributed.collectives.all_gather_objects", lambda value, group: [value] * group.size):
             saver = self.saver(self.roles[0])
         saver._manifest(1, {})
         list(saver._files(saver._slices()))
 
     def messages(self) -> list[bytes]:
         """What each rank sends to rank 0 when it has written its files."""
-        from shardwise.storage.chunks import FileEntry, chunk_bytes
+        from shardwise.checkpoint.storage.chunks import FileEntry, chunk_bytes
 
         sent: dict[int, bytes] = {}
         for role, saver in zip(self.roles, self.savers, strict=True):
@@ -304,8 +304,8 @@ class _SimulatedJob:
         return [sent[rank] for rank in range(self.world)]
 
     def merge(self, gathered: list[Any]) -> tuple[Any, Any]:
-        from shardwise.checkpoint_format.verify import untiled
-        from shardwise.checkpoint_format.writing import tensor_entries
+        from shardwise.checkpoint.format.verify import untiled
+        from shardwise.checkpoint.format.writing import tensor_entries
 
         entries = [entry for of_rank, _ in gathered for entry in of_rank]
         tensors = tensor_entries(entries, [file for _, files in gathered for file in files])
@@ -314,7 +314,7 @@ class _SimulatedJob:
         return entries, tensors
 
     def text(self, entries: Any, tensors: Any) -> str:
-        from shardwise.checkpoint_format.manifest import Manifest, too_large
+        from shardwise.checkpoint.format.manifest import Manifest, too_large
 
         described: dict[str, Any] = {key: {} for key in ("config", "layout", "schedule", "data", "rng", "versions")}
         counts = dict.fromkeys(("step", "samples", "position", "tokens"), 0)
@@ -332,20 +332,20 @@ class _SimulatedJob:
             (folder / "optimizer" / f"rank-{rank:05}.safetensors").touch()
 
     def listing(self, folder: Path) -> None:
-        from shardwise.storage.root import Root
+        from shardwise.checkpoint.storage.root import Root
 
         assert len(Root.of(folder).files()) == self.world
 
     def read(self, folder: Path) -> Any:
         from shardwise.checkpoint.restore import intact_manifest
-        from shardwise.storage.root import Root
+        from shardwise.checkpoint.storage.root import Root
 
         return intact_manifest(Root.of(folder))
 
     def wants(self, manifest: Any) -> list[Any]:
         """Of the ranks that read for each other: of the group of tensor parallelism, or of a whole stage."""
         from shardwise.checkpoint.restore import _wants
-        from shardwise.placement import placements
+        from shardwise.distributed.placement import placements
 
         stage = [role for role in self.roles if role.mesh.pp.rank == 0]
         turned = any(piece.transposed for _, _, record in placements(stage[0].model) for piece in record.pieces)

@@ -39,11 +39,11 @@ def passes(how: str, device_type: str) -> Any:
     import torch
     import torch.distributed as dist
 
-    from shardwise import Mesh, comm
-    from shardwise import device as devices
+    from shardwise import Mesh
     from shardwise.config import config_from
-    from shardwise.models import build_model
-    from shardwise.parallel.linear import set_overlap
+    from shardwise.distributed import collectives, devices
+    from shardwise.layers.linear import set_overlap
+    from shardwise.models.build import build_model
     from tests.strict import device
 
     if device_type == "strict":
@@ -57,7 +57,7 @@ def passes(how: str, device_type: str) -> Any:
     found = 0.0
     while True:
         yield found
-        comm.barrier(mesh.world)
+        collectives.barrier(mesh.world)
         start = time.perf_counter()
         model(ids_SB, ids_SB).backward()
         devices.synchronize(mesh.device)

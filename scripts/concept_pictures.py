@@ -3,8 +3,8 @@
     python -m scripts.concept_pictures
 
 Placement records come from layers that are built as each of four ranks builds them, memory and traffic from
-`shardwise.cost`, a pipeline's order from its simulation, and the pieces of a checkpoint from the manifest of a training
-of four ranks. A test draws all of them but the last again and compares.
+`shardwise.planner`, a pipeline's order from its simulation, and the pieces of a checkpoint from the manifest of a
+training of four ranks. A test draws all of them but the last again and compares.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from scripts.tutorial_common import BLUE, GREEN, IMAGES, INK, ORANGE, VERMILION
 from shardwise import ColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear, ZeroRedundancyOptimizer
-from shardwise.boxes import Box
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
+from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.config import Config, ParallelConfig, Schedule, check_layout, load_config
-from shardwise.cost import expected_memory
-from shardwise.cost.comm import step_transfers, wire_bytes
-from shardwise.cost.simulation import simulate
-from shardwise.placement import placements
+from shardwise.distributed.placement import placements
+from shardwise.pipeline.simulation import simulate
+from shardwise.planner.communication import step_transfers, wire_bytes
+from shardwise.planner.memory import expected_memory
 
 PURPLE = "#aa4499"
 COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, "#56b4e9", INK)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from scripts.write_docs import DEVICES, RESULTS, devices_page
-from shardwise import device as devices
-from shardwise.errors import ConfigError
+from shardwise.base.errors import ConfigError
+from shardwise.distributed import devices
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = (

@@ -5,8 +5,8 @@ multiplies bfloat16: its perplexity ends within 1 % of float32's (benchmarks/res
 data parallelism cuts the global batch of 8 sequences, rounded up to a multiple of N.
 """
 
+from shardwise.base.hardware import accelerators, bfloat16_unit
 from shardwise.config import load_config
-from shardwise.hardware import accelerators, bfloat16_unit
 
 
 def overrides(count: int) -> list[str]:

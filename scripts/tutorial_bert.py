@@ -47,8 +47,8 @@ def turns(layouts: list[str], overrides: list[str], rounds: int) -> dict[str, li
     """On one rank: seconds of each layout's steps, the layouts taking turns; the first two rounds are not counted."""
     import torch
 
-    from shardwise import comm
-    from shardwise.mesh import Mesh
+    from shardwise.distributed import collectives
+    from shardwise.distributed.mesh import Mesh
 
     torch.set_num_threads(1)
     trainers = {}
@@ -58,10 +58,10 @@ def turns(layouts: list[str], overrides: list[str], rounds: int) -> dict[str, li
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for number in range(rounds + 2):
         for name, trainer in trainers.items():
-            comm.barrier(trainer.mesh.world)
+            collectives.barrier(trainer.mesh.world)
             start = time.perf_counter()
             trainer.step()
-            comm.barrier(trainer.mesh.world)
+            collectives.barrier(trainer.mesh.world)
             if number >= 2:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
@@ -79,7 +79,7 @@ def peak(name: str, overrides: list[str]) -> int:
 
 def peaks(name: str, world: int, overrides: list[str]) -> dict[str, int]:
     """Of the rank with most: as the processes are, and of live tensors, each in fresh processes."""
-    from shardwise.testing import RankPool
+    from shardwise.verify.testing.ranks import RankPool
 
     found = {}
     for kind, variables in (("resident_bytes", {}), ("live_bytes", {OWN_PAGES: str(128 * 1024)})):
@@ -98,9 +98,9 @@ def losses_of(run: Path) -> list[float]:
 
 def measure(runs: list[Path], layouts: list[str], world: int, overrides: list[str], rounds: int) -> dict[str, Any]:
     from shardwise.config import check_layout
-    from shardwise.cost import expected_memory
-    from shardwise.plan import parameter_count
-    from shardwise.testing import RankPool
+    from shardwise.models.parameter_counts import parameter_count
+    from shardwise.planner.memory import expected_memory
+    from shardwise.verify.testing.ranks import RankPool
 
     losses = {name: losses_of(run) for name, run in zip(CURVES, runs, strict=True)}
     results: dict[str, Any] = {"environment": environment(), "rounds": rounds, "losses": losses, "layouts": {}}

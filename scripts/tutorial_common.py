@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from shardwise.config import Config
-    from shardwise.mesh import Mesh
+    from shardwise.distributed.mesh import Mesh
     from shardwise.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,7 +101,7 @@ def random_trainer(config: Config, mesh: Mesh) -> Trainer:
     """A trainer on random tokens, for what does not depend on the text. Sentence pairs where the model takes pairs."""
     import numpy as np
 
-    from shardwise.data import PreparedText
+    from shardwise.data.formats.common import PreparedText
     from shardwise.data.samples.sentences import Sentences
     from shardwise.data.tokens.tokenizer import PairTokens
     from shardwise.train.build import build_trainer
@@ -124,7 +124,7 @@ def peak_of_steps(config: Config, small: Config, steps: int) -> int:
 
     That step touches the pages of the libraries that any step touches: they belong to Python and torch, not to a model.
     """
-    from shardwise.mesh import Mesh
+    from shardwise.distributed.mesh import Mesh
 
     mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
     random_trainer(small, mesh).step()

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise import cost, units
+from shardwise.base import units
 from shardwise.config import load_config
-from shardwise.devices import cluster
-from shardwise.planner import Plan, search
+from shardwise.planner.device_specs import cluster
+from shardwise.planner.memory import checkpoint_bytes
+from shardwise.planner.search import Plan, search
 
 ROOT = Path(__file__).parents[1]
 PAGE, START_UP = ROOT / "docs" / "scale.md", ROOT / "benchmarks" / "results" / "startup.md"
@@ -39,7 +40,7 @@ _YEAR = 365 * 86_400
 
 def checkpoint_seconds(plan: Plan) -> float:
     """Of one checkpoint to storage that takes 2 GB a second from each node."""
-    return (cost.checkpoint_bytes(plan.config, accelerator=True) or 0) / (WRITTEN * plan.cluster.nodes)
+    return (checkpoint_bytes(plan.config, accelerator=True) or 0) / (WRITTEN * plan.cluster.nodes)
 
 
 def goodput(plan: Plan, years: float) -> float:

@@ -13,7 +13,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
-    from shardwise.testing import RankPool
+    from shardwise.verify.testing.ranks import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -85,7 +85,7 @@ def device_count(device: str) -> float:
 
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config) -> Iterator[Callable[[int], RankPool]]:
-    from shardwise.testing import RankPool  # torch, which most tests do without
+    from shardwise.verify.testing.ranks import RankPool  # torch, which most tests do without
 
     pools: dict[int, RankPool] = {}
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shardwise.runlog import JsonLines, RunDirectory, json_text
+from shardwise.runs.folder import JsonLines, RunDirectory, json_text
 
 FIRST = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 """When the processes of a run start for the first time."""

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.boxes import Box
-from shardwise.checkpoint_format.folders import step_name
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, TensorEntry
-from shardwise.checkpoint_format.pieces import PieceEntry
-from shardwise.checkpoint_format.safetensors import DTYPES, header
-from shardwise.storage.chunks import ChunkedWriter, FileEntry
-from shardwise.storage.root import Root
+from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint.format.safetensors import DTYPES, header
+from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
+from shardwise.checkpoint.storage.root import Root
+from shardwise.checkpoint.storage.step_folders import step_name
 
 Tensor = tuple[str, npt.NDArray[Any]]
 """(dtype of the format, values or their bits)."""

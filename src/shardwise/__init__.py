@@ -9,34 +9,28 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.api.checkpoints import export_checkpoint, load_checkpoint, save_checkpoint
-    from shardwise.api.planning import plan
-    from shardwise.api.recipes import load_recipe
+    from shardwise.api.plans import load_recipe, plan
     from shardwise.api.runs import Run, train
-    from shardwise.checkpoint import canonical_tensors
+    from shardwise.base.errors import ConfigError, RunError, ShardwiseError, StoppedError
+    from shardwise.checkpoint.canonical import canonical_tensors
     from shardwise.config import Config
-    from shardwise.errors import ConfigError, RunError, ShardwiseError, StoppedError
-    from shardwise.mesh import Group, Mesh
-    from shardwise.optim import LAMB, ZeroRedundancyOptimizer
-    from shardwise.parallel import (
+    from shardwise.distributed.mesh import Group, Mesh
+    from shardwise.distributed.placement import Init, Piece, PlacedModule, make_parameter
+    from shardwise.layers.dropout import Dropout, DropoutKey
+    from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
+    from shardwise.layers.linear import (
         ColumnParallelLinear,
-        Dropout,
-        DropoutKey,
         GQAQKVColumnParallelLinear,
-        LayerNorm,
         LayerOptions,
         LinearOptions,
         MergedColumnParallelLinear,
-        ParallelEmbedding,
-        ParallelLMHead,
-        QueryKeyNorm,
-        ReplicatedEmbedding,
         ReplicatedLinear,
-        RMSNorm,
         RowParallelLinear,
-        linear_cross_entropy,
-        parallel_cross_entropy,
     )
-    from shardwise.placement import Init, Piece, PlacedModule, make_parameter
+    from shardwise.layers.loss import linear_cross_entropy, parallel_cross_entropy
+    from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
+    from shardwise.optim.lamb import LAMB
+    from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 __version__ = "0.1.0"
 
@@ -82,36 +76,52 @@ __all__ = [
 ]
 
 _HOME = {
-    "LAMB": "shardwise.optim",
-    "ZeroRedundancyOptimizer": "shardwise.optim",
+    "LAMB": "shardwise.optim.lamb",
+    "ColumnParallelLinear": "shardwise.layers.linear",
     "Config": "shardwise.config",
-    "ConfigError": "shardwise.errors",
-    "Group": "shardwise.mesh",
-    "Init": "shardwise.placement",
-    "Mesh": "shardwise.mesh",
-    "Piece": "shardwise.placement",
-    "PlacedModule": "shardwise.placement",
+    "ConfigError": "shardwise.base.errors",
+    "Dropout": "shardwise.layers.dropout",
+    "DropoutKey": "shardwise.layers.dropout",
+    "GQAQKVColumnParallelLinear": "shardwise.layers.linear",
+    "Group": "shardwise.distributed.mesh",
+    "Init": "shardwise.distributed.placement",
+    "LayerNorm": "shardwise.layers.norm",
+    "LayerOptions": "shardwise.layers.linear",
+    "LinearOptions": "shardwise.layers.linear",
+    "MergedColumnParallelLinear": "shardwise.layers.linear",
+    "Mesh": "shardwise.distributed.mesh",
+    "ParallelEmbedding": "shardwise.layers.embedding",
+    "ParallelLMHead": "shardwise.layers.embedding",
+    "Piece": "shardwise.distributed.placement",
+    "PlacedModule": "shardwise.distributed.placement",
+    "QueryKeyNorm": "shardwise.layers.norm",
+    "RMSNorm": "shardwise.layers.norm",
+    "ReplicatedEmbedding": "shardwise.layers.embedding",
+    "ReplicatedLinear": "shardwise.layers.linear",
+    "RowParallelLinear": "shardwise.layers.linear",
     "Run": "shardwise.api.runs",
-    "RunError": "shardwise.errors",
-    "ShardwiseError": "shardwise.errors",
-    "StoppedError": "shardwise.errors",
-    "canonical_tensors": "shardwise.checkpoint",
+    "RunError": "shardwise.base.errors",
+    "ShardwiseError": "shardwise.base.errors",
+    "StoppedError": "shardwise.base.errors",
+    "ZeroRedundancyOptimizer": "shardwise.optim.zero",
+    "canonical_tensors": "shardwise.checkpoint.canonical",
     "export_checkpoint": "shardwise.api.checkpoints",
+    "linear_cross_entropy": "shardwise.layers.loss",
     "load_checkpoint": "shardwise.api.checkpoints",
-    "load_recipe": "shardwise.api.recipes",
-    "make_parameter": "shardwise.placement",
+    "load_recipe": "shardwise.api.plans",
+    "make_parameter": "shardwise.distributed.placement",
+    "parallel_cross_entropy": "shardwise.layers.loss",
+    "plan": "shardwise.api.plans",
     "save_checkpoint": "shardwise.api.checkpoints",
 }
-_CALLABLE = ("plan", "train")
-"""Packages that are functions too (`callables.py`)."""
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _CALLABLE:
+    if name == "train":  # the package of the training is the function too (`base/callables.py`)
         return import_module(f"{__name__}.{name}")
-    value = getattr(import_module(_HOME.get(name, "shardwise.parallel")), name)
+    value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

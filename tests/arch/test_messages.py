@@ -19,7 +19,7 @@ def test_messages_are_found() -> None:
     found = {message.text: message for message in messages()}
     assert len(found) > 700
     assert "output size (…) must be divisible by the group's size (…)" in found
-    assert found["free disk space under … (…) must be at least …"].file == "doctor/machine.py"
+    assert found["free disk space under … (…) must be at least …"].file == "verify/doctor/machine.py"
     assert any(message.entry == "runs#number-of-ranks" for message in messages())
 
 

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable
 
-from shardwise import cost, units
+from shardwise.base import units
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
-from shardwise.cost import MemoryEstimate
-from shardwise.cost.simulation import simulate
-from shardwise.plan import compute_shares, local_parameter_count, stage_plan
+from shardwise.models.parameter_counts import local_parameter_count
+from shardwise.pipeline.partition import compute_shares, stage_plan
+from shardwise.pipeline.simulation import simulate
+from shardwise.planner.communication import step_transfers, wire_bytes
+from shardwise.planner.memory import MemoryEstimate, memory_by_rank
 from tests.arch.source import ROOT
 
 PAGE = ROOT / "docs" / "pipeline.md"
@@ -22,7 +24,7 @@ def recipe(*overrides: str) -> Config:
 def needed(*overrides: str) -> list[MemoryEstimate]:
     """Memory of each pipeline rank of gpt3-23b on accelerators."""
     chosen = recipe(*overrides)
-    found = cost.memory_by_rank(chosen, check_layout(chosen, WORLD), accelerator=True)
+    found = memory_by_rank(chosen, check_layout(chosen, WORLD), accelerator=True)
     assert found is not None
     return found
 
@@ -89,7 +91,7 @@ def wire() -> str:
     chosen = recipe()
     layout, rows = check_layout(chosen, WORLD), []
     for rank in range(layout.pipeline):
-        sent = cost.wire_bytes(cost.step_transfers(chosen, layout, accelerator=True, pipeline_rank=rank))
+        sent = wire_bytes(step_transfers(chosen, layout, accelerator=True, pipeline_rank=rank))
         assert sent is not None
         by_axis = {
             axis: sum(size for (name, _), size in sent.items() if name == axis)

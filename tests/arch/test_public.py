@@ -82,7 +82,7 @@ def test_parameters_shapes_and_sources_are_documented(name: str) -> None:
     """
     of_class = inspect.getdoc(getattr(shardwise, name)) or ""
     home = getattr(shardwise, name)
-    computes = home.__module__.startswith(("shardwise.parallel", "shardwise.optim")) and has_signature(home)
+    computes = home.__module__.startswith(("shardwise.layers", "shardwise.optim")) and has_signature(home)
     assert not computes or re.search(_SOURCE, of_class), f"{name} names no paper or function that it follows"
     for path, value in members(name):
         if isinstance(value, property):
@@ -120,9 +120,9 @@ def test_functions_say_what_they_take_give_and_raise(name: str) -> None:
 
 def _called(name: str) -> object:
     """The function behind a package that can be called."""
-    from shardwise.api import planning, runs
+    from shardwise.api import plans, runs
 
-    return {"plan": planning.plan, "train": runs.train}[name]
+    return {"plan": plans.plan, "train": runs.train}[name]
 
 
 if __name__ == "__main__":

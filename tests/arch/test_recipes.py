@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from scripts.quickstart_layout import overrides
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config, OwnConfig, check_layout, load_config, require_data
-from shardwise.cost import expected_memory
-from shardwise.errors import ConfigError
-from shardwise.plan import parameter_count
-from shardwise.plan.chunks import vocabulary_rows
+from shardwise.layers.chunks import vocabulary_rows
+from shardwise.models.parameter_counts import parameter_count
+from shardwise.planner.memory import expected_memory
 from tests.arch.published import PUBLISHED
 from tests.arch.source import PACKAGE
 from tests.e2e.command import within

@@ -28,42 +28,42 @@ def is_private_torch(name: str) -> bool:
 def test_private_torch_names_have_one_home() -> None:
     found = []
     for path in package_files():
-        if path.name == "_torch_private.py":
+        if path.name == "distributed/torch_private.py":
             continue
         names = list(imported_names(path))
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute) and (name := dotted(node)):
                 names.append((node.lineno, name))
         found += [f"{place(path, line)} {name}" for line, name in names if is_private_torch(name)]
-    assert not found, "only _torch_private.py may use a private torch name:\n" + "\n".join(found)
+    assert not found, "only distributed/torch_private.py may use a private torch name:\n" + "\n".join(found)
 
 
 def test_collectives_have_one_home() -> None:
-    """Only comm.py talks to torch.distributed's collectives: the byte meter sees everything that is sent."""
+    """Only one file calls the collectives of torch.distributed: the byte meter sees everything that is sent."""
     verbs = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "isend", "irecv", "send", "recv")
     called = re.compile(rf"(dist|distributed)\.({'|'.join(verbs)})(_\w+)?$")
     found = []
     for path in package_files():
-        if path.relative_to(PACKAGE).parts[0] in ("comm.py", "comm"):
+        if path.relative_to(PACKAGE).parts[0] in ("distributed/collectives.py", "comm"):
             continue
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and (name := dotted(node.func)) and called.search(name):
                 found.append(f"{place(path, node.lineno)} {name}")
-    assert not found, "call the collectives of comm.py instead:\n" + "\n".join(found)
+    assert not found, "call the collectives of distributed/collectives.py instead:\n" + "\n".join(found)
 
 
 def test_no_vendor_outside_device() -> None:
-    """`torch.accelerator` decides: `cuda` is written in device.py only (hardware.py reads vendors' device files)."""
+    """`torch.accelerator` decides: one file writes `cuda`, and base/hardware.py reads the device files of vendors."""
     found = []
     for path in package_files():
-        if path.name in ("device.py", "hardware.py", "_torch_private.py"):
+        if path.name in ("distributed/devices.py", "base/hardware.py", "distributed/torch_private.py"):
             continue
         for node in ast.walk(tree(path)):
             name = node.attr if isinstance(node, ast.Attribute) else None
             text = node.value if isinstance(node, ast.Constant) else None
             if name == "cuda" or (isinstance(text, str) and re.fullmatch(r"cuda(:\d+)?", text)):
                 found.append(place(path, node.lineno))
-    assert not found, "ask shardwise.device instead:\n" + "\n".join(found)
+    assert not found, "ask shardwise.distributed.devices instead:\n" + "\n".join(found)
 
 
 def test_files_stay_short() -> None:

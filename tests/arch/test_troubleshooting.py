@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.errors import see
-from shardwise.runlog import EVENTS
+from shardwise.base.errors import see
+from shardwise.runs.folder import EVENTS
 from tests.arch.source import ROOT, config_fields
 
 FOLDER = ROOT / "docs/troubleshooting"

@@ -11,8 +11,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 import shardwise
 from shardwise.cli import main
-from shardwise.launch.stopping import SIGNALS
-from shardwise.models import CausalLM
+from shardwise.launch.stop_requests import SIGNALS
+from shardwise.models.causal import CausalLM
 
 PACKAGE = Path(shardwise.__file__).parent
 MOST_FRAMES, MOST_FILES = 7, 4

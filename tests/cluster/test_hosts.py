@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cluster.attempt import Outcome, Watch
 from shardwise.launch.node import Attempt
+from shardwise.launch.slurm.attempt import Outcome, Watch
 from tests.e2e.command import environment, metrics, miniature
 
 pytestmark = pytest.mark.slow

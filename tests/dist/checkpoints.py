@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from shardwise import comm
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Saved, Saver
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
-from shardwise.mesh import Mesh
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Mesh
 from shardwise.optim.state import state_slices, state_tensors
-from shardwise.storage.root import Root
-from shardwise.testing import canonical_weights
 from shardwise.train.build import build_trainer
 from shardwise.train.trainer import Trainer
+from shardwise.verify.testing.canonical import canonical_weights
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_data
 
@@ -95,7 +95,7 @@ def canonical_state(trainer: Trainer) -> State:
     # One collective for all: each alone takes milliseconds between ranks that share a core.
     tensors = [tensor for name, state in found.items() if name != "model" for tensor in state.values()]
     if tensors:
-        flat = comm.all_reduce_(torch.cat([tensor.view(-1) for tensor in tensors]).to(mesh.device), mesh.world)
+        flat = collectives.all_reduce_(torch.cat([tensor.view(-1) for tensor in tensors]).to(mesh.device), mesh.world)
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.view(-1).copy_(values)
     return found

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.mesh import Mesh
-from shardwise.placement import placements
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.placement import placements
 
 
 @functools.cache
@@ -71,7 +71,7 @@ def gradient_errors(module: nn.Module, wanted: dict[str, Tensor]) -> dict[str, f
             padding[piece.local.slices] = False
             gradient = piece.of(parameter.grad).clone()
             if piece.partial:
-                comm.all_reduce_(gradient, piece.copies)
+                collectives.all_reduce_(gradient, piece.copies)
             whole = wanted[piece.name].grad
             assert whole is not None
             errors[f"gradient of {piece.name}"] = error(gradient, whole[piece.box.slices])

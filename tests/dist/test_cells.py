@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from shardwise.config import Schedule, check_layout
-from shardwise.cost import evaluation_transfers, memory_by_rank, step_transfers, wire_bytes
-from shardwise.plan import local_parameter_count, stage_plan
-from shardwise.testing import gradient_errors
+from shardwise.models.parameter_counts import local_parameter_count
+from shardwise.pipeline.partition import stage_plan
+from shardwise.planner.communication import evaluation_transfers, step_transfers, wire_bytes
+from shardwise.planner.memory import memory_by_rank
+from shardwise.verify.testing.canonical import gradient_errors
 from tests.dist.cells import (
     CURVE,
     EVAL_BATCHES,

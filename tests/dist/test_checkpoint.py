@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from shardwise.checkpoint import load_checkpoint
+from shardwise.base.errors import ShardwiseError
+from shardwise.checkpoint.format.manifest import Manifest, TensorEntry
+from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.load import load_checkpoint
 from shardwise.checkpoint.reading import CheckpointReader
-from shardwise.checkpoint_format.manifest import Manifest, TensorEntry
-from shardwise.checkpoint_format.verify import verify
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
-from shardwise.errors import ShardwiseError
-from shardwise.storage.root import Root
-from shardwise.testing import canonical_weights
+from shardwise.verify.testing.canonical import canonical_weights
 from tests.dist.checkpoints import (
     PLACE,
     Result,

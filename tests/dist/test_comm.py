@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import comm
-from shardwise.errors import ArgumentError
-from shardwise.mesh import Group, Mesh
-from shardwise.parallel import ReplicatedEmbedding
+from shardwise.base.errors import ArgumentError
+from shardwise.distributed import collectives as comm
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.layers.embedding import ReplicatedEmbedding
 from tests.dist.dense import check, error, mesh, random, run
 
 SIZES = (1, 2, 4)

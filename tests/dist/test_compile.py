@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import comm
 from shardwise.config import LlamaConfig
 from shardwise.config.decoders import Olmo2Config
-from shardwise.models import Llama
+from shardwise.distributed import collectives
+from shardwise.layers.loss import parallel_cross_entropy
 from shardwise.models.blocks import Context
-from shardwise.parallel import parallel_cross_entropy
+from shardwise.models.llama import Llama
 from tests.dist.dense import check, error, fill, mesh, random, run
 from tests.dist.test_comm import WHOLE_TO_PARTS
 
@@ -55,7 +55,7 @@ def functions() -> dict[str, float]:
     group, errors = mesh(2).tp, {}
     x, weight = (random(i, 4, 6 * i).view(-1, 6).requires_grad_() for i in (2, 3))
     for name in WHOLE_TO_PARTS:
-        function = getattr(comm, name)
+        function = getattr(collectives, name)
 
         def call(x: Tensor, weight: Tensor, function: Any = function) -> Tensor:
             y: Tensor = function(x @ weight[:6], group) * 2

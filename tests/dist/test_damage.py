@@ -12,12 +12,12 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from tokenizers import Tokenizer, models
 
-from shardwise.checkpoint import load_checkpoint
-from shardwise.checkpoint_format.folders import survey
-from shardwise.checkpoint_format.verify import verify
+from shardwise.base.errors import ShardwiseError
+from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.load import load_checkpoint
+from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.step_folders import survey
 from shardwise.config import Config
-from shardwise.errors import ShardwiseError
-from shardwise.storage.root import Root, StoreError
 from shardwise.train.resume import restore_first
 from tests.dist.checkpoints import Result, State, canonical_state, make_trainer, run, step_folder
 from tests.dist.dense import run as on_ranks

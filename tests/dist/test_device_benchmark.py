@@ -60,9 +60,9 @@ def test_the_hidden_share_counts_each_moment_once() -> None:
 
 
 def test_the_blocks_fill_a_device_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise import device as devices
-    from shardwise.errors import ConfigError
-    from shardwise.mesh import Mesh
+    from shardwise.base.errors import ConfigError
+    from shardwise.distributed import devices
+    from shardwise.distributed.mesh import Mesh
 
     mesh, blocks = Mesh(device="cpu"), []
     for gib in (16, 80, 1000):

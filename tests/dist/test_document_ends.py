@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shardwise.config import Config, check_layout
-from shardwise.cost import expected_memory
 from shardwise.data.samples.causal import DocumentEnds, causal_batch
-from shardwise.models import build_model
-from shardwise.parallel import DropoutKey
+from shardwise.layers.dropout import DropoutKey
+from shardwise.models.build import build_model
+from shardwise.planner.memory import expected_memory
 from tests.dist.test_memory import DROPOUT, RECOMPUTE, SIZES, measure_step
 from tests.dist.training import FAMILIES, make_config
 

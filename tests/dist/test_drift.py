@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.errors import RunError
-from shardwise.models import build_model
-from shardwise.testing import RankPool
+from shardwise.base.errors import RunError
+from shardwise.models.build import build_model
 from shardwise.train import trainer
 from shardwise.train.build import build_trainer
-from shardwise.train.drift import check_replicas
+from shardwise.train.replicas import check_replicas
+from shardwise.verify.testing.ranks import RankPool
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import MODEL, make_config, make_data
 

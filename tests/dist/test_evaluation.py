@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.config import Config, check_layout
-from shardwise.data import PreparedText, make_evaluation
-from shardwise.inference import Evaluation, evaluate
-from shardwise.models import CausalLM, build_model, build_stages
+from shardwise.data.formats.common import PreparedText, make_evaluation
+from shardwise.models.build import build_model
+from shardwise.models.causal import CausalLM
+from shardwise.pipeline.build import build_stages
+from shardwise.train.evaluation import Evaluation, evaluate
 from tests.dist.dense import fill, mesh, run
 from tests.dist.own_models import Dropping
 from tests.dist.training import FAMILIES, make_config, make_data

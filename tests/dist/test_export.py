@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.checkpoint import canonical_tensors, export_hugging_face
-from shardwise.checkpoint_format import writing
+from shardwise.checkpoint.canonical import canonical_tensors
+from shardwise.checkpoint.export import export_hugging_face
+from shardwise.checkpoint.format import writing
 from shardwise.config import Config, config_from
-from shardwise.inference import Generator
-from shardwise.mesh import Mesh
-from shardwise.models import build_model
-from shardwise.placement import placements
-from shardwise.train.sample import continue_text
+from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.placement import placements
+from shardwise.models.build import build_model
+from shardwise.train.final_sample import continue_text
+from shardwise.train.generation import Generator
 from tests.dist.dense import mesh as shared_mesh
 
 SIZES: dict[str, Any] = {

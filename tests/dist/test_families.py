@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.checkpoint import canonical_tensors
+from shardwise.checkpoint.canonical import canonical_tensors
 from shardwise.config import BertConfig, GPTConfig, GPTNeoXConfig
-from shardwise.models import GPT, Bert, GPTNeoX
-from shardwise.placement import placements
-from shardwise.testing import gradient_errors
+from shardwise.distributed import collectives
+from shardwise.distributed.placement import placements
+from shardwise.models.bert import Bert
+from shardwise.models.gpt import GPT
+from shardwise.models.gpt_neox import GPTNeoX
+from shardwise.verify.testing.canonical import gradient_errors
 from tests.dist.dense import fill, mesh, run
 
 S, B, P = 16, 3, 4
@@ -159,7 +161,7 @@ def train(case: str, tp: int, sequence: bool, recompute: str = "none") -> Result
             if piece.partial:
                 assert parameter.grad is not None
                 here = piece.of(parameter.grad)
-                here.copy_(comm.all_reduce_(here.clone(), piece.copies))
+                here.copy_(collectives.all_reduce_(here.clone(), piece.copies))
     return logits, losses.tolist(), {name: tensor.clone() for name, tensor in canonical_tensors(model, gradient)}
 
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint import load_hugging_face
-from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.load import load_hugging_face
+from shardwise.checkpoint.storage.chunks import ChunkedWriter
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, check_layout, config_from, load_config
-from shardwise.data import prepare
-from shardwise.mesh import Group
-from shardwise.models import build_model
-from shardwise.plan import parameter_count
-from shardwise.storage.chunks import ChunkedWriter
-from shardwise.storage.root import Root
-from shardwise.testing import canonical_weights
+from shardwise.data.opening import prepare
+from shardwise.distributed.mesh import Group
+from shardwise.models.build import build_model
+from shardwise.models.parameter_counts import parameter_count
 from shardwise.train.build import build_trainer
+from shardwise.verify.testing.canonical import canonical_weights
 from tests.dist.checkpoints import load as load_checkpoint
 from tests.dist.checkpoints import make_trainer, step_folder
 from tests.dist.checkpoints import run as run_checkpointed

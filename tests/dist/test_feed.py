@@ -11,12 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base.errors import DataError
 from shardwise.config import Config
-from shardwise.data import Batch, TokenBatches, make_batches
-from shardwise.errors import DataError
-from shardwise.inference.micro_batch import MicroBatch
-from shardwise.mesh import Mesh
+from shardwise.data.formats.common import make_batches
+from shardwise.data.samples.batch import Batch
+from shardwise.data.samples.causal import TokenBatches
+from shardwise.distributed.mesh import Mesh
 from shardwise.train.feed import Feed
+from shardwise.train.micro_batch import MicroBatch
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FAMILIES, make_config, make_data
 

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint import load_hugging_face
+from shardwise.checkpoint.load import load_hugging_face
 from shardwise.config import LlamaConfig, check_layout
-from shardwise.inference import Sampler, generate
-from shardwise.models import CausalLM, Llama, build_model, build_stages
-from shardwise.models.cache import KeyValueCache
+from shardwise.models.build import build_model
+from shardwise.models.causal import CausalLM
+from shardwise.models.key_value_cache import KeyValueCache
+from shardwise.models.llama import Llama
+from shardwise.pipeline.build import build_stages
+from shardwise.train.generation import Sampler, generate
 from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config
 from tests.hugging_face import VOCABULARY, described, save

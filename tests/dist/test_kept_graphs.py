@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from shardwise.compilation.keeper import Keeper
-from shardwise.compilation.units import BLOCK, HEAD, Compilation, Graph
+from shardwise.base.errors import ConfigError
 from shardwise.config import check_layout, load_config
-from shardwise.errors import ConfigError
-from shardwise.graph_cache import FACTS, GraphCache
-from shardwise.mesh import Group, Mesh
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.train.compile.graph_cache import FACTS, GraphCache
+from shardwise.train.compile.run_graphs import Keeper
+from shardwise.train.compile.units import BLOCK, HEAD, Compilation, Graph
 
 UNITS = (BLOCK, HEAD)
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import LAMB, ColumnParallelLinear, Mesh, RowParallelLinear, ZeroRedundancyOptimizer
-from shardwise.mesh import Group
-from shardwise.models import build_model
-from shardwise.placement import Init, Piece, make_parameter, placements
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import Init, Piece, make_parameter, placements
+from shardwise.models.build import build_model
 from shardwise.train.build import build_trainer, decay_groups
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random

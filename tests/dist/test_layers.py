@@ -9,17 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import placement
-from shardwise.parallel import (
+from shardwise.distributed import placement
+from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
+from shardwise.layers.linear import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
-    LayerNorm,
     MergedColumnParallelLinear,
-    ParallelEmbedding,
-    ParallelLMHead,
-    RMSNorm,
     RowParallelLinear,
 )
+from shardwise.layers.norm import LayerNorm, RMSNorm
 from tests.dist.dense import check, error, fill, gradient_errors, leaves, mesh, random, run
 
 S, B, INPUTS, OUTPUTS = 8, 3, 12, 20

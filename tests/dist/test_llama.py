@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.checkpoint import canonical_tensors
+from shardwise.checkpoint.canonical import canonical_tensors
 from shardwise.config import Config, check_layout
-from shardwise.models import Llama, Stages, build_stages
-from shardwise.pipeline import relay
-from shardwise.placement import placements
-from shardwise.testing import gradient_errors
+from shardwise.distributed import collectives
+from shardwise.distributed.placement import placements
+from shardwise.models.blocks import Stages
+from shardwise.models.llama import Llama
+from shardwise.pipeline.build import build_stages
+from shardwise.pipeline.forward import relay
+from shardwise.verify.testing.canonical import gradient_errors
 from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config
 
@@ -165,7 +167,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
         for piece in record.pieces:
             if piece.partial:
                 assert parameter.grad is not None
-                summed = comm.all_reduce_(parameter.grad[piece.local.slices].clone(), piece.copies)
+                summed = collectives.all_reduce_(parameter.grad[piece.local.slices].clone(), piece.copies)
                 parameter.grad[piece.local.slices] = summed
     return {name: tensor.clone() for name, tensor in canonical_tensors(model, gradient)}
 

@@ -8,14 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shardwise.checkpoint import canonical_tensors, export_hugging_face, load_hugging_face
-from shardwise.checkpoint_format.tensors import StoredTensors
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.canonical import canonical_tensors
+from shardwise.checkpoint.export import export_hugging_face
+from shardwise.checkpoint.format.tensors import StoredTensors
+from shardwise.checkpoint.load import load_hugging_face
 from shardwise.config import Config, check_layout, config_from
-from shardwise.errors import ConfigError
-from shardwise.mesh import Mesh
-from shardwise.models import build_model, build_stages
-from shardwise.optim import ZeroRedundancyOptimizer
-from shardwise.placement import Box, placements
+from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.placement import Box, placements
+from shardwise.models.build import build_model
+from shardwise.optim.zero import ZeroRedundancyOptimizer
+from shardwise.pipeline.build import build_stages
 from tests.dist.dense import mesh as shared_mesh
 from tests.hugging_face import CASES, LIKE_LLAMA, described, open_folder, save
 

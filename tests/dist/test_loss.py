@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise import comm
-from shardwise.parallel import linear_cross_entropy, parallel_cross_entropy
+from shardwise.distributed import collectives
+from shardwise.layers.loss import linear_cross_entropy, parallel_cross_entropy
 from tests.dist.dense import check, error, mesh, random, run
 
 S, B, H = 8, 3, 12
@@ -361,7 +361,7 @@ def tied(tp: int, sequence: bool) -> dict[str, float]:
     local = case.target.clamp(min=0) - rows
     elsewhere = (local < 0) | (local >= case.held)
     found = F.embedding(local.masked_fill(elsewhere, 0), case.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-    leave = comm.scatter_sum_sequence if sequence else comm.reduce_from_group
+    leave = collectives.scatter_sum_sequence if sequence else collectives.reduce_from_group
     case.x = leave(found, case.group)
     loss = case.loss(100)
     loss.backward()
@@ -380,18 +380,18 @@ def largest_gathered(tp: int, rows: int) -> tuple[int, int, int]:
     """Rows of the sequence in the largest all-gather, of all calls of forward and backward; calls; rows held here."""
     case = Case(tp, True, 13)
     sizes: list[int] = []
-    plain = comm.all_gather
+    plain = collectives.all_gather
 
     def watched(*args: Any, **kwargs: Any) -> Tensor:
         whole = plain(*args, **kwargs)
         sizes.append(whole.numel() // (B * H))
         return whole
 
-    comm.all_gather = watched
+    collectives.all_gather = watched
     try:
         case.loss(rows * B * tp * case.weight.shape[0]).backward()
     finally:
-        comm.all_gather = plain
+        collectives.all_gather = plain
     return max(sizes), len(sizes), case.x.shape[0]
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from shardwise.config import Config, Layout, check_layout
-from shardwise.cost import expected_memory
-from shardwise.cost.activations import BlockStack, block_stack
-from shardwise.cost.case import Case
-from shardwise.models import build_model
+from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import Context, run_blocks
-from shardwise.parallel import DropoutKey
+from shardwise.models.build import build_model
+from shardwise.planner.activations import BlockStack, block_stack
+from shardwise.planner.memory import expected_memory
+from shardwise.planner.rank_case import Case
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FAMILIES, make_config, make_data

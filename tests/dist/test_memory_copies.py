@@ -13,13 +13,12 @@ from unittest import mock
 import pytest
 import xxhash
 
-from shardwise import comm
+from shardwise.base.files import lock, open_lock
 from shardwise.config import Config, check_layout
-from shardwise.cost import memory_copies_bytes
-from shardwise.files import lock, open_lock
+from shardwise.distributed import collectives
+from shardwise.planner.memory import memory_copies_bytes
 from shardwise.train import build
-from shardwise.train.memory_copies import MemoryCopies, is_of_history, newest_complete
-from shardwise.train.part_files import Part
+from shardwise.train.memory_copies import MemoryCopies, Part, is_of_history, newest_complete
 from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
 from tests.dist.test_checkpoint import config_of, differences
 
@@ -73,7 +72,7 @@ def train(
         copies.copy(trainer.progress.step, {**PLACE, **place, "losses": losses})
     state = canonical_state(trainer)
     losses += [trainer.step().loss for _ in range(after)]
-    comm.barrier(world)
+    collectives.barrier(world)
     if damage is not None and world.rank == 0:
         for path in memory.glob(damage):
             path.write_bytes(path.read_bytes()[:-3] + b"xyz")

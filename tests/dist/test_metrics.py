@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import comm, cost
 from shardwise.config import check_layout
+from shardwise.distributed import collectives
+from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.train.record import StepRecord
 from shardwise.train.straggler import WINDOW
 from tests.dist.checkpoints import make_trainer
@@ -47,7 +48,7 @@ def measured(layout: dict[str, Any], steps: int, slow: bool) -> tuple[list[StepR
         records.append(trainer.step(list))
         if trainer.mesh.world.rank == SLOW:
             time.sleep(0.02)
-        comm.all_reduce_(torch.ones(1000), trainer.mesh.world)
+        collectives.all_reduce_(torch.ones(1000), trainer.mesh.world)
         seconds = max(0.02, 3 * ((records[-1].work_seconds or 0.0) - (paused - before)))
     return records, paused
 
@@ -65,7 +66,7 @@ def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(layout: str, ranks:
         assert sum(sent[0].values()) > 0
         chosen = config_of(**LAYOUTS[layout])
         place = rank // 2 if chosen.parallel.pipeline > 1 else 0
-        expected = cost.wire_bytes(cost.step_transfers(chosen, check_layout(chosen, 4), pipeline_rank=place)) or {}
+        expected = wire_bytes(step_transfers(chosen, check_layout(chosen, 4), pipeline_rank=place)) or {}
         messages = expected.get(("pp", "send"), 0.0)
         assert (messages > 0) == (chosen.parallel.pipeline > 1)
         assert 0 <= sent[0].get("pp", 0) - messages < 1000, "messages between stages, and a few numbers of the step"

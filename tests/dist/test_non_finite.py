@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.errors import RunError
-from shardwise.models import Stages
-from shardwise.testing import RankPool
+from shardwise.base.errors import RunError
+from shardwise.models.blocks import Stages
 from shardwise.train.build import build_trainer
+from shardwise.verify.testing.ranks import RankPool
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from shardwise import GQAQKVColumnParallelLinear, ZeroRedundancyOptimizer
-from shardwise.testing import RankPool, canonical_gradients, canonical_weights
 from shardwise.train.build import build_trainer
+from shardwise.verify.testing.canonical import canonical_gradients, canonical_weights
+from shardwise.verify.testing.ranks import RankPool
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 

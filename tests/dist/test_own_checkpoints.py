@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.distributed_c10d import _world
 
 import shardwise
-from shardwise import comm
+from shardwise.base.errors import ConfigError, RunError
 from shardwise.checkpoint.save import Saver
-from shardwise.errors import ConfigError, RunError
-from shardwise.mesh import Group
-from shardwise.storage.root import Root
-from shardwise.testing import RankPool
+from shardwise.checkpoint.storage.root import Root
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Group
+from shardwise.verify.testing.ranks import RankPool
 from tests.dist.checkpoints import PLACE
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.own_models import Mixed
@@ -158,7 +158,7 @@ def trained(tensor: int, load: str | None, save: str, options: dict[str, Any]) -
         loss.backward()
         norm, _ = optimizer.norms()
         optimizer.step()
-        found += [float(comm.all_reduce_(loss.detach().clone(), mesh.dp)) / mesh.dp.size, float(norm)]
+        found += [float(collectives.all_reduce_(loss.detach().clone(), mesh.dp)) / mesh.dp.size, float(norm)]
     shardwise.save_checkpoint(save, model, optimizer, step=start + 3, mesh=mesh)
     return found, [str(warning.message) for warning in caught]
 

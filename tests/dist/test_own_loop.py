@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import LAMB, ColumnParallelLinear, Mesh, RMSNorm, ZeroRedundancyOptimizer
-from shardwise.errors import ConfigError
-from shardwise.testing import RankPool, canonical_weights
+from shardwise.base.errors import ConfigError
+from shardwise.verify.testing.canonical import canonical_weights
+from shardwise.verify.testing.ranks import RankPool
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.own_models import Sharded
 from tests.dist.test_zero import difference, loss_of, make_model

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shardwise.config import Config
-from shardwise.mesh import Mesh
-from shardwise.placement import placements
-from shardwise.testing import gradient_errors
+from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.placement import placements
+from shardwise.verify.testing.canonical import gradient_errors
 from tests.dist import dense
 from tests.dist.training import make_config, train
 from tests.e2e.test_own_model import OPTIONAL, blocks

@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise import device as devices
+from shardwise.base.errors import RunError
 from shardwise.config import ParallelConfig, Schedule
-from shardwise.cost.flight import Pass, peak
-from shardwise.cost.simulation import bubble
-from shardwise.errors import RunError
-from shardwise.models import Stages
-from shardwise.pipeline import StepTiming
-from shardwise.plan.order import action_order
-from shardwise.plan.stage import Stage, rank_of
+from shardwise.config.stages import Stage, rank_of
+from shardwise.distributed import collectives, devices
+from shardwise.models.blocks import Stages
+from shardwise.pipeline.action_order import action_order
+from shardwise.pipeline.clock import StepTiming
+from shardwise.pipeline.in_flight import Pass, peak
+from shardwise.pipeline.simulation import bubble
 from shardwise.train.trace import Trace
 from tests.dist.dense import mesh as shared_mesh
 
@@ -72,7 +71,7 @@ class VirtualTime:
             arrived(stage, message)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("shardwise.device.time", SimpleNamespace(perf_counter=lambda: self.now))
+            patch.setattr("shardwise.distributed.devices.time", SimpleNamespace(perf_counter=lambda: self.now))
             patch.setattr(_Stage, "get_fwd_send_ops", lambda stage, number: sending("x", stage, number))
             patch.setattr(_Stage, "get_bwd_send_ops", lambda stage, number: sending("the gradient of x", stage, number))
             patch.setattr(_Stage, "_arrived", arriving)
@@ -243,7 +242,7 @@ def test_what_a_stage_raises_is_heard_as_it_is(schedule: Schedule, ranks: Any) -
     for where, error, is_it in (
         ("forward", RunError("no room for the masks"), lambda heard: str(heard) == "no room for the masks"),
         ("backward", torch.OutOfMemoryError("CUDA out of memory"), devices.is_out_of_memory),
-        ("backward", RuntimeError(GONE), comm.is_lost_connection),
+        ("backward", RuntimeError(GONE), collectives.is_lost_connection),
     ):
         heard = ranks(2).run(failing_step, schedule, where, error)
         ranks(2).close()  # what was sent is under way

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import comm
 from shardwise.config import Config, load_config
-from shardwise.data import prepare
+from shardwise.data.opening import prepare
+from shardwise.distributed import collectives
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
@@ -52,7 +52,7 @@ def observe(config: Config) -> dict[str, set[str]]:
     mesh = shared_mesh(1)
     trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
     seen: dict[str, set[str]] = {kind: set() for kind in ("reduce_scatter", "all_reduce", "all_gather")}
-    plain = {kind: getattr(comm, f"{kind}_async") for kind in seen}
+    plain = {kind: getattr(collectives, f"{kind}_async") for kind in seen}
 
     def recording(kind: str) -> Any:
         def call(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -63,11 +63,11 @@ def observe(config: Config) -> dict[str, set[str]]:
 
     try:
         for kind in seen:
-            setattr(comm, f"{kind}_async", recording(kind))
+            setattr(collectives, f"{kind}_async", recording(kind))
         trainer.step()
     finally:
         for kind, function in plain.items():
-            setattr(comm, f"{kind}_async", function)
+            setattr(collectives, f"{kind}_async", function)
     buckets = trainer.optimizer.buckets
     inner = trainer.optimizer._inner
     assert inner is not None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.placement import placements
+from shardwise.distributed.placement import placements
 from shardwise.train.build import build_trainer
 from tests.dist.checkpoints import canonical_state
 from tests.dist.dense import mesh as shared_mesh

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.save import Keeping
-from shardwise.checkpoint_format.folders import checkpoints, partial_name, survey
-from shardwise.checkpoint_format.manifest import Manifest
-from shardwise.checkpoint_format.verify import verify
+from shardwise.checkpoint.storage.chunks import ChunkedWriter
+from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.step_folders import checkpoints, partial_name, survey
 from shardwise.config import Config
-from shardwise.errors import ConfigError
-from shardwise.mesh import Group
-from shardwise.storage.chunks import ChunkedWriter
-from shardwise.storage.root import Root, StoreError
+from shardwise.distributed.mesh import Group
 from tests.dist.checkpoints import (
     PLACE,
     Result,
@@ -176,7 +176,7 @@ def test_a_save_during_which_another_rank_ends_is_reported_as_it_stands(
     trainer.step()
     saver = make_saver(trainer, str(tmp_path))
     for agreement in ("reduce_numbers", "any_rank"):
-        monkeypatch.setattr(f"shardwise.comm.{agreement}", lose)
+        monkeypatch.setattr(f"shardwise.distributed.collectives.{agreement}", lose)
     saver.save(1, PLACE)
     saver.wait()
     (saved,) = saver.finished()

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise.parallel import ColumnParallelLinear, RMSNorm, RowParallelLinear
+from shardwise.layers.linear import ColumnParallelLinear, RowParallelLinear
+from shardwise.layers.norm import RMSNorm
 from tests.dist.dense import check, error, fill, gradient_errors, leaves, mesh, random, run
 from tests.dist.test_layers import BOOLS, DEGREES, INPUTS, OUTPUTS, B, S, linear, sequence_part
 

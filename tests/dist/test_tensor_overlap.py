@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.mesh import Group
-from shardwise.parallel import ColumnParallelLinear, RowParallelLinear
-from shardwise.parallel.linear import row_parallel_sum, set_overlap
-from shardwise.parallel.overlap import PIECES
+from shardwise.distributed.mesh import Group
+from shardwise.layers.linear import ColumnParallelLinear, RowParallelLinear, row_parallel_sum, set_overlap
+from shardwise.layers.matmul import PIECES
 from tests.dist.dense import check, error, fill, mesh, random, run
 
 S, B, INPUTS, INNER = 20, 3, 12, 16

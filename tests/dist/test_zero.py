@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import ColumnParallelLinear, ZeroRedundancyOptimizer
-from shardwise.mesh import Group
-from shardwise.testing import RankPool
+from shardwise.distributed.mesh import Group
+from shardwise.verify.testing.ranks import RankPool
 
 STEPS, BATCH, MICRO = 5, 16, 2
 

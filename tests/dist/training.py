@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from shardwise.config import Config, config_from
-from shardwise.data import IGNORE, Batch
-from shardwise.testing import canonical_gradients, canonical_weights
-from shardwise.testing import random_text as make_data
+from shardwise.data.random_text import random_text as make_data
+from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.train.build import build_trainer
+from shardwise.verify.testing.canonical import canonical_gradients, canonical_weights
 from tests.dist.dense import mesh as shared_mesh
 
 MODEL: dict[str, Any] = {

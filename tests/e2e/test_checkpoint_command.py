@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from shardwise.checkpoint_format.folders import partial_name, step_name
-from shardwise.checkpoint_format.manifest import MANIFEST
-from shardwise.checkpoint_format.owner import Owner, take
-from shardwise.runlog import RunDirectory, RunLock
-from shardwise.storage.root import Root
+from shardwise.checkpoint.format.manifest import MANIFEST
+from shardwise.checkpoint.storage.owner import Owner, take
+from shardwise.checkpoint.storage.root import Root
+from shardwise.checkpoint.storage.step_folders import partial_name, step_name
+from shardwise.runs.folder import RunDirectory, RunLock
 from tests.e2e.command import environment, shardwise, within
 from tests.stored import small_tensors, write_checkpoint
 

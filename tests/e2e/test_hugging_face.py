@@ -14,7 +14,11 @@ from torch import nn
 from shardwise.cli.folder import open_folder
 from shardwise.config import Config, load_config
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.data import IGNORE, Batch, PreparedData, TokenBatches, Tokenizer, prepare
+from shardwise.data.formats.common import PreparedData
+from shardwise.data.opening import prepare
+from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.data.samples.causal import TokenBatches
+from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.e2e.command import UNDER_TORCHRUN, Outcome, environment, metrics, miniature, shardwise, within
 from tests.e2e.conftest import Trained
 from tests.loopback_hub import TOKEN, serve, user_of

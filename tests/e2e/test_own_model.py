@@ -17,12 +17,13 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.checkpoint import canonical_tensors
+from shardwise.checkpoint.canonical import canonical_tensors
 from shardwise.checkpoint.load import load_hugging_face
 from shardwise.config import Config, load_config
-from shardwise.data import make_batches, prepare
-from shardwise.models import build_model
+from shardwise.data.formats.common import make_batches
+from shardwise.data.opening import prepare
+from shardwise.distributed import collectives
+from shardwise.models.build import build_model
 from tests.arch.source import ROOT, config_fields
 from tests.dist import dense
 from tests.dist.test_llama import gradients_of
@@ -252,7 +253,7 @@ def gradients_of_the_page(code: str, tensor: int, sequence: bool) -> tuple[Tenso
     )
     y_SBH = layers["scale"](layers["attention"](x_SBH))
     y_SBH.backward(dy_SBH)
-    whole = comm.all_gather(y_SBH.detach(), group).view(8, 2, 32) if sequence else y_SBH.detach()
+    whole = collectives.all_gather(y_SBH.detach(), group).view(8, 2, 32) if sequence else y_SBH.detach()
     return whole, gradients_of(layers)
 
 

@@ -251,7 +251,9 @@ def test_what_is_wrong_with_a_store_is_said_with_what_helps(used: Used, tmp_path
 def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     """Its client would try again for 5 minutes, longer than `shardwise` waits for the command; the command's own
     patience is shortened here."""
-    (tmp_path / "sitecustomize.py").write_text("from shardwise.storage import reach\nreach.PATIENCE_SECONDS = 1.0\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "from shardwise.checkpoint.storage import reach\nreach.PATIENCE_SECONDS = 1.0\n"
+    )
     path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
     with silent() as address:
         user = {**user_of(address), **path}

@@ -10,10 +10,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.config import check_layout, load_config
-from shardwise.cost import expected_memory
-from shardwise.monitor.run import Run
-from shardwise.monitor.summary import snapshot
-from shardwise.plan import parameter_count
+from shardwise.models.parameter_counts import parameter_count
+from shardwise.planner.memory import expected_memory
+from shardwise.runs.run import Run
+from shardwise.runs.summary import snapshot
 from tests.e2e.command import UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
 from tests.e2e.conftest import Trained
 

@@ -14,7 +14,7 @@ from scripts import tutorial_bert, tutorial_zero1
 from scripts.tutorial_common import cut, random_trainer
 from scripts.tutorial_outputs import BLOCK
 from shardwise.config import load_config
-from shardwise.mesh import Mesh
+from shardwise.distributed.mesh import Mesh
 from tests.arch.source import ROOT, config_fields
 from tests.e2e.command import metrics
 from tests.e2e.test_pages import Block, assert_healthy, follow

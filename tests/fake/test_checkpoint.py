@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.checkpoint.format.manifest import MODEL, Manifest
+from shardwise.checkpoint.format.verify import untiled
+from shardwise.checkpoint.format.writing import PlannedFile, tensor_entries
 from shardwise.checkpoint.reading import _segments
 from shardwise.checkpoint.restore import _wants
 from shardwise.checkpoint.save import Saver
-from shardwise.checkpoint_format.manifest import MODEL, Manifest
-from shardwise.checkpoint_format.verify import untiled
-from shardwise.checkpoint_format.writing import PlannedFile, tensor_entries
+from shardwise.checkpoint.storage.chunks import FileEntry, chunk_bytes
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, load_config
-from shardwise.mesh import Group, Mesh
-from shardwise.models import build_model
-from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.models.build import build_model
+from shardwise.models.parameter_counts import parameter_count
 from shardwise.optim.state import MASTER, begin_restoring
-from shardwise.plan import parameter_count
-from shardwise.storage.chunks import FileEntry, chunk_bytes
-from shardwise.storage.root import Root
+from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.train.build import build_optimizer
 
 WORLD, TENSOR = 1024, 8
@@ -86,7 +86,7 @@ class Told:
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     gather = Told()
-    monkeypatch.setattr("shardwise.comm.all_gather_objects", gather)
+    monkeypatch.setattr("shardwise.distributed.collectives.all_gather_objects", gather)
     yield gather
     if dist.is_initialized():
         dist.destroy_process_group()

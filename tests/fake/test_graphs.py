@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.aot.worker import play
-from shardwise.compilation.facts import planned_graphs
-from shardwise.compilation.units import BLOCK, HEAD, UNROTATED
 from shardwise.config import Config, check_layout
+from shardwise.train.compile.graph_facts import planned_graphs
+from shardwise.train.compile.units import BLOCK, HEAD, UNROTATED
+from shardwise.train.compile.worker import play
 from tests.dist.test_compiled_training import GPT_DROPOUT, SIZES
 from tests.dist.training import FACTS, FAMILIES, make_config
 
@@ -28,8 +28,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config, str,
         found.append(graph.print_readable(print_output=False, include_stride=True))
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    monkeypatch.setattr("shardwise.compilation.units.backend_of", lambda *_: collecting)
-    monkeypatch.setattr("shardwise.compilation.units.check_backend", lambda *_: None)
+    monkeypatch.setattr("shardwise.train.compile.units.backend_of", lambda *_: collecting)
+    monkeypatch.setattr("shardwise.train.compile.units.check_backend", lambda *_: None)
 
     def capture(config: Config, unit: str, rank: int) -> list[str]:
         torch._dynamo.reset()

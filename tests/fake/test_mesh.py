@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config import LlamaConfig
-from shardwise.mesh import Mesh
-from shardwise.models import Llama
-from shardwise.placement import Placement, placements
+from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.placement import Placement, placements
+from shardwise.models.llama import Llama
 
 WORLD = 1024
 SIZES: dict[str, Any] = {

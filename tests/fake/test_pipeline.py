@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise import cost
-from shardwise._torch_private import skip_pipeline_warm_up
 from shardwise.config import Config, Layout, Schedule, check_layout, load_config
 from shardwise.config.sections import SINGLE_STAGE
-from shardwise.data import PreparedText
-from shardwise.mesh import Mesh
-from shardwise.models import gives_losses
-from shardwise.plan import stage_plan
+from shardwise.data.formats.common import PreparedText
+from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.torch_private import skip_pipeline_warm_up
+from shardwise.models.blocks import gives_losses
+from shardwise.pipeline.partition import stage_plan
+from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.train.build import build_trainer
 from tests.dist.cells import sent
 from tests.dist.test_cells import compare
@@ -65,10 +65,10 @@ def config_of(recipe: str, schedule: Schedule, whole: bool) -> tuple[Config, Lay
 @pytest.fixture
 def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leave out what reads numbers or addresses of tensors that have none, and drawing weights."""
-    monkeypatch.setattr("shardwise.placement.initialize_", lambda *_: None)
+    monkeypatch.setattr("shardwise.distributed.placement.initialize_", lambda *_: None)
     monkeypatch.setattr("shardwise.optim.zero.require_elementwise", lambda *_: None)
-    monkeypatch.setattr("shardwise.parallel.ParallelEmbedding._check", lambda *_: None)
-    monkeypatch.setattr("shardwise.parallel.loss.VocabularyShard.check", lambda *_, **__: None)
+    monkeypatch.setattr("shardwise.layers.embedding.ParallelEmbedding._check", lambda *_: None)
+    monkeypatch.setattr("shardwise.layers.loss.VocabularyShard.check", lambda *_, **__: None)
     monkeypatch.setattr(torch, "equal", lambda *_: True)
     monkeypatch.setattr(FakeTensor, "tolist", lambda self: [1.0] * self.numel())
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: self.storage_offset() * self.element_size())
@@ -107,7 +107,7 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
             "each stage runs once for each micro-batch, in the first step as in any"
         )
     found, calls = sent(mesh)
-    expected = cost.wire_bytes(cost.step_transfers(config, layout, pipeline_rank=rank))
+    expected = wire_bytes(step_transfers(config, layout, pipeline_rank=rank))
     assert expected is not None
     compare(found, expected, calls, f"{recipe}, {schedule}, pipeline rank {rank}")
     losses = [gives_losses(part) for part in trainer.model]

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.agreement import agree
+from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.restore import read_manifest
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, load_config
-from shardwise.errors import ConfigError
-from shardwise.mesh import Mesh
-from shardwise.storage.root import Root
-from shardwise.train.opening import raised_on_every_rank, while_others_wait
-from shardwise.train.same import require_same
+from shardwise.distributed.agreement import agree
+from shardwise.distributed.mesh import Mesh
+from shardwise.train.opening import raised_on_every_rank, require_same, while_others_wait
 from tests.stored import small_tensors, write_checkpoint
 
 

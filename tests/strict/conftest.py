@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from shardwise.testing import RankPool
+    from shardwise.verify.testing.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
 def strict() -> Iterator[Callable[..., RankPool]]:
     """Pools of ranks by size, as the fixture `ranks` of the CPU, and by whether the device is like CUDA."""
-    from shardwise.testing import RankPool
+    from shardwise.verify.testing.ranks import RankPool
     from tests.strict import build, ranks
 
     if missing := build.missing():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.testing import RankPool
+from shardwise.verify.testing.ranks import RankPool
 from tests.dist import cells
 from tests.strict import device
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwise.testing import RankPool
+from shardwise.verify.testing.ranks import RankPool
 from tests.dist.test_compiled_training import GPT_DROPOUT, SEQUENCE, Cell, losses
 from tests.dist.training import FAMILIES
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from shardwise import Mesh, ZeroRedundancyOptimizer
 from shardwise.config import Config, Precision
-from shardwise.placement import placements
-from shardwise.testing import RankPool
+from shardwise.distributed.placement import placements
 from shardwise.train import build
 from shardwise.train.build import build_optimizer
 from shardwise.train.trainer import Trainer
+from shardwise.verify.testing.ranks import RankPool
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.training import make_config
 

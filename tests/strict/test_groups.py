@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import comm
-from shardwise.mesh import Group, Mesh
-from shardwise.testing import RankPool
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.verify.testing.ranks import RankPool
 
 Strict = Callable[..., RankPool]
 
@@ -23,8 +23,8 @@ def make_groups() -> tuple[float, tuple[int, ...], float]:
     for turn in range(2):  # both make one: since torch 2.14 the names of later groups depend on the number
         if rank == turn:
             alone = Group.world().pick((rank,), "alone").ranks
-        on_host = comm.all_reduce_(torch.ones(2), host).sum().item()
-    summed = comm.all_reduce_(torch.ones(2, device=mesh.device), mesh.tp).sum().item()
+        on_host = collectives.all_reduce_(torch.ones(2), host).sum().item()
+    summed = collectives.all_reduce_(torch.ones(2, device=mesh.device), mesh.tp).sum().item()
     dist.group.WORLD.bound_device_id = None
     return on_host, alone, summed
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from shardwise.config import check_layout
-from shardwise.cost import memory_by_rank
-from shardwise.plan.chunks import ROUNDING_CHUNK_ELEMENTS_ACCELERATOR
-from shardwise.testing import RankPool
+from shardwise.layers.chunks import ROUNDING_CHUNK_ELEMENTS_ACCELERATOR
+from shardwise.planner.memory import memory_by_rank
+from shardwise.verify.testing.ranks import RankPool
 from tests.dist.test_memory import RECOMPUTE, configuration
 from tests.dist.training import FAMILIES
 from tests.strict import memory

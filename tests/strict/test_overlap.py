@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise.config import Config
-from shardwise.models.units import units
-from shardwise.testing import RankPool
+from shardwise.models.blocks import units
+from shardwise.verify.testing.ranks import RankPool
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import FAMILIES, MODEL, make_config
 

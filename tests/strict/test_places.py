@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise import device as devices
-from shardwise.errors import ConfigError
-from shardwise.testing import RankPool
+from shardwise.base.errors import ConfigError
+from shardwise.distributed import devices
+from shardwise.verify.testing.ranks import RankPool
 
 
 def places() -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from shardwise import comm, device
-from shardwise.errors import ConfigError
+from shardwise.base.errors import ConfigError
+from shardwise.distributed import collectives, devices
 
 _NAMES = ("LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -37,7 +37,7 @@ def test_a_rank_uses_the_accelerator_of_its_own(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert device.local_device() == torch.device("cuda", index)
+    assert devices.local_device() == torch.device("cuda", index)
     assert machine == [index]
 
 
@@ -56,18 +56,18 @@ def test_a_rank_without_an_accelerator_of_its_own_is_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=says):
-        device.local_device()
+        devices.local_device()
 
 
 @pytest.mark.parametrize("machine", [0], indirect=True)
 def test_accelerators_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
     machine: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "accelerators", lambda: ("nvidia", 8))
+    monkeypatch.setattr(devices, "accelerators", lambda: ("nvidia", 8))
     with pytest.raises(ConfigError, match=r"accelerators \(8 × nvidia\), and finds none"):
-        device.local_device()
-    monkeypatch.setattr(device, "accelerators", lambda: ("cpu", 0))
-    assert device.local_device() == torch.device("cpu")
+        devices.local_device()
+    monkeypatch.setattr(devices, "accelerators", lambda: ("cpu", 0))
+    assert devices.local_device() == torch.device("cpu")
 
 
 def test_what_libraries_say_of_a_lost_peer_and_of_a_shared_device() -> None:
@@ -78,9 +78,9 @@ def test_what_libraries_say_of_a_lost_peer_and_of_a_shared_device() -> None:
         "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4567",
     )
     for text in lost:
-        assert comm.is_lost_connection(RuntimeError(text)), text
-        assert not comm.is_shared_device(RuntimeError(text)), text
+        assert collectives.is_lost_connection(RuntimeError(text)), text
+        assert not collectives.is_shared_device(RuntimeError(text)), text
     shared = RuntimeError("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 19000")
-    assert comm.is_shared_device(shared)
-    assert not comm.is_lost_connection(shared)
-    assert not comm.is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert collectives.is_shared_device(shared)
+    assert not collectives.is_lost_connection(shared)
+    assert not collectives.is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

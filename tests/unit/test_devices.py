@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.devices import _FOLDER, cluster, device_names, load_device
-from shardwise.errors import ConfigError
+from shardwise.base.errors import ConfigError
+from shardwise.planner.device_specs import _FOLDER, cluster, device_names, load_device
 
 OWN = """
 name: Our GPU

@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.errors import (
+from shardwise.base.errors import (
     ArgumentError,
     ConfigError,
     DataError,

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.data import cache
-from shardwise.errors import ConfigError, DataError
-from shardwise.files import (
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.files import (
     ANYONE_WRITES,
     OTHERS,
     NoLocksError,
@@ -28,9 +27,10 @@ from shardwise.files import (
     require_trusted,
     write_atomic,
 )
-from shardwise.prepare.work import WorkFolder
-from shardwise.runlog import RunDirectory, RunLock, json_text
-from shardwise.storage.root import Root
+from shardwise.checkpoint.storage.root import Root
+from shardwise.data import cache
+from shardwise.data.prepare.work_folder import WorkFolder
+from shardwise.runs.folder import RunDirectory, RunLock, json_text
 
 
 @pytest.fixture(params=["symbolic", "dangling", "hard"])

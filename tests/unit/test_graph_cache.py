@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.errors import ConfigError
-from shardwise.graph_cache import GraphCache, key_of, writing
+from shardwise.base.errors import ConfigError
+from shardwise.train.compile.graph_cache import GraphCache, key_of, writing
 
 CODE = bytes(range(256)) * 20
 

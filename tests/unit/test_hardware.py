@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import hardware
+from shardwise.base import hardware
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import hub
-from shardwise.errors import ConfigError
+from shardwise.base.errors import ConfigError
+from shardwise.data import hub
 from tests.e2e.command import shardwise
 from tests.loopback_hub import TOKEN, Site, serve, user_of
 

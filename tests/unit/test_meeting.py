@@ -5,8 +5,8 @@ from datetime import timedelta
 
 import pytest
 
-from shardwise.errors import ConfigError, RunError
-from shardwise.meeting import listen, meet
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.distributed.rendezvous import listen, meet
 
 SHORT = timedelta(seconds=0.1)
 

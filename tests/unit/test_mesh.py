@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import mesh as meshes
-from shardwise.errors import ConfigError
-from shardwise.mesh import Group, Mesh, Meter
+from shardwise.base.errors import ConfigError
+from shardwise.distributed import mesh as meshes
+from shardwise.distributed.mesh import Group, Mesh, Meter
 from tests.unit.parallel.groups import pretend_group
 
 

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardwise import placement
-from shardwise.mesh import Group
-from shardwise.parallel import GQAQKVColumnParallelLinear, MergedColumnParallelLinear, ParallelEmbedding
-from shardwise.placement import SEEDED_ROWS, Box, Init, Piece, Placement
+from shardwise.distributed import placement
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import SEEDED_ROWS, Box, Init, Piece, Placement
+from shardwise.layers.embedding import ParallelEmbedding
+from shardwise.layers.linear import GQAQKVColumnParallelLinear, MergedColumnParallelLinear
 from tests.unit.parallel.groups import pretend_group
 
 NORMAL = Init.normal(0.02)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from shardwise import comm
-from shardwise.optim.arguments import REPLACED
+from shardwise.distributed import collectives
+from shardwise.optim.checks import REPLACED
 from tests.arch.source import ROOT
 
 PAGE = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
@@ -23,7 +23,7 @@ def test_our_names_in_the_table_exist() -> None:
     assert public <= set(sw.__all__)
     functions = [text.removeprefix("comm.") for text in code if text.startswith("comm.")]
     assert len(functions) == 7
-    assert all(hasattr(comm, name) for name in functions)
+    assert all(hasattr(collectives, name) for name in functions)
 
 
 def test_the_call_of_torch_xla_works() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.files import read_plain
+from shardwise.base.files import read_plain
+from shardwise.base.parsing import MOST_LEVELS, instance, json_value, record_of, typed
 from shardwise.launch.restarts import Ending
-from shardwise.parsing import MOST_LEVELS, json_value
-from shardwise.records import instance, record_of, typed
 from tests.monitor_runs import ending
 
 WRONG: list[Any] = ["12", [], [1], {}, True, -1, 10**31, 10**400, 1e300 * 1e300, math.nan, "2020-01-01"]
@@ -70,7 +69,7 @@ def test_fault_21_a_file_that_might_never_answer_is_refused(tmp_path: Path) -> N
 
 
 def test_fault_21_a_large_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.files.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("shardwise.base.files.MOST_BYTES", 1 << 20)
     (tmp_path / "large").write_bytes(bytes((1 << 20) + 1))
     with pytest.raises(OSError, match="it has more than 1 MiB"):
         read_plain(tmp_path / "large")

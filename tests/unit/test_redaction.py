@@ -4,8 +4,8 @@ from datetime import date
 
 import pytest
 
-from shardwise.errors import ConfigError, DataError, RunError
-from shardwise.redaction import recorded_variables, redacted, redacted_arguments, unsigned, without_secrets
+from shardwise.base.errors import ConfigError, DataError, RunError
+from shardwise.base.redaction import recorded_variables, redacted, redacted_arguments, unsigned, without_secrets
 
 SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-Signature=5ecret"
 

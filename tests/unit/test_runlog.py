@@ -15,23 +15,23 @@ from typing import Any
 
 import pytest
 
-from shardwise import runlog
-from shardwise.errors import ConfigError
-from shardwise.launch.stopping import clear
-from shardwise.runlog import AppendedFile, JsonLines, RunDirectory, RunLock
+from shardwise.base.errors import ConfigError
+from shardwise.launch.stop_requests import clear
+from shardwise.runs import folder
+from shardwise.runs.folder import AppendedFile, JsonLines, RunDirectory, RunLock
 
 NOON = datetime(2026, 11, 21, 12, 0, 5, tzinfo=UTC)
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "quickstart.yaml", "/some/folder/quickstart.yml"])
 def test_a_run_is_named_after_recipe_and_time(tmp_path: Path, recipe: str) -> None:
-    path = runlog.new_run_path(recipe, tmp_path / "runs", now=NOON)
+    path = folder.new_run_path(recipe, tmp_path / "runs", now=NOON)
     assert path == tmp_path / "runs" / "quickstart-20261121-120005"
     assert path.is_dir()
 
 
 def test_two_runs_of_one_second_do_not_collide(tmp_path: Path) -> None:
-    names = [runlog.new_run_path("a b", tmp_path, now=NOON).name for _ in range(3)]
+    names = [folder.new_run_path("a b", tmp_path, now=NOON).name for _ in range(3)]
     assert names == ["a-b-20261121-120005", "a-b-20261121-120005-2", "a-b-20261121-120005-3"]
 
 
@@ -44,7 +44,7 @@ def test_paths(tmp_path: Path) -> None:
 
 
 def test_a_reserved_folder_holds_no_run_and_a_used_one_does(tmp_path: Path) -> None:
-    run = RunDirectory(runlog.new_run_path("quickstart", tmp_path))
+    run = RunDirectory(folder.new_run_path("quickstart", tmp_path))
     assert not run.create().holds_run
     run.write_config("model: {vocab_size: 7}\n")
     assert RunDirectory(run.path).create().holds_run
@@ -153,14 +153,14 @@ def test_a_folder_that_cannot_be_made_is_the_users_to_change(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     inside = tmp_path / "file/runs"
     for make in (
-        lambda: runlog.new_run_path("quickstart", inside),
+        lambda: folder.new_run_path("quickstart", inside),
         lambda: RunDirectory(inside / "run").create(),
         lambda: RunDirectory(tmp_path / "run").mark_latest(inside),
     ):
         with pytest.raises(ConfigError, match=r"file/runs.* cannot be made: Not a directory; start in a folder"):
             make()
     with pytest.raises(ConfigError, match=r"file cannot be made: File exists; start in a folder"):
-        runlog.new_run_path("quickstart", tmp_path / "file")
+        folder.new_run_path("quickstart", tmp_path / "file")
 
 
 def test_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
@@ -189,10 +189,10 @@ def test_latest_that_is_a_real_folder_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "results.json"
-    runlog.write_atomic(path, "old")
+    folder.write_atomic(path, "old")
     monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(OSError, match="no space left"):
-        runlog.write_atomic(path, "new")
+        folder.write_atomic(path, "new")
     assert path.read_text() == "old"
 
 
@@ -236,7 +236,7 @@ def test_non_finite_numbers_are_valid_json_that_float_reads_back(tmp_path: Path)
         raise AssertionError(f"{constant} is not JSON")
 
     values = [math.nan, math.inf, -math.inf, None, 1.5]
-    read = json.loads(runlog.json_text({"values": values, "path": tmp_path}), parse_constant=refuse)
+    read = json.loads(folder.json_text({"values": values, "path": tmp_path}), parse_constant=refuse)
     assert read == {"values": ["nan", "inf", "-inf", None, 1.5], "path": str(tmp_path)}
     assert math.isnan(float(read["values"][0]))
 

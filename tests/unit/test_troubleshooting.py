@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigError, DataError, RunError, see
 from shardwise.checkpoint import save
-from shardwise.checkpoint_format.manifest import FileEntry
-from shardwise.cluster import slurm
-from shardwise.compilation import keeper
+from shardwise.checkpoint.format.manifest import FileEntry
+from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.data import cache
-from shardwise.errors import ConfigError, DataError, RunError, see
 from shardwise.launch.node import Control
-from shardwise.runlog import RunDirectory
-from shardwise.storage.root import Root, StoreError
+from shardwise.launch.slurm import commands
+from shardwise.runs.folder import RunDirectory
+from shardwise.train.compile import run_graphs
 from shardwise.train.resume import find_checkpoints
 from tests.dist.training import make_config
 from tests.stored import small_tensors, write_checkpoint
@@ -46,7 +46,7 @@ def test_slurm_is_not_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     text = r"sbatch and squeue and scontrol must be on the PATH: shardwise submits to SLURM"
     with pytest.raises(ConfigError, match=f"{text}.*{ends_with('jobs#slurm-not-found')}"):
-        slurm.require()
+        commands.require()
 
 
 def test_temporary_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,14 +57,14 @@ def test_temporary_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> N
         if problems:
             raise ConfigError(problems)
 
-    monkeypatch.setattr(keeper.Keeper, "_unpacked", full)
-    monkeypatch.setattr(keeper, "planned_graphs", lambda config: ())
-    monkeypatch.setattr(keeper, "agree", agree)
+    monkeypatch.setattr(run_graphs.Keeper, "_unpacked", full)
+    monkeypatch.setattr(run_graphs, "planned_graphs", lambda config: ())
+    monkeypatch.setattr(run_graphs, "agree", agree)
     alone: Any = SimpleNamespace(world=SimpleNamespace(rank=0))
     arguments: Any = (make_config(), None, alone, None, print)
     text = r"the folder for temporary files \(.*\) cannot be written: No space left on device; set TMPDIR to a folder"
     with pytest.raises(ConfigError, match=f"{text} with room{ends_with('training#folder-for-temporary-files')}"):
-        keeper.Keeper(*arguments)
+        run_graphs.Keeper(*arguments)
 
 
 def test_a_cache_returns_other_bytes(tmp_path: Path) -> None:

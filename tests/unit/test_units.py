@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise import units
+from shardwise.base import units
 
 
 @pytest.mark.parametrize(

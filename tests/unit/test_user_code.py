@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.user_code import error_text, name_of
+from shardwise.base.user_code import error_text, name_of
 
 
 class Mine:

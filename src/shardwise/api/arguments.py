@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config
-from shardwise.errors import ConfigError
 
 
 def shown_value(value: object) -> str:

@@ -7,16 +7,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shardwise.api.arguments import require_path
-from shardwise.checkpoint_format.places import newest_intact
-from shardwise.errors import ConfigError, RunError, keys_renamed, renamed, see
-from shardwise.storage.root import Root
+from shardwise.base.errors import ConfigError, RunError, keys_renamed, renamed, see
+from shardwise.checkpoint.storage.locate import newest_intact
+from shardwise.checkpoint.storage.root import Root
 
-if TYPE_CHECKING:  # torch is imported by the functions that need it
+if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.config import Config
-    from shardwise.mesh import Mesh
-    from shardwise.optim import ZeroRedundancyOptimizer
+    from shardwise.distributed.mesh import Mesh
+    from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 _ARGUMENTS = {
     "set checkpoint.path or --run-dir": "give it as folder",
@@ -60,11 +60,11 @@ def save_checkpoint(
             nothing was written.
         RunError: on every rank, it could not be written, or the ranks' copies of a parameter differ.
     """
-    from shardwise.api.own_loop import mesh_of, on_first_rank, require_one_model, require_one_save, require_saveable
+    from shardwise.api.user_loop import mesh_of, on_first_rank, require_one_model, require_one_save, require_saveable
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
-    from shardwise.train.drift import check_replicas
     from shardwise.train.opening import raised_on_every_rank, versions
+    from shardwise.train.replicas import check_replicas
 
     mesh = mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
@@ -113,11 +113,10 @@ def load_checkpoint(
             optimizer: every mismatch. Nothing was changed, unless it says that the weights are not finite.
         DamageError: its bytes do not match their checksums. The model is then not to be used.
     """
-    from shardwise.api.own_loop import mesh_of, on_first_rank, require_loadable
+    from shardwise.api.user_loop import mesh_of, on_first_rank, require_loadable
     from shardwise.checkpoint.load import load_checkpoint as load_weights
     from shardwise.checkpoint.restore import read_manifest, restore
-    from shardwise.train.opening import raised_on_every_rank
-    from shardwise.train.same import require_equal
+    from shardwise.train.opening import raised_on_every_rank, require_equal
 
     mesh = mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
@@ -158,8 +157,8 @@ def export_checkpoint(
         ConfigError: an argument is none of those, there is no checkpoint, it does not describe its model, or `dest`
         exists. DamageError: bytes do not match their checksums. RunError: a value is beyond the range of float16.
     """
-    from shardwise.checkpoint_format.casting import FLOATS
-    from shardwise.checkpoint_format.to_hugging_face import Export
+    from shardwise.checkpoint.format.safetensors import FLOATS
+    from shardwise.checkpoint.format.to_hugging_face import Export
     from shardwise.cli.checkpoint.export import shard_bytes, split
 
     source, target = require_path("checkpoint", checkpoint), require_path("dest", dest)

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.api.arguments import config_problems, path_problems
-from shardwise.checkpoint_format.places import all_of, locate
+from shardwise.base.errors import ConfigError, listing, nearest_name
+from shardwise.base.files import read_plain, reason_of
+from shardwise.base.parsing import json_value
+from shardwise.base.user_code import given, name_of
+from shardwise.checkpoint.storage.locate import all_of, locate
 from shardwise.config import Config, config_from, parse_yaml
-from shardwise.errors import ConfigError, listing, nearest_name
-from shardwise.files import read_plain, reason_of
-from shardwise.launch import stdio, stopping
+from shardwise.launch import output, stop_requests
 from shardwise.launch.environment import Rank, keep_own, may_be_a_task
 from shardwise.launch.rank import enter_job
 from shardwise.launch.tasks import adopt_task
-from shardwise.parsing import json_value
-from shardwise.runlog import EVENTS, RunDirectory
-from shardwise.user_code import given, name_of
+from shardwise.runs.folder import EVENTS, RunDirectory
 
 
 class Run:
@@ -148,8 +148,8 @@ def train(
     from shardwise.cli.claim import is_finished, prepare_run
     from shardwise.cli.entry import take_any_character
     from shardwise.cli.train import with_batch
+    from shardwise.train.opening import require_same_run_dir
     from shardwise.train.run import run
-    from shardwise.train.same import require_same_run_dir
 
     _require_arguments(config, run_dir, name, callbacks)
     place = _join()
@@ -166,7 +166,7 @@ def train(
         if path is not None and is_finished(held, config, path, place):
             return Run(path)
         path = prepare_run(held, config, name, path, place)
-        with stdio.restored(), _signals_restored():
+        with output.restored(), _signals_restored():
             take_any_character()
             return Run(run(config, path, name))
 
@@ -193,7 +193,7 @@ def _require_arguments(config: object, run_dir: object, name: object, callbacks:
 
 def _check_own_code(config: Config) -> None:
     """Import a model and hooks of the user's own, and check how they can be called."""
-    from shardwise.models import check_own
+    from shardwise.models.user_model import check_own
     from shardwise.train.hooks import check_hooks
 
     if ":" in config.model.family:
@@ -237,7 +237,7 @@ def _require_layout(config: Config, world: int, *, is_new: bool) -> None:
 @contextmanager
 def _signals_restored() -> Iterator[None]:
     """Give the program its signal handlers back; only the main thread may, and only there a run sets its own."""
-    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    before = {number: signal.getsignal(number) for number in stop_requests.SIGNALS}
     try:
         yield
     finally:

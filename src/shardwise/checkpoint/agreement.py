@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardwise.agreement import agree
-from shardwise.checkpoint_format.model_file import differences
+from shardwise.base.errors import ConfigError
+from shardwise.base.parsing import json_value
+from shardwise.checkpoint.format.model_file import differences
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError
-from shardwise.mesh import Group
-from shardwise.parsing import json_value
-from shardwise.storage.root import Root
+from shardwise.distributed.agreement import agree
+from shardwise.distributed.mesh import Group
+
 
 def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
     """Raise, on every rank of the group, why the weights of a folder are not the model's, where any rank finds it."""

@@ -9,10 +9,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.mesh import Group
-from shardwise.models import Stages
-from shardwise.placement import Piece, Placement, placements
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import Piece, Placement, placements
+from shardwise.models.blocks import Stages
 
 _Place: TypeAlias = tuple[int, int]
 """A parameter of a model: its pipeline stage, and its number in that stage."""
@@ -31,7 +31,7 @@ def held_tensors(
         (place, pipeline.rank, [(piece.name, piece.shape, take(parameter).dtype) for piece in record.pieces])
         for place, (parameter, record) in _by_place(model).items()
     ]
-    everyone = [entry for entries in comm.all_gather_objects(mine, pipeline) for entry in entries]
+    everyone = [entry for entries in collectives.all_gather_objects(mine, pipeline) for entry in entries]
     seen: set[str] = set()
     parameters = []
     for place, rank, tensors in sorted(everyone, key=lambda entry: entry[0]):
@@ -70,7 +70,7 @@ def canonical_tensors(
             whole = assembled.get(name)
             if whole is None:
                 whole = torch.empty(shape, dtype=dtype, device=next(model.parameters()).device)
-            yield name, comm.broadcast_(whole, ranks, source=rank)
+            yield name, collectives.broadcast_(whole, ranks, source=rank)
 
 
 def _by_place(model: nn.Module) -> dict[_Place, tuple[nn.Parameter, Placement]]:
@@ -90,13 +90,13 @@ def _pieces_by_rank(places: Mapping[_Place, tuple[nn.Parameter, Placement]]) -> 
         # A group cannot be sent to another process, and nobody needs it there.
         held = [replace(piece, copies=Group()) for piece in record.pieces]
         mine.setdefault(record.group, {})[place] = held
-    by_group = [comm.all_gather_objects(held, group) for group, held in mine.items()]
+    by_group = [collectives.all_gather_objects(held, group) for group, held in mine.items()]
     return {place: [held[place] for held in everyone] for everyone in by_group for place in everyone[0]}
 
 
 def _assemble(local: Tensor, group: Group, pieces: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
     """The canonical tensors of a parameter, of which each rank of the group holds its pieces."""
-    everyone = comm.all_gather(local.unsqueeze(0).contiguous(), group)
+    everyone = collectives.all_gather(local.unsqueeze(0).contiguous(), group)
     whole = {piece.name: local.new_empty(piece.shape) for piece in pieces[0]}
     for held, tensor in zip(pieces, everyone, strict=True):
         for piece in held:

@@ -15,13 +15,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint_format.places import place_of_companions
-from shardwise.checkpoint_format.writing import CONFIG, to_json
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.checkpoint.format.writing import CONFIG, to_json
+from shardwise.checkpoint.storage.locate import place_of_companions
+from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config
-from shardwise.data import Tokenizer
-from shardwise.errors import ConfigError, DataError
-from shardwise.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, INDEX, holds_tokenizer
-from shardwise.storage.root import Root, StoreError
+from shardwise.data.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, INDEX, holds_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer
 
 _BEGIN, _END = "bos_token_id", "eos_token_id"
 

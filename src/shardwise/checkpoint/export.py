@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import comm
 from shardwise.checkpoint.canonical import canonical_tensors, held_tensors
 from shardwise.checkpoint.companions import Companions
-from shardwise.checkpoint.dtypes import DTYPE_NAMES
-from shardwise.checkpoint_format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
+from shardwise.checkpoint.format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
+from shardwise.checkpoint.reading import DTYPE_NAMES
+from shardwise.checkpoint.storage.root import Buffer, Root
 from shardwise.config import ModelConfig, OwnConfig
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.data import special_token_ids
-from shardwise.mesh import Mesh
-from shardwise.storage.root import Buffer, Root
+from shardwise.data.tokens.tokenizer import special_token_ids
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Mesh
 
 
 def export_hugging_face(
@@ -54,7 +54,7 @@ def export_hugging_face(
         else:
             for _ in tensors:
                 pass
-    comm.barrier(mesh.world)
+    collectives.barrier(mesh.world)
 
 
 def model_files(

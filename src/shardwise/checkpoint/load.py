@@ -8,31 +8,29 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise import comm
-from shardwise.agreement import agree
-from shardwise.checkpoint.dtypes import TORCH_DTYPES
-from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, read
+from shardwise.base.errors import ConfigError, see
+from shardwise.checkpoint.format.manifest import MODEL
+from shardwise.checkpoint.format.model_file import differences
+from shardwise.checkpoint.format.tensors import StoredTensors, differing_copies, find_sources, segments
+from shardwise.checkpoint.format.verify import non_finite_text
+from shardwise.checkpoint.format.writing import STREAM_BYTES
+from shardwise.checkpoint.reading import TORCH_DTYPES, CheckpointReader, Want, other_ends, read
 from shardwise.checkpoint.restore import held_pieces, read_manifest
-from shardwise.checkpoint_format.comparison import differing_copies, find_sources
-from shardwise.checkpoint_format.manifest import MODEL
-from shardwise.checkpoint_format.model_file import differences
-from shardwise.checkpoint_format.tensors import StoredTensors, segments
-from shardwise.checkpoint_format.verify import non_finite_text
-from shardwise.checkpoint_format.writing import STREAM_BYTES
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import ModelConfig
-from shardwise.errors import ConfigError, see
-from shardwise.hub import check_weights
-from shardwise.mesh import Group, Mesh
+from shardwise.data.hub import check_weights
+from shardwise.distributed import collectives
+from shardwise.distributed.agreement import agree
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.placement import placements
 from shardwise.optim.state import MASTER
-from shardwise.placement import placements
-from shardwise.storage.root import DamageError, Root, StoreError
 
 
 def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Path) -> None:
     """Set the model's weights to those of a Hugging Face folder; collective over the world.
 
     Each rank reads the rows that it needs, cast to the parameter's dtype; padding stays 0. Call it before an optimizer
-    is made, which may keep copies. Names may be spelled as `checkpoint_format/spelling.py` says.
+    is made, which may keep copies. Names may be spelled as `models/hugging_face_names.py` says.
 
     Raises:
         ConfigError: on every rank, with every mismatch that any rank found: names that are missing or unknown,
@@ -73,7 +71,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
 def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> None:
     """Set the model's weights to those of a checkpoint, every chunk that is read verified; collective over the world.
 
-    Names may be spelled as `checkpoint_format/spelling.py` says for the `family`; another has its own names alone.
+    Names may be spelled as `models/hugging_face_names.py` says for the `family`; another has its own names alone.
 
     A weight in float32 comes from the stored master where there is one, so that no rounding is added. Where the ranks
     of data parallelism, or both ends of a pipeline, hold the same values, each of them reads an equal part.
@@ -104,9 +102,9 @@ def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
         for _, piece, values in held_pieces(model)
         if (count := int((~torch.isfinite(values)).sum()))
     }
-    if not comm.any_rank(bool(here), mesh.world):
+    if not collectives.any_rank(bool(here), mesh.world):
         return
-    everywhere = comm.all_gather_objects((str(folder), here), mesh.world)
+    everywhere = collectives.all_gather_objects((str(folder), here), mesh.world)
     not_finite: Counter[str] = Counter()
     for (name, _), count in {box: count for _, counts in everywhere for box, count in counts.items()}.items():
         not_finite[name] += count
@@ -120,4 +118,6 @@ def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
 def tensor_shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...]]:
     """Canonical name → shape of the tensors of all stages; collective over the pipeline."""
     here = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
-    return {name: shape for of_rank in comm.all_gather_objects(here, pipeline) for name, shape in of_rank.items()}
+    return {
+        name: shape for of_rank in collectives.all_gather_objects(here, pipeline) for name, shape in of_rank.items()
+    }

@@ -3,6 +3,8 @@
 The ranks of a group exchange the boxes that they want. A rank reads the rows that it alone wants. Rows that several
 ranks want (copies of a tensor, or some columns each) are read by one of them and sent to the others: a checksum covers
 a whole chunk, so to read a part of a row takes as long as to read all of it.
+
+The dtypes that a model can be trained from: names of safetensors, and torch's.
 """
 
 from __future__ import annotations
@@ -17,19 +19,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardwise import comm
-from shardwise.boxes import Box
-from shardwise.agreement import union
-from shardwise.checkpoint.dtypes import TORCH_DTYPES
-from shardwise.checkpoint_format.folders import is_damage
-from shardwise.checkpoint_format.manifest import Manifest, TensorEntry
-from shardwise.checkpoint_format.pieces import PieceEntry
-from shardwise.checkpoint_format.tensors import StoredTensors
-from shardwise.checkpoint_format.verify import consecutive
-from shardwise.mesh import Group, Mesh
-from shardwise.placement import Piece
-from shardwise.storage.chunks import READ_BYTES, require_size
-from shardwise.storage.root import DamageError, Root, StoreError
+from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.format.manifest import Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint.format.tensors import StoredTensors
+from shardwise.checkpoint.format.verify import consecutive
+from shardwise.checkpoint.storage.chunks import READ_BYTES, require_size
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.step_folders import is_damage
+from shardwise.distributed import collectives
+from shardwise.distributed.agreement import union
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.placement import Piece
 
 SEGMENT_BYTES = 4 * 2**20
 """Of a stored tensor that are read at a time."""
@@ -153,7 +153,7 @@ def read(reader: CheckpointReader, wants: Iterable[Want], mesh: Mesh, group: Gro
 
 def _read_parts(reader: CheckpointReader, wants: Sequence[Want], mesh: Mesh, group: Group) -> None:
     problems: list[StoreError] = []
-    everyone = comm.all_gather_objects([(want.state, want.name, want.box) for want in wants], group)
+    everyone = collectives.all_gather_objects([(want.state, want.name, want.box) for want in wants], group)
     segments = list(_segments(reader.manifest.tensors, everyone, group.rank))
     segments.sort(key=lambda segment: (segment.piece.file, segment.piece.offset, segment.box.start))
     for segment in segments:
@@ -183,7 +183,7 @@ def verify_rest(reader: CheckpointReader, mesh: Mesh) -> tuple[str, ...]:
         StoreError: on every rank, the store did not give it.
     """
     world, files = mesh.world, reader.manifest.files
-    seen = comm.all_reduce_(torch.from_numpy(reader.verified()).to(mesh.device), world, op="max").cpu().numpy()
+    seen = collectives.all_reduce_(torch.from_numpy(reader.verified()).to(mesh.device), world, op="max").cpu().numpy()
     # Chunks are numbered over all files: of each unread one, its file, and how many unread bytes are before its last.
     unread = np.flatnonzero(seen == 0)
     starts = np.cumsum([0, *(file.chunks for file in files)])[:-1]
@@ -230,7 +230,7 @@ def _gather_parts(want: Want, group: Group) -> None:
     run = _part_of(want, group)
     mine = want.target.new_zeros(-(-want.box.numel // group.size))
     mine[: run.stop - run.start] = want.target.reshape(-1)[run]
-    want.target.copy_(comm.all_gather(mine, group)[: want.box.numel].view(want.box.size))
+    want.target.copy_(collectives.all_gather(mine, group)[: want.box.numel].view(want.box.size))
 
 
 def _segments(
@@ -341,6 +341,10 @@ def _share(
         # Values travel in the stored dtype, and are cast where they belong.
         received.append([torch.empty(p.size, dtype=TORCH_DTYPES[seg.entry.dtype], device=device) for seg, _, p in mine])
         slots += [wants[number].slot(part) for _, number, part in mine]
-    comm.exchange(sent, received, group, device)
+    collectives.exchange(sent, received, group, device)
     for slot, values in zip(slots, itertools.chain.from_iterable(received), strict=True):
         slot.copy_(values)
+
+
+TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

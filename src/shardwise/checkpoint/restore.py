@@ -9,17 +9,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.agreement import agree
+from shardwise.base.errors import ConfigError, ShardwiseError, listing
+from shardwise.checkpoint.format.manifest import MODEL, Manifest
+from shardwise.checkpoint.format.tensors import mismatches
+from shardwise.checkpoint.format.verify import untiled
 from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, read, verify_rest
-from shardwise.checkpoint_format.comparison import mismatches
-from shardwise.checkpoint_format.manifest import MODEL, Manifest
-from shardwise.checkpoint_format.verify import untiled
-from shardwise.errors import ConfigError, ShardwiseError, listing
-from shardwise.mesh import Group, Mesh
-from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.checkpoint.storage.root import DamageError, Root
+from shardwise.distributed import collectives
+from shardwise.distributed.agreement import agree
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.placement import Piece, placements
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.elementwise import may_continue
+from shardwise.optim.master_update import may_continue
 from shardwise.optim.state import (
     MASTER,
     STEP,
@@ -31,8 +32,7 @@ from shardwise.optim.state import (
     state_slices,
     state_tensors,
 )
-from shardwise.placement import Piece, placements
-from shardwise.storage.root import DamageError, Root
+from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 _SHOWN = 3
 
@@ -67,7 +67,7 @@ def read_manifest(folder: Root, world: Group) -> Manifest:
             manifest = intact_manifest(folder)
         except ShardwiseError as error:
             problem = error
-    manifest, problem = comm.broadcast_object((manifest, problem), world)
+    manifest, problem = collectives.broadcast_object((manifest, problem), world)
     if problem is not None:
         raise problem
     assert manifest is not None
@@ -251,7 +251,9 @@ def _mismatches(
         for piece in record.pieces
         if math.prod(piece.shape)  # no elements: never written
     }
-    everywhere = {name: facts for of_rank in comm.all_gather_objects(here, mesh.pp) for name, facts in of_rank.items()}
+    everywhere = {
+        name: facts for of_rank in collectives.all_gather_objects(here, mesh.pp) for name, facts in of_rank.items()
+    }
     shapes = {name: shape for name, (shape, _) in everywhere.items()}
     problems = mismatches(str(folder), shapes, manifest.tensors.get(MODEL, {}))
     for state in dict.fromkeys((MASTER, *states)):

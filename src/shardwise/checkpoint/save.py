@@ -5,12 +5,15 @@
 
 Every byte is written once: a canonical weight by its owner (`weights.py`), a slice of optimizer state by the rank that
 answers for it (`optim/state.py`). A checkpoint is complete with its manifest or not there.
+
+Host memory between the training thread, which copies tensors into it, and the thread that writes them to a file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,19 +22,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.agreement import union
+from shardwise.base.errors import ShardwiseError, listing, see
+from shardwise.base.hardware import available_memory
 from shardwise.checkpoint.companions import Companions
-from shardwise.checkpoint.conveyor import Aborted, Conveyor
-from shardwise.checkpoint.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.checkpoint.export import model_files
-from shardwise.checkpoint.weights import WeightPlan
-from shardwise.checkpoint_format.folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
-from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, too_large
-from shardwise.checkpoint_format.verify import untiled
-from shardwise.checkpoint_format.writing import (
+from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, too_large
+from shardwise.checkpoint.format.verify import untiled
+from shardwise.checkpoint.format.writing import (
     MAX_SHARD_BYTES,
     Places,
     PlannedFile,
@@ -41,14 +41,17 @@ from shardwise.checkpoint_format.writing import (
     weight_index,
     write_small,
 )
+from shardwise.checkpoint.reading import DTYPE_NAMES, TORCH_DTYPES
+from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
+from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.step_folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
+from shardwise.checkpoint.weights import WeightPlan
 from shardwise.config import Config
-from shardwise.errors import ShardwiseError, listing, see
-from shardwise.hardware import available_memory
-from shardwise.mesh import Group, Mesh
-from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.agreement import union
+from shardwise.distributed.mesh import Group, Mesh
 from shardwise.optim.state import Number, StateSlice, names_by_bucket, state_numbers, state_slices, state_tensors
-from shardwise.storage.chunks import ChunkedWriter, FileEntry
-from shardwise.storage.root import Root, StoreError
+from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 _ABORTED = "the copy of the state failed"
 _Slices: TypeAlias = dict[str, list[tuple[StateSlice, Tensor]]]
@@ -278,7 +281,7 @@ class Saver:
     def _broken_off(self, job: _Job, error: Exception) -> Saved:
         """The result of a save where the ranks could not agree on it."""
         folder, seconds = str(job.final), time.perf_counter() - job.started
-        is_lost, committed = comm.is_lost_connection(error), self._lengths.get(job.step)
+        is_lost, committed = collectives.is_lost_connection(error), self._lengths.get(job.step)
         problem: str | None = self._reason(error)
         if is_lost:
             problem = f"rank {self._group.rank} lost the connection to another rank" if committed is None else None
@@ -301,7 +304,7 @@ class Saver:
         problem = self._agreed(problem)
         if problem is None:
             mine = entries, [file.places for file in job.files], job.numbers
-            gathered = comm.gather_objects(mine, self._group)
+            gathered = collectives.gather_objects(mine, self._group)
             total = sum(entry.bytes for of_rank, *_ in gathered or [] for entry in of_rank)
             problem = self._together(lambda: self._commit(staging, final, job, gathered))
         seconds = time.perf_counter() - job.started
@@ -321,7 +324,7 @@ class Saver:
         if self._group.rank == 0 and not self.root.is_local:
             with contextlib.suppress(StoreError):  # a place without an answer fails the save, a moment later
                 is_final = not (final / MANIFEST).exists()
-        return final if comm.broadcast_object(is_final, self._group) else self.root / partial_name(step)
+        return final if collectives.broadcast_object(is_final, self._group) else self.root / partial_name(step)
 
     def _together(self, action: Callable[[], None]) -> str | None:
         """Run an action on every rank; why it failed on any, the same text on all, or None."""
@@ -329,7 +332,7 @@ class Saver:
         try:
             action()
         except Exception as error:  # the other ranks wait for an answer, whatever happened here
-            if comm.is_lost_connection(error):
+            if collectives.is_lost_connection(error):
                 raise  # no answer would reach them
             problem = self._reason(error)
         return self._agreed(problem)
@@ -339,7 +342,7 @@ class Saver:
         return "; ".join(union([problem] if problem else [], self._group)) or None
 
     def _prepare(self, staging: Root, job: _Job) -> None:
-        (needed,) = comm.reduce_numbers([sum(file.size for file in job.files)], self._group, op="sum")
+        (needed,) = collectives.reduce_numbers([sum(file.size for file in job.files)], self._group, op="sum")
         if self._group.rank == 0:
             if self._find_root is not None:
                 self._find_root()
@@ -451,3 +454,113 @@ def _written(folder: Root, files: Sequence[PlannedFile], blocks: Iterator[memory
                 writer.write(taken)
                 left -= len(taken)
             yield writer.close()
+
+
+BLOCK_BYTES = 16 * 2**20
+PINNED_BYTES = 4 * 2**30
+"""Pinned memory of a rank at most: it is lost to all other programs of the machine for as long as the run lasts."""
+
+
+class Aborted(Exception):
+    """The thread that copies failed, so the bytes that arrived are incomplete."""
+
+
+class Conveyor:
+    """A stream of bytes through a pool of memory blocks, which every save uses again.
+
+    Attributes:
+        is_limited: whether `put` may have to wait until a block was written.
+
+    Args:
+        device: where the tensors are; the first `PINNED_BYTES` that come from an accelerator go to pinned memory, which
+            is faster.
+        limit: bytes of the pool, None for as much as a save needs. `put` waits while the pool is full.
+    """
+
+    def __init__(self, device: torch.device, limit: int | None = None) -> None:
+        self._device, self.is_limited = device, limit is not None
+        self._block_bytes = BLOCK_BYTES if limit is None else max(2**12, min(BLOCK_BYTES, limit // 2 // 8 * 8))
+        self._room = None if limit is None else max(2, limit // self._block_bytes)
+        self._pinned_room = 0 if device.type == "cpu" else PINNED_BYTES // self._block_bytes
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[Tensor, int] | Aborted | None] = queue.SimpleQueue()
+        self._block: Tensor | None = None
+        self._filled = 0
+
+    def put(self, tensor: Tensor) -> None:
+        """Append a tensor's elements in their order."""
+        if not tensor.numel():
+            return
+        flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor
+        done = 0
+        while done < len(flat):
+            row_bytes = flat[0].numel() * flat.element_size()
+            if row_bytes > self._block_bytes:
+                self.put(flat[done])
+                done += 1
+                continue
+            block = self._block if self._block is not None else self._take()
+            rows = min(len(flat) - done, (self._block_bytes - self._filled) // row_bytes)
+            if rows and self._filled % flat.element_size() == 0:
+                size = rows * row_bytes
+                room = block[self._filled : self._filled + size].view(flat.dtype).view(rows, *flat.shape[1:])
+                room.copy_(flat[done : done + rows], non_blocking=True)
+                self._filled += size
+                done += rows
+            else:
+                self._pass_on()
+
+    def put_bytes(self, data: bytes) -> None:
+        if data:
+            self.put(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def end(self) -> None:
+        """All bytes of the save have been put."""
+        self._pass_on()
+        self._full.put(None)
+
+    def abort(self) -> None:
+        """The remaining bytes of the save will not come."""
+        self._filled = 0
+        self._pass_on()
+        self._full.put(Aborted())
+
+    def blocks(self) -> Iterator[memoryview]:
+        """The bytes of one save, block by block; each is valid until the next is asked for.
+
+        Raises:
+            Aborted: the other thread gave up.
+        """
+        while True:
+            item = self._full.get()
+            if item is None:
+                return
+            if isinstance(item, Aborted):
+                raise item
+            block, filled = item
+            try:
+                yield memoryview(block.numpy().data)[:filled]
+            finally:
+                self._free.put(block)
+
+    def _take(self) -> Tensor:
+        if self._room != 0 and self._free.empty():
+            if self._room is not None:
+                self._room -= 1
+            pinned = self._pinned_room > 0
+            self._pinned_room -= pinned
+            self._block = torch.empty(self._block_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        else:
+            self._block = self._free.get()
+        self._filled = 0
+        return self._block
+
+    def _pass_on(self) -> None:
+        if self._block is None:
+            return
+        devices.synchronize(self._device)
+        if self._filled:
+            self._full.put((self._block, self._filled))
+        else:
+            self._free.put(self._block)
+        self._block, self._filled = None, 0

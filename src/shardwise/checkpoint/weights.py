@@ -16,14 +16,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.boxes import Box
-from shardwise.checkpoint.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from shardwise.checkpoint_format.safetensors import DTYPES
-from shardwise.checkpoint_format.tensors import segments
-from shardwise.checkpoint_format.writing import PlannedPiece, cut, shard_names
-from shardwise.mesh import Group, Mesh
-from shardwise.placement import Piece, placements
+from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.format.safetensors import DTYPES
+from shardwise.checkpoint.format.tensors import segments
+from shardwise.checkpoint.format.writing import PlannedPiece, cut, shard_names
+from shardwise.checkpoint.reading import DTYPE_NAMES, TORCH_DTYPES
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.placement import Piece, placements
 
 TRANSFER_BYTES = 16 * 2**20
 """Of a canonical tensor that travel to its owner at a time."""
@@ -61,7 +61,7 @@ class WeightPlan:
         self._boxes: list[dict[str, list[Box]]] = []
         """By tensor-parallel rank: the boxes that it sends, which together are each tensor once."""
         weights: dict[str, PlannedPiece] = {}
-        for entries in comm.all_gather_objects(held, mesh.tp):
+        for entries in collectives.all_gather_objects(held, mesh.tp):
             boxes: dict[str, list[Box]] = {}
             for weight, box, is_first in entries:
                 weights[weight.name] = weight
@@ -75,7 +75,7 @@ class WeightPlan:
         shards: list[tuple[int, list[PlannedPiece]]] = []
         seen: set[str] = set()
         replica = mesh.dp.size * mesh.tp.size
-        for number, weights in enumerate(comm.all_gather_objects(stage, mesh.pp)):
+        for number, weights in enumerate(collectives.all_gather_objects(stage, mesh.pp)):
             mine = [weight for weight in weights if weight.name not in seen]  # tied ones are in two stages
             seen |= {weight.name for weight in mine}
             for owner, owned in enumerate(_balanced(mine, replica)):
@@ -103,7 +103,7 @@ class WeightPlan:
             if tp.size > 1:
                 sent = [[] if rank == tp.rank else self._sent(segment) for rank, segment in enumerate(round_)]
                 received = [[] if rank == tp.rank else self._slots(mine, target, rank) for rank in range(tp.size)]
-                comm.exchange(sent, received, tp, self._mesh.device)
+                collectives.exchange(sent, received, tp, self._mesh.device)
             if mine is not None:
                 if not is_whole:
                     for slot, view in zip(self._slots(mine, target, tp.rank), views, strict=True):

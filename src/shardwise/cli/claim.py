@@ -6,14 +6,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from shardwise import data, hub
-from shardwise.checkpoint_format.earlier_run import earlier_run
-from shardwise.checkpoint_format.places import newest_of
+from shardwise.checkpoint.storage.locate import newest_of
+from shardwise.checkpoint.storage.owner import earlier_run
 from shardwise.cli import output
 from shardwise.config import Config
-from shardwise.launch import stopping
+from shardwise.data import hub
+from shardwise.data.opening import prepare
+from shardwise.data.reading.datasets import fetch_dataset
+from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank
-from shardwise.runlog import RunDirectory, RunLock, new_run_path
+from shardwise.runs.folder import RunDirectory, RunLock, new_run_path
 
 
 def claim(held: ExitStack, run_path: Path) -> None:
@@ -27,7 +29,7 @@ def claim(held: ExitStack, run_path: Path) -> None:
         output.progress(
             f"warning: {run_path} cannot be locked ({lock.problem}): a second run in this folder would not be refused"
         )
-    stopping.clear(run_path)
+    stop_requests.clear(run_path)
 
 
 def is_finished(held: ExitStack, config: Config, run_path: Path, place: Rank | None) -> bool:
@@ -87,5 +89,5 @@ def fetch_inputs(config: Config, announce: Callable[[str], None] | None) -> None
             hub.resolve(load, config.checkpoint.revision, announce=announce)
     if config.data.tokenizer is not None:
         hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
-    data.fetch_dataset(config.data, announce)
-    data.prepare(config, announce=announce)
+    fetch_dataset(config.data, announce)
+    prepare(config, announce=announce)

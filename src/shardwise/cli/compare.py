@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.errors import ConfigError, listing
+from shardwise.base.files import reason_of
+from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.cli.curve import read_curve
-from shardwise.errors import ConfigError, listing
-from shardwise.files import reason_of
-from shardwise.monitor.report.numbers import difference
-from shardwise.units import counted
+from shardwise.runs.report.numbers import difference
 
 _FORMATS = (".png", ".svg")
 # Okabe and Ito's blue, vermilion and green, which colour-blind eyes tell apart; a grey for lines that only help.

@@ -16,13 +16,13 @@ import os
 import time
 from pathlib import Path
 
-from shardwise import units
+from shardwise.base import units
+from shardwise.base.errors import ConfigError
+from shardwise.base.files import cache_root, reason_of
+from shardwise.base.hardware import accelerators, cpu_count
 from shardwise.cli import output
 from shardwise.config import Config, Layout, check_layout, load_config
-from shardwise.errors import ConfigError
-from shardwise.files import cache_root, reason_of
-from shardwise.graph_cache import Facts, GraphCache, name_of, writing
-from shardwise.hardware import accelerators, cpu_count
+from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of, writing
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -117,8 +117,8 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     device, only_capture = _device(arguments.device), arguments.capture_only
     threads = _positive("--threads", arguments.threads) or _threads(layout, device)
     workers = _positive("--workers", arguments.workers) or cpu_count()
-    from shardwise.aot.run import Plan, compile_graphs
-    from shardwise.device import require_build_for
+    from shardwise.distributed.devices import require_build_for
+    from shardwise.train.compile.ahead_of_time import Plan, compile_graphs
 
     if device != "cpu" and not accelerators()[1]:
         require_build_for(device)

@@ -10,12 +10,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.errors import ConfigError, listing
+from shardwise.base.files import reason_of
+from shardwise.base.parsing import json_value
+from shardwise.base.units import counted
 from shardwise.cli import output
-from shardwise.errors import ConfigError, listing
-from shardwise.files import reason_of
-from shardwise.parsing import json_value
-from shardwise.runlog import RunDirectory, last_that_counts
-from shardwise.units import counted
+from shardwise.runs.folder import RunDirectory, last_that_counts
 
 LOSSES = ("loss", "train/loss", "reduced_train_loss", "train_loss", "step loss", "step_loss", "lm loss", "value")
 """What a curve's loss may be called; the first of these that a curve has is read."""

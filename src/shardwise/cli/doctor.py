@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import __version__
+from shardwise.base.errors import ConfigError
+from shardwise.base.redaction import recorded_variables, redacted
 from shardwise.cli import output
-from shardwise.doctor.check import Check
-from shardwise.doctor.collective import collective
-from shardwise.doctor.machine import machine
-from shardwise.doctor.software import software
-from shardwise.errors import ConfigError
-from shardwise.hub import is_url
+from shardwise.data.hub import is_url
 from shardwise.launch.environment import RANK_PROCESS
-from shardwise.redaction import recorded_variables, redacted
-from shardwise.runlog import RUNS
+from shardwise.runs.folder import RUNS
+from shardwise.verify.doctor.check import Check
+from shardwise.verify.doctor.collective import collective
+from shardwise.verify.doctor.machine import machine
+from shardwise.verify.doctor.software import software
 
 _MARKS = {"ok": "ok", "warning": "warning", "wrong": "WRONG"}
 

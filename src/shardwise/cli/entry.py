@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from shardwise import __version__
-from shardwise.errors import ConfigError, RunError, ShardwiseError
+from shardwise.base.errors import ConfigError, RunError, ShardwiseError
 from shardwise.launch.environment import joined, keep_own, may_be_a_task
 
 COMMANDS = {
@@ -124,7 +124,7 @@ def _dispatch(arguments: list[str]) -> int:
     try:
         code: int = parsed.call(parsed)
     except SystemExit as error:  # by code of the user's own: a command ends only by its return
-        from shardwise.user_code import error_text
+        from shardwise.base.user_code import error_text
 
         raise RunError(f"shardwise {name} was ended before it was done: {error_text(error)}") from error
     return code

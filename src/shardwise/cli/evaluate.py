@@ -16,6 +16,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardwise.base.errors import ConfigError, keys_renamed
+from shardwise.base.hardware import accelerators
+from shardwise.base.units import count
 from shardwise.cli import output
 from shardwise.cli.folder import (
     ARGUMENTS,
@@ -28,15 +31,12 @@ from shardwise.cli.folder import (
     parse_overrides,
 )
 from shardwise.config import Config, Layout, check_layout
-from shardwise.errors import ConfigError, keys_renamed
-from shardwise.hardware import accelerators
 from shardwise.launch.environment import is_launched
 from shardwise.launch.rank import as_rank, check_accelerators, enter_job
-from shardwise.units import count
 
 if TYPE_CHECKING:
     from shardwise.data.parts import Part
-    from shardwise.inference import Evaluation
+    from shardwise.train.evaluation import Evaluation
 
 _KEYS = (
     "data.", "parallel.tensor", "parallel.sequence", "parallel.pipeline", "parallel.schedule",
@@ -76,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         config = evaluation_config(folder, values, max(1, world // degree), part)
         layout = check_layout(config, world)
         if not is_launched():
-            from shardwise.data import fetch_dataset, prepare
+            from shardwise.data.opening import prepare
+            from shardwise.data.reading.datasets import fetch_dataset
 
             if config.data.tokenizer is not None:
                 open_tokenizer(config, folder, announce=announce)
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
                 return launch_command("evaluate", arguments, folder, world, part=part)
         leads = place is None or place.rank == 0
         with as_rank(place) as ending:
-            from shardwise.inference.jobs import run_evaluation
+            from shardwise.train.inference_jobs import run_evaluation
 
             with folder, keys_renamed(ARGUMENTS):
                 read = "train" if part == "all" else part

@@ -12,21 +12,22 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from shardwise import hub
-from shardwise.checkpoint_format.folders import step_of
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
-from shardwise.checkpoint_format.places import Place, newest_intact
+from shardwise.base.errors import ConfigError, keys_renamed, listing, nearest_name
+from shardwise.base.files import reason_of
+from shardwise.base.parsing import json_value
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.storage.chunks import read_whole
+from shardwise.checkpoint.storage.locate import Place, newest_intact
+from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.step_folders import step_of
 from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
 from shardwise.config.model import OwnConfig
-from shardwise.data import Tokenizer, detect
-from shardwise.errors import ConfigError, keys_renamed, listing, nearest_name
-from shardwise.files import reason_of
+from shardwise.data import hub
+from shardwise.data.reading.detect import detect
+from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.local import launch_without_run
-from shardwise.parsing import json_value
-from shardwise.storage.chunks import read_whole
-from shardwise.storage.root import Root, StoreError
 
 HELP = (
     "a checkpoint, a run's folder or a folder of checkpoints (the newest one), a path or a URL (s3://bucket/run); "

@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+from shardwise.base.errors import RunError
 from shardwise.cli import output
-from shardwise.cluster import slurm
-from shardwise.errors import RunError
-from shardwise.launch.ending import how_it_ended
+from shardwise.launch.restarts import how_it_ended
+from shardwise.launch.slurm import commands
 
 _POLL_SECONDS = 0.5
 _ASK_SLURM_SECONDS = 5.0
@@ -43,7 +43,7 @@ def _follow(log: Path, job: str, run_path: Path) -> None:
         if time.monotonic() - asked > _ASK_SLURM_SECONDS:
             asked = time.monotonic()
             try:
-                found = slurm.jobs(user=False, ids=[job])
+                found = commands.jobs(user=False, ids=[job])
                 present = bool(found)
                 waits = f"job {job} waits: {found[0].reason}" if found and found[0].reason else ""
             except RunError as error:  # a controller that restarts: the job goes on

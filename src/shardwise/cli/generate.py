@@ -18,6 +18,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.base.errors import ConfigError, keys_renamed
+from shardwise.base.files import reason_of
+from shardwise.base.hardware import accelerators
+from shardwise.base.units import count
 from shardwise.cli import output
 from shardwise.cli.folder import (
     ARGUMENTS,
@@ -30,16 +34,12 @@ from shardwise.cli.folder import (
     parse_overrides,
 )
 from shardwise.config import Config, check_layout
-from shardwise.data import Tokenizer
-from shardwise.errors import ConfigError, keys_renamed
-from shardwise.files import reason_of
-from shardwise.hardware import accelerators
+from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import is_launched
 from shardwise.launch.rank import as_rank, check_accelerators, enter_job
-from shardwise.units import count
 
 if TYPE_CHECKING:
-    from shardwise.inference import Answer
+    from shardwise.train.inference_jobs import Answer
 
 _KEYS = (
     "parallel.tensor", "parallel.pipeline", "parallel.stages", "precision.mode", "data.tokenizer", "model.family",
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
                 return launch_command("generate", arguments, folder, config.parallel.ranks)
         leads = place is None or place.rank == 0
         with as_rank(place) as ending:
-            from shardwise.inference.jobs import Prompt, run_generation
+            from shardwise.train.inference_jobs import Prompt, run_generation
 
             wanted, stops = min(arguments.max_tokens, room), folder.stops(tokenizer)
             prompt = Prompt(tuple(ids), wanted, stops, arguments.temperature, arguments.top_p, arguments.seed)

@@ -10,14 +10,14 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
 from shardwise.cli.following import follow
-from shardwise.cluster import jobs, slurm
-from shardwise.cluster.script import job_log
-from shardwise.errors import ConfigError, listing
 from shardwise.launch.restarts import Ending, history
-from shardwise.monitor.lost import seconds_of
-from shardwise.runlog import RUNS, RunDirectory
+from shardwise.launch.slurm import commands, jobs
+from shardwise.launch.slurm.script import job_log
+from shardwise.runs.folder import RUNS, RunDirectory
+from shardwise.runs.lost_time import seconds_of
 
 _HEAD = ("job", "state", "step", "s/step", "loss", "elapsed", "nodes", "run")
 
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    slurm.require()
+    commands.require()
     if (arguments.action is None) != (arguments.id is None):
         raise ConfigError(f"shardwise jobs {arguments.action} needs the number of a job: shardwise jobs lists them")
     found = jobs.states(RUNS)

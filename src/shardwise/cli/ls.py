@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shardwise import units
+from shardwise.base import units
 from shardwise.cli import output
-from shardwise.monitor.devices import Device, Process, devices, owners
-from shardwise.monitor.lost import number
-from shardwise.monitor.run import Run, Unreadable, runs
-from shardwise.monitor.summary import SCHEMA, row
-from shardwise.runlog import RUNS
+from shardwise.runs.folder import RUNS
+from shardwise.runs.local_devices import Device, Process, devices, owners
+from shardwise.runs.lost_time import number
+from shardwise.runs.run import Run, Unreadable, runs
+from shardwise.runs.summary import SCHEMA, row
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
 _RUNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard")

@@ -13,11 +13,11 @@ import sys
 import threading
 from pathlib import Path
 
+from shardwise.base.errors import ConfigError
 from shardwise.cli import output
-from shardwise.errors import ConfigError
-from shardwise.monitor.run import open_run
-from shardwise.monitor.summary import snapshot
-from shardwise.runlog import RUNS
+from shardwise.runs.folder import RUNS
+from shardwise.runs.run import open_run
+from shardwise.runs.summary import snapshot
 
 _LARGEST_PORT = 65_535
 _LONGEST_INTERVAL = 86_400
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: end.set())
     if port is not None:
-        from shardwise.monitor.export import serve  # costly to import, for a server alone
+        from shardwise.runs.prometheus import serve  # costly to import, for a server alone
 
         serve(watched, port, arguments.host)
         output.progress(f"serving {watched.name} at http://{arguments.host}:{port}/metrics")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from json import dumps
 from typing import Any
 
-from shardwise.errors import visible
-from shardwise.redaction import redacted
+from shardwise.base.errors import visible
+from shardwise.base.redaction import redacted
 
 
 def raw(text: str) -> None:
@@ -25,7 +25,7 @@ def json(value: Any, *, indent: int | None = 2) -> None:
 
     `indent` None: in one line.
     """
-    from shardwise.runlog import json_text
+    from shardwise.runs.folder import json_text
 
     encoding = sys.stdout.encoding or "utf-8"
     text = json_text(value, indent=indent, ascii=not encoding.lower().startswith("utf"))

@@ -6,24 +6,27 @@ parallel.tensor=8, keeps that value. docs/planner.md says how far predictions ha
 
 --calibrate measures this machine and writes a device file, which --device takes. With a run's folder instead of a
 recipe, the run is compared with its prediction, and --write FILE writes the device with constants that explain the run.
+
+The picture of `shardwise plan --plot`: time against memory of the best layouts, and the best one's step in time.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from shardwise import units
+from shardwise.base import units
+from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.config import Config, dump_yaml, load_config, recipe_name
-from shardwise.devices import cluster
-from shardwise.errors import ConfigError
-from shardwise.planner import Plan, Search, search
+from shardwise.planner.device_specs import cluster
+from shardwise.planner.search import Plan, Search, search
+from shardwise.planner.step_time import StepTime, timeline_of
 
 _DAY = 86_400
 _UNITS = {"hour": 3600, "day": _DAY, "week": 7 * _DAY}
@@ -95,8 +98,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write is not None:
         _write(arguments.write, recipe_name(recipe), found.plans[0])
     if arguments.plot is not None:
-        from shardwise.cli.plan_picture import draw
-
         draw(found.plans, arguments.plot)
         output.progress(f"wrote {arguments.plot}")
     return 0
@@ -106,7 +107,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     given = ("recipe", "overrides", "device", "nodes", "budget", "why", "write", "plot")
     if any(getattr(arguments, one) for one in given) or arguments.json:
         raise ConfigError("--calibrate must go alone or with -o FILE: it measures this machine, whatever the recipe")
-    from shardwise.calibration.run import calibrate
+    from shardwise.verify.calibration.run import calibrate
 
     target: Path = arguments.output or Path("measured.yaml")
     output.progress("measuring this machine takes about a minute; other work on it makes the figures worse")
@@ -263,3 +264,38 @@ def _nowhere(found: Search, config: Config, device: str, nodes: int, fixed: set[
         f"no layout fits {on}: the smallest ({choice.text()}) needs at least {units.size(size)} on a device of "
         f"{units.size(on.device.memory)}, of which 6% are its own: {fix}"
     )
+
+
+_COLOURS = {"forward": "#4477aa", "backward": "#66ccaa", "input": "#ccbb44", "weight": "#ee8866"}
+_MOST_BARS = 20_000
+
+
+def draw(plans: Sequence[Plan], path: Path) -> None:
+    """Write the picture; its name's ending is its format."""
+    from shardwise.data.reading.content import optional_library  # costly to import, for a plot alone
+
+    figures = optional_library("matplotlib.figure", "--plot needs", "plot")
+    figure = figures.Figure(figsize=(11, 8), layout="constrained")
+    above, below = figure.subplots(2, 1)
+    for number, plan in enumerate(plans, 1):
+        above.scatter(plan.memory.total / 1e9, plan.time.total, color="#4477aa")
+        above.annotate(str(number), (plan.memory.total / 1e9, plan.time.total), xytext=(4, 4),
+                       textcoords="offset points")  # fmt: skip
+    above.set(xlabel="memory of the neediest rank (GB)", ylabel="step (s)", title="the best layouts, by their number")
+    best = plans[0]
+    rows = timeline_of(best.config, best.layout, best.cluster)
+    bars = 0
+    for rank, row in enumerate(rows):
+        for one in row[: max(1, _MOST_BARS // len(rows))]:
+            below.barh(rank, one.end - one.start, left=one.start, color=_COLOURS[one.action.kind], linewidth=0)
+            bars += 1
+    below.set(xlabel="seconds", ylabel="pipeline rank", title=best.choice.text() + _rest(best.time))
+    below.invert_yaxis()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from None
+
+
+def _rest(time: StepTime) -> str:
+    return f": {time.total:.3g} s, then reduction and update"

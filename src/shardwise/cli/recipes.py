@@ -9,9 +9,9 @@ import argparse
 import json
 from pathlib import Path
 
+from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.config import recipe_names, recipe_text
-from shardwise.errors import ConfigError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shardwise.base.errors import RunError
 from shardwise.cli import output
-from shardwise.cluster import slurm
-from shardwise.errors import RunError
-from shardwise.launch.ending import last_step, newest_checkpoint
-from shardwise.runlog import RunDirectory
+from shardwise.launch.restarts import last_step, newest_checkpoint
+from shardwise.launch.slurm import commands
+from shardwise.runs.folder import RunDirectory
 
 _POLL_SECONDS = 0.5
 _TRAIN_SECONDS = 3600.0
@@ -26,8 +26,8 @@ def rehearse(job: str, run_path: Path) -> int:
     """
     _await(lambda: last_step(run_path) > 0, job, _TRAIN_SECONDS, "take a first step")
     output.line(f"job {job} trains; now it gets SIGUSR1, as before a preemption")
-    slurm.warn(job)
-    _await(lambda: slurm.restarts(job) > 0, job, _TRAIN_SECONDS, "be queued again")
+    commands.warn(job)
+    _await(lambda: commands.restarts(job) > 0, job, _TRAIN_SECONDS, "be queued again")
     saved = newest_checkpoint(run_path)
     output.line(f"it saved step {saved:,} and was queued again")
     resumed, asked = RunDirectory(run_path), time.monotonic()
@@ -35,13 +35,13 @@ def rehearse(job: str, run_path: Path) -> int:
     def has_resumed() -> bool:
         nonlocal asked
         if time.monotonic() - asked > _ASK_SECONDS:
-            slurm.start_early(job)
+            commands.start_early(job)
             asked = time.monotonic()
         return any(True for _ in resumed.events("resume"))
 
     _await(has_resumed, job, _QUEUE_SECONDS, "resume")
     event = list(resumed.events("resume"))[-1]
-    slurm.cancel(job)
+    commands.cancel(job)
     if event["step"] != saved:
         raise RunError(f"job {job} resumed after step {event['step']:,}, and had saved step {saved:,}")
     output.line(f"it resumed after step {saved:,}: a preemption costs this run no step. The job was ended")
@@ -53,6 +53,6 @@ def _await(condition: Callable[[], bool], job: str, seconds: float, what: str) -
     while not condition():
         if time.monotonic() > end:
             raise RunError(f"job {job} did not {what} within {seconds:,.0f} s; it goes on")
-        if not slurm.jobs(user=False, ids=[job]):
+        if not commands.jobs(user=False, ids=[job]):
             raise RunError(f"job {job} ended before it could {what}; `shardwise jobs log {job}` says why")
         time.sleep(_POLL_SECONDS)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.files import reason_of, write_atomic
 from shardwise.cli import output
-from shardwise.errors import ConfigError
-from shardwise.files import reason_of, write_atomic
-from shardwise.monitor.report.numbers import comparison, report_of
-from shardwise.monitor.run import open_run
-from shardwise.runlog import RUNS
+from shardwise.runs.folder import RUNS
+from shardwise.runs.report.numbers import comparison, report_of
+from shardwise.runs.run import open_run
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--output ({file}) must be a file, it is a folder: name a file in it")
     try:
         if arguments.png is not None:
-            from shardwise.monitor.report.pictures import draw  # costly to import, for pictures alone
+            from shardwise.runs.report.pictures import draw  # costly to import, for pictures alone
 
             files = draw(reports, arguments.png)
             if not arguments.json:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             output.json(reports[0] if compared is None else {"a": reports[0], "b": reports[1], "compared": compared})
             return 0
-        from shardwise.monitor.report.page import page  # costly to import, for the page alone
+        from shardwise.runs.report.page import page  # costly to import, for the page alone
 
         write_atomic(file, page(reports, compared))
     except OSError as error:

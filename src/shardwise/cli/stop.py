@@ -11,14 +11,14 @@ import shutil
 import time
 from pathlib import Path
 
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.base.files import reason_of
 from shardwise.cli import output
-from shardwise.cluster import slurm
-from shardwise.cluster.submission import submitted
-from shardwise.errors import ConfigError, RunError
-from shardwise.files import reason_of
-from shardwise.launch import stopping
-from shardwise.launch.ending import how_it_ended
-from shardwise.runlog import RUNS, RunLock
+from shardwise.launch import stop_requests
+from shardwise.launch.restarts import how_it_ended
+from shardwise.launch.slurm import commands
+from shardwise.launch.slurm.submission import submitted
+from shardwise.runs.folder import RUNS, RunLock
 
 _POLL_SECONDS = 0.2
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_here, holder = RunLock.is_held(path), RunLock.holder(path)
     cancelled = [] if is_here else _jobs_before_a_start(path)
     for job in cancelled:
-        slurm.cancel(job.id)
+        commands.cancel(job.id)
         what = "waited in SLURM's queue" if job.state == "PENDING" else "compiled for the run"
         output.line(f"job {job.id}, which {what}, is cancelled{how_it_ended(path)}")
     if cancelled:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_here and not is_elsewhere:
         raise ConfigError(f"no run is under way in {path}{how_it_ended(path)}")
     try:
-        stopping.request(path, "`shardwise stop`")
+        stop_requests.request(path, "`shardwise stop`")
     except OSError as error:
         raise RunError(f"{path} cannot be asked to stop: {reason_of(error)}") from None
     shown = path.resolve() if path.is_symlink() else path
@@ -63,12 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _jobs_before_a_start(run_path: Path) -> list[slurm.Job]:
+def _jobs_before_a_start(run_path: Path) -> list[commands.Job]:
     """The jobs of this run that wait in SLURM's queue, and those that compile for it; none where none waits."""
     kinds = {job.id: job.kind for job in submitted(run_path)}
     if not kinds or shutil.which("squeue") is None:
         return []
-    found = [job for job in slurm.jobs() if job.id in kinds]
+    found = [job for job in commands.jobs() if job.id in kinds]
     is_waiting = any(job.state == "PENDING" for job in found)
     # The training first: it waits for the graphs, and would be found without them.
     found.sort(key=lambda job: kinds[job.id] == "compile")

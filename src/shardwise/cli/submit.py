@@ -16,16 +16,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.base.redaction import redacted
 from shardwise.cli import output
 from shardwise.cli.following import follow
 from shardwise.cli.train import glance_at_inputs, with_batch
-from shardwise.cluster import slurm, submission
-from shardwise.cluster.script import JobPlan, compile_script, job_log, job_script, job_set
 from shardwise.config import Layout, OwnConfig, load_config, recipe_name, recipe_text, require_data
-from shardwise.devices import Cluster, cluster
-from shardwise.errors import ConfigError, RunError
-from shardwise.redaction import redacted
-from shardwise.runlog import RUNS, RunDirectory, new_run_path
+from shardwise.launch.slurm import commands, submission
+from shardwise.launch.slurm.script import JobPlan, compile_script, job_log, job_script, job_set
+from shardwise.planner.device_specs import Cluster, cluster
+from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
 
 _KEYS = ("partition", "account", "time", "constraint", "gres")
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--nodes must be given, or launch.nodes in the recipe: a number of machines, or such as 2-4")
     is_shown_only = arguments.dry_run or arguments.kubernetes is not None
     if not is_shown_only:
-        slurm.require()
+        commands.require()
         if not arguments.yes and not sys.stdin.isatty():
             raise ConfigError("-y must be given where no terminal can ask whether to submit")
     run_path: Path | None = arguments.run_dir
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         ranks = submission.ranks_per_node(config, nodes, gres)
     layout, notes = submission.check_counts(config, nodes, ranks, lambda one, world: with_batch(one, world, run_path))
     if isinstance(config.model, OwnConfig):
-        from shardwise.models import check_own
+        from shardwise.models.user_model import check_own
 
         check_own(config)
     submission.check_run_folder((run_path or RUNS / recipe_name(recipe)).absolute(), config)
@@ -144,17 +144,17 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
     options, compiling = [], None
     try:
         if arguments.precompile:
-            compiling = slurm.submit(compile_script(kept))
+            compiling = commands.submit(compile_script(kept))
             submission.record(job.run_path, compiling, "compile")
             output.line(
                 f"job {compiling} compiles all graphs first; its log: {job.run_path}/logs/compile-{compiling}.log"
             )
             options = [f"--dependency=afterok:{compiling}", "--kill-on-invalid-dep=yes"]
-        number = slurm.submit(script.read_text(encoding="utf-8", errors="surrogateescape"), options)
+        number = commands.submit(script.read_text(encoding="utf-8", errors="surrogateescape"), options)
     except ConfigError:
         if compiling is not None:
             with contextlib.suppress(RunError):
-                slurm.cancel(compiling)
+                commands.cancel(compiling)
         if arguments.run_dir is None:
             shutil.rmtree(job.run_path)
         raise

@@ -10,15 +10,15 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from shardwise.base.errors import ConfigError, see
 from shardwise.cli import output
 from shardwise.cli.claim import is_finished
 from shardwise.cli.train import with_batch
-from shardwise.cluster import slurm
-from shardwise.cluster.supervisor import Place, Supervisor, usable_nodes
 from shardwise.config import check_layout, load_config
-from shardwise.errors import ConfigError, see
-from shardwise.launch import stopping
-from shardwise.runlog import RunLock
+from shardwise.launch import stop_requests
+from shardwise.launch.slurm import commands
+from shardwise.launch.slurm.supervisor import Place, Supervisor, usable_nodes
+from shardwise.runs.folder import RunLock
 
 _LOCK_TRIES, _LOCK_PAUSE = 60, 2.0
 
@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     recipe, overrides, ranks = arguments.recipe, arguments.overrides, arguments.ranks_per_node
     run_path: Path = arguments.run_dir
-    allocation = slurm.allocation(os.environ)
+    allocation = commands.allocation(os.environ)
     if not run_path.is_dir():
         raise ConfigError(
             f"--run-dir ({run_path}) is gone, with all that this job has trained: put it back and submit again with "
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             supervisor.run()
         finally:
-            stopping.ignore()  # a late signal would kill this process, and the job's script start another one
+            stop_requests.ignore()  # a late signal would kill this process, and the job's script start another one
     return 0
 
 

@@ -11,13 +11,13 @@ import os
 import sys
 from pathlib import Path
 
-from shardwise import units
+from shardwise.base import units
+from shardwise.base.errors import ConfigError
 from shardwise.cli import output
-from shardwise.errors import ConfigError
-from shardwise.monitor.run import open_run
-from shardwise.monitor.screen import ink
-from shardwise.monitor.screen.frame import Frame, Reader, frame_of
-from shardwise.runlog import RUNS
+from shardwise.runs.folder import RUNS
+from shardwise.runs.run import open_run
+from shardwise.runs.screen import drawing
+from shardwise.runs.screen.frame import Frame, Reader, frame_of
 
 _LEAST_SECONDS = 0.2
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     _require_screen()
     reader = Reader(arguments.run)
-    from shardwise.monitor.screen.app import Top  # costly to import, for the screen alone
+    from shardwise.runs.screen.app import Top  # costly to import, for the screen alone
 
     Top(reader.read, arguments.interval).run(mouse=False)  # so that the terminal still selects text
     return 0
@@ -60,14 +60,14 @@ def _rows(frame: Frame) -> list[tuple[str, str]]:
     last, lost, slowest = frame.last, frame.lost, frame.slowest
     heard = "" if frame.heard is None else f", heard {units.duration(max(0.0, frame.now - frame.heard))} ago"
     total = "" if frame.steps is None else f" of {frame.steps:,}"
-    pace = "" if frame.step_seconds is None else f", {ink.seconds(frame.step_seconds)} a step"
-    left = "" if frame.eta_seconds is None else f", {ink.seconds(frame.eta_seconds)} left"
+    pace = "" if frame.step_seconds is None else f", {drawing.seconds(frame.step_seconds)} a step"
+    left = "" if frame.eta_seconds is None else f", {drawing.seconds(frame.eta_seconds)} left"
     rows = [
         ("run", str(frame.path.resolve())),
         ("state", f"{frame.state}{f' ({frame.reason})' if frame.state in ('failed', 'stopped') else ''}{heard}"),
         ("step", f"{frame.step:,}{total}{pace}{left}"),
         ("loss", _loss(frame)),
-        ("speed", f"{ink.rate(last.get('tokens_per_second'))} tokens/s, MFU {ink.percent(last.get('mfu'))}"),
+        ("speed", f"{drawing.rate(last.get('tokens_per_second'))} tokens/s, MFU {drawing.percent(last.get('mfu'))}"),
         ("split", _shares(frame.split)),
         ("ranks", _ranks(frame)),
     ]
@@ -76,13 +76,13 @@ def _rows(frame: Frame) -> list[tuple[str, str]]:
         where = ", ".join(filter(None, [slowest.host, place]))
         rows.append(("slowest", f"rank {slowest.rank} ({where}): {slowest.relative:.2f} times the work of the best"))
     if last.get("bubble") is not None:
-        rows.append(("bubble", ink.percent(last["bubble"])))
+        rows.append(("bubble", drawing.percent(last["bubble"])))
     if frame.graphs:
         graphs = ", ".join(f"{frame.graphs[name]:.0f} {name}" for name in ("graphs", "hits", "misses"))
-        rows.append(("compile", f"{graphs}, {ink.seconds(frame.graphs['seconds'])}"))
-    causes = ", ".join(f"{cause} {ink.seconds(seconds)}" for cause, seconds in lost.by_cause.items() if seconds)
+        rows.append(("compile", f"{graphs}, {drawing.seconds(frame.graphs['seconds'])}"))
+    causes = ", ".join(f"{cause} {drawing.seconds(seconds)}" for cause, seconds in lost.by_cause.items() if seconds)
     restarts = f", {units.counted(lost.starts - 1, 'restart')}" if lost.starts > 1 else ""
-    rows.append(("goodput", f"{ink.percent(lost.goodput)}{restarts}"))
+    rows.append(("goodput", f"{drawing.percent(lost.goodput)}{restarts}"))
     rows.append(("lost", causes or "nothing recorded"))
     warnings = [event for event in frame.events if event.get("event") == "warning"]
     if warnings:
@@ -94,8 +94,8 @@ def _loss(frame: Frame) -> str:
     last = frame.last
     if not last:
         return "no step is recorded yet"
-    rate, norm = ink.plain(last.get("lr"), ".2e"), ink.plain(last.get("grad_norm"), ".3g")
-    return f"{ink.plain(last.get('loss'), '.4f')}, learning rate {rate}, gradient norm {norm}"
+    rate, norm = drawing.plain(last.get("lr"), ".2e"), drawing.plain(last.get("grad_norm"), ".3g")
+    return f"{drawing.plain(last.get('loss'), '.4f')}, learning rate {rate}, gradient norm {norm}"
 
 
 def _shares(split: object) -> str:
@@ -106,6 +106,6 @@ def _shares(split: object) -> str:
 
 def _ranks(frame: Frame) -> str:
     memory = [view.memory_bytes for view in frame.ranks if view.memory_bytes is not None]
-    used = f", memory {ink.size(min(memory))} to {ink.size(max(memory))}" if memory else ""
+    used = f", memory {drawing.size(min(memory))} to {drawing.size(max(memory))}" if memory else ""
     silent = f", {units.counted(len(frame.silent), 'rank')} silent" if frame.silent else ""
     return f"{len(frame.ranks):,} on {units.counted(len(frame.nodes), 'node')}{used}{silent}"

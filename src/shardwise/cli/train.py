@@ -17,6 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.hardware import accelerators
 from shardwise.cli import output
 from shardwise.config import (
     BUILT_IN_TEXTS,
@@ -30,14 +32,12 @@ from shardwise.config import (
     recipe_names,
     require_data,
 )
-from shardwise.errors import ConfigError
-from shardwise.hardware import accelerators
-from shardwise.launch import stdio
+from shardwise.launch import output as stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
-from shardwise.runlog import RunDirectory
+from shardwise.runs.folder import RunDirectory
 
 if TYPE_CHECKING:
-    from shardwise.devices import Cluster  # costly to import, for a cluster alone
+    from shardwise.planner.device_specs import Cluster  # costly to import, for a cluster alone
 
 _ANY_TOKENIZER = 512
 """Vocabulary into which a byte-level tokenizer that is trained on built-in data always fits."""
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         require_data(config, recipe)
     if isinstance(config.model, OwnConfig):
-        from shardwise.models import check_own
+        from shardwise.models.user_model import check_own
 
         check_own(config)
     if config.hooks.any_named:
@@ -128,7 +128,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
         return None
     if not arguments.dry_run or arguments.nproc is not None:
         raise ConfigError(f"--device {arguments.device} must go with --dry-run and without --nproc: it starts nothing")
-    from shardwise.devices import cluster
+    from shardwise.planner.device_specs import cluster
 
     return cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
 
@@ -159,7 +159,7 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
         glance = opening.glance(config)
         rows, problems = [*glance.rows], [*glance.problems]
     if config.companions is not None:
-        from shardwise.checkpoint_format.places import place_of_companions
+        from shardwise.checkpoint.storage.locate import place_of_companions
 
         try:
             rows.append(("special tokens", f"those of {place_of_companions(config.companions)}"))
@@ -175,9 +175,9 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
 
 def _glance_at_weights(load: str, config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     """What weights a run would load, and what of their model the recipe changes; and why they cannot be loaded."""
-    from shardwise.checkpoint_format.model_file import differences
-    from shardwise.checkpoint_format.places import glance_at_weights
-    from shardwise.storage.root import StoreError
+    from shardwise.checkpoint.format.model_file import differences
+    from shardwise.checkpoint.storage.locate import glance_at_weights
+    from shardwise.checkpoint.storage.root import StoreError
 
     try:
         text, folder = glance_at_weights(load, config.checkpoint.revision)
@@ -217,7 +217,7 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
     """`config` with a number where its batch is a rule: that of a run in the folder that began by this rule."""
     if config.train.rule is None:
         return config
-    from shardwise.checkpoint_format.earlier_run import earlier_run
+    from shardwise.checkpoint.storage.owner import earlier_run
 
     earlier = None if run_path is None else earlier_run(RunDirectory(run_path), config)
     kept = None if earlier is None else kept_batch(earlier.config, config)
@@ -228,8 +228,7 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
 
 def _on_node(arguments: argparse.Namespace) -> int:
     """Train on the ranks of this node of a job; --nproc is their number on each of its nodes."""
-    from shardwise.launch.node import this_node
-    from shardwise.launch.on_node import launch_on_node
+    from shardwise.launch.node import launch_on_node, this_node
 
     node = this_node()
     nproc, run_path, world = arguments.nproc, arguments.run_dir, arguments.nproc * node.attempt.nodes
@@ -254,8 +253,8 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 
 def _launch(arguments: argparse.Namespace, world: int) -> int:
     """Train on several local ranks."""
-    from shardwise.launch.ending import what_is_saved
     from shardwise.launch.local import EndedError, launch
+    from shardwise.launch.restarts import what_is_saved
 
     try:
         launch(_command_of_rank(arguments, world), world, arguments.run_dir)

@@ -9,6 +9,8 @@ optimizer.zero, with the recipe's parallel.schedule and train.recompute. --layou
 limits a key to these values, KEY=all allows all, and keys that are not named stay as said; `all` allows everything.
 
 Exit code 0: every layout keeps the contract; 1: one breaks it or fails; 2: the input is wrong.
+
+What `shardwise verify` found, as text for a terminal of 80 columns and as JSON.
 """
 
 from __future__ import annotations
@@ -17,19 +19,23 @@ import argparse
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.errors import ConfigError, listing
+from shardwise.base.hardware import accelerators
+from shardwise.base.units import counted
 from shardwise.cli import output
-from shardwise.cli.verified import Verified
 from shardwise.config import Config, OwnConfig, load_config, recipe_name
-from shardwise.errors import ConfigError, listing
-from shardwise.hardware import accelerators
 from shardwise.launch.environment import joined
-from shardwise.verify.cells import AXES, Cell, candidates, parse_layouts
 from shardwise.verify.job import CLEAR_LINE
+from shardwise.verify.layouts import AXES, Cell, candidates, parse_layouts
 from shardwise.verify.miniature import existing, miniature
+from shardwise.verify.run import Outcome, Verification
+from shardwise.verify.tolerance import Tolerance
 
 _CPU_RANKS = 4
 
@@ -72,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps ({arguments.steps}) must be at least 2: one before the checkpoint, one after it")
     recipe = load_config(arguments.recipe, arguments.overrides)
     if isinstance(recipe.model, OwnConfig):
-        from shardwise.models import check_own
+        from shardwise.models.user_model import check_own
 
         check_own(recipe)
     devices = _devices(arguments.devices, arguments.nproc)
@@ -140,3 +146,146 @@ def _plan(
     if not found:
         raise ConfigError(reasons)
     return config, sorted(found, key=lambda cell: [*devices].index(cell.device)), reasons
+
+
+_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A verification and what it was of.
+
+    Attributes:
+        name: of the recipe.
+        config: of the miniature.
+        refused: why layouts were left out.
+    """
+
+    name: str
+    recipe: Config
+    config: Config
+    found: Verification
+    refused: Sequence[str]
+
+    def facts(self) -> dict[str, Any]:
+        """All that was found, for JSON."""
+        return {
+            "recipe": self.name,
+            "miniature": self.config.recorded(),
+            "tolerance": asdict(Tolerance.of(self.config)),
+            "losses": list(self.found.losses),
+            "left_out": list(self.refused),
+            "layouts": [outcome.facts() for outcome in self.found.outcomes],
+            "broken": len(self.found.broken),
+        }
+
+    def show(self) -> None:
+        """Print what was trained, a table for each device, and the verdict."""
+        *outcomes, _ = self.found.outcomes
+        self._show_training()
+        for device in dict.fromkeys(outcome.cell.device for outcome in outcomes):
+            of_device = [outcome for outcome in outcomes if outcome.cell.device == device]
+            output.line()
+            output.line(f"{device}, the largest differences from one process:")
+            _show_table(of_device)
+        output.line()
+        self._show_verdict()
+
+    def _show_training(self) -> None:
+        train, losses, first = self.config.train, self.found.losses, self.found.outcomes[-1].cell
+        tolerance = Tolerance.of(self.config)
+        middle = train.steps // 2
+        fields = {
+            "model": f"{self.name} in miniature: {_sizes(self.config)}",
+            "training": f"{counted(train.steps, 'step')} of {train.global_batch} samples of {train.sequence_length} "
+            f"random tokens, {self.config.optimizer.name}, precision.mode {self.config.precision.mode}",
+            "reference": f"one process on {first.device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at step "
+            f"{train.steps}",
+            "layouts": "TP, PP, DP: degrees of parallelism; SP: sequence parallelism; Z1: ZeRO-1",
+            "weights": "the initial ones: equal",
+            "loss": f"of each step up to {middle}: within {tolerance.losses:.1e}",
+            "grad": f"gradients of step 1, of each tensor: within {tolerance.gradients:.1e} of its norm",
+            "resumed": f"losses after step {middle}, from the checkpoint of the layout above: within "
+            f"{tolerance.losses:.1e}",
+        }
+        if not tolerance.is_of_float32:
+            fields["bfloat16"] = (
+                "rounds at other places in each layout: more is allowed than the 1e-05 of precision.mode=float32"
+            )
+        if self.config.model.has_dropout:
+            was = self.recipe.train.dropout_mode
+            fields["dropout"] = "masks of train.dropout_mode invariant" + (
+                ": those of fast, the recipe's, depend on the layout" if was == "fast" else ""
+            )
+        if isinstance(self.config.model, OwnConfig):
+            fields["model"] = f"{self.name}, as it is: shardwise does not know how to shrink {self.config.model.family}"
+        for number, reason in enumerate(self.refused):
+            fields[f"left out{' ' * number}"] = reason
+        for name, text in fields.items():
+            _show_wrapped(text, f"{name.strip():9}  ", " " * 11)
+
+    def _show_verdict(self) -> None:
+        broken, number = self.found.broken, len(self.found.outcomes) - 1
+        for outcome in broken:
+            _show_wrapped(f"{outcome.cell.name}:")
+            for line in "\n".join(outcome.problems).splitlines():
+                _show_wrapped(line, "  ", "  ")
+            output.line()
+        if broken:
+            output.line(f"BROKEN by {len(broken)} of {counted(number, 'layout')}")
+        else:
+            output.line(f"{'All ' if number > 1 else ''}{counted(number, 'layout')} trained like one process.")
+
+
+def _sizes(config: Config) -> str:
+    model = config.model
+    if isinstance(model, OwnConfig):
+        return ""
+    heads = counted(model.num_attention_heads, "head")
+    if model.num_key_value_heads != model.num_attention_heads:
+        heads += f" with {counted(model.num_key_value_heads, 'key/value head')}"
+    tie = ", tied embedding" if model.tie_word_embeddings else ""
+    blocks = f"{counted(model.num_hidden_layers, 'block')} of width {model.hidden_size}"
+    return f"{model.family}, {blocks}, {heads}, vocabulary of {model.vocab_size}{tie}"
+
+
+def _show_wrapped(text: str, first: str = "", then: str = "") -> None:
+    for line in textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
+    ):
+        output.line(line)
+
+
+def _show_table(outcomes: Sequence[Outcome]) -> None:
+    """A row for each layout. Settings that all layouts share stand above; a mark is before those that are broken."""
+    columns: dict[str, list[str]] = {
+        "": ["✗" if outcome.problems else "" for outcome in outcomes],
+        "TP": [f"{outcome.cell.tensor}{' SP' if outcome.cell.sequence else ''}" for outcome in outcomes],
+        "PP": [str(outcome.cell.pipeline) for outcome in outcomes],
+        "DP": [f"{outcome.cell.data}{' Z1' if outcome.cell.zero else ''}" for outcome in outcomes],
+        "schedule": [outcome.cell.schedule or "-" for outcome in outcomes],
+        "recompute": [outcome.cell.recompute for outcome in outcomes],
+        "weights": [_number(outcome, "weights") for outcome in outcomes],
+        "loss": [_number(outcome, "losses") for outcome in outcomes],
+        "grad": [_number(outcome, "gradients") for outcome in outcomes],
+        "resumed": [_number(outcome, "resumed") for outcome in outcomes],
+    }
+    if not any(columns[""]):
+        del columns[""]
+    for key in ("schedule", "recompute"):
+        same = {*columns[key]} - {"-"}
+        if len(same) < 2 and len(outcomes) > 1:
+            del columns[key]
+            for value in same:
+                output.line(f"{key} {value}")
+    rows = list(zip(*columns.values(), strict=True))
+    width = sum(max(map(len, (head, *cells))) for head, cells in columns.items())
+    gap = 2 if width + 2 * (len(columns) - 1) <= _WIDTH else 1
+    output.table(rows, [*columns], right=range(len(columns) - 4, len(columns)), gap=gap)
+
+
+def _number(outcome: Outcome, what: str) -> str:
+    if outcome.differences is None:
+        return "failed"
+    value: float = getattr(outcome.differences, what)
+    return f"{value:.1e}" if value else "0"

@@ -1,7 +1,5 @@
 """Configuration: YAML recipes and command-line overrides become one frozen, checked `Config`."""
 
-from shardwise.config.check import check_layout
-from shardwise.config.compilation import CompileConfig
 from shardwise.config.data import BUILT_IN_TEXTS, DataConfig
 from shardwise.config.decoders import Decoder, DecoderConfig, LlamaConfig
 from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig
@@ -19,10 +17,12 @@ from shardwise.config.load import (
     require_data,
 )
 from shardwise.config.model import FamilyConfig, ModelConfig, OwnConfig
-from shardwise.config.resumption import kept_batch, kept_batch_note, resume_changes, resume_problems
+from shardwise.config.resume_rules import kept_batch, kept_batch_note, resume_changes, resume_problems
+from shardwise.config.rules import check_layout
 from shardwise.config.sections import (
     DTYPE_BYTES,
     CheckpointConfig,
+    CompileConfig,
     Config,
     DropoutMode,
     DtypeName,
@@ -36,7 +36,7 @@ from shardwise.config.sections import (
     Schedule,
     TrainConfig,
 )
-from shardwise.config.text import dump_yaml, parse_yaml
+from shardwise.config.yaml import dump_yaml, parse_yaml
 
 __all__ = [
     "BUILT_IN_TEXTS",

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from shardwise.config.base import Section, reject
+from shardwise.config.section import Section, reject
 
 MASKED_FRACTION = 0.15
 SHUFFLE_BUFFER = 10_000

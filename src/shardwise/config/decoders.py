@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
+from shardwise.base.errors import divisors, listing, nearest_numbers
 from shardwise.config.families import (
     AttentionBias,
     Longest,
@@ -20,7 +21,6 @@ from shardwise.config.families import (
     Tied,
     TransformerConfig,
 )
-from shardwise.errors import divisors, listing, nearest_numbers
 
 _MLPBias: TypeAlias = Annotated[bool, Field(description="biases in the feed-forward layer")]
 _Epsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the mean square in RMSNorm")]

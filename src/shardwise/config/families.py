@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from shardwise.config.base import MOST_LAYERS, Origin, Section, reject
-from shardwise.config.rope import rope_scaling_problems, with_one_type
-from shardwise.errors import divisors, listing, nearest_numbers
+from shardwise.base.errors import divisors, listing, nearest_numbers
+from shardwise.config.rope_scaling import rope_scaling_problems, with_one_type
+from shardwise.config.section import MOST_LAYERS, Origin, Section, reject
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Objective: TypeAlias = Literal["lm", "mlm", "nsp"]

@@ -14,15 +14,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.errors import ConfigError, listing
+from shardwise.base.files import read_plain
+from shardwise.base.parsing import json_value, scalar
 from shardwise.config.decoders import DecoderConfig, every_nth_without_rope
 from shardwise.config.families import GPTConfig, GPTNeoXConfig
-from shardwise.config.formats import FORMATS, ONLY, Format, status
+from shardwise.config.hugging_face_fields import FORMATS, ONLY, Format, status
 from shardwise.config.model import FamilyConfig
-from shardwise.config.rope import LENGTH, effective_scaling, unknown_fields, with_one_type
-from shardwise.core_yaml import scalar
-from shardwise.errors import ConfigError, listing
-from shardwise.files import read_plain
-from shardwise.parsing import json_value
+from shardwise.config.rope_scaling import LENGTH, effective_scaling, unknown_fields, with_one_type
 
 _DERIVED = ("num_key_value_heads", "head_dim")
 """Fields that follow from others where they are null, even if the family's default is a number."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.base.errors import ConfigError, listing, nearest_multiples, see
 from shardwise.config.sections import TrainConfig
-from shardwise.errors import ConfigError, listing, nearest_multiples, see
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from shardwise.config.base import PROBLEMS, Origin, as_given, system_names, utf8_text
+from shardwise.base.errors import ConfigError, listing, nearest_name, see
+from shardwise.base.files import read_small
 from shardwise.config.data import DataConfig
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.model import FAMILIES, FamilyConfig, OwnConfig
-from shardwise.config.rope import LENGTH
+from shardwise.config.rope_scaling import LENGTH
+from shardwise.config.section import PROBLEMS, Origin, as_given, system_names, utf8_text
 from shardwise.config.sections import Config
-from shardwise.config.text import is_yaml, parse_value, parse_yaml
-from shardwise.errors import ConfigError, listing, nearest_name, see
-from shardwise.files import read_small
+from shardwise.config.yaml import is_yaml, parse_value, parse_yaml
 
-_RECIPES = Path(__file__).parent.parent / "recipes"
+_RECIPES = Path(__file__).parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
 _MODEL_FILE = "model.config"
 _DATA_COMMENT = r"(?m)^ *# ((?:\S.*: +|  +)data\..+)"

@@ -8,10 +8,10 @@ from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandl
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from shardwise.config.base import Section, reject
+from shardwise.base.errors import listing
 from shardwise.config.decoders import Decoder
 from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, Objective
-from shardwise.errors import listing
+from shardwise.config.section import Section, reject
 
 
 class OwnConfig(Section):

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from shardwise.config.base import Section
 from shardwise.config.model import FAMILIES, OwnConfig
+from shardwise.config.section import Section
 from shardwise.config.sections import BATCH_RULE, Config
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"

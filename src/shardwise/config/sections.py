@@ -1,4 +1,9 @@
-"""The whole configuration, and its sections other than `model` and `data`."""
+"""The whole configuration, and its sections other than `model` and `data`.
+
+The section `hooks`: functions and classes of the user's own, in place of a part of a training.
+
+The section `compile`.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,96 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from shardwise import units
-from shardwise.config.base import Section, as_given, reject, utf8_text
-from shardwise.config.compilation import CompileConfig
+from shardwise.base import units
+from shardwise.base.errors import ConfigError
+from shardwise.base.redaction import has_query, redacted, without_secrets
 from shardwise.config.data import DataConfig
-from shardwise.config.hooks import HooksConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, OwnConfig
-from shardwise.errors import ConfigError
-from shardwise.redaction import has_query, redacted, without_secrets
+from shardwise.config.section import Section, as_given, reject, utf8_text
+
+
+class HooksConfig(Section):
+    """Your own functions and classes, each as package.module:Name (docs/hooks.md)."""
+
+    data: str | None = Field(
+        default=None,
+        description="package.module:Name of a function or class; called with (config, part), it returns the samples "
+        "of that part, in place of data.path",
+    )
+    loss: str | None = Field(
+        default=None,
+        description="package.module:Name of a function; called with (logits, targets), it returns the sum of the "
+        "targets' losses",
+    )
+    optimizer: str | None = Field(
+        default=None,
+        description="package.module:Name of an optimizer class that updates each element by itself, in place of "
+        "optimizer.name",
+    )
+    optimizer_options: dict[str, Any] = Field(
+        default_factory=dict,
+        examples=[{"momentum": 0.9}],
+        description="further arguments of that class, beside those that keys of the section optimizer give",
+    )
+    callbacks: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        examples=["[package.module:Name]"],
+        description="package.module:Name of functions, or of classes that are made without arguments; on rank 0 each "
+        "is called with every event that metrics.jsonl gets; if one returns True, the run is asked to stop",
+    )
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Every path that is given, with its key."""
+        single = {"data": self.data, "loss": self.loss, "optimizer": self.optimizer}
+        listed = {f"callbacks.{number}": path for number, path in enumerate(self.callbacks)}
+        return {f"hooks.{key}": path for key, path in {**single, **listed}.items() if path is not None}
+
+    @property
+    def any_named(self) -> bool:
+        """Whether there is any hook."""
+        return bool(self.paths)
+
+
+class CompileConfig(Section):
+    """What of a training is compiled, by what, and where the results are kept."""
+
+    enabled: bool = Field(
+        default=False,
+        description="compile each block and the loss of the output head; other parts, and generation, are not compiled",
+    )
+    backend: str | None = Field(
+        default=None,
+        examples=["inductor"],
+        description="one of torch.compile's backends; null = that of the device: neuron on Trainium, else inductor",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        examples=[{"max_autotune": True}],
+        description="options of the backend, as torch.compile takes them",
+    )
+    cache_dir: Path | None = Field(
+        default=None,
+        strict=False,
+        description="the folder of compiled graphs, which runs and `shardwise compile` share; null = the folder "
+        "`compile` in $SHARDWISE_CACHE or ~/.cache/shardwise",
+    )
+    cache_gib: float = Field(
+        default=20.0,
+        gt=0,
+        description="largest size of that folder in GiB; above it, the graphs that were used longest ago are removed",
+    )
+    require_cached: bool = Field(
+        default=False, description="refuse to train, before the first step, if a graph is not in that folder"
+    )
+
 
 DtypeName = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}

@@ -26,11 +26,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.parts import PARTS, Part
-from shardwise.data.samples.batch import TokenArray
-from shardwise.data.samples.sentences import Sentences
-from shardwise.errors import DataError, see
-from shardwise.files import (
+from shardwise.base.errors import DataError, see
+from shardwise.base.files import (
     NoLocksError,
     lock,
     make_folder,
@@ -40,7 +37,10 @@ from shardwise.files import (
     require_trusted,
     write_atomic,
 )
-from shardwise.parsing import json_value
+from shardwise.base.parsing import json_value
+from shardwise.data.parts import PARTS, Part
+from shardwise.data.samples.batch import TokenArray
+from shardwise.data.samples.sentences import Sentences
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 2

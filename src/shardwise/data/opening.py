@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise import hub
+from shardwise.base.errors import ConfigError, DataError, see
+from shardwise.base.files import cache_root
 from shardwise.config import Config, DataConfig, data_from
+from shardwise.data import hub
 from shardwise.data.formats import datasets, hdf5, megatron, own, stream, text
 from shardwise.data.formats.common import (
     Announce,
@@ -21,10 +23,8 @@ from shardwise.data.formats.common import (
 from shardwise.data.formats.inspection import Inspection
 from shardwise.data.reading.datasets import is_saved
 from shardwise.data.reading.detect import DataFormat, detect
-from shardwise.data.samples.pairs import chunk_room
+from shardwise.data.samples.sentence_pairs import chunk_room
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
-from shardwise.errors import ConfigError, DataError, see
-from shardwise.files import cache_root
 
 
 class _Format(Protocol):

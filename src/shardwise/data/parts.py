@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from shardwise.errors import listing
-from shardwise.units import count
+from shardwise.base.errors import listing
+from shardwise.base.units import count
 
 Part = Literal["train", "eval", "test"]
 PART_NAMES: dict[Part, str] = {"train": "training", "eval": "evaluation", "test": "test"}

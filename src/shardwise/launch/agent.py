@@ -19,8 +19,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from shardwise.files import write_atomic
-from shardwise.launch import guard, stopping
+from shardwise.base.files import write_atomic
+from shardwise.launch import local, stop_requests
 from shardwise.launch.environment import PARENT_PID, launches_node
 from shardwise.launch.failure import exit_codes_file
 from shardwise.launch.node import Node, this_node
@@ -30,8 +30,8 @@ _LOOPBACK = "shardwise-loopback"
 
 
 def main() -> int:
-    guard.die_with_parent()
-    for number in stopping.SIGNALS:
+    local.die_with_parent()
+    for number in stop_requests.SIGNALS:
         # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
@@ -100,7 +100,7 @@ def _register_loopback() -> None:
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    from shardwise.meeting import listen
+    from shardwise.distributed.rendezvous import listen
 
     class Loopback(StaticTCPRendezvous):
         def get_backend(self) -> str:

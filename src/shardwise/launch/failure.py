@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shardwise.errors import ConfigError, RunError, ShardwiseError, see
-from shardwise.files import write_atomic
-from shardwise.launch import stdio
+from shardwise.base.errors import ConfigError, RunError, ShardwiseError, see
+from shardwise.base.files import write_atomic
+from shardwise.base.parsing import json_value
+from shardwise.base.redaction import redacted
+from shardwise.launch import output
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, Rank
-from shardwise.parsing import json_value
-from shardwise.redaction import redacted
 
 _TURN_SECONDS = 2.0
 _INPUT_TURNS = 5
@@ -81,7 +81,7 @@ def show_failure(failure: Failure, place: Rank | None) -> None:
             turns = _INPUT_TURNS if failure.exit_code == ConfigError.exit_code else 1
             time.sleep(_TURN_SECONDS * turns * (2 if place.local_rank else 1))
             text = f"rank {place.rank}: {text.removeprefix(f'rank {place.rank} ')}"
-            stdio.tell_past_log(f"shardwise: {redacted(text)}\n")
+            output.tell_past_log(f"shardwise: {redacted(text)}\n")
     complain(text)
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import listing
+from shardwise.base.errors import listing
 from shardwise.launch.environment import HEARTBEATS, joined
 
 SECONDS = 1.0

@@ -1,8 +1,12 @@
-"""Starting a command on local ranks, and waiting for them as one."""
+"""Starting a command on local ranks, and waiting for them as one.
+
+Children that do not outlive their parent, even one that is killed with SIGKILL, and the killing of both.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import shutil
@@ -10,16 +14,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from shardwise.errors import RunError, StoppedError
-from shardwise.files import reason_of
-from shardwise.hardware import cpu_count
-from shardwise.launch import guard, heartbeat, stopping
+from shardwise.base.errors import RunError, StoppedError
+from shardwise.base.files import reason_of
+from shardwise.base.hardware import cpu_count
+from shardwise.base.parsing import json_value
+from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID, RANK_PROCESS
 from shardwise.launch.failure import (
     Failure,
@@ -31,8 +37,7 @@ from shardwise.launch.failure import (
     signal_name,
     stop_record,
 )
-from shardwise.parsing import json_value
-from shardwise.runlog import RunDirectory
+from shardwise.runs.folder import RunDirectory
 
 # The time that the other ranks have to end at SIGTERM once a rank has failed; torch would wait 30 s.
 _GRACE_SECONDS = 5.0
@@ -74,7 +79,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     before = logs.stat()
     stop = _Stop(run_path, logs)
-    handlers = stopping.handle_signals(stop.handle)
+    handlers = stop_requests.handle_signals(stop.handle)
     try:
         ended = run_ranks(command, nproc, logs, stop.watch)
     finally:
@@ -150,7 +155,7 @@ def run_ranks(
         first: the lowest of the ranks.
     """
     error_file = (logs / "error.json").resolve()
-    for left_over in (error_file, exit_codes_file(logs), stop_record(logs), stopping.training_mark(logs)):
+    for left_over in (error_file, exit_codes_file(logs), stop_record(logs), stop_requests.training_mark(logs)):
         left_over.unlink(missing_ok=True)
     agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), str(logs), *command]
     with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary:
@@ -164,7 +169,7 @@ def run_ranks(
         last_beats: list[heartbeat.Beat] = []
         code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
         early = ended_early(beats, range(first, first + nproc), logs) if code == 0 else None
-    stopping.training_mark(logs).unlink(missing_ok=True)
+    stop_requests.training_mark(logs).unlink(missing_ok=True)
     record, text = stop_record(logs), None
     if record.exists():
         text = json_value(record.read_text(encoding="utf-8"))["text"]
@@ -210,7 +215,7 @@ def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool], failed
                 deadline = time.monotonic() + _GRACE_SECONDS
                 failed()
             if time.monotonic() >= deadline:
-                guard.kill_with_children(agent)
+                kill_with_children(agent)
 
 
 class _Stop:
@@ -219,23 +224,66 @@ class _Stop:
     def __init__(self, run_path: Path, logs: Path) -> None:
         self.ended_by: str | None = None
         self._run_path, self._logs = run_path, logs
-        self._requests = stopping.Requests()
+        self._requests = stop_requests.Requests()
         self._agent: subprocess.Popen[bytes] | None = None
 
     def watch(self, agent: subprocess.Popen[bytes]) -> None:
         self._agent = agent
         if self.ended_by is not None:
-            guard.kill_with_children(agent)
+            kill_with_children(agent)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         first = self._requests.is_first()
-        if self._requests.hear(number) or not stopping.training_mark(self._logs).exists():
+        if self._requests.hear(number) or not stop_requests.training_mark(self._logs).exists():
             self.ended_by = self.ended_by or signal_name(number)
             if self._agent is not None:
-                guard.kill_with_children(self._agent)
+                kill_with_children(self._agent)
         elif first:
             try:
-                stopping.request(self._run_path, signal_name(number))
-                stopping.say(stopping.NOTICE)
+                stop_requests.request(self._run_path, signal_name(number))
+                stop_requests.say(stop_requests.NOTICE)
             except OSError as error:
-                stopping.say(f"the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
+                stop_requests.say(f"the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
+
+
+_PR_SET_PDEATHSIG = 1
+_PARENT_POLL_SECONDS = 0.5
+
+
+def die_with_parent() -> None:
+    """Have this process killed as soon as its parent ends.
+
+    On Linux the kernel does it; elsewhere a thread watches. The parent is the process that `SHARDWISE_PARENT_PID`
+    names, so that the end of a parent before this call is noticed too; without the variable it is the present parent.
+    For the kernel, the parent ends with the thread that started this process: start children from the main thread.
+    """
+    parent = int(os.environ.get(PARENT_PID) or os.getppid())
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    else:
+        threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_with_children(parent: subprocess.Popen[bytes]) -> None:
+    """Send SIGKILL to the children of a process that this one started, then to the process itself.
+
+    Children that ask the kernel for their end are told of it only after the parent's connections are closed. In between
+    they would report connections that were lost, though nothing but their end is meant.
+    """
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(parent.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    parent.kill()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)

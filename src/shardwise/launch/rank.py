@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from shardwise import user_code
-from shardwise.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError, see
-from shardwise.launch import guard, stdio, stopping
-from shardwise.launch.ending import what_is_saved
+from shardwise.base import user_code
+from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError, see
+from shardwise.base.redaction import redacted
+from shardwise.launch import local, output, stop_requests
 from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
 from shardwise.launch.failure import Failure, complain, error_text, report_done, report_stop, show_failure, signal_name
+from shardwise.launch.restarts import what_is_saved
 from shardwise.launch.tasks import end_step
-from shardwise.redaction import redacted
-from shardwise.runlog import RunDirectory
+from shardwise.runs.folder import RunDirectory
 
 
 @dataclass
@@ -53,7 +53,7 @@ def enter_job(nproc: int | None) -> Rank | None:
             f"--nproc ({nproc}) must be left out inside a job: its world size is {place.world}"
             f"{see('runs#nproc-in-a-job')}"
         )
-    guard.die_with_parent()
+    local.die_with_parent()
     return place
 
 
@@ -88,13 +88,13 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[Ending
     elif is_launched():
         log = Path(os.environ[ERROR_FILE]).parent / f"rank-{rank:04d}.log"
     if place is None and run_path is not None:
-        stopping.end_at_once()
+        stop_requests.end_at_once()
     if place is not None and log is not None and is_launched():
-        stdio.redirect(rank, log)
+        output.redirect(rank, log)
     try:
         yield ending
     except StoppedError as error:
-        stopping.ignore()
+        stop_requests.ignore()
         ending.code = _report_stop(place, str(error))
         if place is not None:
             _leave(place, ending.code)

@@ -4,6 +4,8 @@ A job that SLURM ends, because it preempts it or a machine is lost, continues wi
 not answer though SLURM still has it, or a time limit counts against `launch.max_restarts`; a newer state that is kept,
 on the disk or in memory, clears the count. What cannot get better is not tried again: wrong input, a loss that is not
 finite, and the same root failure twice at the same step.
+
+How a run ended and what it saved, as its folder's events record it.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from shardwise.errors import ConfigError, see
-from shardwise.files import read_plain
-from shardwise.records import instance, record_of
-from shardwise.runlog import JsonLines
+from shardwise.base.errors import ConfigError, see
+from shardwise.base.files import open_plain, read_plain
+from shardwise.base.parsing import instance, record_of
+from shardwise.runs.folder import JsonLines, RunDirectory
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed"]
 _NOT_FINITE = "must be finite"
@@ -137,3 +140,60 @@ def record(run_path: Path, ending: Ending) -> None:
     """Add an ending to the history of a run."""
     with JsonLines(history_file(run_path)) as file:
         file.write(asdict(ending))
+
+
+def how_it_ended(run_path: Path) -> str:
+    """What to add to a message on a run that is over; empty where no event says how it ended."""
+    metrics = RunDirectory(run_path).metrics
+    stop, saved = _last(metrics, "stop"), what_is_saved(run_path, "")
+    ending = f": {stop.get('reason', 'ended')} after step {stop.get('step') or 0:,}" if stop is not None else ""
+    return f"{ending}; {saved or 'no checkpoint is recorded'}" if ending or saved else ""
+
+
+def what_is_saved(run_path: Path, nothing: str = "no checkpoint was saved") -> str:
+    """The newest checkpoint of a run: until a resumed run saves its first, the one that it was resumed from.
+
+    `nothing`: what is returned where there is none.
+    """
+    event = _last(RunDirectory(run_path).metrics, "checkpoint", "resume")
+    return nothing if event is None else f"its newest checkpoint is of step {event.get('step') or 0:,}"
+
+
+def newest_checkpoint(run_path: Path) -> int:
+    """The step of the newest checkpoint that a run has recorded; 0 where there is none."""
+    event = _last(RunDirectory(run_path).metrics, "checkpoint", "resume")
+    return 0 if event is None else int(event.get("step") or 0)
+
+
+def last_step_event(run_path: Path) -> dict[str, Any] | None:
+    """The last "step" event that a run has recorded."""
+    return _last(RunDirectory(run_path).metrics, "step")
+
+
+def last_step(run_path: Path) -> int:
+    """The last step that a run has recorded; 0 where there is none."""
+    event = _last(RunDirectory(run_path).metrics, "step", "checkpoint", "resume")
+    return 0 if event is None else int(event.get("step") or 0)
+
+
+def first_step(run_path: Path) -> int:
+    """Steps that were done when the run was started last."""
+    event = _last(RunDirectory(run_path).metrics, "start", "resume") or {}
+    return int(event.get("step") or 0) if event.get("event") == "resume" else 0
+
+
+def _last(metrics: Path, *kinds: str) -> dict[str, Any] | None:
+    """The last event of these kinds. The file is searched from its end, because it may have gigabytes."""
+    try:
+        with open_plain(metrics) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
+            end = len(lines)
+            while (at := max(lines.rfind(f'"event": "{kind}"'.encode(), 0, end) for kind in kinds)) >= 0:
+                lines.seek(lines.rfind(b"\n", 0, at) + 1)
+                end = lines.tell()
+                with contextlib.suppress(ValueError):  # a crash cut the line short
+                    event = record_of(lines.readline())
+                    if event.get("event") in kinds:
+                        return event
+    except (OSError, ValueError):  # ValueError: an empty file cannot be mapped
+        pass
+    return None

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.errors import ConfigError, listing, see
+from shardwise.base.errors import ConfigError, listing, see
 from shardwise.launch.environment import TASK_COUNTS, TASK_RANKS, keep_own, may_be_a_task
 from shardwise.launch.failure import Failure
 

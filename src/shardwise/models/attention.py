@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import FamilyConfig
+from shardwise.distributed.placement import Init
+from shardwise.layers.dropout import AnyKey, DropoutKey, Place, scaled
+from shardwise.layers.linear import LinearOptions, RowParallelLinear
+from shardwise.layers.norm import QueryKeyNorm
 from shardwise.models.blocks import ATTENTION, Context, Maker
 from shardwise.models.documents import document_attention
 from shardwise.models.rotary import rotate
-from shardwise.parallel import DropoutKey, QueryKeyNorm, RowParallelLinear
-from shardwise.parallel.dropout import AnyKey, Place, scaled
-from shardwise.parallel.linear import LinearOptions
-from shardwise.placement import Init
 
 
 class AttentionCore(nn.Module):

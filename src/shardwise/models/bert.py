@@ -9,8 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import comm
 from shardwise.config import BertConfig
+from shardwise.distributed import collectives
+from shardwise.layers.dropout import DropoutKey
+from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
+from shardwise.layers.linear import ColumnParallelLinear, ReplicatedLinear
+from shardwise.layers.loss import IGNORE_INDEX
+from shardwise.layers.norm import LayerNorm
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import (
     ACTIVATIONS,
@@ -23,15 +28,6 @@ from shardwise.models.blocks import (
     Maker,
     run_blocks,
 )
-from shardwise.parallel import (
-    ColumnParallelLinear,
-    DropoutKey,
-    LayerNorm,
-    ParallelEmbedding,
-    ParallelLMHead,
-    ReplicatedLinear,
-)
-from shardwise.parallel.loss import IGNORE_INDEX
 
 
 def word_embedding(config: BertConfig, make: Maker) -> ParallelEmbedding:
@@ -110,7 +106,7 @@ class Heads(nn.Module):
 
     def enter(self, x: Tensor) -> Tensor:
         """The encoder's output → the same, whole on every rank: `[S, B, H]`."""
-        enter = comm.gather_sequence if self.sequence_parallel else comm.copy_to_group
+        enter = collectives.gather_sequence if self.sequence_parallel else collectives.copy_to_group
         return enter(x, self.group)
 
     def predictions(self, rows: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 Legend, per rank: S sequence, B batch, H hidden, V vocabulary, g tensor-parallel ranks, n heads held here, d head width.
 Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
+
+The parts of a model that are called one after another, each with its own parameters.
 """
 
 from __future__ import annotations
@@ -17,25 +19,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import FamilyConfig, Recompute
-from shardwise.mesh import Group
-from shardwise.models.cache import KeyValueCache
-from shardwise.parallel import (
+from shardwise.config.stages import Stage
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import Init, share
+from shardwise.layers.arguments import sharing_group
+from shardwise.layers.dropout import AnyKey, Dropout
+from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
+from shardwise.layers.linear import (
     ColumnParallelLinear,
-    Dropout,
     GQAQKVColumnParallelLinear,
-    LayerNorm,
-    ParallelEmbedding,
-    ParallelLMHead,
-    QueryKeyNorm,
-    ReplicatedEmbedding,
-    RMSNorm,
+    LayerOptions,
+    LinearOptions,
     RowParallelLinear,
 )
-from shardwise.parallel.arguments import sharing_group
-from shardwise.parallel.dropout import AnyKey
-from shardwise.parallel.linear import LayerOptions, LinearOptions
-from shardwise.placement import Init, share
-from shardwise.plan.stage import Stage
+from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
+from shardwise.models.key_value_cache import KeyValueCache
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -327,3 +325,24 @@ class Stages(nn.ModuleList):
     def pairs(self) -> Iterator[tuple[Stage, nn.Module]]:
         """Each stage with its model."""
         return zip(self.plan, self, strict=True)
+
+
+def units(model: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
+    """The model, its pipeline stages, its blocks and its heads, each with the parameters that no unit inside it has.
+
+    A call of a unit reads no other parameters than these before it calls the units inside it. (A smaller module may be
+    used by other methods than its forward, so that a hook of its forward comes too late.)
+    """
+    inside = [
+        *(child for module in model.modules() if isinstance(module, nn.ModuleList) for child in module),
+        *(module for module in model.modules() if isinstance(module, ParallelLMHead)),
+    ]
+    found = dict.fromkeys([model, *inside])
+    return {unit: list(_own(unit, found.keys() - {unit})) for unit in found}
+
+
+def _own(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Parameter]:
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if child not in others:
+            yield from _own(child, others)

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from shardwise.config import BertConfig, Config, DecoderConfig, GPTConfig, GPTNeoXConfig, OwnConfig
-from shardwise.mesh import Group
+from shardwise.distributed.mesh import Group
+from shardwise.layers.linear import set_overlap
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Part
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
-from shardwise.models.own import build_own
-from shardwise.parallel.linear import set_overlap
+from shardwise.models.user_model import build_own
 
 _FAMILIES: dict[type, Callable[..., nn.Module]] = {
     DecoderConfig: Llama,

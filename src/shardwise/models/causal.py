@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import FamilyConfig
+from shardwise.layers.dropout import DropoutKey
+from shardwise.layers.embedding import ParallelLMHead
 from shardwise.models.blocks import Context, Family, run_blocks
-from shardwise.models.cache import KeyValueCache
 from shardwise.models.documents import block_mask, define_document_attention, dense_mask
+from shardwise.models.key_value_cache import KeyValueCache
 from shardwise.models.rotary import Rotary
-from shardwise.parallel import DropoutKey, ParallelLMHead
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._torch_private import cpu_attention, cpu_attention_gradients
+from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

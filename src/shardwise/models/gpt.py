@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import GPTConfig
+from shardwise.distributed.placement import Init
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, Maker
 from shardwise.models.causal import CausalLM
-from shardwise.placement import Init
 
 
 class GPTBlock(nn.Module):

@@ -9,12 +9,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from shardwise.config import GPTNeoXConfig
+from shardwise.layers.linear import ColumnParallelLinear, row_parallel_sum
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, Maker
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
-from shardwise.parallel import ColumnParallelLinear
-from shardwise.parallel.linear import row_parallel_sum
 
 
 class InterleavedAttention(Attention):

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import Decoder
+from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from shardwise.layers.norm import RMSNorm
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import Context, Maker
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
-from shardwise.parallel import MergedColumnParallelLinear, RMSNorm, RowParallelLinear
 
 
 class GatedMLP(nn.Module):

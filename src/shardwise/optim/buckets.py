@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardwise import comm, placement
-from shardwise._torch_private import version_of
-from shardwise.comm import Pending
-from shardwise.mesh import Group
-from shardwise.placement import Piece
-from shardwise.plan.buckets import bucket_bytes, offsets_and_length, packed
+from shardwise.base.tensor_box import Box
+from shardwise.distributed import collectives, placement
+from shardwise.distributed.collectives import Pending
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import Piece
+from shardwise.distributed.torch_private import version_of
+from shardwise.optim.bucket_layout import bucket_bytes, offsets_and_length, packed
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Bucket:
                 p.grad = None
             if p.grad_dtype != self.gradients.dtype:
                 p.grad_dtype = self.gradients.dtype
-        comm.broadcast_(self.values, group)  # replicas begin with equal values, whatever each rank drew
+        collectives.broadcast_(self.values, group)  # replicas begin with equal values, whatever each rank drew
         self.attach_gradients()
         self.gradient = self.gradients[self.owned]
         mine = self.values[self.owned]
@@ -153,9 +154,9 @@ class Bucket:
         if self.group.size > 1:
             wire = self.gradients.to(self.reduce_dtype)
             if self.sharded:
-                self._pending = comm.reduce_scatter_async(wire, self.group, out=wire[self.owned])
+                self._pending = collectives.reduce_scatter_async(wire, self.group, out=wire[self.owned])
             else:
-                self._pending = comm.all_reduce_async(wire, self.group)
+                self._pending = collectives.all_reduce_async(wire, self.group)
         self.note_gradients()
 
     def finish_reduction(self) -> None:
@@ -188,7 +189,7 @@ class Bucket:
         mine = self.values[self.owned]
         if self.separate:
             mine.copy_(self.master.detach())
-        return comm.all_gather_async(mine, self.group, out=self.values) if self.sharded else None
+        return collectives.all_gather_async(mine, self.group, out=self.values) if self.sharded else None
 
     # ---- where the model's elements lie in the owned part
 
@@ -207,10 +208,10 @@ class Bucket:
     @property
     def elements(self) -> int:
         """The number of elements of the owned part without padding."""
-        boxes = (placement.Box.whole(tuple(p.shape)) for p in self.parameters)
+        boxes = (Box.whole(tuple(p.shape)) for p in self.parameters)
         return sum(length for index, box in enumerate(boxes) for _, length in self.owned_runs(index, box))
 
-    def owned_runs(self, index: int, box: placement.Box, within: slice | None = None) -> Iterator[tuple[int, int]]:
+    def owned_runs(self, index: int, box: Box, within: slice | None = None) -> Iterator[tuple[int, int]]:
         """Yield a box of parameter `index` as `(start, length)` runs of the owned part, or of a slice of it."""
         within = within or slice(0, self.owned.stop - self.owned.start)
         to_owned = self.offsets[index] - self.owned.start
@@ -223,7 +224,7 @@ class Bucket:
 
     def owned_boxes(
         self, index: int, pieces: Iterable[Piece], within: slice
-    ) -> Iterator[tuple[Piece, placement.Box, tuple[int, ...], int]]:
+    ) -> Iterator[tuple[Piece, Box, tuple[int, ...], int]]:
         """What a part of the owned part holds of parameter `index`, as boxes that are one run each, in order.
 
         Yields:
@@ -236,7 +237,7 @@ class Bucket:
             order = tuple(1 - dim for dim in memory_order) if piece.transposed else memory_order
             for start, length in self.owned_runs(index, piece.local, within):
                 offset = start + self.owned.start - self.offsets[index]
-                for box in placement.Box.of_run(offset, length, self._memory_shape(index)):
+                for box in Box.of_run(offset, length, self._memory_shape(index)):
                     yield piece, piece.canonical(box.permuted(dimension_places)), order, start
                     start += box.numel
 
@@ -301,7 +302,7 @@ class PartialGradients:
         self.summed = True
         for group, views in self._views.items():
             if views:
-                total = comm.all_reduce_(torch.cat(views), group)
+                total = collectives.all_reduce_(torch.cat(views), group)
                 for view, part in zip(views, total.split([v.numel() for v in views]), strict=True):
                     view.copy_(part)
 
@@ -314,7 +315,7 @@ def make_buckets(
     shard: bool,
     dtypes: Dtypes,
 ) -> list[Bucket]:
-    """Buckets of at most `cap_bytes` of gradients (None: `plan.buckets.bucket_bytes`), as `plan.buckets.packed` says.
+    """Buckets of at most `cap_bytes` of gradients (None: of `bucket_bytes`), as `bucket_layout.packed` says.
 
     A parameter that ranks of other pipeline stages hold too (a tied weight) has a bucket to itself: the same elements
     must be owned by corresponding ranks of both stages, and the other parameters of the stages differ.

@@ -1,4 +1,14 @@
-"""What `ZeroRedundancyOptimizer` requires: plain parameters, the same on all ranks, which the model still uses."""
+"""What `ZeroRedundancyOptimizer` requires: plain parameters, the same on all ranks, which the model still uses.
+
+Arguments of the ZeRO optimizers of other libraries, and what replaces them in `ZeroRedundancyOptimizer`.
+
+Which optimizer the state may be loaded into that `ZeroRedundancyOptimizer.state_dict` gave.
+
+What lets a `torch.amp.GradScaler` drive a sharded optimizer.
+
+A scaler looks for inf in the gradients of its own rank. By what it finds it skips the step, and changes the factor by
+which it scales the next loss. Every rank must do both alike, or one rank's step pairs with another rank's next one.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +16,9 @@ import contextlib
 import functools
 import gc
 import hashlib
+import inspect
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -17,9 +28,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import comm, placement
-from shardwise.errors import ConfigError
-from shardwise.mesh import Group, Mesh
+from shardwise.base.errors import ConfigError, listing, refuse_unknown_arguments
+from shardwise.distributed import collectives, placement
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.layers.arguments import by_name, without_neutral
+from shardwise.optim.buckets import Bucket
+from shardwise.optim.master_update import MakeOptimizer, is_of_elements, kept_state, may_continue
 
 # ---- plain
 
@@ -93,9 +107,11 @@ def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group, devi
     digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
     wanted = torch.tensor([number, -number], device=device)
-    if torch.equal(comm.all_reduce_(wanted.clone(), group, op="max"), wanted):  # the largest is also the smallest
+    if torch.equal(
+        collectives.all_reduce_(wanted.clone(), group, op="max"), wanted
+    ):  # the largest is also the smallest
         return
-    everyone = comm.all_gather_objects(mine, group)
+    everyone = collectives.all_gather_objects(mine, group)
     other = next(i for i, theirs in enumerate(everyone) if theirs != everyone[0])
     at, first, second = next(
         (at, *pair)
@@ -142,7 +158,7 @@ def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
         return
     value = parameter.detach()
     whole = value.contiguous()
-    comm.broadcast_(whole.view(-1).view(torch.uint8), group)
+    collectives.broadcast_(whole.view(-1).view(torch.uint8), group)
     if whole is not value:
         value.copy_(whole)
 
@@ -198,3 +214,216 @@ def _note_assignment(module: nn.Module, name: str, _parameter: Tensor | None) ->
 
 def _own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     return next((p for own, p in module.named_parameters(recurse=False, remove_duplicate=False) if own == name), None)
+
+
+_LEAVE_OUT = {
+    # neuronx-distributed and torch_xla
+    "pin_layout": "the layouts of collectives need no pinning",
+    "lazy_init": "state is made at the first step",
+    "coalesce_cc": "collectives move whole buckets",
+    "use_grad_acc_hook": "gradients accumulate in flat buckets, in gradient_dtype",
+    "save_master_weights": "state_dict() has the masters",
+    "use_world_for_grad_norm": "the norm is that of the whole model",
+    # torch
+    "parameters_as_bucket_view": "parameters always are views of buckets",
+    # Megatron-LM
+    "overlap_param_gather": "step() gathers the parameters bucket by bucket",
+}
+_USE = {
+    # neuronx-distributed and torch_xla
+    "sharding_groups": "group= or mesh=, the ranks that share the state",
+    "grad_norm_groups": "mesh=, over whose ranks the norm is taken",
+    "bucket_cap_mb_all_gather": "bucket_mib=",
+    "bucket_cap_mb_reduce_scatter": "bucket_mib=",
+    "higher_cc_precision": "reduce_dtype=torch.float32",
+    "use_fp32_grad_acc": "gradient_dtype=torch.float32",
+    "keep_master_weight": "optimizer_dtype=torch.float32: parameters of another dtype then have masters",
+    "use_master_weights": "optimizer_dtype=torch.float32: parameters of another dtype then have masters",
+    "max_grad_norm": "max_norm=",
+    # torch
+    "process_group": "group=",
+    "overlap_with_ddp": "the parameters of the model without DDP, and accumulate(last=True) around the last backward()",
+    # Megatron-LM
+    "clip_grad": "max_norm=",
+    "use_distributed_optimizer": "shard=",
+    "overlap_grad_reduce": "accumulate(last=True) around the last backward()",
+    "data_parallel_group": "group= or mesh=",
+    "model_parallel_group": "mesh=",
+    "params_dtype": "parameters of this dtype",
+    "main_params_dtype": "optimizer_dtype=",
+    "main_grads_dtype": "gradient_dtype=",
+    "grad_reduce_in_fp32": "reduce_dtype=torch.float32",
+}
+REPLACED = {name: f"leave it out: {why}" for name, why in _LEAVE_OUT.items()} | {
+    name: f"use {what}" for name, what in _USE.items()
+}
+
+
+_POSITIONAL = ("pin_layout", "sharding_groups", "grad_norm_groups", "lazy_init")
+"""The arguments of torch_xla's class after `max_norm`, in its order."""
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "pin_layout": (True, False, None),
+    "sharding_groups": (None,),
+    "grad_norm_groups": (None,),
+    "lazy_init": (False,),
+    "coalesce_cc": (True, False),
+    "bucket_cap_mb_all_gather": (0, None),
+    "bucket_cap_mb_reduce_scatter": (0, None),
+    "use_grad_acc_hook": (False,),
+    "save_master_weights": (True, False),
+    "use_world_for_grad_norm": (True, False),
+    "higher_cc_precision": (False,),
+    "use_fp32_grad_acc": (False,),
+    "keep_master_weight": (False,),
+    "use_master_weights": (False,),
+    "process_group": (None,),
+    "parameters_as_bucket_view": (True, False),
+    "overlap_with_ddp": (False,),
+    "overlap_param_gather": (True, False),
+}
+"""Values of other libraries' arguments that change nothing here: a call that gives them runs as it is."""
+
+
+def known_options(
+    sharded: type[torch.optim.Optimizer],
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    given: Mapping[str, object],
+    further: Sequence[object] = (),
+) -> dict[str, Any]:
+    """Return the arguments of a call that are for the wrapped class.
+
+    Args:
+        sharded: the class that is called.
+        optimizer_class: the class that it wraps.
+        given: keyword arguments of the call that `sharded` does not name.
+        further: torch_xla's positional arguments after `max_norm`.
+
+    Raises:
+        ArgumentError: neither class takes an argument; the message says what replaces it.
+    """
+    taken = inspect.signature(optimizer_class).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
+    passed_on = [*taken, *given] if takes_any else [*taken]
+    foreign = {name: values for name, values in _NEUTRAL.items() if name not in passed_on}
+    options = without_neutral(by_name(sharded.__name__, further, _POSITIONAL, given), foreign)
+    named = [name for name in inspect.signature(sharded).parameters if name not in ("further", "defaults")]
+    refuse_unknown_arguments(sharded.__name__, options, dict.fromkeys([*named, *passed_on]), REPLACED)
+    return options
+
+
+_KEYS = ("state", "param_groups", "masters", "layout")
+
+
+def layout_of(buckets: Sequence[Bucket], ranks: Group) -> dict[str, Any]:
+    """What decides which elements' state a rank has; `ranks`: those that share the state."""
+    orders = [b.orders for b in buckets]
+    are_turned = any(list(order) != sorted(order) for of_bucket in orders for order in of_bucket)
+    return {
+        **({"orders": orders} if are_turned else {}),
+        "rank": ranks.rank,
+        "ranks": ranks.size,
+        "buckets": [b.numel for b in buckets],
+        "dtypes": [f"{b.values.dtype}/{b.master.dtype}" for b in buckets],
+    }
+
+
+def require_loadable(
+    state_dict: object,
+    inner: torch.optim.Optimizer,
+    make: MakeOptimizer,
+    layout: dict[str, Any],
+) -> None:
+    """Refuse state of another layout, or of a class that keeps other state; nothing is changed.
+
+    Args:
+        state_dict: what is to be loaded.
+        inner: the wrapped optimizer that is to have it.
+        make: makes an optimizer of its class from a parameter group.
+        layout: of the optimizer.
+
+    Raises:
+        ValueError: the state is no `state_dict()` of this optimizer, or is of another layout, bucket size, model or
+            class.
+    """
+    given = state_dict if isinstance(state_dict, Mapping) else {}
+    lacked = [key for key in _KEYS if key not in given]
+    if lacked:
+        raise ValueError(
+            f"optimizer state must be what ZeroRedundancyOptimizer.state_dict() gave, and it lacks {listing(lacked)}: "
+            "state of another optimizer cannot be loaded"
+        )
+    stored = given["layout"]
+    if stored != layout:
+        raise ValueError(f"optimizer state is of layout {stored}, which must be this optimizer's {layout}")
+    groups, loaded_groups = inner.param_groups, given["param_groups"]
+    sizes, loaded_sizes = ([len(group["params"]) for group in of] for of in (groups, loaded_groups))
+    if sizes != loaded_sizes:
+        raise ValueError(
+            f"optimizer state has parameter groups of {loaded_sizes} buckets, which must be this optimizer's {sizes}"
+        )
+    states, saved = given["state"], given.get("class")
+    for group, loaded in zip(groups, loaded_groups, strict=True):
+        kept = kept_state(make, {**group, **loaded})
+        unmade: list[dict[str, Any]] = [{}] if given.get("steps") and group["params"] and not states else []
+        for state in [states[number] for number in loaded["params"] if number in states] or unmade:
+            _require_kept(state, kept, type(inner), saved)
+        for number, master in zip(loaded["params"], group["params"], strict=True):
+            _require_shapes(states.get(number, {}), kept, master)
+    masters = [master for group in groups for master in group["params"]]
+    are_separate = [len({*dtypes.split("/")}) > 1 for dtypes in layout["dtypes"]]
+    shapes = [list(m.shape) if is_apart else None for m, is_apart in zip(masters, are_separate, strict=True)]
+    stored_shapes = [list(m.shape) if isinstance(m, torch.Tensor) else None for m in given["masters"] or ()]
+    if stored_shapes != shapes:
+        raise ValueError(f"optimizer state has masters of shapes {stored_shapes}, which must be {shapes}")
+
+
+def _require_kept(
+    state: Mapping[str, Any], kept: Mapping[str, Any], optimizer_class: type[torch.optim.Optimizer], saved: str | None
+) -> None:
+    """Raise ValueError for the state of a bucket that is not what the class keeps, or is of another class."""
+    names = {key for key, value in state.items() if value is not None}
+    name = optimizer_class.__name__
+    # A class may make more state in later steps than in its first.
+    is_whole = kept.keys() <= names and (saved == name or not names - kept.keys())
+    if not is_whole or (saved is not None and not may_continue(optimizer_class, saved)):
+        ours, theirs = (listing(sorted(of)) or "nothing" for of in (kept, names))
+        raise ValueError(
+            f"optimizer state ({theirs}, of {saved or 'another class'}) must be what {name} keeps ({ours}): make "
+            "the optimizer of the class whose state it is"
+        )
+
+
+def _require_shapes(state: Mapping[str, Any], kept: Mapping[str, Any], master: torch.Tensor) -> None:
+    """Raise ValueError for a tensor that holds a value for each element, and not for each of this bucket's."""
+    for key, value in state.items():
+        shape = list(getattr(value, "shape", ()))
+        if is_of_elements(kept.get(key)) and shape != list(master.shape):
+            raise ValueError(f"optimizer state has {key} of shape {shape}, which must be {list(master.shape)}")
+
+
+@torch.no_grad()
+def spread_non_finite(buckets: Sequence[Bucket], gradient_norm: Tensor) -> None:
+    """Where the whole model's gradient norm is not finite, make a gradient of each bucket NaN; else change nothing."""
+    for bucket in buckets:
+        bucket.gradients[0] += gradient_norm * 0
+        bucket.note_gradients()
+
+
+def require_scaled(scale: Tensor | None, *, clipped: bool) -> Tensor:
+    """The factor that a scaler gives to `step`: of the loss, and so of the gradients.
+
+    Raises:
+        RuntimeError: the gradients were unscaled, or clipped, before.
+    """
+    if scale is None:
+        raise RuntimeError(
+            "scaler.unscale_(optimizer) looked for inf in one rank's gradients before they were reduced: leave it out; "
+            "optimizer.step() unscales the gradients and clips them to max_norm"
+        )
+    if clipped:
+        raise RuntimeError(
+            "optimizer.clip_grad_norm_() clipped the gradients of a scaled loss: leave it out and set max_norm; "
+            "optimizer.step() clips to it after it unscales"
+        )
+    return scale

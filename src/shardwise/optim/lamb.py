@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.norms import CanonicalNorms, ElementRun, row_norms
+from shardwise.optim.gradient_norms import CanonicalNorms, ElementRun, row_norms
 
 
 class LAMB(torch.optim.Optimizer):

@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from shardwise import comm
-from shardwise.boxes import Box
+from shardwise.base.tensor_box import Box
+from shardwise.distributed import collectives
+from shardwise.distributed.placement import Piece, placements
 from shardwise.optim.buckets import Bucket, in_order
-from shardwise.optim.elementwise import is_number, kept_state
+from shardwise.optim.master_update import is_number, kept_state
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.placement import Piece, placements
 
 MASTER = "master"
 """The name under which masters are stored that are not the parameters' own memory."""
@@ -187,4 +187,4 @@ def _gather_shares(flat: Tensor, bucket: Bucket) -> None:
     longest = -(-len(flat) // bucket.group.size)
     mine = flat.new_zeros(longest)
     mine[: bucket.share.stop - bucket.share.start] = flat[bucket.share]
-    flat.copy_(comm.all_gather(mine, bucket.group)[: len(flat)])
+    flat.copy_(collectives.all_gather(mine, bucket.group)[: len(flat)])

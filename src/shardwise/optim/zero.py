@@ -3,41 +3,45 @@
 With n data-parallel ranks and P parameters on this rank, a step moves what plain data parallelism moves: a
 reduce-scatter of P gradients and an all-gather of P parameters, each `P·(n-1)/n`. Each rank updates P/n elements and
 keeps only their state.
+
+New parameters on their way from the rank that has updated them to all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch_private import WithoutCompiler, without_compiler
 from shardwise.config import Rounding
-from shardwise.mesh import Group, Mesh
-from shardwise.optim.arguments import known_options
+from shardwise.distributed.collectives import Pending
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.placement import named_pieces
+from shardwise.distributed.torch_private import WithoutCompiler, without_compiler
 from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets, weak_hook
 from shardwise.optim.checks import (
     Assignments,
     broadcast_value,
     device_of,
+    known_options,
+    layout_of,
     refuse_wrapped,
+    require_loadable,
     require_plain,
     require_same_parameters,
+    require_scaled,
+    spread_non_finite,
 )
-from shardwise.optim.elementwise import require_elementwise
-from shardwise.optim.gathers import Gathers
+from shardwise.optim.gradient_norms import CanonicalNorms, ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.lamb import updates_whole_tensors
-from shardwise.optim.loading import layout_of, require_loadable
-from shardwise.optim.norms import CanonicalNorms, ElementRun, ModelNorms, clipping_factor, require_max_norm
-from shardwise.optim.rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
-from shardwise.optim.scaling import require_scaled, spread_non_finite
-from shardwise.optim.uncut import UncutGradients, take_first_values
-from shardwise.optim.update import Update, options_of
-from shardwise.placement import named_pieces
+from shardwise.optim.master_update import Update, options_of, require_elementwise
+from shardwise.optim.stochastic_rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
+from shardwise.optim.whole_parameters import UncutGradients, take_first_values
 
 
 class ZeroRedundancyOptimizer(WithoutCompiler):
@@ -80,9 +84,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         reduce_dtype: on the wire (default: as accumulated).
         shard: False keeps whole state on every rank and all-reduces gradients (plain data parallelism).
         average: False sums gradients over the group instead.
-        bucket_mib: gradients that travel together, in MiB; None: by the model and the link (`plan.buckets`).
+        bucket_mib: gradients that travel together, in MiB; None: by the model and the link (`optim.bucket_layout`).
         rounding: `stochastic` computes the update in float32 and rounds masters and state to bfloat16, which
-            `optimizer_dtype` must be, so that their mean is kept: `optim/rounding.py`.
+            `optimizer_dtype` must be, so that their mean is kept: `optim/stochastic_rounding.py`.
         rounding_seed: of its random bits, which also depend on the step, the canonical tensor and the element.
         defaults: options of the wrapped class.
 
@@ -274,8 +278,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                 self._start(bucket)
         for bucket in self.buckets:
             bucket.finish_reduction()
-        for partial in self._partial:
-            partial.sum_()
+        for gradients in self._partial:
+            gradients.sum_()
         self._uncut.take_first()
         self._norms = self._model.measure(ElementRun.gradient, ElementRun.master)
         self._norms[0] *= self._scale
@@ -379,8 +383,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             bucket.attach_gradients()
         for p in self._frozen:
             p.grad = None
-        for partial in self._partial:
-            partial.summed = False
+        for gradients in self._partial:
+            gradients.summed = False
         self._norms = None
         self._clipped = False
         self._overlapping = False
@@ -447,3 +451,60 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         mine = sum(b.elements for b in self.buckets)
         per_element = (state + separate) / max(masters, 1)
         return {"state": state, "masters": separate, "padding": round((masters - mine) * per_element)}
+
+
+class Gathers:
+    """The all-gathers of buckets.
+
+    Each begins once its bucket is updated, so that it runs while the next bucket is. Inside `behind_forward` they also
+    run behind the next forward pass: the call of a unit of the model waits for its parameters.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[Bucket, Pending] = {}
+        self._is_late = False
+
+    def run(self, buckets: Iterable[Bucket]) -> None:
+        """Start the gather of each bucket as it comes; wait for all of them, unless inside `behind_forward`."""
+        for bucket in buckets:
+            pending = bucket.start_gather()
+            if pending is not None:
+                self._pending[bucket] = pending
+        if not self._is_late:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until all parameters are complete."""
+        while self._pending:
+            self._pending.pop(next(iter(self._pending))).wait()
+
+    @contextmanager
+    def behind_forward(
+        self, units: Mapping[nn.Module, Iterable[nn.Parameter]], buckets: Iterable[Bucket]
+    ) -> Iterator[None]:
+        """Inside, whoever reads a parameter otherwise than in a call of its unit calls `wait` before.
+
+        Args:
+            units: modules, each with the parameters that a call of it reads.
+            buckets: of these parameters.
+        """
+        bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        hooks = []
+        for module, parameters in units.items():
+            needed = list(dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of))
+            if needed:
+                hooks.append(module.register_forward_pre_hook(partial(self._wait_for, needed)))
+        self._is_late = True
+        try:
+            yield
+            self.wait()  # not after an error: another rank may have ended
+        finally:
+            self._is_late, self._pending = False, {}
+            for hook in hooks:
+                hook.remove()
+
+    def _wait_for(self, buckets: list[Bucket], *_: object) -> None:
+        if self._pending:
+            for bucket in buckets:
+                if bucket in self._pending:
+                    self._pending.pop(bucket).wait()

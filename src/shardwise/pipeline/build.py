@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from shardwise.config import Config, Layout, OwnConfig
-from shardwise.mesh import Group, Mesh
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.layers.embedding import ParallelEmbedding
 from shardwise.models.blocks import Part, Stages
 from shardwise.models.build import build_model
-from shardwise.parallel import ParallelEmbedding
-from shardwise.plan.partition import stage_plan
+from shardwise.pipeline.partition import stage_plan
 
 
 def build_stages(

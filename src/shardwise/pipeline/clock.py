@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from shardwise import comm
-from shardwise import device as devices
-from shardwise.mesh import Mesh
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.mesh import Mesh
 
 FORWARD, BACKWARD = "forward", "backward"
 INPUT, WEIGHTS = "backward of the input", "backward of the weights"
@@ -88,7 +87,7 @@ class Clock:
         work = tuple(StageSeconds(stage, forward, backward) for stage, (forward, backward) in seconds.items())
         busy = sum(stage.forward + stage.backward for stage in work)
         here = torch.tensor([[busy, devices.seconds_between(self._begun, self._ended)]])
-        busy_P, length_P = comm.all_gather(here.to(mesh.device), mesh.pp).cpu().unbind(1)
+        busy_P, length_P = collectives.all_gather(here.to(mesh.device), mesh.pp).cpu().unbind(1)
         longest = float(length_P.max())
         return StepTiming(work, 1 - busy / longest, 1 - float(busy_P.mean()) / longest)
 

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from shardwise import comm
-from shardwise._torch_private import open_connections_to_others
+from shardwise.base.errors import LostPeerError, see
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.sections import SINGLE_STAGE
-from shardwise.errors import LostPeerError, see
-from shardwise.mesh import Mesh
-from shardwise.models import Stages
+from shardwise.config.stages import Stage
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.torch_private import open_connections_to_others
+from shardwise.models.blocks import Stages
 from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, StepTiming, name_messages
-from shardwise.pipeline.relay import Compute
-from shardwise.plan.stage import Stage
+from shardwise.pipeline.forward import Compute
 
 _SCHEDULES: dict[Schedule, Any] = {
     "gpipe": schedules.ScheduleGPipe,
@@ -112,7 +112,7 @@ class Pipeline:
 
     def _lost(self, error: Exception) -> LostPeerError | None:
         """What this rank was waiting for, if messages are what failed."""
-        if not comm.is_lost_connection(error):
+        if not collectives.is_lost_connection(error):
             return None
         awaited = [text for stage in self.stages for text in stage.awaited]
         what = awaited[0] if awaited else "another stage to take what was sent"

@@ -10,27 +10,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise import comm
-from shardwise import device as devices
-from shardwise.checkpoint import load_hugging_face
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.checkpoint.agreement import require_model
-from shardwise.checkpoint.load import require_finite
+from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
+from shardwise.checkpoint.load import load_hugging_face, require_finite
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Keeping, Saver
-from shardwise.checkpoint_format.folders import is_damage
-from shardwise.checkpoint_format.manifest import MANIFEST, ManifestError
-from shardwise.compilation import compile_units
+from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.step_folders import is_damage
 from shardwise.config import Config, Layout, OwnConfig, Precision, check_layout
-from shardwise.cost.memory import expected_memory
-from shardwise.data import PreparedData, StreamBatches, make_batches
-from shardwise.errors import ConfigError, DataError
-from shardwise.mesh import Mesh
-from shardwise.models import Stages, build_stages
-from shardwise.optim import LAMB, ZeroRedundancyOptimizer
-from shardwise.placement import of_or_whole, placements
-from shardwise.plan.parameters import parameter_count
-from shardwise.plan.partition import stage_plan
-from shardwise.storage.root import Root, StoreError
+from shardwise.data.formats.common import PreparedData, make_batches
+from shardwise.data.samples.streaming import StreamBatches
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.placement import of_or_whole, placements
+from shardwise.models.blocks import Stages
+from shardwise.models.parameter_counts import parameter_count
+from shardwise.optim.lamb import LAMB
+from shardwise.optim.zero import ZeroRedundancyOptimizer
+from shardwise.pipeline.build import build_stages
+from shardwise.pipeline.partition import stage_plan
+from shardwise.planner.memory import expected_memory
+from shardwise.train.compile.units import compile_units
 from shardwise.train.hooks import own_optimizer, use_loss
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.opening import Run, raised_on_every_rank, versions
@@ -68,7 +69,7 @@ def build_trainer(
     dtype = torch_dtype(precision.parameter)
     model = build_stages(config, layout, mesh, dtype=dtype)
     use_loss(model, config)
-    is_checkpoint = weights is not None and comm.broadcast_object((weights / MANIFEST).exists(), mesh.world)
+    is_checkpoint = weights is not None and collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world)
     if weights is not None and not is_checkpoint:
         load_hugging_face(model, config.model, mesh, weights.local())
     compilation = compile_units(model, config.compile, mesh.device) if config.compile.enabled else None

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwise import comm
 from shardwise.config import Config
-from shardwise.data import Batch, Batches, StreamBatches
-from shardwise.data.samples.batch import eval_micro_batches, rows_of_rank
-from shardwise.device import to_device
-from shardwise.inference.micro_batch import MicroBatch
-from shardwise.mesh import Mesh
+from shardwise.data.samples.batch import Batch, Batches, eval_micro_batches, rows_of_rank
+from shardwise.data.samples.streaming import StreamBatches
+from shardwise.distributed import collectives
+from shardwise.distributed.devices import to_device
+from shardwise.distributed.mesh import Mesh
+from shardwise.train.micro_batch import MicroBatch
 
 _IntArray = npt.NDArray[np.int64]
 
@@ -130,7 +130,7 @@ class Feed:
         samples_MB = to_device(torch.from_numpy(np.stack(samples)), self._mesh.device)
         micro_batches = []
         for row_N, numbers, samples_B in zip(
-            comm.broadcast_(whole_MN, self._mesh.tp), samples, samples_MB, strict=True
+            collectives.broadcast_(whole_MN, self._mesh.tp), samples, samples_MB, strict=True
         ):
             parts = zip(blank.items(), row_N.split(sizes), strict=True)
             inputs = {name: part.view(array.shape) for (name, array), part in parts}

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise import device as devices
+from shardwise.base.errors import ConfigError, RunError, listing
+from shardwise.base.user_code import RAISED, accepts, error_text, load
 from shardwise.config import Config
 from shardwise.data.formats.own import load_reader
-from shardwise.errors import ConfigError, RunError, listing
-from shardwise.launch import stopping
-from shardwise.optim.elementwise import require_elementwise
-from shardwise.parallel import ParallelLMHead
-from shardwise.runlog import JsonLines
-from shardwise.user_code import RAISED, accepts, error_text, load
+from shardwise.distributed import devices
+from shardwise.launch import stop_requests
+from shardwise.layers.embedding import ParallelLMHead
+from shardwise.optim.master_update import require_elementwise
+from shardwise.runs.folder import JsonLines
 
 Callback = Callable[[dict[str, Any]], object]
 _FROM_SECTION = ("lr", "betas", "eps", "weight_decay")
@@ -157,7 +157,7 @@ class Told(JsonLines):
                 self._callbacks = []  # what the run records of its failure must not fail again
                 raise RunError(f"hooks.callbacks ({path}) failed: {error_text(error)}") from error
             if isinstance(stop, bool | np.bool_) and stop:  # any other value is none of ours
-                stopping.request(self._run, f"hooks.callbacks ({path})")
+                stop_requests.request(self._run, f"hooks.callbacks ({path})")
 
 
 def _callbacks(config: Config) -> Sequence[tuple[str, Any]]:

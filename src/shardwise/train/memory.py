@@ -7,15 +7,15 @@ import os
 import torch
 from torch import nn
 
-from shardwise import device as devices
+from shardwise.base.errors import ConfigError, see
+from shardwise.base.hardware import available_memory
+from shardwise.base.units import counted, size
 from shardwise.config import Config, Layout
-from shardwise.cost.memory import expected_memory, memory_of_machine
-from shardwise.errors import ConfigError, see
-from shardwise.hardware import available_memory
-from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.distributed import devices
+from shardwise.optim.zero import ZeroRedundancyOptimizer
+from shardwise.planner.memory import expected_memory, memory_of_machine
+from shardwise.train.memory_remedies import remedies_of_machine, remedies_of_rank
 from shardwise.train.record import Progress
-from shardwise.train.remedies import remedies_of_machine, remedies_of_rank
-from shardwise.units import counted, size
 
 _ALLOCATOR_SETTINGS = "PYTORCH_ALLOC_CONF"
 

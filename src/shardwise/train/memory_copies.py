@@ -5,37 +5,47 @@ rank of the same number on the next node, which keeps it too. When a rank or a n
 step of which all parts are there, own or sent; the disk is read only where nobody has them (Gemini, SOSP 2023, keeps
 checkpoints in the memory of neighbours in the same way). The files hold what a rank updates, so they fit only the same
 layout, configuration and data, and the same history of starts; anything else continues from a checkpoint on the disk.
+
+The files of copies in memory: one for each rank and step, in a folder that no other user may open.
+
+A file has the length of a header, the header (JSON), the bytes of tensors, and a digest of all these. What has another
+name, is no plain file or is damaged counts as missing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import mmap
 import os
+import re
 import shutil
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import psutil
 import torch
 import xxhash
 from torch import Tensor, nn
 
-from shardwise import __version__, comm, units
-from shardwise.agreement import union
+from shardwise import __version__
+from shardwise.base import units
+from shardwise.base.files import OTHERS, lock, open_folder, open_lock, open_own, reason_of
+from shardwise.base.parsing import json_value
+from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import held_pieces
-from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.config import Config
-from shardwise.files import reason_of
+from shardwise.distributed import collectives
+from shardwise.distributed.agreement import union
+from shardwise.distributed.mesh import Group, Mesh
 from shardwise.launch.environment import NODE
-from shardwise.mesh import Group, Mesh
-from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_numbers, state_tensors
-from shardwise.train.part_files import Part, PartFiles, is_in_use
+from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 MEMORY = Path("/dev/shm")
 _KEPT = 2
@@ -154,7 +164,7 @@ class MemoryCopies:
         part that another node has and that does not fit here ends the copies, and nothing is restored.
         """
         mine = (self._nodes.name, [] if self.problem is not None else self._valid())
-        everywhere = comm.all_gather_objects(mine, self._group)
+        everywhere = collectives.all_gather_objects(mine, self._group)
         node_of, nodes = [name for name, _ in everywhere], dict[str, set[Part]]()
         for name, parts in everywhere:
             nodes.setdefault(name, set()).update(parts)
@@ -268,7 +278,7 @@ class MemoryCopies:
         """Send this rank's part to the next node, and keep the part of the node before."""
         rank, size, near = self._mesh.world.rank, self._mesh.world.size, self._nodes.per_node
         sent = self._files.content(Part(rank, step))
-        pending = [comm.send(part, self._group, (rank + near) % size) for part in (_length(sent), sent)]
+        pending = [collectives.send(part, self._group, (rank + near) % size) for part in (_length(sent), sent)]
         self._keep(step, (rank - near) % size, (rank - near) % size)
         for one in pending:
             one.wait()
@@ -282,8 +292,8 @@ class MemoryCopies:
 
     def _receive(self, step: int, rank: int, source: int) -> None:
         """Write the part of `rank`, which `source` sends; what cannot be written is received too, as it waits."""
-        length = int(comm.receive(torch.zeros(1, dtype=torch.int64), self._group, source))
-        part = comm.receive(torch.empty(length, dtype=torch.uint8), self._group, source)
+        length = int(collectives.receive(torch.zeros(1, dtype=torch.int64), self._group, source))
+        part = collectives.receive(torch.empty(length, dtype=torch.uint8), self._group, source)
         self._files.make()
         self._files.write_whole(Part(rank, step), part)
 
@@ -315,7 +325,7 @@ class MemoryCopies:
             if self._mesh.world.rank == holder:
                 content = self._files.content(wanted)
                 for piece in (_length(content), content):
-                    comm.send(piece, self._group, rank).wait()
+                    collectives.send(piece, self._group, rank).wait()
             elif self._mesh.world.rank == rank:
                 self._keep(step, rank, holder)
         return received
@@ -370,3 +380,174 @@ def newest_complete(nodes: Mapping[str, Iterable[Part]], world: int) -> int | No
 
 def _length(part: Tensor) -> Tensor:
     return torch.tensor([part.numel()])
+
+
+_NAME = re.compile(r"rank-(\d{4,})-step-(\d{8,})")
+_NEW = ".new"
+_IN_USE = "in-use"
+"""A file that the ranks of a run keep locked while they may write beside it."""
+_HEADER_BYTES = 8
+_DIGEST_BYTES = 16
+
+
+class Part(NamedTuple):
+    """What one rank updates, after a step."""
+
+    rank: int
+    step: int
+
+    @property
+    def file_name(self) -> str:
+        return f"rank-{self.rank:04d}-step-{self.step:08d}"
+
+
+class PartFiles:
+    """The folder at a path. All methods but `open` and `make` need it to be open.
+
+    Attributes:
+        is_open: the folder is there, and this user's alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder: int | None = None
+        self._in_use: BinaryIO | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._folder is not None
+
+    def open(self) -> None:
+        """Open the folder if it is there.
+
+        Raises:
+            OSError: another user owns it or may use it, or it is a link.
+        """
+        if self._folder is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._folder = open_folder(self.path, OTHERS)
+
+    def make(self) -> None:
+        """Make and open the folder, and let other runs know that it is in use until this process ends.
+
+        Raises:
+            OSError: as `open`, or it cannot be made.
+        """
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        self.open()
+        if self._in_use is None:
+            path = self.path / _IN_USE
+            self._in_use = os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT, folder=self._folder), "r+b")
+            lock(self._in_use, wait=False, shared=True)
+
+    def parts(self) -> list[Part]:
+        """The parts by their names, in the order of ranks and steps."""
+        matches = [match for name in self._names() if (match := _NAME.fullmatch(name))]
+        return sorted(part for match in matches if (part := Part(*map(int, match.groups()))).file_name == match[0])
+
+    def bytes(self) -> int:
+        """Of all parts together."""
+        names = [part.file_name for part in self.parts()]
+        return sum(os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_size for name in names)
+
+    def write(self, part: Part, header: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
+        """Write a part; its file gets its name once it is whole."""
+        text, digest = json.dumps({**header, **part._asdict()}).encode(), xxhash.xxh3_128()
+        head: list[Any] = [len(text).to_bytes(_HEADER_BYTES, "little"), text]
+        with self._new(part) as file:
+            for piece in itertools.chain(head, map(raw, tensors)):
+                digest.update(piece)
+                file.write(piece)
+            file.write(digest.digest())
+        self._name_new(part)
+
+    def write_whole(self, part: Part, content: Tensor) -> None:
+        """Write a part as `content` reads it."""
+        with self._new(part) as file:
+            file.write(raw(content))
+        self._name_new(part)
+
+    def content(self, part: Part) -> Tensor:
+        """The bytes of a part's file, which are not copied.
+
+        Raises:
+            OSError: it is not there, or is no plain file. ValueError: it is empty.
+        """
+        with os.fdopen(open_own(self.path / part.file_name, os.O_RDONLY, folder=self._folder), "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def read(self, part: Part, *, checked: bool = True) -> tuple[dict[str, Any], Tensor] | None:
+        """The header of a part and the bytes of its tensors; None where the file is not a whole part of this name.
+
+        Args:
+            checked: compare the digest, for which all bytes are read.
+        """
+        try:
+            content = self.content(part)
+            whole = raw(content)
+            if checked and xxhash.xxh3_128(whole[:-_DIGEST_BYTES]).digest() != bytes(whole[-_DIGEST_BYTES:]):
+                return None
+            end = _HEADER_BYTES + int.from_bytes(whole[:_HEADER_BYTES], "little")
+            header = json_value(bytes(whole[_HEADER_BYTES:end]))
+            is_named_so = (header["rank"], header["step"]) == part
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return (header, content[end:-_DIGEST_BYTES]) if is_named_so else None
+
+    def remove(self, part: Part) -> None:
+        """Remove a part, or a folder of its name."""
+        self._remove(part.file_name)
+
+    def remove_half_written(self) -> None:
+        """Remove what killed ranks have not written to the end."""
+        for name in self._names():
+            if name.endswith(_NEW):
+                self._remove(name)
+
+    def remove_all(self) -> None:
+        """Remove the folder with all that it holds."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _remove(self, name: str) -> None:
+        try:
+            os.unlink(name, dir_fd=self._folder)
+        except FileNotFoundError:
+            pass
+        except IsADirectoryError:
+            shutil.rmtree(name, dir_fd=self._folder)
+
+    def _names(self) -> list[str]:
+        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._folder)
+        try:
+            with os.scandir(folder) as entries:
+                return [entry.name for entry in entries]
+        finally:
+            os.close(folder)
+
+    def _new(self, part: Part) -> BinaryIO:
+        """A new file to write, which has no part's name yet."""
+        name = part.file_name + _NEW
+        self._remove(name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.fdopen(os.open(name, flags, 0o600, dir_fd=self._folder), "wb")
+
+    def _name_new(self, part: Part) -> None:
+        name = part.file_name
+        os.replace(name + _NEW, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process may write to a folder of parts.
+
+    Raises:
+        OSError: as `open_lock`; the folder may be another user's.
+    """
+    with open_lock(folder / _IN_USE) as file:
+        return not lock(file, wait=False)
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, on the host."""
+    plain: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(plain)

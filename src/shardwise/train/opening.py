@@ -1,35 +1,48 @@
-"""The start of a run: its data, its folder, the checkpoints that it may resume from, and weights to load."""
+"""The start of a run: its data, its folder, the checkpoints that it may resume from, and weights to load.
+
+The folder of a run, which may be renamed while the run trains.
+
+All processes of a run write to the folder by its path. So a link of the old name is left where the folder was, which
+leads all of them, on every machine, to where it is.
+
+Whether all ranks of a job have the same software, configuration and folder, which several machines may not have.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import platform
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise import __version__, comm, cost, hub
-from shardwise import device as devices
-from shardwise.agreement import agree
+from shardwise import __version__
+from shardwise.base.errors import ConfigError, RunError, listing
+from shardwise.base.files import reason_of
+from shardwise.base.hardware import cpu_count
 from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
-from shardwise.checkpoint_format.earlier_run import earlier_run
-from shardwise.checkpoint_format.owner import Owner, take
-from shardwise.checkpoint_format.places import newest_of, require_checkpoint
+from shardwise.checkpoint.format.diff import by_dotted_key
+from shardwise.checkpoint.storage.locate import newest_of, require_checkpoint
+from shardwise.checkpoint.storage.owner import Owner, earlier_run, take
+from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
-from shardwise.data import PreparedData, prepare
-from shardwise.errors import ConfigError
-from shardwise.hardware import cpu_count
-from shardwise.launch import stdio
-from shardwise.mesh import Group, Mesh
-from shardwise.runlog import RunDirectory, new_run_path
-from shardwise.storage.root import Root, StoreError
-from shardwise.train.followed import FollowedFolder
+from shardwise.data import hub
+from shardwise.data.formats.common import PreparedData
+from shardwise.data.opening import prepare
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.agreement import agree
+from shardwise.distributed.mesh import Group, Mesh, join
+from shardwise.launch import output
+from shardwise.planner.memory import checkpoint_bytes
+from shardwise.runs.folder import RunDirectory, new_run_path
 from shardwise.train.record import Progress
 from shardwise.train.resume import FoundCheckpoints, find_checkpoints
-from shardwise.train.scalars import require_trackers
+from shardwise.train.trackers import require_trackers
 
 _R = TypeVar("_R")
 
@@ -113,7 +126,7 @@ def while_others_wait(work: Callable[[], _R], group: Group) -> _R:
     while True:
         done = doing.done()  # asked once: the work may end between two questions
         failed = done and doing.exception() is not None
-        someone_works, someone_failed = comm.reduce_numbers((not done, failed), group)
+        someone_works, someone_failed = collectives.reduce_numbers((not done, failed), group)
         if not someone_works or someone_failed:
             return doing.result()
         wait([doing], timeout=seconds)
@@ -130,13 +143,13 @@ def _find_weights(config: Config, mesh: Mesh) -> Root | None:
             load = newest_of(load)
             if hub.is_url(load):
                 require_checkpoint(Root.of(load))
-    load = comm.broadcast_object(load, mesh.world)
+    load = collectives.broadcast_object(load, mesh.world)
     if hub.is_url(load):
         return Root.of(load)
     with raised_on_every_rank(mesh.world):
         folder = hub.resolve(load, config.checkpoint.revision, cached=True)
-    if comm.any_rank(folder.name != comm.broadcast_object(folder.name, mesh.world), mesh.world):
-        commits = sorted(set(comm.all_gather_objects(folder.name, mesh.world)))
+    if collectives.any_rank(folder.name != collectives.broadcast_object(folder.name, mesh.world), mesh.world):
+        commits = sorted(set(collectives.all_gather_objects(folder.name, mesh.world)))
         raise ConfigError(
             f"checkpoint.load ({load}) must be one commit on every machine: set checkpoint.revision={commits[0]}"
         )
@@ -166,9 +179,9 @@ def _open_folder(
     with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
             folder, companions = _open(config, run_path, mesh, weights, tokenizer)
-    folder = comm.broadcast_object(folder, mesh.world)
+    folder = collectives.broadcast_object(folder, mesh.world)
     assert folder is not None
-    stdio.redirect(mesh.world.rank, folder.directory.log(mesh.world.rank))
+    output.redirect(mesh.world.rank, folder.directory.log(mesh.world.rank))
     return folder, companions
 
 
@@ -192,7 +205,7 @@ def _open(
     batch = None if earlier is None else kept_batch_note(earlier.config, config)
     began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
     folder = Folder(directory, run, directory.key(), checkpoints, changes, notes, batch, began)
-    folder.require_room(config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
+    folder.require_room(config, checkpoint_bytes(config, mesh.device.type != "cpu"))
     directory.set_results_aside()
     directory.write_config(dump_yaml(resolved))
     directory.write_environment(versions(), [devices.name(mesh.device)], cpu_count())
@@ -227,3 +240,137 @@ def versions() -> Mapping[str, str]:
     """The versions of the packages that decide what a run computes and writes."""
     packages = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic")
     return {"shardwise": __version__} | {package: importlib.metadata.version(package) for package in packages}
+
+
+class FollowedFolder:
+    """A run's folder as it is when the object is made, whatever its name is later.
+
+    Attributes:
+        renamed_to: where the folder is since it was renamed last; None where it was not renamed.
+        taken: where the folder is, and a text for the user, once something else has its old name; else None.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.renamed_to: Path | None = None
+        self.taken: tuple[Path, str] | None = None
+        self._path = path.absolute()
+        self._descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def follow(self) -> None:
+        """Leave a link of the old name if the folder was renamed since the last call.
+
+        Raises:
+            RunError: it is not found, or something else has its name; for a name that is taken, once.
+        """
+        status = os.fstat(self._descriptor)
+        try:
+            if os.path.samestat(status, self._path.stat()):
+                return
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:
+            return  # a network disk may be away for a moment
+        place = next((path for path in self._candidates() if _is_at(status, path)), None)
+        if place is None:
+            raise RunError(
+                f"the run's folder ({self._path}) was removed or moved to another disk while the run trained: start "
+                "again with --run-dir and the folder that has its last checkpoint"
+            )
+        try:
+            if self._path.is_symlink():
+                self._path.unlink()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.symlink_to(place, target_is_directory=True)
+        except OSError as error:
+            text = (
+                f"the run's folder ({self._path}) was renamed to {place} while the run trained, and a link of the old "
+                f"name cannot be made ({reason_of(error)}): start again with --run-dir {place}"
+            )
+            self.taken, self._path = (place, text), place
+            raise RunError(text) from None
+        self.renamed_to = place
+
+    def _candidates(self) -> Iterator[Path]:
+        """Where the folder may be: as this machine knows, or beside its old place if another machine renamed it."""
+        yield Path(f"/proc/self/fd/{self._descriptor}").readlink()
+        if self._path.parent.is_dir():
+            yield from self._path.parent.iterdir()
+
+
+def _is_at(status: os.stat_result, path: Path) -> bool:
+    """Whether a path leads to a file, and not through a link."""
+    try:
+        return os.path.samestat(status, path.lstat())
+    except OSError:
+        return False
+
+
+_FOLDER = "the run's folder"
+_SHOWN = 5
+"""Differences, and ranks of each, that are told."""
+
+
+def require_same(config: Config, mesh: Mesh, run_path: Path | None = None) -> None:
+    """Compare versions, the configuration and the run's folder of all ranks with rank 0's. Collective.
+
+    Args:
+        run_path: None: that of rank 0, whatever it is.
+
+    Raises:
+        ConfigError: on every rank, with what differs and on which ranks.
+    """
+    software = {"Python": platform.python_version()} | {name: versions()[name] for name in ("torch", "shardwise")}
+    own = software | by_dotted_key(config.model_dump(mode="json"))
+    first = collectives.broadcast_object(own | {_FOLDER: None if run_path is None else str(run_path)}, mesh.world)
+    folder = first[_FOLDER]
+    alike = run_path is None or (folder is not None and Path(folder).resolve() == run_path.resolve())
+    own[_FOLDER] = folder if alike else str(run_path)
+    _require_equal(own, first, mesh.world)
+
+
+def require_same_run_dir(run_dir: Path | None, timeout: float) -> None:
+    """Join the job, and compare the folder that each rank was given with rank 0's; None: it was given none.
+
+    Collective; `timeout`: as of `join`.
+
+    Raises:
+        ConfigError: on every rank, with the folders and the ranks.
+    """
+    join(timeout=timeout)
+    world = Group.world()
+    require_equal({"run_dir": None if run_dir is None else str(run_dir.absolute())}, world, places=("run_dir",))
+
+
+def require_equal(own: Mapping[str, Any], world: Group, places: Sequence[str] = ()) -> None:
+    """Raise ConfigError on every rank, with what differs, where any rank's values are not the first rank's. Collective.
+
+    Args:
+        own: the values of this rank, by name.
+        world: the ranks.
+        places: names of absolute paths, which are compared without symbolic links.
+    """
+    first = collectives.broadcast_object(own, world)
+    given = dict(own)
+    for name in places:
+        if first[name] and given[name] and Path(first[name]).resolve() == Path(given[name]).resolve():
+            given[name] = first[name]
+    _require_equal(given, first, world)
+
+
+def _require_equal(own: Mapping[str, Any], first: Mapping[str, Any], world: Group) -> None:
+    """Raise ConfigError on every rank, with what differs, where any rank's values are not those of the first."""
+    other = [(name, first.get(name), own.get(name)) for name in {**first, **own} if first.get(name) != own.get(name)]
+    if not collectives.any_rank(bool(other), world):
+        return
+    everywhere = collectives.all_gather_objects(other, world)
+    ranks: dict[str, list[int]] = {}
+    for rank, differences in enumerate(everywhere):
+        for name, there, here in differences:
+            ranks.setdefault(f"{name} must be the same on all ranks: {there} on rank 0, and {here}", []).append(rank)
+    told = [f"{text} on {_named(of)}" for text, of in ranks.items()]
+    more = [f"{len(told) - _SHOWN} more differ"] if len(told) > _SHOWN else []
+    raise ConfigError([*told[:_SHOWN], *more])
+
+
+def _named(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listing(ranks, most=_SHOWN)}"

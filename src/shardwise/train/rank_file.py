@@ -11,12 +11,12 @@ from typing import Any
 
 import psutil
 
+from shardwise.base.files import open_plain
+from shardwise.base.hardware import cpu_count
+from shardwise.base.parsing import record_of
 from shardwise.config import Layout
-from shardwise.files import open_plain
-from shardwise.hardware import cpu_count
 from shardwise.launch.environment import joined
-from shardwise.records import record_of
-from shardwise.runlog import JsonLines, RunDirectory, now
+from shardwise.runs.folder import JsonLines, RunDirectory, now
 from shardwise.train.record import StepRecord
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
 from shardwise.config import Config
-from shardwise.pipeline import StepTiming
+from shardwise.pipeline.clock import StepTiming
 from shardwise.train.straggler import Straggler
 
 WINDOW_STEPS = 10
@@ -83,7 +83,7 @@ class StepRecord:
         peak_memory_bytes: of this rank, since its start.
         losses: of each objective, where there are several; `loss` is their sum.
         timing: of a pipeline's step, in steps that are logged.
-        split: seconds of this rank by part (`train/split.py`); empty where it was not measured.
+        split: seconds of this rank by part (`train/trainer.py`); empty where it was not measured.
         checkpoint_seconds: for which training waited for checkpoints and copies after the steps before this one, since
             the last one that is logged.
         communication_bytes: that this rank sent in the step, by axis of the mesh; `pp` has the messages between stages.

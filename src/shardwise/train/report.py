@@ -20,25 +20,24 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shardwise import units
+from shardwise.base import units
+from shardwise.base.errors import see, visible
+from shardwise.base.hardware import peak_flops
+from shardwise.base.redaction import redacted
+from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saved
-from shardwise.checkpoint_format.manifest import Manifest
-from shardwise.compilation.keeper import Settled
 from shardwise.config import Config, Layout, Precision
-from shardwise.cost import flops_per_token, model_flops_utilization
-from shardwise.errors import see, visible
-from shardwise.hardware import peak_flops
-from shardwise.redaction import redacted
-from shardwise.runlog import RunDirectory, now
+from shardwise.planner.rank_case import flops_per_token, model_flops_utilization
+from shardwise.runs.folder import RunDirectory, now
+from shardwise.train.compile.run_graphs import Settled
 from shardwise.train.hooks import Told
-from shardwise.train.picture import print_pipeline
-from shardwise.train.progress import ProgressLine, parts_of_loss
+from shardwise.train.progress_line import ProgressLine, parts_of_loss
 from shardwise.train.rank_file import RankFile, process_seconds, where
 from shardwise.train.record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
-from shardwise.train.scalars import Scalars
 from shardwise.train.straggler import Occurrence
-from shardwise.train.summary import start_rows
+from shardwise.train.summary import print_pipeline, start_rows
 from shardwise.train.trace import trace_text, traced_steps
+from shardwise.train.trackers import Scalars
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is told as a spike."""

@@ -10,9 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from shardwise import comm
+from shardwise.base.errors import ConfigError, RunError, listing, see
+from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import read_manifest, restore
-from shardwise.checkpoint_format.folders import (
+from shardwise.checkpoint.storage.owner import is_inside, original_of, require_own
+from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require_writable
+from shardwise.checkpoint.storage.step_folders import (
     Found,
     abandon,
     glance,
@@ -22,16 +25,12 @@ from shardwise.checkpoint_format.folders import (
     step_name,
     survey,
 )
-from shardwise.checkpoint_format.manifest import Manifest
-from shardwise.checkpoint_format.owner import is_inside, original_of, require_own
 from shardwise.config import Config
-from shardwise.data import PreparedData
-from shardwise.errors import ConfigError, RunError, listing, see
-from shardwise.mesh import Mesh
-from shardwise.optim import ZeroRedundancyOptimizer
-from shardwise.runlog import RunDirectory
-from shardwise.storage.reach import in_time, require_writable
-from shardwise.storage.root import Root, StoreError
+from shardwise.data.formats.common import PreparedData
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Mesh
+from shardwise.optim.zero import ZeroRedundancyOptimizer
+from shardwise.runs.folder import RunDirectory
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 
@@ -252,7 +251,7 @@ def set_later_aside(root: Root, found: Sequence[Found], step: int, mesh: Mesh, *
                     names.append(str(abandon(root, checkpoint.step, damaged=damaged)))
         except StoreError as error:
             problem = str(error)
-    names, problem = comm.broadcast_object((names, problem), mesh.world)
+    names, problem = collectives.broadcast_object((names, problem), mesh.world)
     if problem is not None:
         raise RunError(f"a checkpoint after step {step:,} could not be set aside: {problem}")
     return names

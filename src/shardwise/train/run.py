@@ -8,30 +8,29 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwise import comm, units
-from shardwise import device as devices
+from shardwise.base import units
+from shardwise.base.errors import ConfigError, LostPeerError, RunError, StoppedError, listing, see
+from shardwise.base.user_code import error_text
 from shardwise.checkpoint.agreement import differ_in_tokens
-from shardwise.checkpoint_format.folders import step_name
-from shardwise.checkpoint_format.model_file import differences
-from shardwise.compilation import Keeper
+from shardwise.checkpoint.format.model_file import differences
+from shardwise.checkpoint.storage.root import Root
+from shardwise.checkpoint.storage.step_folders import step_name
 from shardwise.config import Config, Layout, OwnConfig, check_layout
-from shardwise.data import StreamBatches
-from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError, listing, see
-from shardwise.launch import heartbeat, stopping
-from shardwise.mesh import Mesh, calls_of_groups, join, leave
-from shardwise.storage.root import Root
+from shardwise.data.samples.streaming import StreamBatches
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
+from shardwise.launch import heartbeat, stop_requests
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
+from shardwise.train.compile.run_graphs import Keeper
+from shardwise.train.final_sample import draw_sample
 from shardwise.train.memory import out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
-from shardwise.train.opening import Run, open_run
+from shardwise.train.opening import Run, open_run, require_same
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 from shardwise.train.resume import Resumed, continue_from, goes_back, require_same_data, restore_first, set_later_aside
-from shardwise.train.same import require_same
-from shardwise.train.sample import draw_sample
 from shardwise.train.saving import STREAM, make_stop_check
 from shardwise.train.trainer import Trainer
-from shardwise.user_code import error_text
 
 
 def run(config: Config, run_path: Path | None, recipe: str) -> Path:
@@ -62,7 +61,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             trainer = build_run_trainer(here, reporter)
             if here.followed is not None:
                 here.followed.follow()
-            comm.barrier(mesh.world)  # from here on all ranks make files in the folder
+            collectives.barrier(mesh.world)  # from here on all ranks make files in the folder
             copies = build_memory_copies(here, trainer)
             resumed = _begin(here, trainer, reporter, copies)
             if shortage is not None:
@@ -74,7 +73,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
                 if resumed is not None and resumed.damage:
                     checkpoints.save_again(resumed.manifest)
                 checkpoints.follow()  # also tells the user
-                stopping.install()
+                stop_requests.install()
                 stopped_by = trainer.run(checkpoints)
                 progress.phase = "wait for the checkpoint"
                 checkpoints.finish()
@@ -83,7 +82,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             if stopped_by is not None:
                 _stop(here, stopped_by, reporter)
             _finish(here, trainer, reporter)
-        comm.barrier(mesh.world)  # a program reads the results on any rank
+        collectives.barrier(mesh.world)  # a program reads the results on any rank
     leave()
     return here.folder.directory.path
 
@@ -106,7 +105,7 @@ def _with_one_batch(config: Config, mesh: Mesh) -> Config:
     """
     if config.train.rule is None:
         return config
-    return config.with_batch(comm.broadcast_object(config.train.global_batch, mesh.world))
+    return config.with_batch(collectives.broadcast_object(config.train.global_batch, mesh.world))
 
 
 @contextmanager
@@ -128,13 +127,13 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
             "hooks.callbacks returns True"
         ) from error
     except Exception as error:
-        if comm.is_lost_connection(error):
+        if collectives.is_lost_connection(error):
             text = (
                 f"rank {mesh.world.rank} lost the connection to another rank during {progress.phase}"
                 f"{see('training#lost-connection')}"
             )
             raise LostPeerError(text) from error
-        if comm.is_shared_device(error):
+        if collectives.is_shared_device(error):
             raise ConfigError(
                 f"rank {mesh.world.rank} must have an accelerator of its own, and shares {mesh.device} with another "
                 "rank: start at most one rank on each, and set LOCAL_RANK as torchrun does"
@@ -246,7 +245,7 @@ def _finish(run: Run, trainer: Trainer, reporter: Reporter) -> None:
     config, data, progress = run.config, run.data, run.progress
     progress.phase = "generation of the sample"
     sample = draw_sample(config, trainer.model, run.mesh, data, make_stop_check(run.folder.directory))
-    comm.barrier(run.mesh.world)
+    collectives.barrier(run.mesh.world)
     folder = str(run.folder.checkpoints.root / step_name(progress.step))
     reporter.finish(
         {

@@ -12,21 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import comm
-from shardwise import device as devices
+from shardwise.base.errors import LostPeerError, RunError, see
+from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saver
-from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
-from shardwise.data import StreamBatches
-from shardwise.errors import LostPeerError, RunError, see
-from shardwise.launch import stopping
+from shardwise.data.samples.streaming import StreamBatches
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.mesh import Mesh
+from shardwise.launch import stop_requests
 from shardwise.launch.environment import joined
-from shardwise.mesh import Mesh
-from shardwise.optim import learning_rate
-from shardwise.runlog import RunDirectory
-from shardwise.storage.root import Root
-from shardwise.train.followed import FollowedFolder
+from shardwise.optim.learning_rate import learning_rate
+from shardwise.runs.folder import RunDirectory
 from shardwise.train.memory_copies import MemoryCopies, steps_between
+from shardwise.train.opening import FollowedFolder
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 
@@ -44,12 +43,12 @@ def agreed_stop(reason: str | None, mesh: Mesh, flag: bool) -> tuple[str | None,
 
 def largest_of_ranks(numbers: Sequence[float], mesh: Mesh) -> Tensor:
     """The largest of all ranks' numbers, one by one, on the device. Collective; the host does not wait."""
-    return comm.all_reduce_(devices.to_device(torch.tensor(numbers), mesh.device), mesh.world, op="max")
+    return collectives.all_reduce_(devices.to_device(torch.tensor(numbers), mesh.device), mesh.world, op="max")
 
 
 def _first(reason: str | None, mesh: Mesh) -> str | None:
     """The first rank's reason that is one, the same on every rank."""
-    reasons = comm.all_gather_objects(reason, mesh.world)
+    reasons = collectives.all_gather_objects(reason, mesh.world)
     return next((text for text in reasons if text is not None), None)
 
 
@@ -60,7 +59,7 @@ def make_stop_check(directory: RunDirectory) -> Callable[[], str | None]:
     """
     place = joined()
     folder = directory.path if place is None or place.local_rank == 0 else None
-    return lambda: stopping.requested(folder)
+    return lambda: stop_requests.requested(folder)
 
 
 @dataclass(eq=False)
@@ -145,7 +144,7 @@ class Checkpoints:
 
     def _end_if_displaced(self, progress: Progress) -> None:
         """Save in the run's folder, and raise RunError, where other ranks cannot find it by its name. Collective."""
-        taken = comm.broadcast_object(None if self.followed is None else self.followed.taken, self.mesh.world)
+        taken = collectives.broadcast_object(None if self.followed is None else self.followed.taken, self.mesh.world)
         if taken is None:
             return
         place, text = taken

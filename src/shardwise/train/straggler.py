@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from shardwise.mesh import Mesh
+from shardwise.distributed.mesh import Mesh
 
 WINDOW = 20
 """Steps whose median counts: a single slow step names nobody."""

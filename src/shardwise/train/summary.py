@@ -1,6 +1,8 @@
 """What a run is and costs by the formulas of `cost`, as rows of text: in a dry run and at a run's start.
 
 Imports no torch, which a dry run does without.
+
+What a pipeline does before it starts: its schedule as a picture, and each pipeline rank's part of the model.
 """
 
 from __future__ import annotations
@@ -10,22 +12,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise import cost, units
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.base import units
+from shardwise.base.errors import listing
+from shardwise.base.hardware import available_memory, bfloat16_unit, peak_flops
 from shardwise.config import Config, Layout, OwnConfig, Precision, dump_yaml
-from shardwise.errors import listing
-from shardwise.hardware import available_memory, bfloat16_unit, peak_flops
-from shardwise.plan import (
-    Stage,
-    canonical_tensor_count,
-    compute_shares,
-    local_parameter_count,
-    parameter_count,
-    stage_plan,
+from shardwise.config.stages import Stage
+from shardwise.models.parameter_counts import canonical_tensor_count, local_parameter_count, parameter_count
+from shardwise.pipeline import schedule_picture as picture
+from shardwise.pipeline.partition import compute_shares, stage_plan
+from shardwise.pipeline.schedule_picture import MOST_ROWS, ranks_left_out, shortened
+from shardwise.pipeline.simulation import bubble, simulate
+from shardwise.planner.communication import step_transfers, wire_bytes
+from shardwise.planner.memory import (
+    checkpoint_bytes,
+    expected_memory,
+    invariant_dropout,
+    memory_by_rank,
+    memory_of_machine,
+    neediest_rank,
 )
-from shardwise.train.remedies import remedies_of_machine
+from shardwise.planner.rank_case import flops_per_token, recomputed_flops_per_token
+from shardwise.train.memory_remedies import remedies_of_machine
 
 if TYPE_CHECKING:
-    from shardwise.devices import Cluster  # costly to import, for a cluster alone
+    from shardwise.planner.device_specs import Cluster  # costly to import, for a cluster alone
 
 _UNKNOWN = "not known for a model of your own"
 
@@ -145,7 +160,7 @@ def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], i
 
 def _pipeline(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """The schedule with its bubble, and each pipeline rank's part of the model; no rows without a pipeline."""
-    memory = cost.memory_by_rank(config, layout, accelerator)
+    memory = memory_by_rank(config, layout, accelerator)
     if layout.pipeline == 1 or memory is None:
         return []
     shares = compute_shares(config, layout)
@@ -164,9 +179,9 @@ def _schedule(config: Config, layout: Layout) -> str:
     """The schedule and its bubble, by a formula or, where there is none, by a simulation of the schedule."""
     parallel, micro_batches = config.parallel, layout.accumulation(config.train)
     shown = f"{parallel.schedule}, {layout.stages} stages, {micro_batches} micro-batches: bubble"
-    formula = cost.bubble(parallel, micro_batches)
+    formula = bubble(parallel, micro_batches)
     if formula is None:
-        simulated = cost.simulate(parallel, micro_batches, config.train.recompute).bubble
+        simulated = simulate(parallel, micro_batches, config.train.recompute).bubble
         return (
             f"{shown} {simulated:.1%} by its order of work, where stages are equal and a forward pass takes as long as "
             "each half of a backward pass"
@@ -201,8 +216,8 @@ def _optimizer(config: Config) -> str:
 def _compute(config: Config) -> _Rows:
     train = config.train
     predictions = config.data.predictions(train.sequence_length)
-    token_flops = cost.flops_per_token(config.model, train.sequence_length, predictions)
-    again = cost.recomputed_flops_per_token(config.model, train.sequence_length, train.recompute)
+    token_flops = flops_per_token(config.model, train.sequence_length, predictions)
+    again = recomputed_flops_per_token(config.model, train.sequence_length, train.recompute)
     if token_flops is None or again is None:
         return [("compute", _UNKNOWN)]
     tokens = train.global_batch * train.sequence_length * train.steps
@@ -218,11 +233,11 @@ def _compute(config: Config) -> _Rows:
 def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """The price of dropout masks that do not depend on the layout; no rows where there are none."""
     rank, same = _neediest(config, layout, accelerator)
-    masks = cost.invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
+    masks = invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
     if masks is None:
         return []
     fast = config.model_copy(update={"train": config.train.model_copy(update={"dropout_mode": "fast"})})
-    totals = [cost.expected_memory(chosen, layout, accelerator) for chosen in (config, fast)]
+    totals = [expected_memory(chosen, layout, accelerator) for chosen in (config, fast)]
     more = totals[0].total - totals[1].total if totals[0] and totals[1] else 0
     peak = f"{units.size(more)} above the peak of fast dropout" if more else "at the same peak as fast dropout"
     held = f"{units.size(masks.bytes_held)} of attention probabilities and masks on {same}"
@@ -235,7 +250,7 @@ def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
 
 def _neediest(config: Config, layout: Layout, accelerator: bool) -> tuple[int, str]:
     """The pipeline rank that needs most memory, and how a row names it."""
-    rank = cost.neediest_rank(config, layout, accelerator)
+    rank = neediest_rank(config, layout, accelerator)
     return rank, f"pipeline rank {rank}" if layout.pipeline > 1 else "each rank"
 
 
@@ -247,9 +262,9 @@ def _memory(total: int, layout: Layout, rank: str) -> str:
 def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """Memory, disk and communication; in a pipeline those of the pipeline rank that needs most memory."""
     rank, same = _neediest(config, layout, accelerator)
-    memory = cost.expected_memory(config, layout, accelerator, pipeline_rank=rank)
-    wire = cost.wire_bytes(cost.step_transfers(config, layout, accelerator, pipeline_rank=rank))
-    checkpoint = cost.checkpoint_bytes(config, accelerator)
+    memory = expected_memory(config, layout, accelerator, pipeline_rank=rank)
+    wire = wire_bytes(step_transfers(config, layout, accelerator, pipeline_rank=rank))
+    checkpoint = checkpoint_bytes(config, accelerator)
     if memory is None or wire is None or checkpoint is None:
         return [(name, _UNKNOWN) for name in ("memory", "disk", "communication")]
     rows = [("memory", _memory(memory.total, layout, same))]
@@ -263,7 +278,7 @@ def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
 def _host_memory(config: Config, layout: Layout) -> _Rows:
     """The memory of all ranks on this machine's CPU, and what the machine has available."""
     ranks = range(layout.world)
-    needed, available = cost.memory_of_machine(config, layout, ranks), available_memory()
+    needed, available = memory_of_machine(config, layout, ranks), available_memory()
     if needed is None or available is None:
         return []
     state, expected = needed
@@ -356,7 +371,7 @@ def start_rows(
         ),
         ("memory", known),
     ]
-    masks = cost.invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
+    masks = invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
     if masks is not None:
         price = (
             f"layout-invariant: {units.size(masks.bytes_held)} of probabilities and masks on {same}, "
@@ -369,10 +384,50 @@ def start_rows(
 def _utilization(config: Config, device_name: str, precision: Precision) -> str:
     """What MFU will be: model FLOPs over the peak; published figures differ by how they count attention."""
     length = config.train.sequence_length
-    flops = cost.flops_per_token(config.model, length, config.data.predictions(length))
+    flops = flops_per_token(config.model, length, config.data.predictions(length))
     if flops is None:
         return "not known for a model of your own"
     counted = "half of attention, as the mask is causal" if config.model.causal else "all of attention"
     peak = peak_flops(device_name, precision.parameter)
     over = "not known, as the peak of this device is not" if peak is None else f"over {peak / 1e12:,.1f} TFLOP/s"
     return f"{units.count(flops)} FLOPs a token, forward and backward, with {counted}; {over}"
+
+
+_PLAIN_WIDTH = 120
+
+
+def schedule_picture(config: Config, layout: Layout, width: int) -> list[Text]:
+    """The picture of `pipeline/schedule_picture.py` of a run."""
+    return picture.schedule_picture(config.parallel, layout.accumulation(config.train), config.train.recompute, width)
+
+
+def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str, str, str, str]]:
+    """For each pipeline rank: its name, its global ranks, its blocks by stage, its parameters, its activations."""
+    memory, stages_of = memory_by_rank(config, layout, accelerator) or [], stages_of_ranks(config, layout)
+    rows = [
+        (
+            f"pp {rank}",
+            layout.ranks_of(rank),
+            "blocks " + " and ".join(map(blocks_of, stages)),
+            f"{units.count(parameters or 0)} parameters",
+            f"{units.size(estimate.activations)} activations",
+        )
+        for rank, (estimate, (stages, parameters)) in enumerate(zip(memory, stages_of, strict=True))
+    ]
+    return shortened(rows, MOST_ROWS, lambda count: (ranks_left_out(count), "", "", "", ""))
+
+
+def print_pipeline(console: Console, config: Config, layout: Layout, accelerator: bool) -> None:
+    """Print the picture and the table: in a box on a terminal, elsewhere as plain lines."""
+    rows = rank_table(config, layout, accelerator)
+    if not console.is_terminal:
+        for line in schedule_picture(config, layout, _PLAIN_WIDTH):
+            console.print(Text(line.plain.rstrip()), soft_wrap=True)
+        for row in rows:
+            console.print(Text("  ".join(row).rstrip()), soft_wrap=True)
+        return
+    columns = Table.grid(padding=(0, 2))
+    for row in rows:
+        columns.add_row(*row)
+    picture = Group(*schedule_picture(config, layout, console.width - 4), columns)
+    console.print(Panel(picture, title="pipeline", title_align="left", border_style="dim", expand=False))

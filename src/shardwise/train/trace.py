@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch.profiler import profile, record_function
 
-from shardwise._torch_private import named_messages
 from shardwise.config import Config
+from shardwise.distributed.torch_private import named_messages
 from shardwise.pipeline.clock import message_name
-from shardwise.runlog import RunDirectory
+from shardwise.runs.folder import RunDirectory
 
 
 def traced_steps(config: Config, before: int, done: int) -> range:

@@ -1,11 +1,23 @@
-"""The training loop: steps, and the evaluations, comparisons of replicas and checkpoints between them."""
+"""The training loop: steps, and the evaluations, comparisons of replicas and checkpoints between them.
+
+Where the time of a step goes on one rank: data, forward, backward, communication, optimizer.
+
+Communication is what the rank waits for in collectives, and in a pipeline for other stages; what runs beside other work
+costs nothing here. The rest is the rank's own work, by which a slow rank is found: the ranks that wait for it take as
+long as it does for a step, but most of that is communication.
+
+On an accelerator the marks are events in its stream. They are read once the host has waited for the step's numbers, so
+the measurement adds no wait. The update of the parameters is still under way then, and counts to the next step, as it
+does in `step_seconds`. Collectives within a compiled graph count to the pass that they are in.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,28 +28,27 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from shardwise import comm
-from shardwise import device as devices
-from shardwise.compilation import Compilation, Keeper
+from shardwise.base.errors import RunError, see
 from shardwise.config import Config, Layout, OwnConfig
-from shardwise.data import Batches
-from shardwise.errors import RunError, see
-from shardwise.inference.evaluation import evaluate_rounds, perplexity
-from shardwise.inference.micro_batch import MicroBatch
-from shardwise.mesh import Mesh
-from shardwise.models import Stages, gives_losses
-from shardwise.models.units import units
-from shardwise.optim import ZeroRedundancyOptimizer, learning_rate
-from shardwise.parallel import DropoutKey
-from shardwise.pipeline.clock import BACKWARD, FORWARD
-from shardwise.placement import placements
-from shardwise.train.drift import check_replicas
+from shardwise.data.samples.batch import Batches
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.placement import placements
+from shardwise.layers.dropout import DropoutKey
+from shardwise.models.blocks import Stages, gives_losses, units
+from shardwise.optim.learning_rate import learning_rate
+from shardwise.optim.zero import ZeroRedundancyOptimizer
+from shardwise.pipeline.clock import BACKWARD, FORWARD, Clock
+from shardwise.train.compile.run_graphs import Keeper
+from shardwise.train.compile.units import Compilation
+from shardwise.train.evaluation import evaluate_rounds, perplexity
 from shardwise.train.feed import Feed
 from shardwise.train.memory import memory_by_kind, state_by_kind
+from shardwise.train.micro_batch import MicroBatch
 from shardwise.train.record import Progress, StepRecord, end_of_run, loss_spike
+from shardwise.train.replicas import check_replicas
 from shardwise.train.report import Reporter
 from shardwise.train.saving import Checkpoints, largest_of_ranks
-from shardwise.train.split import DATA, OPTIMIZER, StepClock
 from shardwise.train.straggler import Straggler, Stragglers
 from shardwise.train.trace import Trace
 
@@ -193,7 +204,7 @@ class Trainer:
         losses_K = self._forward_backward(micro_batches, counted_K)
         self.progress.phase = "gradient reduction"
         # Each replica has the losses of its samples, and in a pipeline only the last stage has them.
-        global_losses_K = comm.all_reduce_(comm.all_reduce_(losses_K, self.mesh.dp), self.mesh.pp)
+        global_losses_K = collectives.all_reduce_(collectives.all_reduce_(losses_K, self.mesh.dp), self.mesh.pp)
         numbers = self._numbers(global_losses_K, None if ask is None else ask())
         loss = sum(numbers.losses)
         if not (math.isfinite(loss) and math.isfinite(numbers.gradient_norm)):
@@ -270,7 +281,7 @@ class Trainer:
     def _counted(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Counted targets of each objective in the global batch: the divisors of its losses."""
         here_K = torch.stack([batch.counts_K for batch in micro_batches]).sum(dim=0)
-        return comm.all_reduce_(here_K, self.mesh.dp).clamp(min=1)
+        return collectives.all_reduce_(here_K, self.mesh.dp).clamp(min=1)
 
     def _forward_backward(self, micro_batches: list[MicroBatch], counted_K: Tensor, *, last: bool = True) -> Tensor:
         """Add the gradients of the global mean loss; returns this rank's share of each objective's mean.
@@ -335,7 +346,7 @@ class Trainer:
         """
         self.optimizer.zero_grad()
         total = float(self._forward_backward(micro_batches, counted_K, last=False).sum())
-        faults = comm.all_gather_objects(self._fault(total), self.mesh.world)
+        faults = collectives.all_gather_objects(self._fault(total), self.mesh.world)
         ordered = sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)
         where = "each rank's own part is: their sum overflowed"
         if ordered:
@@ -370,3 +381,98 @@ class Trainer:
                 first = f"{name} is the first parameter, in backward's order, with a gradient that is not finite"
                 return (1 if text else 2, -stage, -order), f"{text} and {first}" if text else first
         return (1, 0, 0), text
+
+
+DATA, COMMUNICATION, OPTIMIZER, OTHER = "data", "communication", "optimizer", "other"
+PARTS = (DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER)
+_PIPELINE = "pipeline"
+
+
+class StepClock:
+    """Measures the steps of one rank, phase by phase."""
+
+    def __init__(self, mesh: Mesh, pipeline: Clock | None = None) -> None:
+        """`pipeline`: the clock of the stages of this rank, where the model is cut into stages."""
+        self._mesh, self._device, self._pipeline = mesh, mesh.device, pipeline
+        self._waits: list[tuple[devices.Mark, devices.Mark]] = []
+        self._phases: list[tuple[str, devices.Mark, devices.Mark, slice]] = []
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._measures = False
+        self._sent_before = Counter[str]()
+        if pipeline is not None:
+            pipeline.waits = self._waits
+
+    def begin(self, *, measures: bool) -> None:
+        """Begin a step. On an accelerator nothing is recorded where `measures` is false."""
+        self._measures = measures or self._device.type == "cpu"
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        if not self._measures:  # what was not read is too old for the next step that is measured
+            self._phases.clear()
+            self._waits.clear()
+            return
+        self._sent_before = self._sent()
+        self._collect(self._waits)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the body, which is one of `PARTS`."""
+        if not self._measures:
+            yield
+            return
+        start, waits = devices.mark(self._device), len(self._waits)
+        yield
+        self._phases.append((name, start, devices.mark(self._device), slice(waits, len(self._waits))))
+
+    @contextmanager
+    def stages(self) -> Iterator[None]:
+        """Measure a step of the pipeline, whose own clock tells the forward from the backward passes."""
+        with self.phase(_PIPELINE):
+            yield
+
+    def read(self) -> None:
+        """Add up what was marked so far. An accelerator must have done that work."""
+        for name, start, end, waits in self._phases:
+            seconds = devices.seconds_between(start, end) - self._waited(waits)
+            if name == _PIPELINE and self._pipeline is not None:
+                for kind, own in self._pipeline.own_work().items():
+                    self._seconds[kind] += own
+                    seconds -= own
+                name = COMMUNICATION
+            self._seconds[name] += seconds
+        self._seconds[COMMUNICATION] += self._waited(slice(None))
+        self._phases.clear()
+        self._waits.clear()
+
+    def split(self, step_seconds: float) -> dict[str, float]:
+        """End the step: its seconds by part, with `other`, so that they sum to `step_seconds`; empty if not measured.
+
+        Collectives between this step and the next, such as those of an evaluation, are no part of either.
+        """
+        if not self._measures:
+            return {}
+        self._collect(None)
+        if self._device.type == "cpu":
+            self.read()
+        return {**self._seconds, OTHER: max(0.0, step_seconds - sum(self._seconds.values()))}
+
+    def sent(self) -> dict[str, int]:
+        """Bytes that this rank has sent since the step began, by axis of the mesh; empty where not measured."""
+        if not self._measures:
+            return {}
+        return {axis: count - self._sent_before[axis] for axis, count in self._sent().items()}
+
+    def _sent(self) -> Counter[str]:
+        sent = Counter[str]()
+        for group in self._mesh.groups:
+            for meter in group.meters.values():
+                sent[group.name] += sum(meter.bytes.values())
+        return sent
+
+    def _collect(self, waits: list[tuple[devices.Mark, devices.Mark]] | None) -> None:
+        """Have the collectives of the mesh add their waits to this list from now on; None: to none."""
+        for group in self._mesh.groups:
+            for meter in group.meters.values():
+                meter.spans = waits
+
+    def _waited(self, waits: slice) -> float:
+        return sum(devices.seconds_between(start, end) for start, end in self._waits[waits])

@@ -1,1 +1,1 @@
-"""Proof that a recipe trains alike at every layout: its model in miniature, each layout against one process."""
+"""Proofs and measurements: layouts against one process, the machine, a device file, and ranks for tests."""

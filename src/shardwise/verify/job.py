@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.verify.cells import Cell
+from shardwise.verify.layouts import Cell
 from shardwise.verify.tolerance import Differences
 
 TIMEOUT = 120.0

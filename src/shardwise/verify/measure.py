@@ -13,20 +13,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardwise import comm
+from shardwise.base.errors import RunError, listing
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Saver
-from shardwise.checkpoint_format.folders import step_name
+from shardwise.checkpoint.storage.root import Root
+from shardwise.checkpoint.storage.step_folders import step_name
 from shardwise.config import Config
-from shardwise.errors import RunError, listing
-from shardwise.mesh import Mesh
-from shardwise.storage.root import Root
-from shardwise.testing import canonical_weights, gradient_errors, random_text, step_with_gradients
+from shardwise.data.random_text import random_text
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Mesh
 from shardwise.train.build import build_trainer
-from shardwise.train.drift import check_replicas
+from shardwise.train.replicas import check_replicas
 from shardwise.train.trainer import Trainer
-from shardwise.verify.cells import Cell
+from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import at
+from shardwise.verify.testing.canonical import canonical_weights, gradient_errors, step_with_gradients
 from shardwise.verify.tolerance import Differences
 
 _SAMPLES = 256
@@ -168,7 +169,7 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
     weights, gradients, losses, checkpoint = first_half(trainer, target)
     later = continued(config, cell, source)
     _require_same_names(set(weights), set(reference.weights), trainer.mesh)
-    every = comm.all_gather_objects(_of_tensors(weights, gradients, reference), trainer.mesh.world)
+    every = collectives.all_gather_objects(_of_tensors(weights, gradients, reference), trainer.mesh.world)
     (of_weights, weight), (of_gradients, gradient) = (max(each[kind] for each in every) for kind in range(2))
     early = loss_difference(losses, reference.losses[: len(losses)])
     late = loss_difference(later, reference.losses)
@@ -177,7 +178,7 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
 
 def _require_same_names(here: set[str], wanted: set[str], mesh: Mesh) -> None:
     """Raise RunError on every rank unless the tensors of all ranks are those of the reference. Collective."""
-    found = set[str]().union(*comm.all_gather_objects(here, mesh.world))
+    found = set[str]().union(*collectives.all_gather_objects(here, mesh.world))
     if found != wanted:
         differing = [("lack", sorted(wanted - found)), ("have", sorted(found - wanted))]
         told = " and ".join(f"{verb} {listing(names, most=3)}" for verb, names in differing if names)

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from shardwise.base.errors import ConfigError, divisors
 from shardwise.config import Config, OwnConfig, check_layout, config_from
 from shardwise.config.sections import SPLIT_BACKWARD
-from shardwise.errors import ConfigError, divisors
-from shardwise.verify.cells import Cell, common_batch
+from shardwise.verify.layouts import Cell, common_batch
 
 _HEAD_WIDTH, _FEWEST_HEADS = 8, 4
 _LENGTH = 16

@@ -1,21 +1,25 @@
-"""A verification: the reference in this process, then the ranks of each layout."""
+"""A verification: the reference in this process, then the ranks of each layout.
+
+What a verification found.
+"""
 
 from __future__ import annotations
 
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from shardwise.base.errors import RunError, ShardwiseError
 from shardwise.config import Config
-from shardwise.errors import RunError, ShardwiseError
 from shardwise.launch.local import EndedError, LaunchError, launch
-from shardwise.verify.cells import Cell
 from shardwise.verify.job import Checkpoint, Job, Result
+from shardwise.verify.layouts import Cell
 from shardwise.verify.measure import Reference, continued, loss_difference, train_reference
-from shardwise.verify.outcome import Outcome, Verification
 from shardwise.verify.tolerance import Differences, Tolerance
 
 
@@ -73,3 +77,48 @@ def _read_back(config: Config, cell: Cell, source: Checkpoint, losses: Sequence[
     """One process continues from the last layout's checkpoint."""
     differences = Differences(0.0, 0.0, 0.0, loss_difference(continued(config, cell, Path(source.folder)), losses))
     return Outcome(cell, differences, differences.problems(Tolerance.of(config), source.of), source.of)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found of one cell.
+
+    Attributes:
+        differences: None of a cell that failed.
+        problems: what breaks the contract, or why the cell failed.
+        source: whose checkpoint was read.
+    """
+
+    cell: Cell
+    differences: Differences | None
+    problems: Sequence[str]
+    source: str | None = None
+    seconds: float = 0.0
+
+    def facts(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            **self.cell.facts(),
+            **(asdict(self.differences) if self.differences is not None else {}),
+            "problems": [*self.problems],
+            "source": self.source,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found of all.
+
+    Attributes:
+        losses: of the reference.
+        outcomes: of all layouts, then of one process that read the last layout's checkpoint.
+    """
+
+    losses: Sequence[float]
+    outcomes: Sequence[Outcome]
+
+    @property
+    def broken(self) -> list[Outcome]:
+        """Those that broke the contract, or failed."""
+        return [outcome for outcome in self.outcomes if outcome.problems]

@@ -26,9 +26,9 @@ def main() -> int:
 def _work(folder: Path) -> None:
     import torch
 
-    from shardwise import comm
     from shardwise.config import config_from
-    from shardwise.mesh import Group, join, leave
+    from shardwise.distributed import collectives
+    from shardwise.distributed.mesh import Group, join, leave
     from shardwise.verify.measure import measure
     from shardwise.verify.tolerance import Tolerance
 
@@ -50,7 +50,7 @@ def _work(folder: Path) -> None:
             if source != job.one_process:
                 shutil.rmtree(Path(source.folder).parent)  # small, but there may be hundreds
         source = job.one_process if differences.problems(tolerance, source.of) else checkpoint
-        comm.barrier(world)
+        collectives.barrier(world)
     leave()
 
 

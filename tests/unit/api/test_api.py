@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import planner
-from shardwise.api import planning, runs
-from shardwise.errors import ConfigError
-from shardwise.launch import guard
+from shardwise.api import plans, runs
+from shardwise.base.errors import ConfigError
+from shardwise.launch import local
+from shardwise.planner.search import FIXABLE
 from tests.dist import own_models
 from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command
@@ -170,7 +170,7 @@ for name in ("first", "second"):
 
 def test_a_task_of_mpirun_is_a_rank(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each task would train by itself, and write to one folder."""
-    monkeypatch.setattr(guard, "die_with_parent", lambda: None)
+    monkeypatch.setattr(local, "die_with_parent", lambda: None)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "SIZE": "2", "LOCAL_SIZE": "2"}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -301,7 +301,7 @@ def test_a_configuration_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> No
 
 def test_packages_that_are_functions_have_their_signatures() -> None:
     assert inspect.signature(shardwise.train) == inspect.signature(runs.train)
-    assert inspect.signature(shardwise.plan) == inspect.signature(planning.plan)
+    assert inspect.signature(shardwise.plan) == inspect.signature(plans.plan)
     assert shardwise.train.__name__ == "shardwise.train"  # the package: its modules are found as before
 
 
@@ -356,7 +356,7 @@ def test_each_key_that_a_plan_keeps_is_kept() -> None:
         train={"micro_batch": 2, "recompute": "full"},
         optimizer={"zero": 0},
     )
-    (plan,) = shardwise.plan(config, "b200:8", np.int64(2), best=1, fixed=planner.FIXABLE).plans  # type: ignore[arg-type]
-    for key in planner.FIXABLE:
+    (plan,) = shardwise.plan(config, "b200:8", np.int64(2), best=1, fixed=FIXABLE).plans  # type: ignore[arg-type]
+    for key in FIXABLE:
         section, name = key.split(".")
         assert getattr(getattr(plan.config, section), name) == getattr(getattr(config, section), name), key

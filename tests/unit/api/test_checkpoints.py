@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
-from shardwise.errors import ConfigError, RunError
-from shardwise.models import build_model
-from shardwise.storage.root import Root
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.storage.root import Root
+from shardwise.models.build import build_model
 
 
 def parts(seed: int) -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
@@ -78,7 +78,7 @@ def test_a_checkpoint_that_lacks_its_optimizers_states_is_refused(tmp_path: Path
 
 
 def test_a_checkpoint_that_could_not_be_read_again_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.checkpoint_format.manifest.MAX_MANIFEST_VALUES", 10)
+    monkeypatch.setattr("shardwise.checkpoint.format.manifest.MAX_MANIFEST_VALUES", 10)
     with pytest.raises(RunError, match="could not be read again: of its manifest it must have at most 10 values, and"):
         shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
     assert not (tmp_path / "step-00000001").exists()

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from shardwise.calibration.fit import device_file, rows
-from shardwise.calibration.probes import PRODUCTS, Found, probes, undisturbed
-from shardwise.cost import rates
-from shardwise.cost.rates import constants_of
-from shardwise.cost.step import step_time
-from shardwise.devices import Cluster, Device, load_device, parse_device
-from shardwise.devices.file import dump, figure
+from shardwise.planner import device_seconds
+from shardwise.planner.device_seconds import constants_of
+from shardwise.planner.device_specs import Cluster, Device, dump, figure, load_device, parse_device
+from shardwise.planner.step_time import step_time
+from shardwise.verify.calibration.fit import device_file, rows
+from shardwise.verify.calibration.probes import PRODUCTS, Found, probes, undisturbed
 
 DAY = datetime.date(2026, 1, 2)
 
@@ -34,7 +33,7 @@ def found(device: Device, ranks: int) -> Found:
         time = step_time(probe.config(), probe.layout(ranks), Cluster(device, 1, ranks))
         assert time is not None
         seconds.append(time.total)
-    products = [rates.matmul(device, constants, device.float32, *shape) + constants.host for shape in PRODUCTS]
+    products = [device_seconds.matmul(device, constants, device.float32, *shape) + constants.host for shape in PRODUCTS]
     link = device.node
     sums = [(size, 2 * (size / 2 / link.bandwidth + link.latency)) for size in (64.0, 2.0**24)]
     return Found(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.calibration import measure
-from shardwise.calibration.probes import Probe
-from shardwise.mesh import Group
+from shardwise.distributed.mesh import Group
+from shardwise.verify.calibration import measure
+from shardwise.verify.calibration.probes import Probe
 
 MANY = 24  # steps of each miniature where there is time
 

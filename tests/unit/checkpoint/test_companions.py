@@ -9,16 +9,15 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
-from shardwise import hub
+from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.companions import Companions, beside_weights, find_companions
 from shardwise.checkpoint.export import model_files
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, OwnConfig, load_config
-from shardwise.data import Tokenizer
+from shardwise.data import hub
 from shardwise.data.cache import tokenizer_digest
-from shardwise.data.tokens.tokenizer import export_user_tokenizer, train_tokenizer
-from shardwise.errors import ConfigError
-from shardwise.hub import BESIDE_WEIGHTS
-from shardwise.storage.root import Root
+from shardwise.data.hub import BESIDE_WEIGHTS
+from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, train_tokenizer
 
 END, TURN, PAD = 0, 258, 259
 IDS = {"bos_token_id": 1, "eos_token_id": [END, TURN], "pad_token_id": PAD}
@@ -143,7 +142,7 @@ def test_fault_09_a_runs_folder_means_its_newest_checkpoint(tmp_path: Path, monk
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     newest = SimpleNamespace(location=str(weights))
-    monkeypatch.setattr("shardwise.checkpoint_format.places.newest_intact", lambda location, announce: newest)
+    monkeypatch.setattr("shardwise.checkpoint.storage.locate.newest_intact", lambda location, announce: newest)
     assert find_companions(run_of(companions=run), None, weights).ids == IDS
 
 

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from shardwise.checkpoint import conveyor
-from shardwise.checkpoint.conveyor import Aborted, Conveyor
+from shardwise.checkpoint import save as conveyor
+from shardwise.checkpoint.save import Aborted, Conveyor
 
 CPU = torch.device("cpu")
 

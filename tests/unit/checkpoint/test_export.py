@@ -10,12 +10,13 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from shardwise.checkpoint import canonical_tensors, export_hugging_face
+from shardwise.checkpoint.canonical import canonical_tensors
+from shardwise.checkpoint.export import export_hugging_face
+from shardwise.checkpoint.storage.root import StoreError
 from shardwise.config import LlamaConfig
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.mesh import Mesh
-from shardwise.models import Llama
-from shardwise.storage.root import StoreError
+from shardwise.distributed.mesh import Mesh
+from shardwise.models.llama import Llama
 
 MODEL: dict[str, Any] = {
     "family": "llama",

@@ -10,14 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shardwise.checkpoint import canonical_tensors, differ_in_tokens, export_hugging_face, load_hugging_face
-from shardwise.checkpoint_format.model_file import Differences, differences
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.agreement import differ_in_tokens
+from shardwise.checkpoint.canonical import canonical_tensors
+from shardwise.checkpoint.export import export_hugging_face
+from shardwise.checkpoint.format.model_file import Differences, differences
+from shardwise.checkpoint.load import load_hugging_face
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, OwnConfig, config_from, load_config, model_from
 from shardwise.config.load import load_with
-from shardwise.errors import ConfigError
-from shardwise.mesh import Mesh
-from shardwise.models import build_model
-from shardwise.storage.root import Root
+from shardwise.distributed.mesh import Mesh
+from shardwise.models.build import build_model
 from tests.hugging_face import CASES, described, save
 
 Weights = dict[str, Tensor]

@@ -13,12 +13,11 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from shardwise.boxes import Box
+from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.format.manifest import Manifest, PieceEntry, Pieces
 from shardwise.checkpoint.reading import CheckpointReader, Want, read
-from shardwise.checkpoint_format.manifest import Manifest
-from shardwise.checkpoint_format.pieces import PieceEntry, Pieces
-from shardwise.mesh import Mesh
-from shardwise.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.distributed.mesh import Mesh
 from tests.stored import small_tensors, write_checkpoint
 
 
@@ -52,7 +51,7 @@ def test_every_piece_meets_what_is_wanted_of_it(
         (number, at) for number, box in enumerate(boxes) for at, piece in enumerate(pieces) if box.intersect(piece)
     ]
     for at_once in (1, 2**22):
-        monkeypatch.setattr("shardwise.checkpoint_format.pieces._COMPARED_AT_ONCE", at_once)
+        monkeypatch.setattr("shardwise.checkpoint.format.manifest._COMPARED_AT_ONCE", at_once)
         numbers, met = table.meeting(
             np.array([(box.start, box.size) for box in boxes]).reshape(len(boxes), 2, len(shape))
         )

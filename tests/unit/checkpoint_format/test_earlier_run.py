@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint_format.earlier_run import EarlierRun, earlier_run
-from shardwise.checkpoint_format.owner import Owner, take
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.storage.owner import EarlierRun, Owner, earlier_run, take
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, dump_yaml
-from shardwise.errors import ConfigError
-from shardwise.runlog import RunDirectory
-from shardwise.storage.root import Root
+from shardwise.runs.folder import RunDirectory
 from tests.dist.training import make_config
 from tests.stored import write_checkpoint
 
@@ -39,7 +38,7 @@ def found(run: RunDirectory, config: Config = CONFIG) -> EarlierRun:
 
 def test_an_intact_run_needs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = with_checkpoints(tmp_path)
-    monkeypatch.setattr("shardwise.checkpoint_format.manifest.Manifest.read", None)
+    monkeypatch.setattr("shardwise.checkpoint.format.manifest.Manifest.read", None)
     assert found(run) == EarlierRun(CONFIG.model_dump(mode="json"), run.id())
     assert earlier_run(RunDirectory(tmp_path / "new"), CONFIG) is None
 

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardwise.checkpoint_format.folders import (
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.storage import root as places
+from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.step_folders import (
     abandon,
     abandoned,
     checkpoints,
@@ -24,10 +28,6 @@ from shardwise.checkpoint_format.folders import (
     step_name,
     survey,
 )
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
-from shardwise.checkpoint_format.verify import verify
-from shardwise.storage import root as places
-from shardwise.storage.root import Root, StoreError
 from tests.stored import bfloat16, write_checkpoint
 
 TENSORS = {"model": {"w": bfloat16(0, 4, 4)}}

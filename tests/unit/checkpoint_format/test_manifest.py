@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import xxhash
 
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, ManifestError
-from shardwise.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, ManifestError
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from tests.stored import write_checkpoint
 
 
@@ -83,17 +83,17 @@ def test_the_same_json_written_otherwise_is_found(folder: Root) -> None:
 
 def test_a_manifest_is_read_without_writing_it_anew(folder: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """To verify the digest of a large one that took as long as to parse it."""
-    monkeypatch.setattr("shardwise.checkpoint_format.manifest._canonical", None)
+    monkeypatch.setattr("shardwise.checkpoint.format.manifest._canonical", None)
     assert Manifest.read(folder).step == 100
 
 
 def test_more_values_than_a_checkpoint_can_need_are_not_parsed(folder: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of some megabytes with nothing but small values would take gigabytes of memory."""
     values = text_of(folder).count(",") + 1
-    monkeypatch.setattr("shardwise.checkpoint_format.manifest.MAX_MANIFEST_VALUES", values)
+    monkeypatch.setattr("shardwise.checkpoint.format.manifest.MAX_MANIFEST_VALUES", values)
     assert Manifest.read(folder).step == 100
-    monkeypatch.setattr("shardwise.checkpoint_format.manifest.MAX_MANIFEST_VALUES", values - 1)
-    monkeypatch.setattr("shardwise.checkpoint_format.manifest.json.loads", None)
+    monkeypatch.setattr("shardwise.checkpoint.format.manifest.MAX_MANIFEST_VALUES", values - 1)
+    monkeypatch.setattr("shardwise.checkpoint.format.manifest.json.loads", None)
     with pytest.raises(DamageError, match=rf"must have at most {values - 1:,} values, and it has about {values:,}"):
         Manifest.read(folder)
 

@@ -12,8 +12,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from shardwise.checkpoint_format.safetensors import StoredTensor, header, parse_header
-from shardwise.storage.root import DamageError, Root
+from shardwise.checkpoint.format.safetensors import StoredTensor, header, parse_header
+from shardwise.checkpoint.storage.root import DamageError, Root
 
 
 def test_the_library_reads_our_files(tmp_path: Path) -> None:

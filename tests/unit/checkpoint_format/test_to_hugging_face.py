@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwise.checkpoint_format.casting import cast, overflows
-from shardwise.checkpoint_format.manifest import MANIFEST
-from shardwise.checkpoint_format.safetensors import DTYPES
-from shardwise.checkpoint_format.to_hugging_face import Export
-from shardwise.checkpoint_format.writing import staged, write_small
-from shardwise.errors import ConfigError, RunError
-from shardwise.storage.root import DamageError, Root, StoreError
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.checkpoint.format.manifest import MANIFEST
+from shardwise.checkpoint.format.safetensors import DTYPES, cast, overflows
+from shardwise.checkpoint.format.to_hugging_face import Export
+from shardwise.checkpoint.format.writing import staged, write_small
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from tests.stored import Tensors, small_tensors, write_checkpoint
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -102,7 +101,7 @@ def test_shards_have_an_index_and_a_limit(tmp_path: Path) -> None:
 
 
 def test_large_tensors_go_by_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.checkpoint_format.to_hugging_face.STREAM_BYTES", 40)
+    monkeypatch.setattr("shardwise.checkpoint.format.to_hugging_face.STREAM_BYTES", 40)
     tensors = small_tensors()
     export_ = Export(write_checkpoint(tmp_path / "checkpoints", tensors=tensors, ranks=3), "float32")
     for weight in export_.weights:

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.boxes import Box
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, TensorEntry
-from shardwise.checkpoint_format.pieces import PieceEntry, Pieces
-from shardwise.checkpoint_format.tensors import StoredTensors
-from shardwise.checkpoint_format.verify import non_finite, tiling_problem, verify
-from shardwise.storage.chunks import MIN_CHUNK_BYTES
-from shardwise.storage.root import DamageError, Root, StoreError
+from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, PieceEntry, Pieces, TensorEntry
+from shardwise.checkpoint.format.tensors import StoredTensors
+from shardwise.checkpoint.format.verify import non_finite, tiling_problem, verify
+from shardwise.checkpoint.storage.chunks import MIN_CHUNK_BYTES
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from tests.stored import bfloat16, float32, small_tensors, write_checkpoint
 
 
@@ -118,7 +117,7 @@ def test_non_finite_by_bits(dtype: str, numpy: type) -> None:
 
 def test_a_value_across_two_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A float64 tensor after an odd number of bytes: values lie across the ends of what is read at a time."""
-    monkeypatch.setattr("shardwise.checkpoint_format.verify.READ_BYTES", 1)
+    monkeypatch.setattr("shardwise.checkpoint.format.verify.READ_BYTES", 1)
     bad = np.full(30_000, np.inf)
     tensors = {"model": {"a": ("U8", np.zeros(3, np.uint8)), "b": ("F64", bad)}}
     assert verify(write_checkpoint(tmp_path, tensors=tensors)).non_finite == {"model/b": 30_000}

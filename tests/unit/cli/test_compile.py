@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.aot import run, worker
-from shardwise.aot.job import Job
+from shardwise.base.errors import RunError
 from shardwise.cli import main
 from shardwise.cli.compile import _threads
-from shardwise.compilation.units import BLOCK
 from shardwise.config import Layout, load_config
-from shardwise.errors import RunError
-from shardwise.graph_cache import Facts, GraphCache
+from shardwise.train.compile import ahead_of_time, worker
+from shardwise.train.compile.ahead_of_time import Job
+from shardwise.train.compile.graph_cache import Facts, GraphCache
+from shardwise.train.compile.units import BLOCK
 
 FACTS = {
     "unit": "block", "training": True, "parallel.tensor": 4, "parallel.sequence": False, "train.micro_batch": 1,
@@ -69,7 +69,7 @@ def test_wrong_input_is_refused(arguments: list[str], text: str, capsys: pytest.
 
 
 def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from shardwise.compilation import facts
+    from shardwise.train.compile import graph_facts as facts
 
     facts._compiler.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -97,12 +97,12 @@ def test_graphs_of_a_device_that_is_not_here_are_captured(
 ) -> None:
     """With a torch that is built for it, as on the login node of a cluster."""
 
-    def fail(plan: run.Plan, facts: Sequence[Facts], *_: object) -> Iterator[run.Outcome]:
+    def fail(plan: ahead_of_time.Plan, facts: Sequence[Facts], *_: object) -> Iterator[ahead_of_time.Outcome]:
         assert plan.only_capture
-        yield from (run.Outcome(one, 1.0, problem="it failed") for one in facts)
+        yield from (ahead_of_time.Outcome(one, 1.0, problem="it failed") for one in facts)
 
-    monkeypatch.setattr("shardwise.device.require_build_for", lambda _: None)
-    monkeypatch.setattr(run, "compile_graphs", fail)
+    monkeypatch.setattr("shardwise.distributed.devices.require_build_for", lambda _: None)
+    monkeypatch.setattr(ahead_of_time, "compile_graphs", fail)
     assert main(["compile", "llama2-tiny", "--device", "cuda"]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "there is no cuda device here: graphs are captured, and not compiled; one device is enough"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import main
-from shardwise.storage.root import Root
 
 
 def test_a_checksum_is_of_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

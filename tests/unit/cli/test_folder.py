@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import models, pre_tokenizers
 
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import generate, main
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.errors import ConfigError
-from shardwise.storage.root import Root
 from tests.hugging_face import save
 
 TEXT = "The ring of keys was lost in spring, and a song went with it.\n" * 4

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import ls, main
-from shardwise.monitor.devices import Device, Found, Process
-from shardwise.runlog import FORMAT, RunLock, json_text
+from shardwise.runs.folder import FORMAT, RunLock, json_text
+from shardwise.runs.local_devices import Device, Found, Process
 from tests.monitor_runs import FIRST, GIB, Mesh, Start, write_run
 
 LONG = "gpt3-tiny-with-a-long-name-20260101-000000"

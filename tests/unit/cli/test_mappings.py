@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.config import Config, check_layout, load_config
-from shardwise.config.rope import _OPTIONAL, _REQUIRED
-from shardwise.plan.partition import compute_shares
+from shardwise.config.rope_scaling import _OPTIONAL, _REQUIRED
+from shardwise.pipeline.partition import compute_shares
 from tests.arch.source import config_fields
 
 FIELDS: dict[str, Any] = {

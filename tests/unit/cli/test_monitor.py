@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
-from shardwise.runlog import RunDirectory
+from shardwise.runs.folder import RunDirectory
 from tests.monitor_runs import Mesh, Start, write_run
 
 COMMAND = (sys.executable, "-m", "shardwise", "monitor")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint_format.manifest import MANIFEST
+from shardwise.checkpoint.format.manifest import MANIFEST
+from shardwise.checkpoint.storage import root as reach
+from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import main
-from shardwise.storage import reach
-from shardwise.storage.root import Root
 from tests.stored import write_checkpoint
 
 URL = "memory://far/run"

@@ -10,8 +10,8 @@ import pytest
 
 from shardwise.cli.entry import main
 from shardwise.config import check_layout, load_config
-from shardwise.devices import cluster
-from shardwise.planner import search
+from shardwise.planner.device_specs import cluster
+from shardwise.planner.search import search
 
 GPT = ["gpt3-23b", "--device", "h100:8", "--nodes", "4", "train.global_batch=256"]
 
@@ -32,8 +32,8 @@ def test_best_layouts_first_and_each_fits(capsys: pytest.CaptureFixture[str], tm
 
 def test_pruning_loses_no_layout() -> None:
     """The best of all by brute force: every layout simulated, without bounds."""
-    from shardwise.cost.step import least_time, step_time
-    from shardwise.planner.candidates import choices
+    from shardwise.planner.search import choices
+    from shardwise.planner.step_time import least_time, step_time
 
     config = load_config("gpt3-23b", ["train.global_batch=32"])
     on = cluster("h100:8", 2)

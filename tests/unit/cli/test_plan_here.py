@@ -9,9 +9,9 @@ import pytest
 
 from shardwise.cli.entry import main
 from shardwise.config import Config, OwnConfig, check_layout, dump_yaml, load_config
-from shardwise.cost.step import step_time
-from shardwise.devices import Cluster, load_device
-from shardwise.runlog import JsonLines, RunDirectory
+from shardwise.planner.device_specs import Cluster, load_device
+from shardwise.planner.step_time import step_time
+from shardwise.runs.folder import JsonLines, RunDirectory
 from tests.e2e.command import metrics, shardwise
 from tests.monitor_runs import Mesh, start_event, step_event
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
-from shardwise.cluster import slurm
-from shardwise.cluster.submission import record
-from shardwise.launch import stopping
-from shardwise.runlog import RunDirectory, RunLock
+from shardwise.launch import stop_requests
+from shardwise.launch.slurm import commands
+from shardwise.launch.slurm.submission import record
+from shardwise.runs.folder import RunDirectory, RunLock
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_a_run_under_way_is_asked(arguments: list[str], capsys: pytest.CaptureFi
     run.mark_latest()
     with RunLock(run.path):
         assert main(["stop", *arguments]) == 0
-    assert stopping.requested(run.path) == "`shardwise stop`"
+    assert stop_requests.requested(run.path) == "`shardwise stop`"
     said = capsys.readouterr().out
     assert "runs/one to stop after its current step, with a checkpoint\n" in said
 
@@ -68,7 +68,7 @@ def test_a_run_that_has_ended_is_told(
     tell(run, *events)
     assert main(["stop", "run"]) == 2
     assert capsys.readouterr().err == f"shardwise: no run is under way in run{ending}\n"
-    assert not (run / stopping.STOP_FILE).exists()
+    assert not (run / stop_requests.STOP_FILE).exists()
 
 
 @pytest.mark.parametrize("host", ["here", "elsewhere"])
@@ -83,14 +83,14 @@ def test_a_run_on_another_host_is_asked_though_its_lock_is_not_seen(
     (run / ".lock").write_text(text)  # as a run leaves it that was killed, or a file system shows it to other hosts
     monkeypatch.setattr("platform.node", lambda: THIS_HOST if host == "here" else "login-node")
     assert main(["stop", "run", "--wait"]) == (2 if host == "here" else 0)
-    assert (run / stopping.STOP_FILE).exists() == (host == "elsewhere")
+    assert (run / stop_requests.STOP_FILE).exists() == (host == "elsewhere")
     if host == "elsewhere":
         assert f"cannot be told from here: it was started on {THIS_HOST}\n" in capsys.readouterr().out
 
 
 def test_a_run_whose_folder_takes_no_request_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDirectory("run").create()
-    (run.path / stopping.STOP_FILE).mkdir()
+    (run.path / stop_requests.STOP_FILE).mkdir()
     with RunLock(run.path):
         assert main(["stop", "run"]) == 1
     assert capsys.readouterr().err == "shardwise: run cannot be asked to stop: Is a directory\n"
@@ -110,7 +110,7 @@ def test_waiting_ends_with_the_run_and_tells_what_is_saved(capsys: pytest.Captur
     def train() -> None:
         with RunLock(run):
             locked.set()
-            while not stopping.requested(run):
+            while not stop_requests.requested(run):
                 pass
             tell(run, CHECKPOINT, STOP)
 
@@ -135,11 +135,11 @@ def test_all_jobs_that_wait_or_compile_for_a_run_are_cancelled(
     with (run / "jobs.jsonl").open("a") as file:
         file.write('{"id": "4", "ki')
     states = {"1": "RUNNING", "2": "PENDING", "3": "PENDING", "9": "PENDING"}
-    waiting = [slurm._job(f"{number}|{state}||1||0:00|1:00|gpu||T|shardwise:/x") for number, state in states.items()]
+    waiting = [commands._job(f"{number}|{state}||1||0:00|1:00|gpu||T|shardwise:/x") for number, state in states.items()]
     cancelled: list[str] = []
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr(slurm, "jobs", lambda: waiting)
-    monkeypatch.setattr(slurm, "cancel", cancelled.append)
+    monkeypatch.setattr(commands, "jobs", lambda: waiting)
+    monkeypatch.setattr(commands, "cancel", cancelled.append)
     assert main(["stop", "run"]) == 0
     assert cancelled == ["2", "1", "3"]
     first, second, _ = capsys.readouterr().out.splitlines()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import ConfigError, RunError
 from shardwise.cli import following, main, rehearsal, submit
-from shardwise.cluster import slurm
-from shardwise.errors import ConfigError, RunError
-from shardwise.runlog import RunDirectory
+from shardwise.launch.slurm import commands
+from shardwise.runs.folder import RunDirectory
 
 TWO = ("submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "launch.ranks_per_node=1", "train.global_batch=8")
 
@@ -19,7 +19,7 @@ TWO = ("submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "launch.ran
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.which", lambda *_: None)
-    monkeypatch.setattr(slurm, "require", lambda: None)
+    monkeypatch.setattr(commands, "require", lambda: None)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
 
 
@@ -127,11 +127,11 @@ def test_another_machine_needs_ssh(
 def test_a_rehearsal_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal, "_TRAIN_SECONDS", 0.0)
     monkeypatch.setattr(rehearsal, "_POLL_SECONDS", 0.0)
-    waiting = slurm._job("7|PENDING||1||0:00|1:00|gpu||T|shardwise:/x")
-    monkeypatch.setattr(slurm, "jobs", lambda **_: [waiting])
+    waiting = commands._job("7|PENDING||1||0:00|1:00|gpu||T|shardwise:/x")
+    monkeypatch.setattr(commands, "jobs", lambda **_: [waiting])
     with pytest.raises(RunError, match="job 7 did not take a first step within 0 s; it goes on"):
         rehearsal.rehearse("7", RunDirectory(tmp_path / "run").create().path)
-    monkeypatch.setattr(slurm, "jobs", lambda **_: [])
+    monkeypatch.setattr(commands, "jobs", lambda **_: [])
     monkeypatch.setattr(rehearsal, "_TRAIN_SECONDS", 60.0)
     with pytest.raises(
         RunError, match=r"job 7 ended before it could take a first step; `shardwise jobs log 7` says why"
@@ -145,9 +145,9 @@ def test_a_rehearsal_that_resumes_before_what_it_had_saved_is_told(
     directory, cancelled = RunDirectory(tmp_path / "run").create(), list[str]()
     monkeypatch.setattr(rehearsal, "last_step", lambda _: 12)
     monkeypatch.setattr(rehearsal, "newest_checkpoint", lambda _: 10)
-    monkeypatch.setattr(slurm, "warn", lambda _: None)
-    monkeypatch.setattr(slurm, "restarts", lambda _: 1)
-    monkeypatch.setattr(slurm, "cancel", cancelled.append)
+    monkeypatch.setattr(commands, "warn", lambda _: None)
+    monkeypatch.setattr(commands, "restarts", lambda _: 1)
+    monkeypatch.setattr(commands, "cancel", cancelled.append)
     directory.metrics.write_text('{"event": "resume", "step": 5}\n')
     with pytest.raises(RunError, match="job 7 resumed after step 5, and had saved step 10"):
         rehearsal.rehearse("7", directory.path)
@@ -162,8 +162,8 @@ def test_a_training_that_slurm_refuses_leaves_no_job_that_compiles(monkeypatch: 
             raise ConfigError("SLURM refuses the job: Invalid qos")
         return "7"
 
-    monkeypatch.setattr(slurm, "submit", answer)
-    monkeypatch.setattr(slurm, "cancel", cancelled.append)
+    monkeypatch.setattr(commands, "submit", answer)
+    monkeypatch.setattr(commands, "cancel", cancelled.append)
     assert main([*TWO, "-y", "--precompile", "compile.enabled=true"]) == 2
     assert cancelled == ["7"]
     assert made() == []
@@ -190,7 +190,7 @@ def test_fault_05_a_dry_run_shows_the_script_that_compiles_and_then_the_one_that
 
 
 def test_files_with_a_secret_are_read_by_the_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "submit", lambda *_: "7")
+    monkeypatch.setattr(commands, "submit", lambda *_: "7")
     monkeypatch.setattr(submit, "glance_at_inputs", lambda *_: ([], []))
     for name, path in (("open", "s3://bucket/a.txt"), ("closed", "https://me:word@example.org/a.txt")):
         wrong = [one if one != "data.dataset=tiny" else f"data.path={path}" for one in TWO]
@@ -206,13 +206,13 @@ def test_a_job_is_followed_though_slurm_does_not_answer_for_a_while(
 ) -> None:
     said = [RunError("squeue did not answer within 60 s"), None]
 
-    def jobs(**_options: object) -> list[slurm.Job]:
+    def jobs(**_options: object) -> list[commands.Job]:
         problem = said.pop(0)
         if problem is not None:
             raise problem
         return []
 
-    monkeypatch.setattr(slurm, "jobs", jobs)
+    monkeypatch.setattr(commands, "jobs", jobs)
     monkeypatch.setattr(following, "_ASK_SLURM_SECONDS", 0)
     monkeypatch.setattr(following, "_POLL_SECONDS", 0)
     following.follow(tmp_path / "job.log", "7", tmp_path)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import StoppedError
 from shardwise.cli import main, supervise
-from shardwise.errors import StoppedError
-from shardwise.launch import stopping
-from shardwise.runlog import RunLock
+from shardwise.launch import stop_requests
+from shardwise.runs.folder import RunLock
 
 COMMAND = ("supervise", "llama2-tiny", "data.dataset=tiny", "--run-dir", "run", "--ranks-per-node", "1")
 
@@ -51,10 +51,10 @@ def test_a_late_signal_starts_no_other_supervisor(lock: ExitStack, monkeypatch: 
 
     lock.close()
     monkeypatch.setattr(supervise, "Supervisor", Supervisor)
-    former = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    former = {number: signal.getsignal(number) for number in stop_requests.SIGNALS}
     try:
         assert main(COMMAND) == 75
-        assert {signal.getsignal(number) for number in stopping.SIGNALS} == {signal.SIG_IGN}
+        assert {signal.getsignal(number) for number in stop_requests.SIGNALS} == {signal.SIG_IGN}
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -10,14 +10,16 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic.fields import FieldInfo
 
-from shardwise import cost, units
+from shardwise.base import units
+from shardwise.base.errors import DataError
 from shardwise.cli import main
 from shardwise.config import check_layout, config_from, dump_yaml, load_config, parse_yaml, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.errors import DataError
-from shardwise.launch.stopping import request, requested
-from shardwise.plan import parameter_count
-from shardwise.runlog import RunDirectory, RunLock
+from shardwise.launch.stop_requests import request, requested
+from shardwise.models.parameter_counts import parameter_count
+from shardwise.planner.communication import step_transfers, wire_bytes
+from shardwise.planner.memory import checkpoint_bytes, expected_memory
+from shardwise.runs.folder import RunDirectory, RunLock
 from tests.arch.source import config_fields
 
 
@@ -36,7 +38,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int, Path]
         launches.append((list(command), nproc, run_path))
 
     monkeypatch.setattr("shardwise.launch.local.launch", launch)
-    monkeypatch.setattr("shardwise.data.prepare", lambda config, announce: None)
+    monkeypatch.setattr("shardwise.data.opening.prepare", lambda config, announce: None)
     return launches
 
 
@@ -46,7 +48,7 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
     text = capsys.readouterr().out
     config = load_config("llama2-tiny", overrides)
     layout = check_layout(config, 4)
-    memory = cost.expected_memory(config, layout)
+    memory = expected_memory(config, layout)
     rows = {line[2:16].rstrip(): line[17:] for line in text.splitlines() if line.startswith("# ")}
     assert rows["layout"] == "TP 2 × PP 1 × DP 2 = 4 ranks, sequence parallelism (SP) on, ZeRO-1"
     assert rows["device"] == "cpu, as this machine has: precision and memory are those of such ranks"
@@ -56,12 +58,8 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
     assert rows["parameters"].startswith(f"468 k ({parameter_count(config.model):,}), ")
     assert rows["memory"].startswith(units.size(memory.total))
     assert rows["  optimizer"] == units.size(memory.optimizer)
-    assert rows["disk"].startswith(
-        f"{units.size(cost.checkpoint_bytes(config))} for each checkpoint, at most 4 at once"
-    )
-    assert rows["communication"].startswith(
-        units.size(sum(cost.wire_bytes(cost.step_transfers(config, layout)).values()))
-    )
+    assert rows["disk"].startswith(f"{units.size(checkpoint_bytes(config))} for each checkpoint, at most 4 at once")
+    assert rows["communication"].startswith(units.size(sum(wire_bytes(step_transfers(config, layout)).values())))
     assert config_from(parse_yaml(text, "dry run")) == config
     assert not list(tmp_path.iterdir())
 
@@ -124,7 +122,7 @@ def test_a_dry_run_refuses_weights_that_are_not_there(
     )
     assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=memory://none/run"]) == 2
     assert "checkpoint.load (memory://none/run) must be a checkpoint or hold checkpoints" in capsys.readouterr().err
-    monkeypatch.setattr("shardwise.checkpoint_format.places.find", lambda wanted: "hub")
+    monkeypatch.setattr("shardwise.checkpoint.storage.locate.find", lambda wanted: "hub")
     assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=owner/name"]) == 0
     assert "\n# weights        owner/name: on the hub, fetched when the run starts\n" in capsys.readouterr().out
     Path("mine.yaml").write_text(recipe_text("bert-large-phase2"))
@@ -364,7 +362,7 @@ def test_bad_data_starts_nothing(
     def prepare(config: Any, announce: Any) -> None:
         raise DataError("data.path (x) is empty")
 
-    monkeypatch.setattr("shardwise.data.prepare", prepare)
+    monkeypatch.setattr("shardwise.data.opening.prepare", prepare)
     assert main(["train", "quickstart"]) == 2
     assert capsys.readouterr().err == "shardwise: data.path (x) is empty\n"
     assert not started

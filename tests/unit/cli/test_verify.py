@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
-from shardwise.cli.verified import Verified
+from shardwise.cli.verify import Verified
 from shardwise.config import load_config
-from shardwise.verify.cells import Cell, candidates, parse_layouts
+from shardwise.verify.layouts import Cell, candidates, parse_layouts
 from shardwise.verify.miniature import miniature
-from shardwise.verify.outcome import Outcome, Verification
+from shardwise.verify.run import Outcome, Verification
 from shardwise.verify.tolerance import Differences
 
 EXACT = Differences(0.0, 9.8e-8, 4.1e-7, 1e-7, "w", "g")

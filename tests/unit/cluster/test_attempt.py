@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from shardwise.cluster import attempt as attempts
-from shardwise.cluster.attempt import Outcome, Watch
-from shardwise.errors import see
+from shardwise.base.errors import see
 from shardwise.launch.failure import Failure
-from shardwise.launch.node import Attempt, Control, Node
-from shardwise.launch.on_node import launch_on_node
+from shardwise.launch.node import Attempt, Control, Node, launch_on_node
+from shardwise.launch.slurm import attempt as attempts
+from shardwise.launch.slurm.attempt import Outcome, Watch
 
 Launcher = Callable[[Attempt, int], None]
 

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from shardwise.cluster.jobs import goodput
+from shardwise.launch.slurm.jobs import goodput
 from tests.unit.launch.test_restarts import CRASH
 
 

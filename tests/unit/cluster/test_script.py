@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise.cluster import script
-from shardwise.cluster.script import JobPlan, compile_script, job_script, job_set
+from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
-from shardwise.errors import ConfigError
+from shardwise.launch.slurm import script
+from shardwise.launch.slurm.script import JobPlan, compile_script, job_script, job_set
 
 
 def plan(*overrides: str, nodes: tuple[int, int] = (2, 4)) -> JobPlan:

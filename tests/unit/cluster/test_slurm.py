@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cluster import slurm
-from shardwise.cluster.slurm import allocation, gpus_of, own_words
-from shardwise.errors import ConfigError, RunError
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.launch.slurm import commands
+from shardwise.launch.slurm.commands import allocation, gpus_of, own_words
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,10 @@ def test_an_error_is_told_in_slurms_words_in_one_line() -> None:
 
 def test_jobs_are_read_with_commas_and_bars_in_their_comments() -> None:
     line = "7|PENDING|Resources|2||0:00|1-00:00:00|gpu|N/A|2026-11-23T16:00:00|shardwise:/runs/a|b, c"
-    job = slurm._job(line)
+    job = commands._job(line)
     assert (job.id, job.state, job.reason, job.nodes, job.starts) == ("7", "PENDING", "Resources", 2, "")
     assert job.run == "/runs/a|b, c"
-    assert slurm._job(line.replace("shardwise:", "my ")).run is None
+    assert commands._job(line.replace("shardwise:", "my ")).run is None
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, *said: str | None) -> list[Sequence[str]]:
@@ -56,20 +56,20 @@ def answers(monkeypatch: pytest.MonkeyPatch, *said: str | None) -> list[Sequence
 
 
 def test_a_job_is_queued_again_though_slurm_does_not_answer_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "_REQUEUE_PAUSE", 0)
+    monkeypatch.setattr(commands, "_REQUEUE_PAUSE", 0)
     asked = answers(monkeypatch, None, "slurm_requeue error: Unable to contact slurm controller", "")
-    assert slurm.requeue("7") is None
+    assert commands.requeue("7") is None
     assert len(asked) == 3
     answers(monkeypatch, *["scontrol: error: Job is pending"] * 6)
-    assert slurm.requeue("7") == "Job is pending"
+    assert commands.requeue("7") == "Job is pending"
 
 
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
-        (slurm.jobs, "SLURM does not tell its jobs: Unable to contact slurm controller"),
-        (lambda: slurm.cancel("7"), "SLURM cannot cancel the job 7: Unable to contact slurm controller"),
-        (lambda: slurm.warn("7"), "SLURM cannot send a signal to the job 7: Unable to contact slurm controller"),
+        (commands.jobs, "SLURM does not tell its jobs: Unable to contact slurm controller"),
+        (lambda: commands.cancel("7"), "SLURM cannot cancel the job 7: Unable to contact slurm controller"),
+        (lambda: commands.warn("7"), "SLURM cannot send a signal to the job 7: Unable to contact slurm controller"),
     ],
 )
 def test_a_failure_is_told_in_slurms_words(
@@ -83,13 +83,13 @@ def test_a_failure_is_told_in_slurms_words(
 def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="scancel must be on the PATH: it is a command of SLURM"):
-        slurm.cancel("7")
+        commands.cancel("7")
 
 
 def test_a_controller_that_does_not_answer_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     answers(monkeypatch, None, None)
-    assert not slurm.binds_nothing()
-    assert slurm.end_of("7") is None
+    assert not commands.binds_nothing()
+    assert commands.end_of("7") is None
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_controller_that_does_not_answer_ends_no_job(monkeypatch: pytest.Monke
     ],
 )
 def test_limits_of_time(limit: str, seconds: int) -> None:
-    assert slurm.seconds(limit) == seconds
+    assert commands.seconds(limit) == seconds
 
 
 def test_the_end_of_a_job_is_asked_for_where_the_environment_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_the_end_of_a_job_is_asked_for_where_the_environment_lacks_it(monkeypatc
 
 
 def test_an_allocation_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "end_of", lambda _job: None)
+    monkeypatch.setattr(commands, "end_of", lambda _job: None)
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[2-4]"}
     here = allocation({**variables, "SLURM_RESTART_COUNT": "2", "SLURM_JOB_END_TIME": "1000"})
     assert (here.job, here.requeues, here.nodes, here.first, here.ends) == ("7", 2, 3, "n2", 1000.0)

@@ -3,11 +3,18 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cluster import slurm
-from shardwise.cluster.script import JobPlan, job_script
-from shardwise.cluster.submission import check_counts, check_run_folder, ranks_per_node, reserved, rows, write_inputs
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, load_config
-from shardwise.errors import ConfigError
+from shardwise.launch.slurm import commands
+from shardwise.launch.slurm.script import JobPlan, job_script
+from shardwise.launch.slurm.submission import (
+    check_counts,
+    check_run_folder,
+    ranks_per_node,
+    reserved,
+    rows,
+    write_inputs,
+)
 
 
 def config(*overrides: str) -> Config:
@@ -19,7 +26,7 @@ def as_it_is(one: Config, _world: int) -> Config:
 
 
 def test_a_job_asks_for_the_gpus_of_the_partition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "gpus_per_node", lambda partition: {"gpu": 8, None: 0}[partition])
+    monkeypatch.setattr(commands, "gpus_per_node", lambda partition: {"gpu": 8, None: 0}[partition])
     monkeypatch.setattr("shutil.which", lambda name: name)
     assert reserved(config()) is None
     assert reserved(config("launch.partition=gpu")) == "gpu:8"
@@ -86,7 +93,7 @@ def test_a_model_that_no_rank_can_hold_is_not_submitted(tmp_path: Path) -> None:
 
 def test_what_costs_steps_or_time_is_told_before_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr(slurm, "configuration", lambda: "PreemptMode             = REQUEUE\n")
+    monkeypatch.setattr(commands, "configuration", lambda: "PreemptMode             = REQUEUE\n")
     planned, layout = job(tmp_path, "parallel.tensor=8", "train.global_batch=8", "train.micro_batch=1", ranks=8)
     told = rows(replace(planned, ranks_per_node=4, nodes=(2, 2)), layout, ())
     assert (
@@ -98,7 +105,7 @@ def test_what_costs_steps_or_time_is_told_before_the_job(tmp_path: Path, monkeyp
     assert told[-1][1].startswith("this cluster preempts jobs, and its SlurmctldParameters lack preempt_send_user_s")
     settings = "PreemptMode = REQUEUE\nSlurmctldParameters = preempt_send_user_signal\n"
     for said in ("PreemptMode = OFF\n", settings):
-        monkeypatch.setattr(slurm, "configuration", lambda said=said: said)
+        monkeypatch.setattr(commands, "configuration", lambda said=said: said)
         assert "note" not in dict(rows(planned, layout, ()))
 
 
@@ -108,4 +115,4 @@ def test_fault_15_a_script_has_the_bytes_of_paths_under_any_locale(tmp_path: Pat
     text = job_script(replace(planned, directory=Path(f"/home/{under_ascii}")))
     path = write_inputs(planned, text, "")
     assert b"/home/\xc3\xa9" in path.read_bytes()
-    assert slurm._run(["cat"], text).stdout == text.replace(under_ascii, "é")
+    assert commands._run(["cat"], text).stdout == text.replace(under_ascii, "é")

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from shardwise.cluster import slurm, supervisor
-from shardwise.cluster.attempt import Outcome
-from shardwise.cluster.slurm import Allocation
-from shardwise.cluster.supervisor import Place, Supervisor
+from shardwise.base.errors import StoppedError
 from shardwise.config import load_config
-from shardwise.errors import StoppedError
-from shardwise.launch import stopping
+from shardwise.launch import stop_requests
 from shardwise.launch.failure import Failure
 from shardwise.launch.local import LaunchError
 from shardwise.launch.restarts import history, record
+from shardwise.launch.slurm import commands, supervisor
+from shardwise.launch.slurm.attempt import Outcome
+from shardwise.launch.slurm.commands import Allocation
+from shardwise.launch.slurm.supervisor import Place, Supervisor
 from tests.unit.launch.test_restarts import CRASH
 
 DONE = Outcome(None, None, (), 9, 1.0, 2.0, 0.1, {})
@@ -49,8 +49,8 @@ class Job:
         monkeypatch.setattr(supervisor, "address_of", lambda name: name)
         monkeypatch.setattr(supervisor, "_PAUSE_SECONDS", 0)
         monkeypatch.setattr(supervisor, "BEAT_SECONDS", 0)
-        monkeypatch.setattr(slurm, "requeue", self._requeue)
-        monkeypatch.setattr(slurm, "binds_nothing", lambda: True)
+        monkeypatch.setattr(commands, "requeue", self._requeue)
+        monkeypatch.setattr(commands, "binds_nothing", lambda: True)
 
     def _requeue(self, _job: str) -> None:
         self.requeued += 1
@@ -120,11 +120,11 @@ def test_a_warning_after_the_last_step_queues_nothing_again(job: Job) -> None:
 
 
 def test_a_run_that_the_user_stops_is_not_queued_again_by_a_warning(job: Job) -> None:
-    stopping.request(job.run, "`shardwise stop`")
+    stop_requests.request(job.run, "`shardwise stop`")
     with pytest.raises(StoppedError):
         job.supervise(signal.SIGUSR1, SAVED)
     assert (how(job), job.requeued) == (["stopped"], 0)
-    assert json.loads((job.run / stopping.STOP_FILE).read_text())["by"] == "`shardwise stop`"
+    assert json.loads((job.run / stop_requests.STOP_FILE).read_text())["by"] == "`shardwise stop`"
 
 
 @pytest.mark.parametrize(("seconds", "what"), [(60, "time limit"), (86_400, "preempted"), (None, "preempted")])

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.compilation.facts import _own_sources, graph_facts
-from shardwise.compilation.units import BLOCK
 from shardwise.config import check_layout, load_config
-from shardwise.graph_cache import Facts
+from shardwise.train.compile.graph_cache import Facts
+from shardwise.train.compile.graph_facts import _own_sources, graph_facts
+from shardwise.train.compile.units import BLOCK
 
 CPU = torch.device("cpu")
 
@@ -69,15 +69,15 @@ def test_an_evaluation_recomputes_nothing_and_drops_nothing() -> None:
 def test_threads_and_sources_count(monkeypatch: pytest.MonkeyPatch) -> None:
     before = facts()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    monkeypatch.setattr("shardwise.compilation.facts._SOURCES", ("models/llama.py",))
+    monkeypatch.setattr("shardwise.train.compile.graph_facts._SOURCES", ("models/llama.py",))
     assert differing(before, facts()) == {"threads", "code"}
 
 
 def test_the_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code is compiled for the very processor, and calls other matmuls on those that are not Intel's."""
     before = facts()
-    monkeypatch.setattr("shardwise.device.cpu_prefers_onednn", lambda: before["matmuls"] != "oneDNN")
-    monkeypatch.setattr("shardwise.compilation.facts._processor", lambda: "without AVX512")
+    monkeypatch.setattr("shardwise.distributed.devices.cpu_prefers_onednn", lambda: before["matmuls"] != "oneDNN")
+    monkeypatch.setattr("shardwise.train.compile.graph_facts._processor", lambda: "without AVX512")
     assert differing(before, facts()) == {"matmuls", "processor"}
 
 

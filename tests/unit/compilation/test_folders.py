@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.compilation.folders import WorkFolder, compiled_files, remove_left_over
+from shardwise.train.compile.run_graphs import WorkFolder, compiled_files, remove_left_over
 
 HOLD = """
 from shardwise.compilation.folders import WorkFolder

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.compilation.keeper import Keeper
-from shardwise.compilation.units import BLOCK, HEAD, Compilation, Graph
 from shardwise.config import check_layout, load_config
-from shardwise.graph_cache import GraphCache
-from shardwise.mesh import Mesh
+from shardwise.distributed.mesh import Mesh
+from shardwise.train.compile.graph_cache import GraphCache
+from shardwise.train.compile.run_graphs import Keeper
+from shardwise.train.compile.units import BLOCK, HEAD, Compilation, Graph
 
 OTHER = (
     "model.hidden_size=32",

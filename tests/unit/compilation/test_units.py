@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.compilation import compile_units
+from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
-from shardwise.errors import ConfigError
+from shardwise.train.compile.units import compile_units
 
 
 def test_a_model_without_blocks_is_refused() -> None:

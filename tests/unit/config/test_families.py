@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config, ModelConfig, OwnConfig, check_layout, config_from, dump_yaml, parse_yaml
-from shardwise.errors import ConfigError
 
 SIZES = {
     "vocab_size": 512,

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.config.formats import FORMATS, status
+from shardwise.base.errors import ConfigError
 from shardwise.config.hugging_face import from_hugging_face
-from shardwise.errors import ConfigError
+from shardwise.config.hugging_face_fields import FORMATS, status
 
 NEUTRAL: dict[str, dict[str, Any]] = {
     "mistral": {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False, "scale_attn_weights": True},

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from shardwise import cost, devices
+from shardwise.base.errors import ConfigError
 from shardwise.cli import main
 from shardwise.config import Config, check_layout, config_from, dump_yaml, load_config, parse_yaml, recipe_names
-from shardwise.cost.step import step_time
-from shardwise.errors import ConfigError
-from shardwise.plan.parameters import parameter_count
+from shardwise.models.parameter_counts import parameter_count
+from shardwise.planner import device_specs
+from shardwise.planner.memory import memory_by_rank
+from shardwise.planner.step_time import step_time
 from tests.arch.source import config_fields
 
 FIELDS = config_fields()
@@ -102,14 +103,14 @@ def expect_plan(config: Config, world: int) -> None:
     again = config_from(parse_yaml(dump_yaml(config.model_dump(mode="json")), "again"))
     assert again.model_dump() == config.model_dump(), "its own file reads otherwise"
     parameters = parameter_count(config.model)
-    ranks = cost.memory_by_rank(config, layout)
+    ranks = memory_by_rank(config, layout)
     if parameters is None or ranks is None:  # a model of one's own
         return
     assert parameters > 0
     assert all(size >= 0 for memory in ranks for _, size in memory.rows()), ranks
     assert sum(memory.parameters for memory in ranks) * layout.tensor >= parameters, "a rank lacks parameters"
     if config.parallel.pipeline * config.parallel.stages_per_rank <= 64 and layout.world <= 256:
-        found = step_time(config, layout, devices.cluster("h100:8", max(1, math.ceil(layout.world / 8))))
+        found = step_time(config, layout, device_specs.cluster("h100:8", max(1, math.ceil(layout.world / 8))))
         assert found is not None
         seconds = found.total
         assert math.isfinite(seconds), seconds

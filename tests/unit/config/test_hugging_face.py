@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import transformers
 
+from shardwise.base.errors import ConfigError, listing
 from shardwise.config import FamilyConfig, OwnConfig, config_from, load_config
-from shardwise.config.formats import FORMATS
 from shardwise.config.hugging_face import from_hugging_face, read_hugging_face, to_hugging_face
+from shardwise.config.hugging_face_fields import FORMATS
 from shardwise.config.load import apply_overrides
-from shardwise.errors import ConfigError, listing
 from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, LLAMA3_1_8B, MISTRAL_7B, PYTHIA_6_9B, QWEN2_5_7B, SMOLLM3_3B
 
 REST = {"train": {"steps": 1, "global_batch": 1, "sequence_length": 8}, "optimizer": {"lr": 1e-3}}

@@ -2,8 +2,8 @@
 
 import pytest
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import Layout, check_layout, load_config
-from shardwise.errors import ConfigError
 
 
 def problems(world: int, *overrides: str, recipe: str = "llama2-tiny") -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from shardwise.base.errors import ConfigError, listing
 from shardwise.config import (
     Config,
     GPTConfig,
@@ -18,7 +19,6 @@ from shardwise.config import (
     recipe_names,
     recipe_text,
 )
-from shardwise.errors import ConfigError, listing
 from tests.arch.source import config_fields
 from tests.unit.config.hub import GPT2
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigError, listing
 from shardwise.config import ParallelConfig, check_layout, config_from, load_config
-from shardwise.config.pipeline import fits_schedule
-from shardwise.errors import ConfigError, listing
+from shardwise.config.rules import fits_schedule
 
 
 def problems(*overrides: str, recipe: str = "gpt-tiny", world: int | None = None) -> list[str]:

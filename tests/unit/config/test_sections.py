@@ -2,9 +2,9 @@
 
 import pytest
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import PrecisionConfig, apply_overrides, check_layout, config_from, dump_yaml, load_config
-from shardwise.config.text import parse_yaml
-from shardwise.errors import ConfigError
+from shardwise.config.yaml import parse_yaml
 
 
 def test_heads_are_derived_where_hugging_face_has_null() -> None:

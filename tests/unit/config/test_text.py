@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config.text import dump_yaml, parse_value, parse_yaml
-from shardwise.errors import ConfigError
+from shardwise.base.errors import ConfigError
+from shardwise.config.yaml import dump_yaml, parse_value, parse_yaml
 
 SCALARS = [
     ("1e-4", 1e-4),

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from shardwise.config import Config, FamilyConfig, config_from
-from shardwise.mesh import Group
-from shardwise.models import build_model
+from shardwise.distributed.mesh import Group
+from shardwise.models.build import build_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

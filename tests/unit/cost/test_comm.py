@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from shardwise.config import Config, Layout, config_from
-from shardwise.cost import Transfer, evaluation_transfers, step_transfers, wire_bytes
-from shardwise.cost.buckets import bucket_shapes
-from shardwise.cost.case import Case
-from shardwise.mesh import Group
-from shardwise.models import build_model
+from shardwise.distributed.mesh import Group
+from shardwise.models.build import build_model
 from shardwise.optim.buckets import Dtypes, make_buckets
+from shardwise.planner.buckets import bucket_shapes
+from shardwise.planner.communication import Transfer, evaluation_transfers, step_transfers, wire_bytes
+from shardwise.planner.rank_case import Case
 from shardwise.train.build import decay_groups
 from tests.unit.cost.families import MODELS, make_config, section
 

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from shardwise.config import ParallelConfig, Recompute, Schedule
-from shardwise.config.pipeline import fits_schedule
-from shardwise.cost import timeline as timing
-from shardwise.cost.levels import passes_of, program
-from shardwise.cost.timeline import StageTimes, makespan, timeline
-from shardwise.plan.order import Action, Kind, action_order, rounds
-from shardwise.plan.stage import rank_of
+from shardwise.config.rules import fits_schedule
+from shardwise.config.stages import rank_of
+from shardwise.pipeline import timeline as timing
+from shardwise.pipeline.action_order import Action, Kind, action_order, rounds
+from shardwise.pipeline.timeline import StageTimes, makespan, passes_of, program, timeline
 
 SCHEDULES: list[Schedule] = ["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]
 MANY = 13  # ranks, for which 1F1B is simulated by levels too

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from shardwise.config import Config, Layout, config_from
-from shardwise.cost import MemoryEstimate, checkpoint_bytes, expected_memory, invariant_dropout
-from shardwise.cost.activations import BlockStack, block_stack
-from shardwise.cost.buckets import bucket_shapes
-from shardwise.cost.case import Case
-from shardwise.mesh import Group
-from shardwise.models import build_model
-from shardwise.parallel import DropoutKey
-from shardwise.plan import local_parameter_count, parameter_count
+from shardwise.distributed.mesh import Group
+from shardwise.layers.dropout import DropoutKey
+from shardwise.models.build import build_model
+from shardwise.models.parameter_counts import local_parameter_count, parameter_count
+from shardwise.planner.activations import BlockStack, block_stack
+from shardwise.planner.buckets import bucket_shapes
+from shardwise.planner.memory import MemoryEstimate, checkpoint_bytes, expected_memory, invariant_dropout
+from shardwise.planner.rank_case import Case
 from tests.unit.cost.families import MODELS, make_config, section
 
 VOCABULARY, HIDDEN, LAYERS = 500, 64, 3

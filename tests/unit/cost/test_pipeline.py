@@ -6,18 +6,26 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise import cost
 from shardwise.config import Config, Layout, check_layout, load_config
-from shardwise.cost import MemoryEstimate
-from shardwise.cost.case import Case
-from shardwise.cost.flight import Pass, peak
-from shardwise.mesh import Group
-from shardwise.models import build_model
+from shardwise.config.stages import Stage
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import placements
 from shardwise.models.blocks import Part
-from shardwise.placement import placements
-from shardwise.plan import Stage, local_parameter_count, parameter_count, stage_plan
-from shardwise.plan.order import action_order, in_one_pass
-from shardwise.plan.parameters import local_parameters
+from shardwise.models.build import build_model
+from shardwise.models.parameter_counts import local_parameter_count, local_parameters, parameter_count
+from shardwise.pipeline.action_order import action_order, in_one_pass
+from shardwise.pipeline.in_flight import Pass, peak
+from shardwise.pipeline.partition import stage_plan
+from shardwise.pipeline.simulation import simulate
+from shardwise.planner.communication import evaluation_transfers, step_transfers, wire_bytes
+from shardwise.planner.memory import (
+    MemoryEstimate,
+    checkpoint_bytes,
+    expected_memory,
+    invariant_dropout,
+    memory_by_rank,
+)
+from shardwise.planner.rank_case import Case
 from tests.unit.cost.families import MODELS, family, make_config, section
 
 S, B, H, LAYERS, M = 16, 1, 32, 4, 8
@@ -34,13 +42,13 @@ def config(name: str = "gpt", p: float = 0.0, *, schedule: str = "1f1b", pipelin
 
 
 def memory(chosen: Config, world: int | None = None) -> list[MemoryEstimate]:
-    found = cost.memory_by_rank(chosen, check_layout(chosen, world or chosen.parallel.pipeline))
+    found = memory_by_rank(chosen, check_layout(chosen, world or chosen.parallel.pipeline))
     assert found is not None
     return found
 
 
 def sent(chosen: Config, layout: Layout, **place: int) -> dict[tuple[str, str], float]:
-    found = cost.wire_bytes(cost.step_transfers(chosen, layout, **place))
+    found = wire_bytes(step_transfers(chosen, layout, **place))
     assert found is not None
     return found
 
@@ -105,7 +113,7 @@ def test_the_vocabularys_multiple_is_padding() -> None:
     rows = {multiple: local_parameter_count(chosen.model, 2, vocab_multiple=multiple) for multiple in (1, 16, 64)}
     assert rows[16] - rows[1] == 2 * (32 - 25) * H  # type: ignore[operator]
     assert rows[64] - rows[1] == 2 * (64 - 25) * H  # type: ignore[operator]
-    assert cost.checkpoint_bytes(chosen) == cost.checkpoint_bytes(config("llama"))
+    assert checkpoint_bytes(chosen) == checkpoint_bytes(config("llama"))
 
 
 # ---- memory
@@ -115,7 +123,7 @@ def test_a_pipeline_of_one_is_none() -> None:
     chosen = config(pipeline=1, schedule="gpipe")
     (found,) = memory(chosen)
     assert found.pipeline == 0
-    assert found == cost.expected_memory(config(pipeline=1, train={"global_batch": 1}), Layout(1))
+    assert found == expected_memory(config(pipeline=1, train={"global_batch": 1}), Layout(1))
     assert "pipeline" not in dict(found.rows())
 
 
@@ -126,7 +134,7 @@ def test_a_pipeline_of_one_is_none() -> None:
 def test_activations_of_the_micro_batches_in_flight(schedule: str, flying: list[int]) -> None:
     """A stage keeps what its block saves, with its input, and its output; the last one, what its norm saves."""
     found = memory(config(schedule=schedule, pipeline=4))
-    block = cost.expected_memory(config(pipeline=1), Layout(1))
+    block = expected_memory(config(pipeline=1), Layout(1))
     assert block is not None
     norm = 4 * S * (H + 2)
     each = (block.activations - norm - X) // LAYERS
@@ -166,8 +174,8 @@ def test_gpipe_keeps_the_heads_gradients_of_all_micro_batches() -> None:
 def test_the_rank_that_needs_most_is_what_is_expected() -> None:
     chosen = config(pipeline=4)
     layout, by_rank = check_layout(chosen, 4), memory(chosen)
-    assert cost.expected_memory(chosen, layout) == max(by_rank, key=lambda one: one.total)
-    assert [cost.expected_memory(chosen, layout, pipeline_rank=rank) for rank in range(4)] == by_rank
+    assert expected_memory(chosen, layout) == max(by_rank, key=lambda one: one.total)
+    assert [expected_memory(chosen, layout, pipeline_rank=rank) for rank in range(4)] == by_rank
 
 
 def test_zero_shares_out_a_stages_state() -> None:
@@ -204,7 +212,7 @@ def test_full_recompute_leaves_backward_passes_in_one_part(schedule: str) -> Non
         order = in_one_pass(action_order(parallel, M, rank))
         assert {work.kind for work in order} == {"forward", "backward"}
         assert len(order) == 2 * 2 * M
-    waits = [cost.simulate(parallel, M, recompute).bubble for recompute in ("none", "selective", "full")]
+    waits = [simulate(parallel, M, recompute).bubble for recompute in ("none", "selective", "full")]
     assert waits[0] == waits[1] < waits[2]
 
 
@@ -213,8 +221,7 @@ def test_invariant_masks_are_held_for_all_in_flight() -> None:
     for pipeline in (1, 2):
         chosen = config("gpt", 0.1, pipeline=pipeline, train={"dropout_mode": "invariant"})
         masks[pipeline] = [
-            cost.invariant_dropout(chosen, check_layout(chosen, pipeline), pipeline_rank=rank)
-            for rank in range(pipeline)
+            invariant_dropout(chosen, check_layout(chosen, pipeline), pipeline_rank=rank) for rank in range(pipeline)
         ]
     (whole,), (first, last) = masks[1], masks[2]
     assert whole is not None
@@ -251,10 +258,7 @@ def test_messages_are_cut_as_the_sequence_is() -> None:
 
 def test_evaluation_sends_onwards_only() -> None:
     chosen = config("llama", pipeline=4)
-    found = [
-        cost.wire_bytes(cost.evaluation_transfers(chosen, check_layout(chosen, 4), pipeline_rank=rank))
-        for rank in range(4)
-    ]
+    found = [wire_bytes(evaluation_transfers(chosen, check_layout(chosen, 4), pipeline_rank=rank)) for rank in range(4)]
     assert found == [{("pp", "send"): M * X}] * 3 + [{}]
 
 
@@ -263,7 +267,7 @@ def test_only_the_ends_look_up_and_predict() -> None:
     layout = check_layout(chosen, 8)
     whats = []
     for rank in range(4):
-        transfers = cost.step_transfers(chosen, layout, pipeline_rank=rank)
+        transfers = step_transfers(chosen, layout, pipeline_rank=rank)
         assert transfers is not None
         whats.append({one.what for one in transfers if one.axis == "tp"})
     blocks = {"token ids and targets", "outputs of attention and MLP", "gradients of the inputs of attention and MLP"}
@@ -279,7 +283,7 @@ def test_a_tied_embeddings_gradient_is_summed_over_both_ends(zero: int, pipeline
     for rank in range(pipeline):
         summed = 0
         for data_rank in range(2):
-            transfers = cost.step_transfers(chosen, layout, pipeline_rank=rank, data_rank=data_rank)
+            transfers = step_transfers(chosen, layout, pipeline_rank=rank, data_rank=data_rank)
             assert transfers is not None
             ends = [one for one in transfers if one.what == "gradient of the tied embedding"]
             assert [(one.axis, one.kind, one.ranks) for one in ends] in ([], [(axis, "all_reduce", 2)])
@@ -291,7 +295,7 @@ def test_a_tied_embeddings_gradient_is_summed_over_both_ends(zero: int, pipeline
 def test_where_one_rank_has_both_ends_there_is_nothing_to_sum() -> None:
     chosen = config(schedule="zbv")
     for rank in range(2):
-        transfers = cost.step_transfers(chosen, check_layout(chosen, 2), pipeline_rank=rank)
+        transfers = step_transfers(chosen, check_layout(chosen, 2), pipeline_rank=rank)
         assert transfers is not None
         assert "gradient of the tied embedding" not in {one.what for one in transfers}
 
@@ -300,7 +304,7 @@ def test_padding_at_the_ends_is_not_sent() -> None:
     chosen = config(parallel={"tensor": 2, "vocab_multiple": 32})
     found = []
     for tensor_rank in range(2):
-        transfers = cost.step_transfers(chosen, check_layout(chosen, 4), tensor_rank=tensor_rank)
+        transfers = step_transfers(chosen, check_layout(chosen, 4), tensor_rank=tensor_rank)
         assert transfers is not None
         found += [one.bytes for one in transfers if one.what == "gradient of the tied embedding"]
     assert found == [4 * 32 * H, 4 * 18 * H]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shardwise.config import ParallelConfig, Schedule
-from shardwise.config.pipeline import fits_schedule
-from shardwise.cost.simulation import Simulation, bubble, simulate
+from shardwise.config.rules import fits_schedule
+from shardwise.pipeline.simulation import Simulation, bubble, simulate
 
 MICRO_BATCHES = range(1, 13)
 ALL: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
-from shardwise.cost import simulate
-from shardwise.cost.blocks import Program
-from shardwise.cost.rates import Group, collective, fitted, group, matmul
-from shardwise.cost.step import step_time
-from shardwise.cost.timeline import StageTimes, makespan, timeline
-from shardwise.devices import cluster, load_device
+from shardwise.pipeline.simulation import simulate
+from shardwise.pipeline.timeline import StageTimes, makespan, timeline
+from shardwise.planner.block_seconds import Program
+from shardwise.planner.device_seconds import Group, collective, fitted, group, matmul
+from shardwise.planner.device_specs import cluster, load_device
+from shardwise.planner.step_time import step_time
 
 ROOT = Path(__file__).parents[3]
 A100 = load_device("a100")

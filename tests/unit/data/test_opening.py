@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from shardwise import hub
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, config_from
+from shardwise.data import hub
 from shardwise.data.formats import stream as stream_data
 from shardwise.data.opening import Glance, glance, inspect, prepare
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.data.reading.sources import open_source
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.errors import ConfigError, DataError
 from tests.dist.training import FAMILIES
 from tests.unit.data import hdf5_shards
 
@@ -32,7 +32,7 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with data of each kind, a tokenizer of 257 tokens, and no network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("shardwise.hub.HubFiles.download", None)
+    monkeypatch.setattr("shardwise.data.hub.HubFiles.download", None)
     monkeypatch.setattr("shardwise.data.cache.locked", None)
     (tmp_path / "one.jsonl").write_text('{"text": "one"}\n{"text": \n')
     (tmp_path / "bad.jsonl").write_text('{"text": \n')

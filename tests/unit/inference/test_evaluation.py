@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from shardwise.data import IGNORE, Batch
-from shardwise.inference.micro_batch import MicroBatch
+from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.train.micro_batch import MicroBatch
 
 
 def tokens(batch: Batch) -> int:

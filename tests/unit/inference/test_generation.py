@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import config_from, load_config
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.errors import ConfigError
-from shardwise.inference.generation import _Uncached
-from shardwise.inference.jobs import Prompt, run_generation
-from shardwise.storage.root import Root
+from shardwise.train.generation import _Uncached
+from shardwise.train.inference_jobs import Prompt, run_generation
 
 
 class Places:

@@ -4,21 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import comm
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import load_config
-from shardwise.errors import ConfigError
-from shardwise.inference import jobs
-from shardwise.mesh import Mesh
-from shardwise.storage.root import Root
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Mesh
+from shardwise.train import inference_jobs
 
 
 def test_ranks_that_find_several_checkpoints_are_told_to_name_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where each node has a disk of its own, and one of them holds a newer step."""
-    monkeypatch.setattr(comm, "all_gather_objects", lambda mine, _: [mine, "/other/step-00000200"])
+    monkeypatch.setattr(collectives, "all_gather_objects", lambda mine, _: [mine, "/other/step-00000200"])
     here = tmp_path / "step-00000100"
     with pytest.raises(ConfigError) as caught:
-        jobs._load(load_config("gpt-tiny"), Root.of(here), Mesh(device="cpu"))
+        inference_jobs._load(load_config("gpt-tiny"), Root.of(here), Mesh(device="cpu"))
     folders = ", ".join(sorted(["/other/step-00000200", str(here)]))
     assert caught.value.problems == [f"the ranks found several checkpoints ({folders}): name one of them"]

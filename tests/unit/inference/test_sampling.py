@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from shardwise.errors import ConfigError, RunError
-from shardwise.inference import Sampler
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.train.generation import Sampler
 
 P = torch.tensor([0.1, 0.5, 0.15, 0.25])
 DRAWS = 4000

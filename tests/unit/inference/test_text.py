@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from shardwise.data import Tokenizer
-from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.inference import Detokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
+from shardwise.train.generation import Detokenizer
 
 TEXT = "naïve 键 and 🎹🎹, then Ωmega\n  done."
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import see
+from shardwise.base.errors import see
 from shardwise.launch.environment import ERROR_FILE
 from shardwise.launch.failure import Failure, read_failure, report_failure, root_cause, signal_name
 

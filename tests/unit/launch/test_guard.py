@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.launch import guard
+from shardwise.launch import local
 from shardwise.launch.environment import PARENT_PID
 from tests.e2e.processes import wait_for
 
@@ -53,18 +53,18 @@ def test_a_parent_that_died_before_is_noticed() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is of Linux")
 def test_a_kernel_that_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: -1))
+    monkeypatch.setattr(local.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: -1))
     with pytest.raises(OSError, match=r"prctl\(PR_SET_PDEATHSIG\) failed"):
-        guard.die_with_parent()
+        local.die_with_parent()
 
 
 def test_elsewhere_a_thread_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[tuple[int, int]] = []
     parents = iter([7, 7, 1])
-    monkeypatch.setattr(guard, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(guard.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(guard.os, "kill", lambda *call: killed.append(call))
-    watcher = threading.Thread(target=guard._watch, args=(7,))
+    monkeypatch.setattr(local, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(local.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(local.os, "kill", lambda *call: killed.append(call))
+    watcher = threading.Thread(target=local._watch, args=(7,))
     watcher.start()
     watcher.join(SECONDS)
     assert killed == [(os.getpid(), signal.SIGKILL)]

@@ -16,7 +16,7 @@ from shardwise.launch import local
 from shardwise.launch.environment import HEARTBEATS, Rank
 from shardwise.launch.failure import Failure, report_done
 from shardwise.launch.local import LaunchError, launch
-from shardwise.launch.stopping import NOTICE
+from shardwise.launch.stop_requests import NOTICE
 from tests.e2e import processes
 from tests.e2e.command import Process, outcome, start
 from tests.e2e.processes import alive

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID
 from shardwise.launch.failure import Failure, read_failure, stop_record
-from shardwise.launch.stopping import NOTICE, training_mark
+from shardwise.launch.stop_requests import NOTICE, training_mark
 
 SCRIPT = """
 import os, signal, sys

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.entry import take_any_character
-from shardwise.launch.stdio import restored
+from shardwise.launch.output import restored
 
 SCRIPT = """
 import os, sys

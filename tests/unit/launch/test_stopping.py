@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch import stopping
+from shardwise.launch import stop_requests
 from shardwise.launch.environment import ERROR_FILE
 
 
@@ -18,16 +18,16 @@ from shardwise.launch.environment import ERROR_FILE
 def _own_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", ERROR_FILE):
         monkeypatch.delenv(name, raising=False)
-    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    before = {number: signal.getsignal(number) for number in stop_requests.SIGNALS}
     yield
-    stopping.install()
+    stop_requests.install()
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr("shardwise.launch.stopping.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("shardwise.launch.stop_requests.time.monotonic", lambda: now[0])
     return now
 
 
@@ -41,28 +41,28 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ],
 )
 def test_the_first_signal_asks_for_a_stop(number: int, name: str, tmp_path: Path) -> None:
-    stopping.install()
-    assert stopping.requested(tmp_path) is None
+    stop_requests.install()
+    assert stop_requests.requested(tmp_path) is None
     os.kill(os.getpid(), number)
-    assert stopping.requested(tmp_path) == name
-    stopping.install()
-    assert stopping.requested(tmp_path) is None, "another run in this process was not asked"
+    assert stop_requests.requested(tmp_path) == name
+    stop_requests.install()
+    assert stop_requests.requested(tmp_path) is None, "another run in this process was not asked"
 
 
 def test_the_second_ends_at_once_but_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     now = clock(monkeypatch)
-    stopping.install()
+    stop_requests.install()
     os.kill(os.getpid(), signal.SIGTERM)
     now[0] += 0.9
     os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` does: to the process and to its group
     now[0] += 0.1
-    with pytest.raises(stopping.Interrupted, match="SIGINT"):
+    with pytest.raises(stop_requests.Interrupted, match="SIGINT"):
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_signal_before_the_time_limit_leaves_the_first_sigterm_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM: SIGUSR1 some minutes before the end of the job, SIGTERM at it."""
-    now, requests = clock(monkeypatch), stopping.Requests()
+    now, requests = clock(monkeypatch), stop_requests.Requests()
     heard = []
     for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
         heard.append(requests.hear(number))
@@ -75,70 +75,70 @@ def test_a_signal_within_the_handler_of_another_is_not_the_first_too(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """`timeout` sends two at once: the handler of the second may run within that of the first."""
-    stopping.install()
-    hear = stopping.Requests.hear
+    stop_requests.install()
+    hear = stop_requests.Requests.hear
 
-    def interrupted(requests: stopping.Requests, number: int) -> bool:
+    def interrupted(requests: stop_requests.Requests, number: int) -> bool:
         if number == signal.SIGUSR1:
             os.kill(os.getpid(), signal.SIGINT)
         return hear(requests, number)
 
-    monkeypatch.setattr(stopping.Requests, "hear", interrupted)
+    monkeypatch.setattr(stop_requests.Requests, "hear", interrupted)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert capfd.readouterr().err == f"{stopping.NOTICE}\n", "the user is told once"
+    assert capfd.readouterr().err == f"{stop_requests.NOTICE}\n", "the user is told once"
 
 
 def test_before_training_a_signal_ends_at_once() -> None:
-    stopping.end_at_once()
-    for number in stopping.SIGNALS:
-        with pytest.raises(stopping.Interrupted):
+    stop_requests.end_at_once()
+    for number in stop_requests.SIGNALS:
+        with pytest.raises(stop_requests.Interrupted):
             os.kill(os.getpid(), number)
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stopping.install()
+    stop_requests.install()
     os.kill(os.getpid(), signal.SIGHUP)
-    assert stopping.requested(tmp_path) is None, "nohup means it"
+    assert stop_requests.requested(tmp_path) is None, "nohup means it"
 
 
 def test_a_process_that_leaves_hears_nothing(tmp_path: Path) -> None:
-    stopping.install()
-    stopping.ignore()
-    for number in stopping.SIGNALS:
+    stop_requests.install()
+    stop_requests.ignore()
+    for number in stop_requests.SIGNALS:
         os.kill(os.getpid(), number)
-    assert stopping.requested(tmp_path) is None
+    assert stop_requests.requested(tmp_path) is None
 
 
 def test_off_the_main_thread_nothing_is_installed() -> None:
-    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
-    for install in (stopping.install, stopping.end_at_once, stopping.ignore):
+    before = {number: signal.getsignal(number) for number in stop_requests.SIGNALS}
+    for install in (stop_requests.install, stop_requests.end_at_once, stop_requests.ignore):
         thread = threading.Thread(target=install)
         thread.start()
         thread.join()
-    assert {number: signal.getsignal(number) for number in stopping.SIGNALS} == before
+    assert {number: signal.getsignal(number) for number in stop_requests.SIGNALS} == before
 
 
 def test_a_file_asks_and_is_forgotten(tmp_path: Path) -> None:
-    stopping.install()
-    stopping.request(tmp_path, "`shardwise stop`")
-    assert stopping.requested(tmp_path) == stopping.requested(str(tmp_path)) == "`shardwise stop`"
-    assert stopping.requested(None) is None, "another rank of this machine looks"
-    stopping.clear(tmp_path)
-    assert stopping.requested(tmp_path) is None
-    stopping.clear(tmp_path)
+    stop_requests.install()
+    stop_requests.request(tmp_path, "`shardwise stop`")
+    assert stop_requests.requested(tmp_path) == stop_requests.requested(str(tmp_path)) == "`shardwise stop`"
+    assert stop_requests.requested(None) is None, "another rank of this machine looks"
+    stop_requests.clear(tmp_path)
+    assert stop_requests.requested(tmp_path) is None
+    stop_requests.clear(tmp_path)
     (tmp_path / "stop.json").touch()
-    assert stopping.requested(tmp_path) == "stop.json", "`touch` asks too"
+    assert stop_requests.requested(tmp_path) == "stop.json", "`touch` asks too"
 
 
 def test_only_rank_0_of_a_launched_run_tells_that_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopping.install()
+    stop_requests.install()
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     for rank, told in (("1", False), ("0", True)):
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2")):
             monkeypatch.setenv(name, value)
-        stopping.install()
-        assert stopping.training_mark(tmp_path).exists() == told
+        stop_requests.install()
+        assert stop_requests.training_mark(tmp_path).exists() == told
 
 
 def test_a_closed_terminal_hears_nothing() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.errors import ConfigError
+from shardwise.base.errors import ConfigError
 from shardwise.launch import tasks
 from shardwise.launch.environment import Rank, joined, may_be_a_task
 from shardwise.launch.failure import Failure

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from torch import nn
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config, config_from
-from shardwise.errors import ConfigError
-from shardwise.mesh import Group
-from shardwise.models import build_model, check_own
+from shardwise.distributed.mesh import Group
+from shardwise.models.build import build_model
+from shardwise.models.user_model import check_own
 
 HEAD = """
 import torch

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.mesh import Group
-from shardwise.models import build_model
-from shardwise.parallel import DropoutKey
+from shardwise.distributed.mesh import Group
+from shardwise.layers.dropout import DropoutKey
+from shardwise.models.build import build_model
 from tests.unit.cost.families import make_config, section
 
 

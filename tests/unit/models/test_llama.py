@@ -10,11 +10,11 @@ from torch import Tensor
 
 from shardwise.config import Decoder, LlamaConfig
 from shardwise.config.decoders import Olmo2Config, Qwen3Config
-from shardwise.models import Llama
+from shardwise.distributed.placement import placements
+from shardwise.layers.dropout import DropoutKey
 from shardwise.models.attention import AttentionCore
-from shardwise.models.cache import KeyValueCache
-from shardwise.parallel import DropoutKey
-from shardwise.placement import placements
+from shardwise.models.key_value_cache import KeyValueCache
+from shardwise.models.llama import Llama
 from tests.unit.parallel.groups import pretend_group
 
 SIZES: dict[str, Any] = {

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise._torch_private import fake_tensors
+from shardwise.base.errors import ConfigError, see
 from shardwise.config import check_layout
-from shardwise.errors import ConfigError, see
-from shardwise.mesh import Group
-from shardwise.models import check_own
-from shardwise.placement import placements
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import placements
+from shardwise.distributed.torch_private import fake_tensors
+from shardwise.models.user_model import check_own
 from tests.unit.models.own_classes import HEAD, PLAIN, Write, build, config, problem, problems, unbuildable
 
 # ---- where it is looked for

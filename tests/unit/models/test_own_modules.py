@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from shardwise.errors import ConfigError
+from shardwise.base.errors import ConfigError
 from tests.unit.models.own_classes import Write, build, config, unbuildable
 from tests.unit.parallel.groups import pretend_group
 

@@ -9,7 +9,7 @@ import transformers
 
 from shardwise.config import GPTNeoXConfig, LlamaConfig, model_from
 from shardwise.config.hugging_face import from_hugging_face
-from shardwise.config.rope import LENGTH
+from shardwise.config.rope_scaling import LENGTH
 from shardwise.models.rotary import Rotary, frequencies, rotate
 
 LONGEST = 64

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.monitor.devices import Device, Process, devices, owners
-from shardwise.monitor.run import Run
-from shardwise.runlog import RunLock
+from shardwise.runs.folder import RunLock
+from shardwise.runs.local_devices import Device, Process, devices, owners
+from shardwise.runs.run import Run
 from tests import monitor_runs
 from tests.monitor_runs import GIB, Mesh, Start, write_run
 

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shardwise.monitor.export import RunCollector
-from shardwise.monitor.lost import CAUSES
-from shardwise.monitor.run import Run
+from shardwise.runs.lost_time import CAUSES
+from shardwise.runs.prometheus import RunCollector
+from shardwise.runs.run import Run
 from tests.monitor_runs import FIRST, GIB, Start, write_run
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -64,7 +64,7 @@ def test_a_scrape_reads_what_was_added(path: Path) -> None:
 
 
 def test_the_page_and_the_dashboard_name_the_metrics(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.monitor.run.RunLock.is_held", lambda _: True)  # so that it has an ETA
+    monkeypatch.setattr("shardwise.runs.run.RunLock.is_held", lambda _: True)  # so that it has an ETA
     exported = scraped(registry_of(path))
     page = (DOCS / "watching.md").read_text(encoding="utf-8")
     assert set(exported) == set(re.findall(r"`(shardwise_\w+)`", page))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.monitor import lines
-from shardwise.monitor.lines import Growing, last, last_of_rank
+from shardwise.runs import json_lines
+from shardwise.runs.json_lines import Growing, last, last_of_rank
 from tests import monitor_runs
 
 
@@ -29,7 +29,7 @@ START, EVAL = {"event": "start"}, {"event": "eval", "step": 3}
 def test_a_line_is_read_once_and_only_when_it_is_whole(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(json_lines, "_CHUNK_BYTES", chunk)
     file = Growing(tmp_path / "metrics.jsonl", whole=True)
     assert not file.was_replaced()
     assert list(file.new()) == []  # it is not there yet
@@ -92,7 +92,7 @@ def test_the_last_start_of_a_rank_is_found_wherever_it_is(steps: int, tmp_path: 
     path = run / "ranks/rank-0000.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     former, later = [record for record in records if record.get("event") == "start"]
-    began = lines.seconds_of(later) - monitor_runs.BEFORE_TRAINING
+    began = json_lines.seconds_of(later) - monitor_runs.BEFORE_TRAINING
     assert last_of_rank(path, start=True, after=began) == (later, records[-1])
     assert last_of_rank(path, start=True, after=None)[0] == (later if steps == 3 else former)
     assert last_of_rank(path, start=False, after=began)[0] == (later if steps == 3 else {})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.monitor.lost import CAUSES, LostTime, number
+from shardwise.runs.lost_time import CAUSES, LostTime, number
 from tests.monitor_runs import stamp
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
-from shardwise.monitor.report.chart import Curve, line_chart, short, stacked_chart, time_ticks
-from shardwise.monitor.report.numbers import columns
-from shardwise.monitor.series import PARTS
-from shardwise.runlog import json_text
+from shardwise.runs.folder import json_text
+from shardwise.runs.json_lines import PARTS
+from shardwise.runs.report.chart import Curve, line_chart, short, stacked_chart, time_ticks
+from shardwise.runs.report.numbers import columns
 from tests.monitor_runs import FIRST, SPLIT, Mesh, Start, ending, loss_of, write_big, write_run
 
 HOSTILE = "<script>alert('x')</script>"

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigError
 from shardwise.cli import main
-from shardwise.errors import ConfigError
-from shardwise.monitor.report.numbers import report_of
-from shardwise.monitor.run import Run, Unreadable, folders, open_run, runs
-from shardwise.monitor.screen.frame import Reader, frame_of
-from shardwise.monitor.screen.panels import told_event
-from shardwise.monitor.summary import snapshot
-from shardwise.runlog import FORMAT, RunLock, json_text
+from shardwise.runs.folder import FORMAT, RunLock, json_text
+from shardwise.runs.report.numbers import report_of
+from shardwise.runs.run import Run, Unreadable, folders, open_run, runs
+from shardwise.runs.screen.frame import Reader, frame_of
+from shardwise.runs.screen.panels import told_event
+from shardwise.runs.summary import snapshot
 from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, ending, loss_of, write_big, write_run
 
 RESTARTED = [Start(0, 27, "failed: RunError: a rank ended"), Start(20, 25, None), Start(20, 130)]
@@ -285,7 +285,7 @@ def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pyte
     path = write_run(tmp_path / "run")
     run = Run(path, whole=False)
     with monkeypatch.context() as patched:
-        patched.setattr("shardwise.monitor.lines.open_plain", refuse)
+        patched.setattr("shardwise.runs.json_lines.open_plain", refuse)
         assert run.refresh() is False, "what was read stays"
         with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read: Permission denied"):
             open_run(path, whole=False)

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from shardwise.base.errors import ConfigError
 from shardwise.cli import top
-from shardwise.errors import ConfigError
-from shardwise.monitor.screen import ink, ranks
-from shardwise.monitor.screen.app import Panel, Top
-from shardwise.monitor.screen.frame import Frame, Reader, Span
+from shardwise.runs.screen import drawing, views
+from shardwise.runs.screen.app import Panel, Top
+from shardwise.runs.screen.frame import Frame, Reader, Span
 from tests.monitor_runs import FIRST, Mesh, Start, write_run
 
 STARTS = (Start(0, 80, "failed: RankLost: rank 3 on node-000 has ended"), Start(60, 400, None))
@@ -136,7 +136,7 @@ def test_colours(run: Path) -> None:
 
     async def body(_: Pilot[None]) -> None:
         text = app.query_one("#strips", Panel).render()
-        wrong = [text.plain[span.start : span.end].strip() for span in text.spans if ink.BAD in str(span.style)]
+        wrong = [text.plain[span.start : span.end].strip() for span in text.spans if drawing.BAD in str(span.style)]
         assert wrong == ["rank 5 ×2.00", "██"]
         assert app.export_screenshot().startswith("<svg")
 
@@ -146,7 +146,7 @@ def test_colours(run: Path) -> None:
 def test_a_cell_shows_the_worst_of_its_ranks(run: Path) -> None:
     frame = Reader(run).read()
     many = replace(frame, ranks=[replace(view, rank=at, place={}) for at, view in enumerate([*frame.ranks] * 64)])
-    strip = ranks.strips(many, 80, 4)[1]
+    strip = views.strips(many, 80, 4)[1]
     assert strip.plain.count("█") == 50  # of 1,024 ranks every 16th is slow, and a cell stands for 20
 
 

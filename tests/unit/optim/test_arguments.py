@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardwise import LAMB, ZeroRedundancyOptimizer
-from shardwise.optim.arguments import REPLACED
+from shardwise.optim.checks import REPLACED
 from tests.unit.optim.net import make
 
 NAMES = set(inspect.signature(ZeroRedundancyOptimizer).parameters)

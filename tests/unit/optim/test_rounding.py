@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise import LAMB, ZeroRedundancyOptimizer, device
-from shardwise.optim import norms, rounding
-from shardwise.optim.norms import ElementRun
-from shardwise.placement import named_pieces
-from shardwise.plan import chunks
+from shardwise import LAMB, ZeroRedundancyOptimizer
+from shardwise.distributed import devices as device
+from shardwise.distributed.placement import named_pieces
+from shardwise.layers import chunks
+from shardwise.optim import gradient_norms, stochastic_rounding
+from shardwise.optim.gradient_norms import ElementRun
 from tests.unit.optim.net import PLAIN, assert_equal, batch, make, train
 
 SEED = 5
@@ -54,7 +55,7 @@ def expected(x: Tensor, bits: Words) -> Tensor:
 
 def rounded(x: Tensor, bits: Tensor, *, keeps_nan: bool = True) -> Tensor:
     found = torch.empty_like(x, dtype=torch.bfloat16)
-    rounding.round_into(found, x.clone(), bits, keeps_nan=keeps_nan)
+    stochastic_rounding.round_into(found, x.clone(), bits, keeps_nan=keeps_nan)
     return found
 
 
@@ -158,7 +159,7 @@ def test_each_class_computes_in_float32_and_rounds_by_the_definition(
 def test_further_tensors_have_bits_of_their_own() -> None:
     weight = nn.Linear(3, 2, bias=False).bfloat16()
     optimizer = ZeroRedundancyOptimizer(weight.parameters(), torch.optim.SGD, lr=1.0, **STOCHASTIC)
-    bits = rounding.RandomBits(named_pieces(optimizer.param_groups, 0), SEED)
+    bits = stochastic_rounding.RandomBits(named_pieces(optimizer.param_groups, 0), SEED)
     found = list(bits.of(ElementRun(optimizer.buckets[0], 0, 6), 9, 7))
     for lane, wanted in zip(found, expected_bits(" (2, 3) 0 of stage 0", 9, 7, 6), strict=True):
         assert lane.tolist() == wanted.tolist()
@@ -267,7 +268,7 @@ def test_a_state_of_before_rounding_loads() -> None:
 
 
 def test_a_device_without_float64_sums_norms_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "widest_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(gradient_norms, "widest_dtype", lambda device: torch.float32)
     monkeypatch.setattr(Tensor, "double", lambda self: pytest.fail("float64 was used"))
     model = make().bfloat16()
     clipped = STOCHASTIC | {"grad_clipping": True}

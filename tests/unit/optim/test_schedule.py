@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from shardwise.config import Config, config_from
-from shardwise.optim import learning_rate
+from shardwise.optim.learning_rate import learning_rate
 from tests.arch.source import ROOT
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import LAMB, ZeroRedundancyOptimizer, load_checkpoint, save_checkpoint
-from shardwise.boxes import Box
-from shardwise.placement import Init, Piece
+from shardwise.base.tensor_box import Box
+from shardwise.distributed.placement import Init, Piece
 
 
 @pytest.mark.parametrize("transposed", [False, True])

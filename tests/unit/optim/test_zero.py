@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.optim import update
+from shardwise.optim import master_update
 from shardwise.optim.buckets import Bucket
 from tests.unit.optim.net import PLAIN, Net, assert_equal, batch, make, nothing, set_to_none, train
 
@@ -430,8 +430,8 @@ def test_parameters_travel_while_the_next_bucket_is_updated(monkeypatch: pytest.
     order: list[str] = []
     model = make()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, bucket_mib=1e-5)
-    stepped, gathered = update.step_optimizer, Bucket.start_gather
-    monkeypatch.setattr(update, "step_optimizer", lambda inner: (order.append("update"), stepped(inner)))
+    stepped, gathered = master_update.step_optimizer, Bucket.start_gather
+    monkeypatch.setattr(master_update, "step_optimizer", lambda inner: (order.append("update"), stepped(inner)))
     monkeypatch.setattr(Bucket, "start_gather", lambda bucket: (order.append("gather"), gathered(bucket))[1])
     train(model, optimizer, 1)
     assert len(optimizer.buckets) > 2

@@ -1,6 +1,6 @@
 """Groups without processes, to ask what any rank of any layout would hold."""
 
-from shardwise.mesh import Group
+from shardwise.distributed.mesh import Group
 
 
 def pretend_group(rank: int, size: int) -> Group:

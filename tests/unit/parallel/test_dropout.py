@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.parallel import Dropout, DropoutKey
+from shardwise.layers.dropout import Dropout, DropoutKey
 from tests.unit.parallel.groups import pretend_group
 
 S, B, H = 12, 4, 16
@@ -105,7 +105,7 @@ def test_invariant_masks_do_not_depend_on_how_many_elements_are_hashed_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = masked(Dropout(0.5, layer=0, site=1), key("invariant"))
-    monkeypatch.setattr("shardwise.parallel.dropout.MASK_CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr("shardwise.layers.dropout.MASK_CHUNK_ELEMENTS", 100)
     assert torch.equal(masked(Dropout(0.5, layer=0, site=1), key("invariant")), whole)
 
 

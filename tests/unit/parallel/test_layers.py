@@ -8,24 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise import placement
-from shardwise.errors import ArgumentError
-from shardwise.mesh import Group, Mesh
-from shardwise.parallel import (
+from shardwise.base.errors import ArgumentError
+from shardwise.distributed import placement
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.placement import Init
+from shardwise.layers.dropout import Dropout
+from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
+from shardwise.layers.linear import (
     ColumnParallelLinear,
-    Dropout,
     GQAQKVColumnParallelLinear,
-    LayerNorm,
     MergedColumnParallelLinear,
-    ParallelEmbedding,
-    ParallelLMHead,
-    ReplicatedEmbedding,
-    RMSNorm,
     RowParallelLinear,
-    linear_cross_entropy,
-    parallel_cross_entropy,
 )
-from shardwise.placement import Init
+from shardwise.layers.loss import linear_cross_entropy, parallel_cross_entropy
+from shardwise.layers.norm import LayerNorm, RMSNorm
 from tests.unit.parallel.groups import pretend_group
 
 FOUR = pretend_group(1, 4)
@@ -194,7 +190,7 @@ WITHOUT_GROUP: dict[str, Callable[[Group | None], object]] = {
 def test_without_a_group_in_a_job_of_several_ranks_there_is_one_warning(
     owner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.parallel.arguments._warned", [])
+    monkeypatch.setattr("shardwise.layers.arguments._warned", [])
     make = WITHOUT_GROUP[owner]
     make(None)  # alone: nothing to share
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -208,7 +204,7 @@ def test_without_a_group_in_a_job_of_several_ranks_there_is_one_warning(
 
 
 def test_only_the_first_rank_warns_of_a_missing_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.parallel.arguments._warned", [])
+    monkeypatch.setattr("shardwise.layers.arguments._warned", [])
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "1")
     for make in WITHOUT_GROUP.values():  # warnings are errors
@@ -276,7 +272,7 @@ FROM_OTHER_LIBRARIES: dict[str, tuple[Callable[..., object], dict[str, Any], str
     "column of neuronx-distributed": (
         lambda **options: ColumnParallelLinear(4, 8, **options),
         {"dtype": torch.float32, "init_method": nn.init.ones_, "stride": 2, "keep_master_weight": True, "pad": False},
-        "ColumnParallelLinear does not take init_method (give init=, such as shardwise.placement.Init.normal(0.02)), "
+        "ColumnParallelLinear does not take init_method (give init=, such as shardwise.Init.normal(0.02)), "
         "stride (leave it out: MergedColumnParallelLinear holds several layers of one input) or "
         f"keep_master_weight ({SAME})",
     ),

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from shardwise.plan.buckets import bucket_bytes
+from shardwise.optim.bucket_layout import bucket_bytes
 
 MIB = 2**20
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from shardwise.config import ParallelConfig, Schedule
-from shardwise.config.pipeline import fits_schedule
+from shardwise.config.rules import fits_schedule
 from shardwise.config.sections import SINGLE_STAGE
-from shardwise.cost.simulation import simulate
-from shardwise.plan.order import TIME, Action, action_order, rounds
-from shardwise.plan.stage import rank_of
+from shardwise.config.stages import rank_of
+from shardwise.pipeline.action_order import TIME, Action, action_order, rounds
+from shardwise.pipeline.simulation import simulate
 
 CLASSES: dict[Schedule, str] = {
     "gpipe": "ScheduleGPipe",

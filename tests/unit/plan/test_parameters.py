@@ -6,11 +6,17 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.config import config_from, load_config, recipe_names
-from shardwise.mesh import Group
-from shardwise.models import build_model
-from shardwise.placement import of_or_whole, placements
-from shardwise.plan import canonical_tensor_count, local_parameter_count, matmul_parameter_count, parameter_count
-from shardwise.plan.parameters import LocalParameter, local_parameters
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import of_or_whole, placements
+from shardwise.models.build import build_model
+from shardwise.models.parameter_counts import (
+    LocalParameter,
+    canonical_tensor_count,
+    local_parameter_count,
+    local_parameters,
+    matmul_parameter_count,
+    parameter_count,
+)
 from tests.unit.cost.families import MODELS, family, make_config, meta_model, section
 
 LLAMA2_7B: dict[str, Any] = {

@@ -5,9 +5,8 @@ import itertools
 import pytest
 
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
-from shardwise.plan import compute_shares, stage_plan
-from shardwise.plan.partition import balanced
-from shardwise.plan.stage import rank_of
+from shardwise.config.stages import rank_of
+from shardwise.pipeline.partition import balanced, compute_shares, stage_plan
 
 
 def sizes(config: Config) -> list[int]:

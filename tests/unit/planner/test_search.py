@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cost
+from shardwise.base.errors import ConfigError
 from shardwise.config import OwnConfig, load_config
-from shardwise.devices import cluster
-from shardwise.errors import ConfigError
-from shardwise.planner import search
-from shardwise.planner.search import RESERVED
+from shardwise.planner.device_specs import cluster
+from shardwise.planner.memory import expected_memory
+from shardwise.planner.search import RESERVED, search
 
 CONFIG = load_config("gpt3-23b", ["train.global_batch=512"])
 FIXED = ("train.micro_batch", "train.recompute", "optimizer.zero", "parallel.sequence")
@@ -22,7 +21,7 @@ def test_memory_is_that_of_the_whole_step() -> None:
     plans = search(CONFIG, on, best=1000, fixed=FIXED).plans
     assert {plan.choice.pipeline for plan in plans} > {1, 4}
     for plan in plans:
-        whole = cost.expected_memory(plan.config, plan.layout, True)
+        whole = expected_memory(plan.config, plan.layout, True)
         assert whole is not None
         assert 0.99 < plan.memory.total / whole.total <= 1, plan.choice.text()
 

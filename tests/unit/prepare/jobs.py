@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import DataConfig
+from shardwise.data.prepare.outputs import Format, Outcome
+from shardwise.data.prepare.text import TextJob, convert_text
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
-from shardwise.prepare import Format, Outcome, TextJob, convert_text
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "megatron": {"append_eod": True, "split_sentences": False},

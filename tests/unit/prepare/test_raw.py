@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.opening import inspect
+from shardwise.data.prepare import raw
+from shardwise.data.prepare.raw import RawJob, convert_raw
 from shardwise.data.reading.detect import is_raw_tokens
 from shardwise.data.reading.megatron import IndexedFile
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.errors import ConfigError, DataError
-from shardwise.prepare import raw
-from shardwise.prepare.raw import RawJob, convert_raw
 
 END = 9
 IDS = [5, 600, END, 700, END, END, 300, 8]

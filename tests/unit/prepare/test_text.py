@@ -14,14 +14,15 @@ import h5py
 import numpy as np
 import pytest
 
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.data.prepare import hdf5, tokens, work_folder
+from shardwise.data.prepare import tokens as batches
+from shardwise.data.prepare.outputs import Format, Output
+from shardwise.data.prepare.text import _Conversion
 from shardwise.data.reading.hdf5 import Shard, ShardRows, in_list
 from shardwise.data.reading.megatron import IndexedFile, IndexedWriter
-from shardwise.data.tokens.cutting import cut_sentences
+from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer
-from shardwise.errors import ConfigError, DataError
-from shardwise.prepare import Format, batches, hdf5, space, tokens, work
-from shardwise.prepare.outputs import Output
-from shardwise.prepare.text import _Conversion
 from tests.unit.prepare.jobs import Folder, Told, write_jsonl
 
 FORMATS: tuple[Format, ...] = ("megatron", "arrow", "hdf5")
@@ -33,8 +34,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 400)
     monkeypatch.setattr(tokens, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr("shardwise.data.reading.sources.PIECE_CHARACTERS", 150)
-    monkeypatch.setattr("shardwise.data.tokens.windows.MARGINS", (60,))
-    monkeypatch.setattr("shardwise.data.tokens.windows.SHIFT", 13)
+    monkeypatch.setattr("shardwise.data.tokens.encoding.MARGINS", (60,))
+    monkeypatch.setattr("shardwise.data.tokens.encoding.SHIFT", 13)
     monkeypatch.setattr("os.fsync", lambda _file: None)  # nothing here loses power, and a busy disk takes its time
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 
@@ -231,7 +232,7 @@ def test_a_text_that_changed_meanwhile_is_begun_anew(folder: Folder, monkeypatch
 
 def test_tokens_that_were_lost_meanwhile_are_made_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_off(folder, monkeypatch, "out")
-    (lost,) = work.WorkFolder(folder.job("megatron", "out").output).folder.glob("*.sizes")
+    (lost,) = work_folder.WorkFolder(folder.job("megatron", "out").output).folder.glob("*.sizes")
     lost.write_bytes(b"")
     told = Told()
     folder.run(folder.job("megatron", "out"), told=told)
@@ -246,14 +247,14 @@ def test_another_preparation_that_was_cut_off_is_removed(folder: Folder, monkeyp
 
 
 def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, output: str) -> None:
-    def dying(self: work.WorkFolder, state: dict[str, Any]) -> None:
+    def dying(self: work_folder.WorkFolder, state: dict[str, Any]) -> None:
         save(self, state)
         if state["progress"]["written"]["documents"] > 20:
             raise Killed
 
-    save = work.WorkFolder.save
+    save = work_folder.WorkFolder.save
     with monkeypatch.context() as patch:
-        patch.setattr(work.WorkFolder, "save", dying)
+        patch.setattr(work_folder.WorkFolder, "save", dying)
         with pytest.raises(Killed):
             folder.run(folder.job("megatron", output))
 
@@ -299,7 +300,7 @@ def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.Mon
         free = 100_000
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage)
-    monkeypatch.setattr(space, "_LEAST", 0)
+    monkeypatch.setattr(work_folder, "_LEAST", 0)
     folder.run(folder.job("megatron", "small"))
     with pytest.raises(DataError, match=r"\(97\.7 KiB free\) must have about .* MiB free: make room"):
         folder.run(folder.job("hdf5", "out", dupe_factor=100))
@@ -313,13 +314,13 @@ def test_what_a_packed_text_takes_is_a_guess_that_refuses_nothing(
         free = 1000
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage)
-    monkeypatch.setattr(space, "_LEAST", 0)
+    monkeypatch.setattr(work_folder, "_LEAST", 0)
     told: list[str] = []
-    space.check_room(10**6, 0, tmp_path / "out", told.append, packed=True)
+    work_folder.check_room(10**6, 0, tmp_path / "out", told.append, packed=True)
     (line,) = told
     assert "may take 977 KiB, as its text is packed, and 1000 B are free" in line
     with pytest.raises(DataError, match="make room"):
-        space.check_room(10**6, 0, tmp_path / "out", told.append, packed=False)
+        work_folder.check_room(10**6, 0, tmp_path / "out", told.append, packed=False)
 
 
 @pytest.mark.parametrize("format_", FORMATS)
@@ -327,16 +328,16 @@ def test_the_estimate_is_enough(folder: Folder, format_: Format, monkeypatch: py
     if format_ == "arrow":
         pytest.importorskip("datasets")
     needed = []
-    monkeypatch.setattr(space, "check_room", lambda amount, *_, **__: needed.append(amount))
+    monkeypatch.setattr(work_folder, "check_room", lambda amount, *_, **__: needed.append(amount))
     most = 0
-    save = work.WorkFolder.save
+    save = work_folder.WorkFolder.save
 
-    def watched(self: work.WorkFolder, state: dict[str, Any]) -> None:
+    def watched(self: work_folder.WorkFolder, state: dict[str, Any]) -> None:
         nonlocal most
-        most = max(most, space.bytes_below(self.folder))
+        most = max(most, work_folder.bytes_below(self.folder))
         save(self, state)
 
-    monkeypatch.setattr(work.WorkFolder, "save", watched)
+    monkeypatch.setattr(work_folder.WorkFolder, "save", watched)
     folder.run(folder.job(format_, "out"))
     assert most <= needed[0] + 20_000 <= 3 * most + 40_000, "headers and the state are not counted"
 
@@ -344,13 +345,13 @@ def test_the_estimate_is_enough(folder: Folder, format_: Format, monkeypatch: py
 def test_a_full_disk_is_a_sentence_and_loses_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
 
-        def full(self: work.WorkFolder, state: dict[str, Any]) -> None:
+        def full(self: work_folder.WorkFolder, state: dict[str, Any]) -> None:
             if state["progress"]["written"]["documents"] > 20:
                 raise OSError(errno.ENOSPC, "No space left on device")
             save(self, state)
 
-        save = work.WorkFolder.save
-        patch.setattr(work.WorkFolder, "save", full)
+        save = work_folder.WorkFolder.save
+        patch.setattr(work_folder.WorkFolder, "save", full)
         with pytest.raises(DataError, match=r"out cannot be written: No space left on device; what is finished stays"):
             folder.run(folder.job("megatron", "out"))
     told = Told()
@@ -360,7 +361,10 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(folder: Folder, monkeypatch
 
 def test_two_at_once_do_not_meet(folder: Folder) -> None:
     job = folder.job("megatron", "out")
-    with work.WorkFolder(job.output).held(), pytest.raises(ConfigError, match="is being prepared by another process"):
+    with (
+        work_folder.WorkFolder(job.output).held(),
+        pytest.raises(ConfigError, match="is being prepared by another process"),
+    ):
         folder.run(job)
 
 
@@ -453,8 +457,8 @@ def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
 
 def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.run(folder.job("megatron", "alone"))
-    monkeypatch.setattr("shardwise.prepare.text._SMALL_BYTES", 0)
-    monkeypatch.setattr("shardwise.prepare.workers.CORES_OF_A_PROCESS", 0)
+    monkeypatch.setattr("shardwise.data.prepare.text._SMALL_BYTES", 0)
+    monkeypatch.setattr("shardwise.data.prepare.tokens.CORES_OF_A_PROCESS", 0)
     folder.run(folder.job("megatron", "several"))
     for suffix in (".bin", ".idx"):
         assert (folder.at / f"several{suffix}").read_bytes() == (folder.at / f"alone{suffix}").read_bytes()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import ConfigError
-from shardwise.prepare.work import WorkFolder
+from shardwise.base.errors import ConfigError
+from shardwise.data.prepare.work_folder import WorkFolder
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from shardwise.errors import RunError
-from shardwise.prepare.workers import Workers
+from shardwise.base.errors import RunError
+from shardwise.data.prepare.tokens import Workers
 
 
 def test_results_come_in_the_order_of_tasks() -> None:

@@ -10,8 +10,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.storage.chunks import MIN_CHUNK_BYTES, ChunkedReader, ChunkedWriter, FileEntry, chunk_bytes
-from shardwise.storage.root import DamageError, Root
+from shardwise.checkpoint.storage.chunks import MIN_CHUNK_BYTES, ChunkedReader, ChunkedWriter, FileEntry, chunk_bytes
+from shardwise.checkpoint.storage.root import DamageError, Root
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 CHUNK = MIN_CHUNK_BYTES

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.errors import ConfigError
-from shardwise.storage import fetch as fetching
-from shardwise.storage.fetch import Fetched, fetch, find
-from shardwise.storage.root import Root, StoreError
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.storage import fetch as fetching
+from shardwise.checkpoint.storage.fetch import Fetched, fetch, find
+from shardwise.checkpoint.storage.root import Root, StoreError
 from tests.loopback_files import Server, serve
 
 CONTENT = np.random.default_rng(0).bytes(5_000_000)

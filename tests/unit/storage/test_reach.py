@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.storage import reach
-from shardwise.storage.root import Root, StoreError
+from shardwise.checkpoint.storage import root as reach
+from shardwise.checkpoint.storage.root import Root, StoreError
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import ConfigError
-from shardwise.storage import write_behind as behind
-from shardwise.storage.root import Root, StoreError
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.storage import root as behind
+from shardwise.checkpoint.storage.root import Root, StoreError
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.base.errors import ConfigError, DataError, RunError, StoppedError
+from shardwise.base.user_code import given
 from shardwise.cli import main
 from shardwise.config import check_layout
-from shardwise.config.resumption import resume_problems
-from shardwise.data import prepare
-from shardwise.errors import ConfigError, DataError, RunError, StoppedError
-from shardwise.launch import stopping
-from shardwise.monitor.run import Run
+from shardwise.config.resume_rules import resume_problems
+from shardwise.data.opening import prepare
+from shardwise.launch import stop_requests
+from shardwise.runs.run import Run
 from shardwise.train.hooks import Told, check_hooks, own_optimizer
-from shardwise.user_code import given
 from tests import own_hooks
 from tests.dist.training import MODEL, make_config
 from tests.e2e.command import MINIATURE, within
@@ -146,7 +146,7 @@ def test_a_callback_stops_by_true_alone(
     value: object, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(stopping, "request", lambda run, by: asked.append(by))
+    monkeypatch.setattr(stop_requests, "request", lambda run, by: asked.append(by))
     with (
         given({"a:b": lambda event: value}),
         Told(tmp_path / "m.jsonl", make_config(hooks={"callbacks": ["a:b"]})) as m,

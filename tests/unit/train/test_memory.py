@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import device as devices
-from shardwise import units
+from shardwise.base import units
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, config_from
-from shardwise.cost import expected_memory
-from shardwise.device import is_out_of_memory
-from shardwise.errors import ConfigError
+from shardwise.distributed import devices
+from shardwise.distributed.devices import is_out_of_memory
+from shardwise.planner.memory import expected_memory
 from shardwise.train.memory import out_of_memory_text, require_device
 from shardwise.train.trainer import Progress
 

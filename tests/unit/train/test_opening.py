@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import load_config
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.errors import ConfigError
-from shardwise.mesh import Mesh
-from shardwise.storage.root import Root
+from shardwise.distributed.mesh import Mesh
 from shardwise.train import opening
 from tests.dist.training import make_config
 
@@ -54,7 +54,7 @@ def test_a_failure_on_this_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.hub.resolve", lambda *_, **__: tmp_path / "0123")
+    monkeypatch.setattr("shardwise.data.hub.resolve", lambda *_, **__: tmp_path / "0123")
     monkeypatch.setattr(opening.comm, "any_rank", lambda is_true, group: True)
     monkeypatch.setattr(opening.comm, "all_gather_objects", lambda mine, group: [mine, "4567" if mine else mine])
     told = r"checkpoint\.load \(acme/tiny\) must be one commit on every machine: set checkpoint\.revision=0123"

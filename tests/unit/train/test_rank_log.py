@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from shardwise.config import Layout, load_config
-from shardwise.cost import expected_memory
-from shardwise.plan import parameter_count
-from shardwise.runlog import RunDirectory
+from shardwise.models.parameter_counts import parameter_count
+from shardwise.planner.memory import expected_memory
+from shardwise.runs.folder import RunDirectory
 from shardwise.train import report
 from shardwise.train.record import StepRecord
 from shardwise.train.report import Reporter

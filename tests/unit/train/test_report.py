@@ -12,13 +12,14 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardwise import units
+from shardwise.base import units
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, check_layout, config_from
-from shardwise.cost import expected_memory, flops_per_token, invariant_dropout, neediest_rank
-from shardwise.pipeline import StageSeconds, StepTiming
-from shardwise.plan import parameter_count
-from shardwise.runlog import RunDirectory
+from shardwise.models.parameter_counts import parameter_count
+from shardwise.pipeline.clock import StageSeconds, StepTiming
+from shardwise.planner.memory import expected_memory, invariant_dropout, neediest_rank
+from shardwise.planner.rank_case import flops_per_token
+from shardwise.runs.folder import RunDirectory
 from shardwise.train import report
 from shardwise.train.record import StepRecord, Throughput
 from shardwise.train.report import Reporter

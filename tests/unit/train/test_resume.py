@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint_format.manifest import Manifest
-from shardwise.checkpoint_format.owner import Owner, take
-from shardwise.checkpoint_format.verify import verify
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.storage.owner import Owner, take
+from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config
-from shardwise.errors import ConfigError, RunError
-from shardwise.mesh import Mesh
-from shardwise.runlog import RunDirectory, RunLock
-from shardwise.storage.root import Root, StoreError
+from shardwise.distributed.mesh import Mesh
+from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise.train import resume
 from shardwise.train.record import Progress, end_of_run
 from shardwise.train.resume import find_checkpoints, goes_back, went_back

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.base.errors import ConfigError, DataError, LostPeerError, RunError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Layout, load_config
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.errors import ConfigError, DataError, LostPeerError, RunError
-from shardwise.mesh import Mesh
-from shardwise.storage.root import Root
+from shardwise.distributed.mesh import Mesh
 from shardwise.train.record import Progress
 from shardwise.train.run import _changes, _explained, _report_weights, _with_one_batch, run
 from tests.dist.training import make_config
@@ -86,7 +86,7 @@ def test_fault_07_a_run_says_what_it_changes_beside_loaded_weights(tmp_path: Pat
 
 def test_all_ranks_have_the_batch_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """On another machine than the run's folder, a resumed run's number is not known."""
-    monkeypatch.setattr("shardwise.comm.broadcast_object", lambda value, group: 12)
+    monkeypatch.setattr("shardwise.distributed.collectives.broadcast_object", lambda value, group: 12)
     mesh = Mesh(device="cpu")
     assert (
         _with_one_batch(load_config("llama2-tiny", ["train.global_batch=4 per 1 ranks"]), mesh).train.global_batch == 12
@@ -102,9 +102,9 @@ def test_a_rank_gives_up_a_collective_after_the_keys_seconds(monkeypatch: pytest
         raise InterruptedError
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("shardwise.device.local_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr("shardwise.mesh.meet", lambda *_: None)
-    monkeypatch.setattr("shardwise.patience.start", lambda _: False)
+    monkeypatch.setattr("shardwise.distributed.devices.local_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("shardwise.distributed.mesh.meet", lambda *_: None)
+    monkeypatch.setattr("shardwise.distributed.rendezvous.start", lambda _: False)
     monkeypatch.setattr(dist, "init_process_group", join)
     with pytest.raises(InterruptedError):
         run(make_config(launch={"timeout": 7.5}), None, "tiny")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from shardwise.config import LlamaConfig
-from shardwise.mesh import Mesh
-from shardwise.models import Llama
-from shardwise.train.sample import continue_text
+from shardwise.distributed.mesh import Mesh
+from shardwise.models.llama import Llama
+from shardwise.train.final_sample import continue_text
 
 MODEL: dict[str, Any] = {
     "family": "llama",

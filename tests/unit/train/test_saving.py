@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 
+from shardwise.base.errors import LostPeerError, RunError, see
 from shardwise.checkpoint.save import Saved, Saver
-from shardwise.errors import LostPeerError, RunError, see
-from shardwise.mesh import Mesh
-from shardwise.runlog import RunDirectory
-from shardwise.train.followed import FollowedFolder
+from shardwise.distributed.mesh import Mesh
+from shardwise.runs.folder import RunDirectory
+from shardwise.train.opening import FollowedFolder
 from shardwise.train.record import Progress
 from shardwise.train.saving import Checkpoints
 from tests.unit.train.test_report import config, reporter

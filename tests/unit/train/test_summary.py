@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 
-from shardwise import cost, units
+from shardwise.base import units
 from shardwise.config import CheckpointConfig, Config, Layout, check_layout, config_from
-from shardwise.plan import compute_shares, local_parameter_count, parameter_count, stage_plan
-from shardwise.train.picture import schedule_picture
-from shardwise.train.summary import dry_run
+from shardwise.models.parameter_counts import local_parameter_count, parameter_count
+from shardwise.pipeline.partition import compute_shares, stage_plan
+from shardwise.pipeline.simulation import simulate
+from shardwise.planner.communication import step_transfers, wire_bytes
+from shardwise.planner.memory import checkpoint_bytes, expected_memory, invariant_dropout, memory_by_rank, neediest_rank
+from shardwise.planner.rank_case import flops_per_token, recomputed_flops_per_token
+from shardwise.train.summary import dry_run, schedule_picture
 
 SIZES: dict[str, Any] = {
     "vocab_size": 500,
@@ -41,8 +45,8 @@ def rows(config: Config, layout: Layout = Layout(1), accelerator: bool = False) 
 def test_every_family_is_told(family: str) -> None:
     chosen = config(family)
     found, parameters = rows(chosen, Layout(2, tensor=2)), parameter_count(chosen.model)
-    flops = cost.flops_per_token(chosen.model, 64, chosen.data.predictions(64))
-    memory = cost.expected_memory(chosen, Layout(2, tensor=2))
+    flops = flops_per_token(chosen.model, 64, chosen.data.predictions(64))
+    memory = expected_memory(chosen, Layout(2, tensor=2))
     assert parameters is not None
     assert flops is not None
     assert memory is not None
@@ -58,8 +62,8 @@ def test_every_family_is_told(family: str) -> None:
 def test_recompute_tells_its_price(recompute: str, what: str) -> None:
     chosen = config(recompute=recompute)
     again, flops = (
-        cost.recomputed_flops_per_token(chosen.model, 64, chosen.train.recompute),
-        cost.flops_per_token(chosen.model, 64),
+        recomputed_flops_per_token(chosen.model, 64, chosen.train.recompute),
+        flops_per_token(chosen.model, 64),
     )
     assert again is not None
     assert flops is not None
@@ -68,8 +72,8 @@ def test_recompute_tells_its_price(recompute: str, what: str) -> None:
 
 def test_invariant_dropout_tells_its_price() -> None:
     chosen, layout = config(dropout_mode="invariant"), Layout(2)
-    found, masks = rows(chosen, layout, accelerator=True), cost.invariant_dropout(chosen, layout, True)
-    totals = [cost.expected_memory(one, layout, True) for one in (chosen, config())]
+    found, masks = rows(chosen, layout, accelerator=True), invariant_dropout(chosen, layout, True)
+    totals = [expected_memory(one, layout, True) for one in (chosen, config())]
     assert masks is not None
     assert totals[0] is not None
     assert totals[1] is not None
@@ -116,7 +120,7 @@ def test_of_a_model_of_your_own_it_says_what_is_not_known(optimizer: str) -> Non
 def test_checkpoints_on_the_disk(steps: int, checkpoint: dict[str, Any], at_once: int, kept: str) -> None:
     settings = CheckpointConfig(**{"every_minutes": None} | checkpoint)
     chosen = config(steps=steps).model_copy(update={"checkpoint": settings})
-    each = cost.checkpoint_bytes(chosen)
+    each = checkpoint_bytes(chosen)
     assert each is not None
     assert rows(chosen)["disk"] == (
         f"{units.size(each)} for each checkpoint, at most {at_once} at once ({kept}), "
@@ -169,7 +173,7 @@ def test_the_schedule_is_told_with_its_bubble(schedule: str, said: str) -> None:
 def test_with_fewer_micro_batches_than_ranks_the_bubble_is_that_of_the_picture() -> None:
     chosen = piped(schedule="interleaved", pipeline=4, global_batch=2)
     layout = check_layout(chosen, 8)
-    shown = f"{cost.simulate(chosen.parallel, 2).bubble:.1%}"
+    shown = f"{simulate(chosen.parallel, 2).bubble:.1%}"
     assert shown == "55.6%"
     assert f"2 micro-batches: bubble {shown} by its order of work" in rows(chosen, layout)["pipeline"]
     assert f"bubble {shown}" in schedule_picture(chosen, layout, 80)[-1].plain
@@ -180,7 +184,7 @@ def test_the_stages_are_told_with_what_they_have_and_need() -> None:
     layout = check_layout(chosen, 4)
     found, memory, shares = (
         rows(chosen, layout),
-        cost.memory_by_rank(chosen, layout),
+        memory_by_rank(chosen, layout),
         compute_shares(chosen, layout),
     )
     assert memory is not None
@@ -206,8 +210,8 @@ def test_dropout_is_that_of_the_rank_that_needs_most() -> None:
     """The last one, which with gpipe holds the head's gradients of all micro-batches."""
     chosen = piped(schedule="gpipe", dropout_mode="invariant")
     layout = check_layout(chosen, 4)
-    found, most = rows(chosen, layout), cost.neediest_rank(chosen, layout)
-    masks = cost.invariant_dropout(chosen, layout, pipeline_rank=most)
+    found, most = rows(chosen, layout), neediest_rank(chosen, layout)
+    masks = invariant_dropout(chosen, layout, pipeline_rank=most)
     assert most == 1
     assert masks is not None
     assert (
@@ -220,11 +224,11 @@ def test_dropout_is_that_of_the_rank_that_needs_most() -> None:
 def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> None:
     chosen = piped(schedule="1f1b")
     layout = check_layout(chosen, 4)
-    found, memory = rows(chosen, layout), cost.memory_by_rank(chosen, layout)
+    found, memory = rows(chosen, layout), memory_by_rank(chosen, layout)
     assert memory is not None
     totals = [one.total for one in memory]
     most = totals.index(max(totals))
-    wire = cost.wire_bytes(cost.step_transfers(chosen, layout, pipeline_rank=most))
+    wire = wire_bytes(step_transfers(chosen, layout, pipeline_rank=most))
     assert wire is not None
     assert found["memory"] == (
         f"{units.size(max(totals))} expected on pipeline rank {most}, which needs most, beside Python and torch"

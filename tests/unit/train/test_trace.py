@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import check_layout, config_from
-from shardwise.errors import ConfigError
-from shardwise.mesh import Mesh
-from shardwise.runlog import RunDirectory
+from shardwise.distributed.mesh import Mesh
+from shardwise.runs.folder import RunDirectory
 from shardwise.train.build import build_trainer
 from shardwise.train.report import Reporter
 from tests.dist.training import make_config, make_data

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardwise.mesh import Mesh
+from shardwise.distributed.mesh import Mesh
 from shardwise.train.record import Progress
 from shardwise.train.saving import Checkpoints
 from tests.dist.training import make_config

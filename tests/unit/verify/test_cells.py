@@ -2,9 +2,9 @@
 
 import pytest
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
-from shardwise.errors import ConfigError
-from shardwise.verify.cells import AXES, Cell, candidates, common_batch, parse_layouts
+from shardwise.verify.layouts import AXES, Cell, candidates, common_batch, parse_layouts
 
 RECIPE = load_config("llama2-tiny")
 

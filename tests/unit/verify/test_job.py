@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from shardwise.verify.cells import Cell
 from shardwise.verify.job import Checkpoint, Job, Result
+from shardwise.verify.layouts import Cell
 from shardwise.verify.tolerance import Differences
 
 ONE = Checkpoint("one/step-00000002", "one process, on cpu")

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.base.errors import RunError
 from shardwise.config import Config, load_config
-from shardwise.errors import RunError
-from shardwise.verify.cells import Cell
+from shardwise.verify.layouts import Cell
 from shardwise.verify.measure import Reference, make_trainer, measure, save, train_reference
 from shardwise.verify.miniature import miniature
 

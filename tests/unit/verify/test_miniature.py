@@ -6,7 +6,7 @@ import math
 import pytest
 
 from shardwise.config import Config, check_layout, load_config, recipe_names
-from shardwise.verify.cells import Cell, candidates, parse_layouts
+from shardwise.verify.layouts import Cell, candidates, parse_layouts
 from shardwise.verify.miniature import at, existing, miniature
 from shardwise.verify.tolerance import Differences, Tolerance
 

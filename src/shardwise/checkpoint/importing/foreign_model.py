@@ -1,24 +1,32 @@
-"""A model of another program, and how it becomes a checkpoint of step 0."""
+"""A model of another program, and how it becomes a checkpoint of step 0.
+
+A Hugging Face folder, whichever program spelled the names of its weights.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from shardwise import __version__
-from shardwise.checkpoint_format.casting import FLOATING
-from shardwise.checkpoint_format.folders import step_name
-from shardwise.checkpoint_format.manifest import Manifest
-from shardwise.checkpoint_format.verify import non_finite, non_finite_text
-from shardwise.checkpoint_format.writing import (
+from shardwise.base.errors import ConfigError
+from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.companions import beside_weights, token_ids
+from shardwise.checkpoint.format.manifest import MODEL, Manifest, TensorEntry
+from shardwise.checkpoint.format.model_file import read_model
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
+from shardwise.checkpoint.format.tensors import StoredTensors, differing_copies, find_sources, segments
+from shardwise.checkpoint.format.verify import non_finite, non_finite_text
+from shardwise.checkpoint.format.writing import (
     CONFIG,
     MAX_SHARD_BYTES,
+    STREAM_BYTES,
     PlannedFile,
     StreamedWeight,
     WrittenFolder,
@@ -26,14 +34,14 @@ from shardwise.checkpoint_format.writing import (
     to_json,
     write_folder,
 )
+from shardwise.checkpoint.storage.chunks import FileEntry
+from shardwise.checkpoint.storage.root import Buffer, Root
+from shardwise.checkpoint.storage.step_folders import step_name
 from shardwise.config import FamilyConfig, config_from
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.errors import ConfigError
-from shardwise.mesh import Group
-from shardwise.models import build_model
-from shardwise.placement import placements
-from shardwise.storage.chunks import FileEntry
-from shardwise.storage.root import Buffer, Root
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import placements
+from shardwise.models.build import build_model
 
 STEP = 0
 
@@ -139,3 +147,45 @@ def _counted(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffe
         if count := non_finite(memoryview(data).cast("B"), weight.dtype):
             not_finite[weight.name] += count
         yield data
+
+
+def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignModel:
+    """The model of a folder with config.json and safetensors weights.
+
+    Args:
+        folder: the folder.
+        ignore: fields of config.json that change nothing, as the user says.
+
+    Raises:
+        ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file
+        cannot be read.
+    """
+    if not (folder / CONFIG).exists():
+        raise ConfigError(f"{folder} must hold a {CONFIG} that describes the model: it has none")
+    config = read_model(folder / CONFIG, ignore)
+    tensors = StoredTensors.of(folder)
+    stored = tensors.states[MODEL]
+    shapes = canonical_shapes(config)
+    sources, problems = find_sources(str(folder), config.family, shapes, stored)
+    if not problems:
+        copied = {name: names[0] for name, names in sources.items() if len(names) > 1}
+        boxes = [(name, box) for name, first in copied.items() for box in _boxes(stored[first])]
+        problems = differing_copies(str(folder), tensors, sources, boxes)
+    if problems:
+        raise ConfigError(problems)
+    weights = [
+        StreamedWeight(name, stored[source].dtype, shape, partial(_read, tensors, source))
+        for name, shape in shapes.items()
+        for source in sources[name][:1]
+    ]
+    return ForeignModel(config, weights, beside=beside_weights(folder), tokens=token_ids(folder / CONFIG))
+
+
+def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
+    for box in _boxes(tensors.states[MODEL][name]):
+        yield tensors.read(MODEL, name, box).tobytes()
+
+
+def _boxes(entry: TensorEntry) -> Iterator[Box]:
+    """A tensor, cut so that one box fits into memory."""
+    return segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize)

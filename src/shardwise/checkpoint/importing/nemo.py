@@ -22,11 +22,10 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel
-from shardwise.checkpoint.importing.megatron import combined
-from shardwise.checkpoint.importing.megatron_args import SIZES
-from shardwise.errors import ConfigError, listing
+from shardwise.checkpoint.importing.megatron import SIZES, combined
 
 _RANK = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})(?:_pp_rank_(\d{3,}))?")
 _RANK_NAMES = ("mp_rank_{:02d}", "tp_rank_{:02d}_pp_rank_{:03d}")

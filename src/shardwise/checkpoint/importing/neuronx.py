@@ -30,15 +30,15 @@ from pathlib import Path
 
 from torch import Tensor
 
+from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.companions import token_ids
+from shardwise.checkpoint.format.model_file import read_model
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.shards import Shards, Stacked, difference, require_ranks, stack
-from shardwise.checkpoint_format.model_file import read_model
-from shardwise.checkpoint_format.spelling import spelling
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import BertConfig, GPTNeoXConfig, LlamaConfig
-from shardwise.errors import ConfigError, listing
-from shardwise.storage.root import Root
+from shardwise.models.hugging_face_names import spelling
 
 _CURRENT = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 _OLD = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})")

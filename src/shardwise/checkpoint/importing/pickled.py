@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import ConfigError, listing, see
-from shardwise.files import reason_of
+from shardwise.base.errors import ConfigError, listing, see
+from shardwise.base.files import reason_of
 
 
 class StandIn:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.dtypes import DTYPE_NAMES
-from shardwise.checkpoint_format.comparison import TRAINABLE, Shapes, lines_of_layers, mismatches
-from shardwise.checkpoint_format.manifest import TensorEntry
-from shardwise.checkpoint_format.writing import STREAM_BYTES, StreamedWeight
-from shardwise.errors import ConfigError, listing
-from shardwise.storage.root import Buffer
-from shardwise.units import counted
+from shardwise.base.errors import ConfigError, listing
+from shardwise.base.units import counted
+from shardwise.checkpoint.format.manifest import TensorEntry
+from shardwise.checkpoint.format.tensors import TRAINABLE, Shapes, lines_of_layers, mismatches
+from shardwise.checkpoint.format.writing import STREAM_BYTES, StreamedWeight
+from shardwise.checkpoint.reading import DTYPE_NAMES
+from shardwise.checkpoint.storage.root import Buffer
 
 _SHOWN = 8
 _DRIFT = "replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"

@@ -11,13 +11,13 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint_format.places import newest_intact
+from shardwise.base.errors import ConfigError
+from shardwise.base.units import counted
+from shardwise.checkpoint.storage.locate import newest_intact
 from shardwise.cli import output
-from shardwise.errors import ConfigError
-from shardwise.units import counted
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint_format.diff import Difference, TensorDifference
+    from shardwise.checkpoint.format.diff import Difference, TensorDifference
 
 _MOST = 20
 
@@ -33,8 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint_format.diff import diff
-    from shardwise.storage.root import StoreError
+    from shardwise.checkpoint.format.diff import diff
+    from shardwise.checkpoint.storage.root import StoreError
 
     try:
         a, b = (newest_intact(location, output.progress).root for location in (arguments.a, arguments.b))
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(difference: Difference, most: int | None) -> None:
-    from shardwise.checkpoint_format.diff import ABSENT
+    from shardwise.checkpoint.format.diff import ABSENT
 
     keys = [
         [key, *(ABSENT if value is ABSENT else json.dumps(value) for value in values)]

@@ -10,13 +10,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint_format.places import newest_intact, reached
+from shardwise.base.errors import ConfigError
+from shardwise.base.units import counted, parse_size, size
+from shardwise.checkpoint.storage.locate import newest_intact, reached
 from shardwise.cli import output
-from shardwise.errors import ConfigError
-from shardwise.units import counted, parse_size, size
 
 if TYPE_CHECKING:
-    from shardwise.storage.root import Root
+    from shardwise.checkpoint.storage.root import Root
 
 _MAX_SHARD_SIZE = "5GB"
 
@@ -45,7 +45,7 @@ def add_max_shard_size(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint_format.to_hugging_face import Export
+    from shardwise.checkpoint.format.to_hugging_face import Export
 
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
     export = Export(newest_intact(arguments.checkpoint, output.progress).root, arguments.dtype)

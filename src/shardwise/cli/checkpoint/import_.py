@@ -15,16 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise import hub
-from shardwise.checkpoint_format.places import reached
+from shardwise.base.errors import ConfigError, keys_renamed, listing
+from shardwise.base.units import count, counted, size
+from shardwise.checkpoint.importing.foreign_model import open_hugging_face
+from shardwise.checkpoint.importing.megatron import open_megatron
+from shardwise.checkpoint.importing.nemo import open_nemo
+from shardwise.checkpoint.importing.neuronx import open_neuronx
+from shardwise.checkpoint.storage.locate import reached
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
-from shardwise.config.text import parse_value
-from shardwise.errors import ConfigError, keys_renamed, listing
-from shardwise.units import count, counted, size
+from shardwise.config.yaml import parse_value
+from shardwise.data import hub
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.importing import ForeignModel
+    from shardwise.checkpoint.importing.foreign_model import ForeignModel
 
 _HUB, _MEGATRON, _NEMO, _NEURONX = "hugging-face", "megatron", "neuronx-nemo-megatron", "neuronx-distributed"
 _OPTIONS = {
@@ -84,7 +88,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     _require_fitting(arguments)
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
-    from shardwise.checkpoint.importing import write_checkpoint
+    from shardwise.checkpoint.importing.foreign_model import write_checkpoint
 
     root = reached(arguments.dest if "://" in arguments.dest else Path(arguments.dest).expanduser())
     if (root / "checkpoints").is_folder():
@@ -122,24 +126,23 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
 
 
 def _open(arguments: argparse.Namespace) -> ForeignModel:
-    from shardwise.checkpoint import importing
-    from shardwise.storage.root import Root
+    from shardwise.checkpoint.storage.root import Root
 
     ignore = _names(arguments.ignore)
     if arguments.kind == _HUB:
         with keys_renamed(_KEYS):
             if hub.is_url(arguments.source):
-                return importing.open_hugging_face(reached(arguments.source), ignore)
+                return open_hugging_face(reached(arguments.source), ignore)
             folder = hub.resolve(arguments.source, arguments.revision, announce=output.progress)
-            return importing.open_hugging_face(Root.of(folder), ignore)
+            return open_hugging_face(Root.of(folder), ignore)
     source = Path(arguments.source).expanduser()
     vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
     drift = bool(arguments.allow_drift)
     if arguments.kind == _NEURONX:
         with keys_renamed(_KEYS):
-            opened = importing.open_neuronx(source, arguments.config.expanduser(), allow_drift=drift, ignore=ignore)
+            opened = open_neuronx(source, arguments.config.expanduser(), allow_drift=drift, ignore=ignore)
     else:
-        open_shards = importing.open_megatron if arguments.kind == _MEGATRON else importing.open_nemo
+        open_shards = open_megatron if arguments.kind == _MEGATRON else open_nemo
         opened = open_shards(source, arguments.vocab_size or vocabulary, allow_drift=drift)
     if vocabulary is not None and vocabulary > opened.config.vocab_size:
         raise ConfigError(
@@ -160,9 +163,8 @@ def _tokenizer(path: str | None) -> tuple[int | None, dict[str, bytes], dict[str
     """The size of a tokenizer's vocabulary, its files, and the ids that `config.json` names."""
     if path is None:
         return None, {}, {}
-    from shardwise.data import Tokenizer, special_token_ids
-    from shardwise.data.tokens.tokenizer import export_user_tokenizer
-    from shardwise.storage.root import Root
+    from shardwise.checkpoint.storage.root import Root
+    from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, special_token_ids
 
     with keys_renamed({"data.tokenizer": "--tokenizer"}), tempfile.TemporaryDirectory() as folder:
         tokenizer = Tokenizer.load(hub.resolve_tokenizer(path, announce=output.progress))

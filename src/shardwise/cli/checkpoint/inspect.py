@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint_format.places import all_of, locate
+from shardwise.base.errors import ConfigError
+from shardwise.base.units import count, counted, duration, size
+from shardwise.checkpoint.storage.locate import all_of, locate
 from shardwise.cli import output
 from shardwise.cli.checkpoint import add_path
-from shardwise.errors import ConfigError
-from shardwise.units import count, counted, duration, size
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint_format.folders import Found
-    from shardwise.checkpoint_format.manifest import Manifest
+    from shardwise.checkpoint.format.manifest import Manifest
+    from shardwise.checkpoint.storage.step_folders import Found
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint_format.folders import abandoned
+    from shardwise.checkpoint.storage.step_folders import abandoned
 
     place = locate(arguments.path)
     found = all_of(place)
@@ -60,7 +60,7 @@ def _age(found: Found) -> str:
 
 
 def _show(found: Found, tensors: bool) -> None:
-    from shardwise.checkpoint_format.tensors import ordered_names
+    from shardwise.checkpoint.format.tensors import ordered_names
 
     manifest = found.manifest
     if manifest is None:
@@ -133,7 +133,7 @@ def _described(found: Found, tensors: bool) -> dict[str, Any]:
 
 
 def _states(manifest: Manifest) -> list[str]:
-    from shardwise.checkpoint_format.tensors import ordered_states
+    from shardwise.checkpoint.format.tensors import ordered_states
 
     return ordered_states(manifest.tensors)
 

@@ -10,12 +10,12 @@ import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
-from shardwise.checkpoint_format.places import Place, locate
+from shardwise.base.errors import ConfigError
+from shardwise.base.units import counted, size
+from shardwise.checkpoint.storage.locate import Place, locate
 from shardwise.cli import output
 from shardwise.cli.checkpoint import add_path
-from shardwise.errors import ConfigError
-from shardwise.runlog import RunDirectory, RunLock
-from shardwise.units import counted, size
+from shardwise.runs.folder import RunDirectory, RunLock
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint_format.folders import abandoned, removable, remove_checkpoint
+    from shardwise.checkpoint.storage.step_folders import abandoned, removable, remove_checkpoint
 
     keep, every = arguments.keep, arguments.keep_every
     problems = [
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _runs(place: Place, given: str) -> list[Path]:
     """The folders on this machine of runs that may save there."""
-    from shardwise.checkpoint_format.owner import owner
+    from shardwise.checkpoint.storage.owner import owner
 
     folders = [Path(given)]
     if place.root.is_local:

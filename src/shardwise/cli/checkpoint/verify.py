@@ -10,14 +10,14 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint_format.places import all_of, locate
+from shardwise.base.errors import ConfigError
+from shardwise.base.units import counted, duration, size
+from shardwise.checkpoint.storage.locate import all_of, locate
 from shardwise.cli import output
 from shardwise.cli.checkpoint import add_path
-from shardwise.errors import ConfigError
-from shardwise.units import counted, duration, size
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint_format.verify import Report
+    from shardwise.checkpoint.format.verify import Report
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint_format.verify import verify
+    from shardwise.checkpoint.format.verify import verify
 
     place = locate(arguments.path)
     found = all_of(place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from contextlib import AbstractContextManager
 
-from shardwise.errors import keys_renamed
+from shardwise.base.errors import keys_renamed
 
 ACTIONS = {
     "fetch": "copy files from a URL to this machine: resumable, checked, once however many ask",

@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.units import size
 from shardwise.cli import output
-from shardwise.errors import ConfigError
-from shardwise.units import size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.storage.fetch import Remote, fetch, find
+    from shardwise.checkpoint.storage.fetch import Remote, fetch, find
 
     sha256: str | None = arguments.sha256 and arguments.sha256.lower()
     if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256):

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from shardwise.base.errors import ConfigError
+from shardwise.base.units import counted, size
 from shardwise.cli import output
 from shardwise.cli.data import add_marks, add_reading, arguments_named
-from shardwise.errors import ConfigError
-from shardwise.units import counted, size
 
 if TYPE_CHECKING:
     from shardwise.data.formats.inspection import Inspection, Lengths

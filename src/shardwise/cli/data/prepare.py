@@ -14,15 +14,15 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.base.errors import ConfigError, listing
+from shardwise.base.units import count, counted
 from shardwise.cli import output
 from shardwise.cli.data import add_marks, add_reading, arguments_named
 from shardwise.config import data_from
 from shardwise.config.data import MASKED_FRACTION
-from shardwise.errors import ConfigError, listing
-from shardwise.units import count, counted
 
 if TYPE_CHECKING:
-    from shardwise.prepare import Outcome
+    from shardwise.data.prepare.outputs import Outcome
 
 DTYPES = ("uint16", "uint32")
 FORMATS = ("megatron", "arrow", "hdf5")
@@ -81,10 +81,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from shardwise.data.prepare.raw import RawJob, convert_raw
+    from shardwise.data.prepare.text import TextJob, convert_text
     from shardwise.data.reading.detect import is_raw_tokens
     from shardwise.data.reading.megatron import prefix_of
-    from shardwise.prepare import TextJob, convert_text
-    from shardwise.prepare.raw import RawJob, convert_raw
 
     source, target = (Path(path).expanduser() for path in (arguments.input, arguments.output))
     is_raw = arguments.token_dtype is not None or is_raw_tokens(source)

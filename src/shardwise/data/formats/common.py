@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardwise.base.errors import DataError
+from shardwise.base.units import counted
 from shardwise.config import BertConfig, Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.parts import PART_NAMES, Part
 from shardwise.data.reading.manifest import tokenizer_problems
 from shardwise.data.samples.batch import Batches, TokenArray, Tokens
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches, without_end
-from shardwise.data.samples.pairs import SentencePairBatches, chunk_room
+from shardwise.data.samples.sentence_pairs import SentencePairBatches, chunk_room
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
-from shardwise.data.tokens.marks import DocumentMarks
+from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
     Tokenizer,
@@ -23,8 +25,6 @@ from shardwise.data.tokens.tokenizer import (
     open_user_tokenizer,
     user_tokenizer_digest,
 )
-from shardwise.errors import DataError
-from shardwise.units import counted
 
 Announce = Callable[[str], None] | None
 """Is called with one line when something is fetched or built."""

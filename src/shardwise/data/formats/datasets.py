@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise import hub
+from shardwise.base.errors import DataError, ShardwiseError
+from shardwise.base.units import counted, size
 from shardwise.config import BUILT_IN_TEXTS, Config, DataConfig
-from shardwise.data import cache
+from shardwise.data import cache, hub
 from shardwise.data.formats import text
 from shardwise.data.formats.common import (
     Announce,
@@ -41,10 +42,7 @@ from shardwise.data.reading.datasets import TOKENS, DataSet, library, require_li
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.sources import ColumnSource
 from shardwise.data.reading.text import require_sound
-from shardwise.data.tokens.encoding import token_writers
-from shardwise.data.tokens.split import Split, plan_split
-from shardwise.errors import DataError, ShardwiseError
-from shardwise.units import counted, size
+from shardwise.data.tokens.encoding import Split, plan_split, token_writers
 
 _ARROW_ROWS = 1024
 """Rows that an inspection looks at, at most."""

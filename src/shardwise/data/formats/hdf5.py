@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shardwise.base.errors import DataError, listing
+from shardwise.base.units import counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.data import cache
@@ -26,9 +28,7 @@ from shardwise.data.reading.content import readable
 from shardwise.data.reading.hdf5 import Shard, ShardRows, in_list, library, shard_paths, unpack
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.samples.batch import Batches
-from shardwise.data.samples.shards import ShardBatches
-from shardwise.errors import DataError, listing
-from shardwise.units import counted, size
+from shardwise.data.samples.sentence_pairs import ShardBatches
 
 # Of all shards together; of each the first and the last one at least.
 _CHECKED_BLOCKS = 256

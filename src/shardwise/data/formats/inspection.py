@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise import hub
-from shardwise.data.samples.sampler import IntArray
+from shardwise.base.errors import ConfigError
+from shardwise.base.units import count
+from shardwise.data import hub
+from shardwise.data.samples.order import IntArray
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.errors import ConfigError
-from shardwise.units import count
 
 _Tokens = npt.NDArray[np.integer[Any]]
 _BARS = 12

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shardwise.base.errors import DataError
+from shardwise.base.units import counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.data.cache import digest_of
 from shardwise.data.formats.common import (
@@ -28,13 +30,9 @@ from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.reading.manifest import of_prefix, read_manifest
 from shardwise.data.reading.megatron import IndexedFile, count_sequences, prefix_of
 from shardwise.data.samples.batch import Batches
-from shardwise.data.samples.blend import BlendedBatches
-from shardwise.data.samples.causal import DocumentEnds
-from shardwise.data.samples.documents import DocumentBatches, Documents
-from shardwise.data.samples.hashing import mix_integer
+from shardwise.data.samples.causal import BlendedBatches, DocumentBatches, DocumentEnds, Documents
+from shardwise.data.samples.order import mix_integer
 from shardwise.data.tokens.tokenizer import PairTokens
-from shardwise.errors import DataError
-from shardwise.units import counted, size
 
 _LENGTHS = 1 << 20
 """Documents whose lengths an inspection looks at, at most."""

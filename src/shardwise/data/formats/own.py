@@ -15,15 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardwise.base.errors import DataError
+from shardwise.base.user_code import RAISED, accepts, error_text, load
 from shardwise.config import Config
 from shardwise.data.cache import digest_of
 from shardwise.data.formats.common import Announce, PreparedData, needed_parts, tokenizer_in_cache, tokenizer_of_tokens
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.samples.batch import Batch, Batches
 from shardwise.data.samples.causal import DocumentEnds, causal_batch
-from shardwise.data.samples.sampler import IntArray
-from shardwise.errors import DataError
-from shardwise.user_code import RAISED, accepts, error_text, load
+from shardwise.data.samples.order import IntArray
 
 
 class Samples(Protocol):

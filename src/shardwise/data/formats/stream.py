@@ -11,6 +11,8 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.errors import DataError
+from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.formats.common import (
@@ -30,8 +32,6 @@ from shardwise.data.samples.causal import DocumentEnds, TokenBatches
 from shardwise.data.samples.streaming import HeldOut, Stream, StreamBatches, read_documents
 from shardwise.data.tokens.encoding import encode_documents
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest
-from shardwise.errors import DataError
-from shardwise.units import counted
 
 _Begin = tuple[int, int]
 

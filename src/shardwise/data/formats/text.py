@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise import hub
+from shardwise.base.errors import DataError, listing, see
+from shardwise.base.units import count, counted, size
 from shardwise.config import Config, DataConfig
-from shardwise.data import cache
+from shardwise.data import cache, hub
 from shardwise.data.formats.common import (
     Announce,
     PreparedText,
@@ -29,10 +30,8 @@ from shardwise.data.formats.common import (
 from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, InspectedSample, Inspection, Lengths
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.reading.sources import ColumnSource, FileSource, Source, TextPiece, open_source
-from shardwise.data.samples.hashing import mix_integer
-from shardwise.data.tokens.cutting import RULE
-from shardwise.data.tokens.encoding import ContentDigest, encode_documents, encode_sentences
-from shardwise.data.tokens.split import Split, plan_split
+from shardwise.data.samples.order import mix_integer
+from shardwise.data.tokens.encoding import RULE, ContentDigest, Split, encode_documents, encode_sentences, plan_split
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
     Tokenizer,
@@ -41,8 +40,6 @@ from shardwise.data.tokens.tokenizer import (
     train_tokenizer,
     user_tokenizer_digest,
 )
-from shardwise.errors import DataError, listing, see
-from shardwise.units import count, counted, size
 
 # More text changes the merges of a small vocabulary little and costs memory and time.
 _TOKENIZER_CHARACTERS = 1 << 25

@@ -19,8 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from shardwise.errors import DataError, see
-from shardwise.files import reason_of
+from shardwise.base.errors import DataError, see
+from shardwise.base.files import reason_of
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -19,13 +19,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from shardwise import hub
+from shardwise.base.errors import ConfigError, DataError, listing, nearest_name, see
+from shardwise.base.names import name_problem
+from shardwise.base.parsing import json_value
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
+from shardwise.data import hub
 from shardwise.data.reading.content import first_line, optional_library, readable
 from shardwise.data.reading.text import require_sound
-from shardwise.errors import ConfigError, DataError, listing, nearest_name, see
-from shardwise.names import name_problem
-from shardwise.parsing import json_value
 
 TOKENS = "input_ids"
 """The column that is read where there is no text."""

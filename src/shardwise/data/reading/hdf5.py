@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base.errors import DataError, listing, see
+from shardwise.base.files import free_bytes, make_folder
+from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
 from shardwise.data.reading.content import first_line, optional_library, readable
-from shardwise.data.samples.sampler import IntArray
-from shardwise.errors import DataError, listing, see
-from shardwise.files import free_bytes, make_folder
-from shardwise.units import counted, size
+from shardwise.data.samples.order import IntArray
 
 KEYS = {
     "input_ids": "NS",

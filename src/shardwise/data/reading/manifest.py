@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.parsing import json_value
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.parsing import json_value
 
 KIND, VERSION = "shardwise.prepared", 1
 NAME = "manifest.json"

@@ -2,7 +2,7 @@
 
 All integers are little-endian. PREFIX.bin holds the tokens back to back. PREFIX.idx:
 
-    offset  0   9 bytes `MMIDIDX\\0\\0`
+    offset  0   9 bytes `MMIDIDX\0\0`
     offset  9   u64     version, 1
     offset 17   u8      dtype code of the tokens (`DTYPES`)
     offset 18   u64     n, the number of sequences
@@ -30,12 +30,12 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base.errors import DataError, listing, see
+from shardwise.base.files import reason_of, sync_folder, to_disk
 from shardwise.data.cache import spread_digest
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.text import convert_command
-from shardwise.data.samples.sampler import IntArray
-from shardwise.errors import DataError, listing, see
-from shardwise.files import reason_of, sync_folder, to_disk
+from shardwise.data.samples.order import IntArray
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

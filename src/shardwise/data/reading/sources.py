@@ -21,13 +21,13 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
+from shardwise.base.errors import DataError, listing
 from shardwise.config import DataConfig
 from shardwise.data.reading.content import BLOCK, readable, unpacked_name
 from shardwise.data.reading.datasets import DataSet
 from shardwise.data.reading.detect import detect
-from shardwise.data.reading.kinds import Kind, Reading, chosen_kind, described, reading_of
+from shardwise.data.reading.file_kinds import Kind, Reading, chosen_kind, described, reading_of
 from shardwise.data.reading.text import convert_command, documents, is_empty, row_text, slices
-from shardwise.errors import DataError, listing
 
 PIECE_CHARACTERS = BLOCK
 _BACKTRACK = 1 << 12

@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.errors import DataError, RunError, ShardwiseError
 from shardwise.config import DataConfig
 from shardwise.data.reading.content import HubFile, first_line, unpacked_name
 from shardwise.data.reading.datasets import require_whole
-from shardwise.data.reading.kinds import LINES, Kind, chosen_kind
+from shardwise.data.reading.file_kinds import LINES, Kind, chosen_kind
 from shardwise.data.reading.text import column_at, documents, require_sound, require_text, row_text, slices
-from shardwise.errors import DataError, RunError, ShardwiseError
 
 BLOCK_CHARACTERS = 1 << 26
 """Characters that a block ends with, whatever the buffer is, and the longest document of a plain text."""

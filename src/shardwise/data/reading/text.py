@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.errors import DataError, listing, see
 from shardwise.data.reading.content import (
     BLOCK,
     TEXT_CONTROLS,
@@ -21,9 +22,8 @@ from shardwise.data.reading.content import (
     optional_library,
     readable,
 )
-from shardwise.data.reading.kinds import Kind, reading_of
-from shardwise.data.reading.records import field_names, field_of, other_layout, read_json
-from shardwise.errors import DataError, listing, see
+from shardwise.data.reading.file_kinds import Kind, reading_of
+from shardwise.data.reading.json_records import field_names, field_of, other_layout, read_json
 
 # Decoded at once, so that long texts take little memory too.
 _ROWS = 64

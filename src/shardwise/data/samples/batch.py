@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.samples.sampler import IntArray, SampleOrder
-from shardwise.errors import ConfigError, DataError
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.data.samples.order import IntArray, SampleOrder
 
 IGNORE = -100
 """The target of a position that is not counted."""

@@ -1,20 +1,36 @@
 """Samples of a causal language model: a row of tokens, and as targets the same row one token further.
 
 Shapes: B = samples, S = sequence length.
+
+Samples of a causal language model from the documents of a Megatron data set.
+
+Shapes: B = samples, S = sequence length.
+
+Samples of several data sets, mixed in fixed proportions.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from shardwise.base.errors import ConfigError, DataError, see
+from shardwise.base.units import counted
 from shardwise.config import Config
-from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
-from shardwise.data.samples.sampler import IntArray
+from shardwise.data.reading.megatron import IndexedFile
+from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens, joined, shown_epochs
+from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
+from shardwise.data.samples.sentences import Sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.errors import ConfigError, see
 
 
 @dataclass(frozen=True)
@@ -126,3 +142,288 @@ class TokenBatches(Batches):
                 rows_BS[row, : len(tokens)] = tokens
                 targets_B[row] = len(tokens) - 1
         return causal_batch(rows_BS, targets_B, samples, self.ends)
+
+
+# Keeps the order of documents independent of that of samples, which is drawn from the seed itself.
+_DOCUMENT_ORDER = 0x646F63756D656E74
+# This many documents are permuted or measured at once: their arrays fit in a core's cache.
+_ROWS_AT_ONCE = 1 << 16
+_EPOCHS_KEPT = 2
+
+
+class Documents:
+    """Consecutive documents, number `first` to before `after`, of a data set that a model of `vocab_size` reads.
+
+    The tokens of consecutive documents are consecutive too: they are tokens `start` to before `end` of the data set.
+    """
+
+    def __init__(self, file: IndexedFile, first: int, after: int, vocab_size: int) -> None:
+        self.file, self.first, self.after = file, first, after
+        self.start, self.end = map(int, file.starts(np.array([first, after])))
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return self.end - self.start
+
+    @property
+    def count(self) -> int:
+        """The number of documents."""
+        return self.after - self.first
+
+    def take(self, places: IntArray) -> IntArray:
+        """The tokens at these places, counted from `start`, in the shape of `places`.
+
+        Raises:
+            DataError: one is beyond the vocabulary; the first is named with its file, document and place.
+        """
+        tokens: IntArray = self.file.tokens[places + self.start].astype(np.int64)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
+            place = int(places.flat[wrong]) + self.start
+            numbers = range(self.first, self.after)
+            document = numbers[bisect_right(numbers, place, key=lambda n: int(self.file.starts(np.array([n]))[0])) - 1]
+            raise DataError(
+                f"{self.file.bin_path}: token {place} ({tokens.flat[wrong]}), in document {document}, must be in 0 … "
+                f"{self._vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
+                f"{see('data#token-beyond-vocabulary')}"
+            )
+        return tokens
+
+    def beginning(self, tokens: int) -> list[int]:
+        """The first tokens; fewer where there are no more."""
+        return [int(token) for token in self.take(np.arange(min(tokens, len(self))))]
+
+    def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
+        """The first token of each of these documents, 0 … count, counted from `start`."""
+        return np.asarray(self.file.starts(np.add(documents, self.first, dtype=np.int64)) - self.start)
+
+    def lengths(self) -> IntArray:
+        """Tokens of each document, [count]."""
+        lengths = np.empty(self.count, dtype=np.int64)
+        for start in range(0, self.count, _ROWS_AT_ONCE):
+            after = min(start + _ROWS_AT_ONCE, self.count)
+            lengths[start:after] = np.diff(self.starts(np.arange(start, after + 1)))
+        return lengths
+
+    @cached_property
+    def sentences(self) -> Sentences:
+        """Where sentences (one a sequence) and documents lie; those without tokens are left out."""
+        bounds = self.file.documents[self.first : self.after + 1]
+        sequences = self.file.sequence_starts(np.arange(bounds[0], bounds[-1] + 1)) - self.start
+        begins = np.append(np.diff(sequences) > 0, True)
+        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(begins)])
+        return Sentences(sequences[begins], np.unique(before[bounds - bounds[0]]))
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """The documents of one epoch in their order, and where each begins in the row that they make.
+
+    Attributes:
+        order: the document numbers, [count].
+        begins: the first token of each document in the row, then the number of tokens, [count + 1].
+    """
+
+    order: npt.NDArray[np.int32] | IntArray
+    begins: IntArray
+
+
+class DocumentBatches(Batches):
+    """Batches over documents that are joined in another order in each epoch, as in Megatron's GPT data set.
+
+    Sample `i` of epoch `e` is tokens `[i·S, i·S + S]` of the row that the documents make in the order of epoch `e`: it
+    may begin and end within documents, and its last token is the first one of sample `i + 1`. The order of the
+    documents and that of the samples are permutations keyed by (seed, `e`) (`SampleOrder`), so a batch is a function of
+    (seed, samples consumed). The tokens after the last whole sample are left out in that epoch.
+
+    The first batch of an epoch makes its index: 12 bytes a document, or 16 where there are 2³¹ documents or more. Then
+    any sample is found in the same time.
+
+    Inputs: see `causal_batch`. A sample that counts nothing has ids 0 and targets `IGNORE`.
+
+    Args:
+        ends: what the end of a document changes.
+    """
+
+    objectives = ("lm",)
+
+    def __init__(
+        self, documents: Documents, sequence_length: int, seed: int, *, ends: DocumentEnds | None = None
+    ) -> None:
+        if len(documents) <= sequence_length:
+            raise ConfigError(
+                f"the tokens ({len(documents)}) must be at least {sequence_length + 1}{see('data#too-few-tokens')}"
+            )
+        super().__init__((len(documents) - 1) // sequence_length, seed)
+        self.documents = documents
+        self.sequence_length, self.ends = sequence_length, ends
+        self._order = SampleOrder(documents.count, mix_integer(_DOCUMENT_ORDER, seed))
+        self._epochs: dict[int, _Epoch] = {}
+        self._making = Lock()
+
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        length = self.sequence_length
+        rows_BS = np.zeros((len(indices), length + 1), dtype=np.int64)
+        begins_B = indices * length
+        # A sample that counts nothing is a row without tokens.
+        real_B = indices >= 0
+        for epoch in np.unique(epochs).tolist():
+            chosen = np.flatnonzero((epochs == epoch) & real_B)
+            if chosen.size:
+                places = self._places(epoch, begins_B[chosen])
+                rows_BS[chosen] = self.documents.take(places).reshape(len(chosen), length + 1)
+        return causal_batch(rows_BS, np.where(real_B, length, 0), samples, self.ends)
+
+    def _places(self, epoch: int, begins_B: IntArray) -> IntArray:
+        """Where the tokens `[begin, begin + S]` of an epoch's row lie among the documents' own, one after another.
+
+        A sample is cut into the parts of documents that it holds (N in all); the place of a part's first token and its
+        size say where all of it lies.
+        """
+        index, ends_B = self._index(epoch), begins_B + self.sequence_length + 1
+        first_B = np.searchsorted(index.begins, begins_B, side="right") - 1
+        last_B = np.searchsorted(index.begins, ends_B, side="left") - 1
+        parts_B = last_B - first_B + 1
+        sample_N = np.repeat(np.arange(len(begins_B)), parts_B)
+        slot_N = _runs(first_B, parts_B)
+        low_N = np.maximum(index.begins[slot_N], begins_B[sample_N])
+        high_N = np.minimum(index.begins[slot_N + 1], ends_B[sample_N])
+        place_N = self.documents.starts(index.order[slot_N]) + low_N - index.begins[slot_N]
+        return _runs(place_N, high_N - low_N)
+
+    def _index(self, epoch: int) -> _Epoch:
+        """The index of an epoch. Those of two epochs are kept, as a batch may lie in both; memory never holds three."""
+        with self._making:
+            if epoch not in self._epochs:
+                while len(self._epochs) >= _EPOCHS_KEPT:
+                    del self._epochs[min(self._epochs)]
+                self._epochs[epoch] = self._make_index(epoch)
+            return self._epochs[epoch]
+
+    def _make_index(self, epoch: int) -> _Epoch:
+        count = self.documents.count
+        order = np.empty(count, dtype=np.int32) if count < 1 << 31 else np.empty(count, dtype=np.int64)
+        for start in range(0, count, _ROWS_AT_ONCE):
+            after = min(start + _ROWS_AT_ONCE, count)
+            order[start:after] = self._order.indices(epoch * count + start, after - start)
+        begins = np.zeros(count + 1, dtype=np.int64)
+        np.take(self.documents.lengths(), order, out=begins[1:])
+        np.cumsum(begins, out=begins)
+        return _Epoch(order, begins)
+
+
+def _runs(starts: IntArray, sizes: IntArray) -> IntArray:
+    """`start, start + 1, …` of each run, as many as its size, one run after another."""
+    ends = np.cumsum(sizes)
+    return np.repeat(starts - (ends - sizes), sizes) + np.arange(ends[-1] if len(ends) else 0)
+
+
+_BLEND_SAMPLES = 100_000
+
+
+class Pattern:
+    """Which of K sources each sample of an endless row comes from: a block that repeats.
+
+    Source `s` has `counts[s]` samples of a block: its weight's share of `_BLOCK`, rounded, and at least one; all counts
+    are divided by their greatest common divisor, so 0.7 and 0.3 make a block of 10. Sample `j` of a source in the block
+    is due at `(j + ½) / counts[s]`, and samples stand in the order in which they are due: any run of the row has each
+    source in its proportion, up to a few samples.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        counts = _allotted(weights)
+        self.counts = [count // math.gcd(*counts) for count in counts]
+        due = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
+        self._sources = np.repeat(np.arange(len(counts)), self.counts)[np.argsort(due, kind="stable")]
+        self._places = [np.flatnonzero(self._sources == source) for source in range(len(counts))]
+
+    def sources(self, samples: IntArray) -> IntArray:
+        """The source of each of these samples."""
+        return np.asarray(self._sources[samples % len(self._sources)])
+
+    def before(self, source: int, samples: IntArray) -> IntArray:
+        """How many samples of `source` stand before each of these."""
+        blocks, places = np.divmod(samples, len(self._sources))
+        return np.asarray(blocks * self.counts[source] + np.searchsorted(self._places[source], places))
+
+    def once(self, sizes: Sequence[int], places: IntArray) -> IntArray:
+        """Which samples of the endless row are at `places` of the row that has each sample of each source once.
+
+        In that row, where source `s` has `sizes[s]` samples, `Σ_s min(before(s, n), sizes[s])` samples stand before
+        sample `n` of the endless row. That number grows with `n`, so `n` is found by a binary search.
+        """
+        blocks = max(size // count for size, count in zip(sizes, self.counts, strict=True)) + 1
+        low, high = np.zeros_like(places), np.full_like(places, blocks * len(self._sources))
+        while (high - low > 1).any():
+            middle = (low + high) >> 1
+            terms = [np.minimum(self.before(source, middle), size) for source, size in enumerate(sizes)]
+            reached = np.sum(terms, axis=0, dtype=np.int64) <= places
+            low, high = np.where(reached, middle, low), np.where(reached, high, middle)
+        return low
+
+
+class BlendedBatches(Batches):
+    """`Batches` of K sources in the proportions of their weights.
+
+    The sources' samples follow one another as `Pattern` says; each source has its own order and its own epochs, the
+    next of which begins when it is exhausted. So a sample is a function of (seed, samples consumed). An evaluation
+    has each sample of each source once: where a source is exhausted, the others continue without it.
+
+    Index `begins[s] + i` is sample `i` of source `s`.
+    """
+
+    def __init__(self, weights: Sequence[float], sources: Sequence[Batches]) -> None:
+        assert len(weights) == len(sources) > 0
+        self.pattern = Pattern(weights)
+        self.batches = sources
+        self.objectives = sources[0].objectives
+        self._sizes = [batches.num_samples for batches in sources]
+        self._begins = np.cumsum([0, *self._sizes])
+
+    @property
+    def num_samples(self) -> int:
+        """All samples of all sources."""
+        return int(self._begins[-1])
+
+    def epochs(self, samples: int) -> str:
+        drawn = [int(self.pattern.before(source, np.array([samples]))[0]) for source in range(len(self._sizes))]
+        each = sorted(count / size for count, size in zip(drawn, self._sizes, strict=True))
+        of = f"{counted(len(each), 'data set')} with {self.num_samples:,} samples"
+        return f"{shown_epochs(each[0])} to {shown_epochs(each[-1])} epochs of {of}"
+
+    def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
+        sources = self.pattern.sources(np.arange(consumed, consumed + count))
+        indices, epochs = np.empty_like(sources), np.empty_like(sources)
+        for source, batches in enumerate(self.batches):
+            chosen = np.flatnonzero(sources == source)
+            first = int(self.pattern.before(source, np.array([consumed]))[0])
+            own, epochs[chosen] = batches.draw(first, len(chosen))
+            indices[chosen] = self._begins[source] + own
+        return indices, epochs
+
+    def evaluated(self, numbers: IntArray) -> IntArray:
+        numbers = self.pattern.once(self._sizes, numbers)
+        sources = self.pattern.sources(numbers)
+        before = np.stack([self.pattern.before(source, numbers) for source in range(len(self._sizes))])
+        return np.asarray(self._begins[sources] + before[sources, np.arange(len(numbers))])
+
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        # A sample that counts nothing is made by the first source.
+        sources = np.maximum(np.searchsorted(self._begins, indices, side="right") - 1, 0)
+        own = np.where(indices < 0, -1, indices - self._begins[sources])
+        places = [np.flatnonzero(sources == source) for source in np.unique(sources)]
+        parts = [
+            self.batches[sources[chosen[0]]].collate(own[chosen], epochs[chosen], samples[chosen]) for chosen in places
+        ]
+        return joined(parts, places, samples)
+
+
+def _allotted(weights: Sequence[float]) -> list[int]:
+    """`_BLOCK` samples shared out by weight, the largest remainders rounded up, each share at least 1."""
+    exact = [_BLEND_SAMPLES * weight / math.fsum(weights) for weight in weights]
+    counts = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda source: counts[source] - exact[source])
+    for source in by_remainder[: _BLEND_SAMPLES - sum(counts)]:
+        counts[source] += 1
+    return [max(count, 1) for count in counts]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.data.samples.sampler import IntArray
+from shardwise.data.samples.order import IntArray
 
 
 @dataclass(frozen=True)

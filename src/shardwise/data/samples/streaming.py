@@ -20,16 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base.errors import DataError
 from shardwise.data.reading.sources import TextPiece, cut_document
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard
 from shardwise.data.samples.batch import Batch, Batches, joined
-from shardwise.data.samples.hashing import mix_integer
-from shardwise.data.samples.sampler import IntArray, SampleOrder
-from shardwise.data.tokens.cutting import batches
-from shardwise.data.tokens.marks import DocumentMarks
+from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
+from shardwise.data.tokens.encoding import DocumentMarks, batches, encode_windows, text_windows
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.data.tokens.windows import encode_windows, text_windows
-from shardwise.errors import DataError
 
 # Keys of what is drawn, the ASCII codes of "shards", "docs", "samples" and "held": they keep the draws independent.
 _SHARDS, _DOCUMENTS, _SAMPLES, _HELD = 0x736861726473, 0x646F6373, 0x73616D706C6573, 0x68656C64

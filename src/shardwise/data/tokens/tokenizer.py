@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise import hub
+from shardwise.base.errors import ConfigError, DataError, listing, see
+from shardwise.data import hub
 from shardwise.data.tokens.tokenizer_files import (
     CONFIG,
     END_OF_DOCUMENT,
@@ -27,11 +28,9 @@ from shardwise.data.tokens.tokenizer_files import (
     read_bytes,
     read_object,
 )
-from shardwise.errors import ConfigError, DataError, listing, see
 
 if TYPE_CHECKING:
     import tokenizers
-
 
 LARGEST_TRAINED = 2**20
 """Most tokens of a tokenizer that is trained here: the trainer reserves memory for all of them at its start."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from shardwise.checkpoint.importing import ForeignModel, write_checkpoint
-from shardwise.checkpoint_format.manifest import Manifest
-from shardwise.checkpoint_format.verify import verify
-from shardwise.storage.root import Root
+from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.importing.foreign_model import ForeignModel, write_checkpoint
+from shardwise.checkpoint.storage.root import Root
 from tests.hugging_face import open_folder
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint.importing import open_hugging_face
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.importing.foreign_model import open_hugging_face
+from shardwise.checkpoint.storage.root import Root
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.errors import ConfigError
-from shardwise.storage.root import Root
 from tests.hugging_face import CASES, make, open_folder, save
 from tests.unit.checkpoint.importing.checks import assert_same_model, weights, write
 

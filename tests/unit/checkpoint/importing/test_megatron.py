@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint.importing import open_megatron
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.importing.megatron import open_megatron
 from shardwise.cli import main
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.errors import ConfigError
 from tests.hugging_face import VOCABULARY, make, save
 from tests.unit.checkpoint.importing.checks import assert_same_model, in_module
 from tests.unit.checkpoint.importing.megatron_shards import Source, gpt_args, llama_args, write

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint.importing import open_nemo
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.importing.nemo import open_nemo
 from shardwise.checkpoint.importing.shards import difference
 from shardwise.config import GPTConfig, LlamaConfig
-from shardwise.errors import ConfigError
 from tests.hugging_face import VOCABULARY, save
 from tests.unit.checkpoint.importing.checks import assert_same_model
 from tests.unit.checkpoint.importing.nemo_shards import NAME, Source, gpt_config, llama_config, write

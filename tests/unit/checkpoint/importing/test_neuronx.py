@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwise.checkpoint.importing import open_neuronx
-from shardwise.errors import ConfigError
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.importing.neuronx import open_neuronx
 from tests.hugging_face import save
 from tests.unit.checkpoint.importing.checks import assert_same_model
 from tests.unit.checkpoint.importing.neuronx_shards import write

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.importing import pickled
-from shardwise.errors import ConfigError
 
 
 class Malicious:

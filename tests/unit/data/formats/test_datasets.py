@@ -12,13 +12,14 @@ import datasets
 import numpy as np
 import pytest
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, DataConfig
-from shardwise.data import PreparedText, detect, fetch_dataset, make_batches, prepare
-from shardwise.data.opening import inspect
-from shardwise.data.reading.datasets import DataSet, _OnHub
+from shardwise.data.formats.common import PreparedText, make_batches
+from shardwise.data.opening import inspect, prepare
+from shardwise.data.reading.datasets import DataSet, _OnHub, fetch_dataset
+from shardwise.data.reading.detect import detect
 from shardwise.data.reading.sources import open_source
 from shardwise.data.reading.streams import TableShard
-from shardwise.errors import ConfigError, DataError
 from tests.unit.data.formats.test_text import sized, stories, text_of
 from tests.unit.data.reading.test_sources import documents
 

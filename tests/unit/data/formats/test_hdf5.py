@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base.errors import DataError
 from shardwise.config import Config
-from shardwise.data import Tokenizer, detect, make_batches, make_evaluation, prepare
+from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.hdf5 import PreparedShards
+from shardwise.data.opening import prepare
 from shardwise.data.reading import hdf5
+from shardwise.data.reading.detect import detect
 from shardwise.data.reading.hdf5 import Shard, ShardRows
 from shardwise.data.samples.batch import IGNORE, Batch
-from shardwise.data.samples.pairs import SentencePairBatches
-from shardwise.data.samples.shards import ShardBatches
-from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.errors import DataError
+from shardwise.data.samples.sentence_pairs import SentencePairBatches, ShardBatches
+from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.unit.data.formats.test_megatron import TEXT
 from tests.unit.data.formats.test_megatron import config as any_config
 from tests.unit.data.formats.test_pairs_of_text import config as pairs_config

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base.errors import DataError
 from shardwise.data.formats import megatron, text
 from shardwise.data.formats.inspection import Inspection, Lengths, spread
 from shardwise.data.opening import inspect
 from shardwise.data.reading.megatron import IndexedWriter
-from shardwise.errors import DataError
 from tests.unit.prepare.jobs import Folder, write_jsonl
 
 

@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwise.base.errors import DataError
 from shardwise.config import Config, config_from
-from shardwise.data import Tokenizer, detect, make_batches, make_evaluation, prepare
+from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.megatron import PreparedDocuments
+from shardwise.data.opening import prepare
 from shardwise.data.parts import part_bounds
+from shardwise.data.reading.detect import detect
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.blend import BlendedBatches
-from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.samples.documents import DocumentBatches
-from shardwise.data.samples.pairs import SentencePairBatches
-from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.errors import DataError
+from shardwise.data.samples.causal import BlendedBatches, DocumentBatches, TokenBatches
+from shardwise.data.samples.sentence_pairs import SentencePairBatches
+from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXT = "The ring of keys was lost in spring. A song went with it! Who sang it? Nobody knows.\n" * 4
 

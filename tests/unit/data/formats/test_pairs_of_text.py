@@ -10,13 +10,16 @@ import datasets
 import numpy as np
 import pytest
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, config_from
-from shardwise.data import IGNORE, Batch, PreparedData, TokenBatches, Tokenizer, make_batches, prepare
-from shardwise.data.samples.pairs import SentencePairBatches
-from shardwise.data.tokens.cutting import cut_sentences
-from shardwise.data.tokens.tokenizer import PairTokens, train_tokenizer
-from shardwise.errors import ConfigError, DataError
-from shardwise.mesh import Mesh
+from shardwise.data.formats.common import PreparedData, make_batches
+from shardwise.data.opening import prepare
+from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.data.samples.causal import TokenBatches
+from shardwise.data.samples.sentence_pairs import SentencePairBatches
+from shardwise.data.tokens.encoding import cut_sentences
+from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer, train_tokenizer
+from shardwise.distributed.mesh import Mesh
 from shardwise.train.build import build_trainer
 from tests.unit.data.formats.test_text import config as causal
 from tests.unit.data.formats.test_text import stories

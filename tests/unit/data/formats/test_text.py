@@ -15,11 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwise.base.errors import DataError
+from shardwise.base.files import cache_root
 from shardwise.config import Config, config_from
-from shardwise.data import PreparedData, Tokenizer, cache, prepare
+from shardwise.data import cache
 from shardwise.data.formats import text as preparation
-from shardwise.errors import DataError
-from shardwise.files import cache_root
+from shardwise.data.formats.common import PreparedData
+from shardwise.data.opening import prepare
+from shardwise.data.tokens.tokenizer import Tokenizer
 
 
 def config(**data: str) -> Config:

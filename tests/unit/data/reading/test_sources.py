@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from shardwise.base.errors import DataError
 from shardwise.config import DataConfig
 from shardwise.data.reading import sources
 from shardwise.data.reading.megatron import IndexedFile
 from shardwise.data.reading.sources import PIECE_CHARACTERS, TextPiece, open_source
 from shardwise.data.reading.streams import open_shard
-from shardwise.errors import DataError
 
 
 def documents(pieces: list[TextPiece]) -> list[str]:

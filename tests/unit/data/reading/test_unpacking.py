@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shardwise.data import make_batches, prepare
-from shardwise.data.samples.shards import ShardBatches
-from shardwise.errors import DataError
+from shardwise.base.errors import DataError
+from shardwise.data.formats.common import make_batches
+from shardwise.data.opening import prepare
+from shardwise.data.samples.sentence_pairs import ShardBatches
 from tests.unit.data.formats.test_hdf5 import config
 from tests.unit.data.hdf5_shards import arrays, write
 

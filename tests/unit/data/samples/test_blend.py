@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.samples.batch import Batch, Batches
-from shardwise.data.samples.blend import BlendedBatches, Pattern
-from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.samples.sampler import IntArray
+from shardwise.data.samples.causal import BlendedBatches, Pattern, TokenBatches
+from shardwise.data.samples.order import IntArray
 
 unhurried = settings(deadline=None)
 weights_of = st.lists(st.floats(0.001, 1000), min_size=1, max_size=6)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config, check_layout, config_from
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches, causal_batch
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.errors import ConfigError
 
 END = 0
 

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.reading.megatron import IndexedFile
 from shardwise.data.samples.batch import Batch
-from shardwise.data.samples.documents import DocumentBatches, Documents
-from shardwise.data.samples.hashing import mix_integer
-from shardwise.data.samples.sampler import SampleOrder
-from shardwise.errors import ConfigError, DataError
+from shardwise.data.samples.causal import DocumentBatches, Documents
+from shardwise.data.samples.order import SampleOrder, mix_integer
 
 unhurried = settings(deadline=None)
 

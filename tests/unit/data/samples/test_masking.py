@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.hashing import Draws, below, mix_integer
-from shardwise.data.samples.masking import Masking
+from shardwise.data.samples.order import Draws, below, mix_integer
+from shardwise.data.samples.sentence_pairs import Masking
 
 MASK, FIRST, LAST = 3, 10, 999
 ORDINARY = np.arange(FIRST, LAST + 1)

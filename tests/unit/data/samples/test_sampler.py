@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base.errors import ConfigError
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.samples.hashing import mix, mix_integer
-from shardwise.data.samples.sampler import SampleOrder
-from shardwise.errors import ConfigError
+from shardwise.data.samples.order import SampleOrder, mix, mix_integer
 
 
 def joined(batches: list[Batch]) -> tuple[np.ndarray, np.ndarray]:

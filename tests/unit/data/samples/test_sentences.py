@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from shardwise.data.parts import Part
 from shardwise.data.reading.sources import TextPiece
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
-from shardwise.data.tokens import cutting
-from shardwise.data.tokens.cutting import PieceTexts, cut_sentences, sentence_pieces
+from shardwise.data.tokens import encoding
+from shardwise.data.tokens.encoding import PieceTexts, cut_sentences, sentence_pieces
 
 unhurried = settings(deadline=None)
 
@@ -70,7 +70,7 @@ def test_a_document_that_the_split_cuts_becomes_two() -> None:
 
 
 def test_a_sentence_without_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutting, "PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 10)
     parts: list[tuple[Part, TextPiece]] = [
         ("train", TextPiece("abcdefgh", ends_document=number == 4)) for number in range(5)
     ]

@@ -17,17 +17,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base.errors import DataError
 from shardwise.config import Config
-from shardwise.data import Batch, StreamBatches, Tokenizer, make_batches, make_evaluation, prepare
 from shardwise.data.formats import stream as prepared_stream
+from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.stream import PreparedStream
+from shardwise.data.opening import prepare
 from shardwise.data.reading import streams as shards_module
 from shardwise.data.reading import text as text_files
 from shardwise.data.reading.streams import FileShard
 from shardwise.data.samples import streaming as streaming_module
-from shardwise.data.samples.streaming import StreamPosition
-from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.errors import DataError
+from shardwise.data.samples.batch import Batch
+from shardwise.data.samples.streaming import StreamBatches, StreamPosition
+from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.unit.data.formats.test_text import sized, stories
 
 TEXTS = stories()[:120]

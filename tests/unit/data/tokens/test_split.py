@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.reading.sources import TextPiece
-from shardwise.data.tokens.split import plan_split
+from shardwise.data.tokens.encoding import plan_split
 
 
 def divided(texts: list[list[str]], weights: tuple[float, float]) -> tuple[dict[str, str], bool]:

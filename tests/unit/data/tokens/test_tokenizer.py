@@ -10,9 +10,10 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import load_config
 from shardwise.data.samples.causal import DocumentEnds
-from shardwise.data.tokens.marks import DocumentMarks
+from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
     END_OF_DOCUMENT,
     Tokenizer,
@@ -22,7 +23,6 @@ from shardwise.data.tokens.tokenizer import (
     train_tokenizer,
     user_tokenizer_digest,
 )
-from shardwise.errors import ConfigError, DataError
 
 TEXT = ["The quick brown fox jumps over the lazy dog.\n" * 3, "def quick(fox):\n    return fox.jumps(over='dog')\n" * 2]
 STRANGE = "tabs\tand  spaces\r\n\n\n日本語 🦊 \x00 naïve café — “quotes” 12345\n"

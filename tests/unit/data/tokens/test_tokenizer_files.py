@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+from shardwise.base.errors import DataError
 from shardwise.data.tokens.tokenizer import (
     END_OF_DOCUMENT,
     Tokenizer,
@@ -21,7 +22,6 @@ from shardwise.data.tokens.tokenizer import (
     train_tokenizer,
     user_tokenizer_digest,
 )
-from shardwise.errors import DataError
 
 SHARED = Path(__file__).resolve().parents[5] / "shared/data"
 TEXT = ["The quick brown fox jumps over the lazy dog.\n" * 3, "def quick(fox):\n    return fox.jumps(over='dog')\n" * 2]

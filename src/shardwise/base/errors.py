@@ -1,0 +1,189 @@
+"""The errors that a user is meant to read, each with the exit code of the command line."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from shardwise.base.redaction import redacted
+
+_CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+"""Control characters but for tab and newline, separators of lines, characters that turn the direction of the text
+around them, and halves of characters that no terminal can print."""
+_ENDLESS = r"(\S{200})\S{400,}(\S{100})"
+
+
+def shown(text: str) -> str:
+    """A message without secrets, with control characters as escapes, and without the middle of endless words.
+
+    A wrong input is quoted in it: a terminal would obey its control characters, and thousands of letters would hide the
+    message.
+    """
+    return re.sub(_ENDLESS, r"\1…\2", visible(redacted(text)))
+
+
+def visible(text: str) -> str:
+    """A text with control characters as escapes."""
+    return re.sub(_CONTROL, lambda found: ascii(found[0])[1:-1], text)
+
+
+def see(entry: str) -> str:
+    """The end of a message that has an entry in the troubleshooting guide: the entry's address, in parentheses.
+
+    Args:
+        entry: `PAGE#NAME`, a page of docs/troubleshooting and a heading on it.
+    """
+    page, name = entry.split("#")
+    return f" (docs/troubleshooting/{page}.md#{name})"
+
+
+class ShardwiseError(Exception):
+    """An error whose text is for the user: the base of all that shardwise raises on purpose.
+
+    The command line shows the text without a traceback. Secrets are hidden in it.
+
+    Args:
+        text: what is wrong and how to mend it.
+
+    Attributes:
+        exit_code: of the command line.
+    """
+
+    exit_code = 1
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(shown(text))
+
+
+class RunError(ShardwiseError):
+    """A run that had started and failed (exit code 1); `text` says why."""
+
+
+class LostPeerError(RunError):
+    """Another rank has ended while this one waited for it: a consequence of the run's failure, not its cause."""
+
+
+class StoppedError(ShardwiseError):
+    """A run that stopped on request, after it completed a checkpoint (exit code 75); `text` says how to continue it."""
+
+    exit_code = 75
+
+
+class ConfigError(ShardwiseError, ValueError):
+    """The configuration or the input is wrong and no step was taken (exit code 2). It is a `ValueError` too.
+
+    Args:
+        problems: one, or all that were found.
+
+    Attributes:
+        problems: each in a sentence.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        given = [problems] if isinstance(problems, str) else problems
+        self.problems: list[str] = [shown(problem) for problem in given]
+        Exception.__init__(self, self.problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        return "\n".join(f"- {problem}" for problem in self.problems)
+
+
+class DataError(ConfigError):
+    """The input data is missing, empty or unreadable (exit code 2)."""
+
+
+class ArgumentError(ConfigError, TypeError):
+    """A call has keyword arguments that its function or class does not take; a TypeError, as Python's own error is."""
+
+
+@contextmanager
+def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Makes a ConfigError from inside name what the user gave; `names`: what replaces each key of a recipe."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([renamed(text, names) for text in error.problems]) from error
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """A message with what the user gave in place of each key of `names`."""
+    return re.sub("|".join(map(re.escape, names)), lambda key: names[key[0]], text)
+
+
+def refuse_unknown_arguments(
+    owner: str, given: Iterable[str], known: Iterable[str], replaced: Mapping[str, str] | None = None
+) -> None:
+    """Refuse the keyword arguments that a function or class does not take, all of them in one sentence.
+
+    Args:
+        owner: the function's or class's name.
+        given: names of the arguments of the call.
+        known: names that it takes.
+        replaced: what to do instead of arguments that another library's function or class of this name takes.
+
+    Raises:
+        ArgumentError: some are unknown; for each, what replaces it or the known name that is nearest.
+    """
+    known, replaced = list(known), replaced or {}
+    unknown = [name for name in given if name not in known]
+    if not unknown:
+        return
+    near = {name: nearest_name(name, known, cutoff=0.75) for name in unknown}
+    hints = {name: replaced.get(name) or (f"did you mean {near[name]}?" if near[name] else "") for name in unknown}
+    named = listing([f"{name} ({hint})" if hint else name for name, hint in hints.items()], "or")
+    takes = "" if all(hints.values()) else f"; it takes {listing(known)}"
+    raise ArgumentError(f"{owner} does not take {named}{takes}")
+
+
+def listing(items: Iterable[object], conjunction: str = "and", most: int | None = None) -> str:
+    """`a, b and c`; of more than `most` items the first ones, and how many more there are: `a, b and 7 more`."""
+    words = [str(item) for item in items]
+    if most is not None and len(words) > most:
+        words = [*words[:most], f"{len(words) - most:,} more"]
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
+
+
+def count_problems(values: Mapping[str, object]) -> list[str]:
+    """What is wrong with a program's arguments, by name, that count something: numpy's whole numbers are well."""
+    from numbers import Integral  # costly for every command
+
+    return [
+        f"{name} ({value!r}) must be a whole number of at least 1"
+        for name, value in values.items()
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1
+    ]
+
+
+def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
+    """The closest valid number at or below `value` and the closest above it."""
+    numbers = sorted(set(valid))
+    below = [number for number in numbers if number <= value][-1:]
+    above = [number for number in numbers if number > value][:1]
+    return below + above
+
+
+def divisors(number: int) -> set[int]:
+    """All divisors of a number above 0, in as many steps as its square root."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return {*small, *(number // n for n in small)}
+
+
+def nearest_multiples(value: int, step: int) -> list[int]:
+    """The closest positive multiples of `step` around `value`."""
+    below = value // step * step
+    return [number for number in (below, below + step) if number > 0]
+
+
+def nearest_name(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The valid name that is most similar to `name`, or None if none is similar."""
+    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
+    return matches[0] if matches else None

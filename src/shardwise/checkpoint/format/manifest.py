@@ -1,0 +1,518 @@
+"""`manifest.json`: what a checkpoint holds, where each tensor is in its files, and the checksums of the files.
+
+The manifest is written last: a folder without one is no checkpoint. It is canonical JSON (sorted keys, no spaces,
+ASCII) with a digest of itself, so that a changed bit is found before any value is used. No value is trusted: names must
+be inside the folder, offsets inside the files, boxes inside the tensors.
+
+The pieces of a stored tensor as a table of numbers: what a manifest lists, ranks send each other, and search.
+
+The manifest of a 20 B-parameter model with its moments that 1,024 ranks saved (TP 8, ZeRO-1 over 128) has 560,000
+pieces and 68 MB of checksums. As objects the pieces take each rank 6 s to receive, and 460 MB; as numbers 0.1 s and
+27 MB.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import gc
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shardwise.base.names import name_problem
+from shardwise.base.tensor_box import Box
+from shardwise.base.units import size as size_text
+from shardwise.checkpoint.format.safetensors import DTYPES, is_counts, tensor_fields
+from shardwise.checkpoint.storage.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, FileEntry
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+
+MANIFEST = "manifest.json"
+MODEL = "model"
+"""The state whose tensors are the weights, each whole in a file under its own name."""
+FORMAT = "shardwise-checkpoint"
+FORMAT_VERSION = 1
+MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**30, 2**25
+"""About ten times the manifest of a 20 B-parameter model on 1,024 ranks. A parsed value takes up to 240 bytes,
+so a manifest from an unknown source takes at most 8 GB of memory; the limit on its length alone would allow 32 GB."""
+_KINDS: dict[type, str] = {dict: "object", list: "array", str: "string"}
+_DIGEST = re.compile(r'"digest":"xxh3_128:([0-9a-f]{32})",(?="files":)')
+
+
+class ManifestError(StoreError):
+    """A manifest is intact, and this version cannot use it."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A canonical tensor in canonical orientation; its pieces tile it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: Sequence[PieceEntry]
+
+    def nbytes(self, piece: PieceEntry) -> int:
+        return piece.box.numel * DTYPES[self.dtype].itemsize
+
+    @property
+    def table(self) -> Pieces:
+        """The pieces as a table, which they are where they were read."""
+        return Pieces.of(self.pieces, len(self.shape))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the checkpoint of one step holds.
+
+    Attributes:
+        step: updates done.
+        samples: samples that were trained on.
+        position: next sample of the data order; skipped samples count.
+        tokens: tokens that were trained on.
+        config: as it was resolved.
+        layout: degrees of parallelism of the run that wrote it.
+        schedule: state of the learning rate's schedule.
+        data: identity of the data, and the run's id.
+        rng: state of the random number generators.
+        versions: of the programs that wrote it.
+        created: date and time, in ISO 8601.
+        optimizer: name, steps and names of its states; None where the checkpoint has weights alone.
+        losses: of the last steps, whose mean a run shows.
+        files: every file of the folder but the manifest.
+        tensors: state (`model`, `exp_avg`, …) → canonical name → tensor.
+    """
+
+    step: int
+    samples: int
+    position: int
+    tokens: int
+    config: Mapping[str, Any]
+    layout: Mapping[str, Any]
+    schedule: Mapping[str, Any]
+    data: Mapping[str, Any]
+    rng: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    created: str
+    optimizer: Mapping[str, Any] | None
+    losses: tuple[float, ...] = field(default=(), kw_only=True)
+    files: tuple[FileEntry, ...] = field(repr=False)
+    tensors: Mapping[str, Mapping[str, TensorEntry]] = field(repr=False)
+
+    def to_json(self) -> str:
+        """Canonical JSON with its digest; floats in the mappings must be finite.
+
+        Rank 0 writes it alone, and a large model by many ranks has a million pieces and hundreds of megabytes of
+        checksums: each text is made once, and they are joined once, at the end.
+        """
+        plain = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            **{field_.name: getattr(self, field_.name) for field_ in fields(self)[:-2]},
+        }
+        states = {
+            state: _object({name: [_tensor_text(tensor)] for name, tensor in tensors.items()})
+            for state, tensors in self.tensors.items()
+        }
+        members = {key: [_canonical(value)] for key, value in plain.items()} | {
+            "files": ["[", *(f"{',' * (i > 0)}{_file_text(file)}" for i, file in enumerate(self.files)), "]"],
+            "tensors": _object(states),
+        }
+        digest = xxhash.xxh3_128()
+        for text in _object(members):
+            digest.update(text.encode())
+        return "".join([*_object({**members, "digest": [_canonical(f"xxh3_128:{digest.hexdigest()}")]}), "\n"])
+
+    @staticmethod
+    def from_json(text: str, where: str) -> Manifest:
+        """The manifest in `text`; `where` names it in messages.
+
+        Raises:
+            DamageError: it is not what was written. ManifestError: another version's, or it contradicts itself.
+        """
+        try:
+            plain = json.loads(text)
+        except (ValueError, RecursionError):
+            raise DamageError(f"{where} is damaged: it is no JSON") from None
+        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+            raise DamageError(f"{where} is damaged: its format must be {FORMAT}")
+        _require_version(plain, where)
+        if not _matches_digest(text):
+            raise DamageError(f"{where} is damaged: it does not match its digest")
+        try:
+            return _manifest(plain)
+        except ValueError as error:
+            raise ManifestError(f"{where} cannot be used: {error}") from None
+
+    @staticmethod
+    def read(folder: Root) -> Manifest:
+        """The manifest of a checkpoint's folder.
+
+        Raises:
+            StoreError: there is none (`missing`), or it cannot be read. DamageError, ManifestError: as `from_json`.
+        """
+        file = folder / MANIFEST
+        if problem := _too_long(file.size()):
+            raise DamageError(f"{file} is damaged: {problem}")
+        try:
+            text = file.read().decode("ascii")
+        except UnicodeDecodeError:
+            raise DamageError(f"{file} is damaged: it has bytes that are not ASCII") from None
+        if problem := too_large(text):
+            raise DamageError(f"{file} is damaged: {problem}")
+        # The garbage collector would take half of the time: it searches a million small objects again and again.
+        is_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return Manifest.from_json(text, str(file))
+        finally:
+            if is_collecting:
+                gc.enable()
+
+
+def label(state: str, name: str, shape: tuple[int, ...], box: Box) -> str:
+    """The name of a box of a tensor in its file: a weight has its own name, others STATE/NAME@START."""
+    if state == MODEL and box == Box.whole(shape):
+        return name
+    return f"{state}/{name}@{','.join(map(str, box.start))}"
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def _matches_digest(text: str) -> bool:
+    """Whether the digest in a manifest is that of the text around it: to write the text again would take seconds."""
+    match = _DIGEST.search(text)
+    if match is None or not text.endswith("\n"):
+        return False
+    data = memoryview(text.encode())  # of hundreds of megabytes, so no slice of it is copied
+    digest = xxhash.xxh3_128(data[: match.start()])
+    digest.update(data[match.end() : -1])
+    return digest.hexdigest() == match[1]
+
+
+def too_large(text: str) -> str | None:
+    """Why reading a manifest would take too much memory or time, or None."""
+    if (values := text.count(",") + 1) > MAX_MANIFEST_VALUES:
+        return f"it must have at most {MAX_MANIFEST_VALUES:,} values, and it has about {values:,}"
+    return _too_long(len(text))
+
+
+def _too_long(length: int) -> str | None:
+    if length <= MAX_MANIFEST_BYTES:
+        return None
+    return f"its length ({size_text(length)}) must be at most {size_text(MAX_MANIFEST_BYTES)}"
+
+
+def _object(members: Mapping[str, Sequence[str]]) -> list[str]:
+    """The canonical object of members whose values are texts in parts already; in parts too."""
+    texts = ["{"]
+    for number, name in enumerate(sorted(members)):
+        texts += [f"{',' if number else ''}{_canonical(name)}:", *members[name]]
+    return [*texts, "}"]
+
+
+def _file_text(file: FileEntry) -> str:
+    checksums = base64.b64encode(file.checksums).decode()  # no character of which JSON has to escape
+    path = _canonical(file.path)
+    return f'{{"bytes":{file.bytes},"checksums":"{checksums}","chunk_bytes":{file.chunk_bytes},"path":{path}}}'
+
+
+def _tensor_text(tensor: TensorEntry) -> str:
+    box = ",".join(["%d"] * len(tensor.shape))
+    rows = ",".join([f"[%d,%d,[{box}],[{box}]]"] * len(tensor.pieces))
+    numbers = f"[{rows % tuple(tensor.table.table.ravel().tolist())}]"
+    return f'{{"dtype":{_canonical(tensor.dtype)},"pieces":{numbers},"shape":{_canonical(tensor.shape)}}}'
+
+
+def _require_version(plain: Mapping[str, Any], where: str) -> None:
+    version = plain.get("version")
+    if type(version) is not int or version < 1:
+        raise DamageError(f"{where} is damaged: its version ({version!r}) must be a whole number from 1 on")
+    if version > FORMAT_VERSION:
+        versions = plain.get("versions")
+        writer = versions.get("shardwise") if isinstance(versions, dict) else None
+        is_known = isinstance(writer, str) and writer.isprintable()
+        release = f"shardwise ≥ {writer}, which wrote it" if is_known else "a newer one"
+        raise ManifestError(
+            f"the format version of {where} ({version}) must be at most the one that this shardwise reads "
+            f"({FORMAT_VERSION}): it is read by {release}"
+        )
+
+
+# ---- from JSON values to entries: every value is checked before it is used, and ValueError says what is wrong
+
+
+def _manifest(plain: Mapping[str, Any]) -> Manifest:
+    optimizer = plain.get("optimizer")
+    if optimizer is not None and not isinstance(optimizer, dict):
+        raise ValueError("optimizer must be an object or null")
+    files = tuple(_file(entry) for entry in _of(plain, "files", list))
+    totals = np.array([file.bytes for file in files], dtype=np.int64)
+    paths = [file.path for file in files]
+    if len(set(paths)) < len(paths):
+        raise ValueError("files must name each file once")
+    tensors: dict[str, dict[str, TensorEntry]] = {}
+    for state in (stored := _of(plain, "tensors", dict)):
+        named = _of(stored, state, dict)
+        tensors[state] = {name: _tensor(f"{state}/{name}", named[name], files, totals) for name in named}
+    _require_disjoint(tensors)
+    counts: dict[str, Any] = {key: _count(plain, key) for key in ("step", "samples", "position", "tokens")}
+    objects = {key: _of(plain, key, dict) for key in ("config", "layout", "schedule", "data", "rng", "versions")}
+    created = _of(plain, "created", str)
+    losses = _losses(plain, objects["schedule"])
+    return Manifest(
+        **counts, **objects, created=created, optimizer=optimizer, files=files, tensors=tensors, losses=losses
+    )
+
+
+def _losses(plain: Mapping[str, Any], schedule: dict[str, Any]) -> tuple[float, ...]:
+    """The last losses. Older checkpoints have none, or have them in `schedule`, from which they are taken."""
+    earlier = schedule.pop("recent_losses", [])
+    losses = plain.get("losses", earlier)
+    if not isinstance(losses, list) or not all(type(loss) in (int, float) for loss in losses):
+        raise ValueError("losses must be a JSON array of numbers")
+    return tuple(losses)
+
+
+def _file(plain: object) -> FileEntry:
+    if not isinstance(plain, dict):
+        raise ValueError("files must be JSON objects")
+    path, packed = _of(plain, "path", str), _of(plain, "checksums", str)
+    total, chunk = _count(plain, "bytes"), _count(plain, "chunk_bytes")
+    if name_problem(path, nested=True) is not None or not path.isprintable() or path == MANIFEST:
+        raise ValueError(f"the path of a file ({path!r}) must be a plain name in the checkpoint's folder")
+    if not MIN_CHUNK_BYTES <= chunk <= MAX_CHUNK_BYTES or chunk.bit_count() != 1:
+        limits = f"{size_text(MIN_CHUNK_BYTES)} to {size_text(MAX_CHUNK_BYTES)}"
+        raise ValueError(f"chunk_bytes of {path} ({chunk}) must be a power of two from {limits}")
+    try:
+        checksums = base64.b64decode(packed, validate=True)
+    except (binascii.Error, ValueError):
+        checksums = b"none"
+    file = FileEntry(path, total, chunk, checksums)
+    if len(checksums) != 8 * file.chunks:
+        raise ValueError(f"{path} must have {file.chunks} checksums of 8 bytes")
+    return file
+
+
+def _tensor(name: str, plain: object, files: tuple[FileEntry, ...], totals: Numbers) -> TensorEntry:
+    """`totals`: the length of each file."""
+    fields, dtype, shape = tensor_fields(name, plain)
+    entries = _of(fields, "pieces", list)
+    pieces, tensor = Pieces.of_json(entries, len(shape)), TensorEntry(shape, dtype, ())
+    if pieces is None or not _fit(pieces, tensor, totals):
+        _refuse(name, entries, tensor, files)
+    return replace(tensor, pieces=pieces)
+
+
+def _fit(pieces: Pieces, tensor: TensorEntry, totals: Numbers) -> bool:
+    """Whether each piece lies in the tensor, and in a file that is listed. No sum or product here can overflow."""
+    if (
+        not (pieces.files < len(totals)).all()
+        or not (pieces.starts <= np.array(tensor.shape, dtype=np.int64) - pieces.sizes).all()
+    ):
+        return False
+    # No file is as long as a product that is not exact: its checksums would not fit in a manifest.
+    nbytes = pieces.sizes.prod(axis=1, dtype=np.float64) * DTYPES[tensor.dtype].itemsize
+    return bool((pieces.offsets <= totals[pieces.files] - nbytes).all())
+
+
+def _refuse(name: str, entries: list[Any], tensor: TensorEntry, files: tuple[FileEntry, ...]) -> NoReturn:
+    """Raise ValueError with what is wrong with the first piece that does not fit."""
+    shape = tensor.shape
+    for entry in entries:
+        right = isinstance(entry, list) and len(entry) == 4 and is_counts(entry[:2])
+        if not (right and is_counts(entry[2]) and is_counts(entry[3])) or not (
+            len(entry[2]) == len(entry[3]) == len(shape)
+        ):
+            numbers = f"start and size with {len(shape)} numbers"
+            raise ValueError(f"a piece of {name} must be [file, offset, start, size], {numbers}")
+        file, offset, start, size = entry
+        if not all(a + n <= whole for a, n, whole in zip(start, size, shape, strict=True)):
+            raise ValueError(f"a piece of {name} (start {start}, size {size}) must lie in its shape ({list(shape)})")
+        if file >= len(files):
+            raise ValueError(f"a piece of {name} must be in a file that is listed")
+        piece = PieceEntry(file, offset, Box(tuple(start), tuple(size)))
+        end, total = offset + tensor.nbytes(piece), files[file].bytes
+        if end > total:
+            raise ValueError(f"a piece of {name} (to byte {end}) must lie in its file ({total} bytes)")
+    raise AssertionError("one of the pieces does not fit")
+
+
+def _require_disjoint(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
+    """No two tensors share a byte: to read all tensors is to read no more than the files hold."""
+    labelled = [(f"{state}/{name}", tensor) for state, named in tensors.items() for name, tensor in named.items()]
+    entries = sorted(labelled, key=lambda item: item[0])
+    if not entries:
+        return
+    tables = [tensor.table for _, tensor in entries]
+    owners = np.repeat(np.arange(len(entries)), [len(table) for table in tables])
+    files, starts = (np.concatenate(columns) for columns in zip(*((t.files, t.offsets) for t in tables), strict=True))
+    widths = [DTYPES[tensor.dtype].itemsize for _, tensor in entries]
+    stops = starts + np.concatenate([t.sizes.prod(axis=1) * width for t, width in zip(tables, widths, strict=True)])
+    order = np.lexsort((stops, starts, files))
+    files, starts, stops, owners = files[order], starts[order], stops[order], owners[order]
+    shared = np.flatnonzero((files[:-1] == files[1:]) & (stops[:-1] > starts[1:]))
+    if len(shared):
+        one, other = (entries[owners[at]][0] for at in (shared[0], shared[0] + 1))
+        raise ValueError(f"{one} and {other} must not share bytes of a file")
+
+
+def _of(plain: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = plain.get(key)
+    if not isinstance(value, kind):
+        raise ValueError(f"{key} must be a JSON {_KINDS[kind]}")
+    return value
+
+
+def _count(plain: Mapping[str, Any], key: str) -> int:
+    values = [plain.get(key)]
+    if not is_counts(values):
+        raise ValueError(f"{key} ({values[0]!r}) must be a whole number")
+    return values[0]
+
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+_COMPARED_AT_ONCE = 2**22
+
+
+@dataclass(frozen=True)
+class PieceEntry:
+    """A box of a tensor, contiguous and row-major from byte `offset` of file number `file`."""
+
+    file: int
+    offset: int
+    box: Box
+
+
+class Pieces(Sequence[PieceEntry]):
+    """Pieces that become entries when they are asked for.
+
+    Args:
+        table: `[pieces, 2 + 2·dims]`: file, offset, where the box starts, its size.
+    """
+
+    def __init__(self, table: Numbers) -> None:
+        self.table = table
+
+    @staticmethod
+    def of(pieces: Sequence[PieceEntry], dims: int) -> Pieces:
+        if isinstance(pieces, Pieces):
+            return pieces
+        return Pieces.of_rows([(piece.file, piece.offset, *piece.box.start, *piece.box.size) for piece in pieces], dims)
+
+    @staticmethod
+    def of_rows(rows: Sequence[Sequence[int]], dims: int) -> Pieces:
+        return Pieces(np.array(rows, dtype=np.int64).reshape(len(rows), 2 + 2 * dims))
+
+    @staticmethod
+    def of_json(entries: list[Any], dims: int) -> Pieces | None:
+        """Pieces from JSON lists `[file, offset, start, size]`; None where one has anything but such whole numbers.
+
+        A large model has a million pieces: all of them are looked at together.
+        """
+        if not entries:
+            return Pieces.of_rows((), dims)
+        if set(map(type, entries)) != {list} or set(map(len, entries)) != {4}:
+            return None
+        files, offsets, starts, sizes = zip(*entries, strict=True)
+        boxes = (*starts, *sizes)
+        if set(map(type, boxes)) != {list} or set(map(len, boxes)) != {dims}:
+            return None
+        numbers = [*files, *offsets, *itertools.chain.from_iterable(boxes)]
+        if set(map(type, numbers)) != {int}:  # a bool is no whole number
+            return None
+        try:
+            flat = np.array(numbers, dtype=np.int64)
+        except OverflowError:
+            return None
+        heads, box = np.split(flat, [2 * len(entries)])
+        columns = (heads.reshape(2, -1).T, *box.reshape(2, len(entries), dims))
+        return Pieces(np.concatenate(columns, axis=1)) if flat.min() >= 0 else None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Pieces):
+            return np.array_equal(self.table, other.table)
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as a list has none: the table can be large
+
+    @overload
+    def __getitem__(self, at: int) -> PieceEntry: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Pieces: ...
+
+    def __getitem__(self, at: int | slice) -> PieceEntry | Pieces:
+        if isinstance(at, slice):
+            return Pieces(self.table[at])
+        return _entry(self.table[at].tolist())
+
+    def __iter__(self) -> Iterator[PieceEntry]:
+        return map(_entry, self.table.tolist())
+
+    @property
+    def files(self) -> Numbers:
+        return self.table[:, 0]
+
+    @property
+    def offsets(self) -> Numbers:
+        return self.table[:, 1]
+
+    @property
+    def starts(self) -> Numbers:
+        """`[pieces, dims]`."""
+        return self.table[:, 2 : 2 + self._dims]
+
+    @property
+    def sizes(self) -> Numbers:
+        """`[pieces, dims]`."""
+        return self.table[:, 2 + self._dims :]
+
+    @property
+    def _dims(self) -> int:
+        return int(self.table.shape[1]) // 2 - 1
+
+    def meeting(self, boxes: Numbers) -> tuple[Numbers, Numbers]:
+        """Which of the boxes and which pieces share elements, by box and then by piece.
+
+        All are compared with all, some millions at a time: a thousand boxes in a thousand pieces take milliseconds.
+
+        Args:
+            boxes: `[boxes, 2, dims]`: start and size.
+
+        Returns:
+            For each pair that meets, the box's number and the piece's.
+        """
+        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        at_once = max(1, _COMPARED_AT_ONCE // max(1, len(self)))
+        for first in range(0, len(boxes), at_once):
+            starts, sizes = boxes[first : first + at_once, 0, :, None], boxes[first : first + at_once, 1, :, None]
+            meets = np.ones((len(starts), len(self)), dtype=np.bool_)
+            for dim, (begins, ends) in enumerate(self._spans):
+                meets &= (begins < starts[:, dim] + sizes[:, dim]) & (ends > starts[:, dim])
+            numbers, pieces = meets.nonzero()
+            found.append((numbers + first, pieces))
+        return np.concatenate([numbers for numbers, _ in found]), np.concatenate([pieces for _, pieces in found])
+
+    @functools.cached_property
+    def _spans(self) -> list[tuple[Numbers, Numbers]]:
+        """By dim: where the pieces start and stop."""
+        return [(a.copy(), a + n) for a, n in zip(self.starts.T, self.sizes.T, strict=True)]
+
+
+def _entry(row: list[int]) -> PieceEntry:
+    file, offset, *box = row
+    dims = len(box) // 2
+    return PieceEntry(file, offset, Box(tuple(box[:dims]), tuple(box[dims:])))

@@ -1,0 +1,195 @@
+"""The safetensors format: 8 bytes with the header's length, a JSON header, then the tensors, contiguous and in order.
+
+https://github.com/huggingface/safetensors#format. The header is written first, so that the tensors can be
+streamed into the file; of a file that exists only the header is read here.
+
+Values in another floating-point format, as numpy has their bits: bfloat16 is the upper half of float32.
+
+Rounded to the nearest, ties to even; by way of float32, as torch casts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.base.errors import see
+from shardwise.base.names import SAFETENSORS_METADATA, is_tensor_name
+from shardwise.base.units import size as size_text
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library accepts."""
+_LENGTH = struct.Struct("<Q")
+MAX_DIMS = 64
+_LARGEST = 2**63
+_POINTER = b"version https://git-lfs"
+
+
+class Dtype(NamedTuple):
+    """`numpy`: the dtype whose bits are these; formats that numpy lacks are unsigned integers there."""
+
+    itemsize: int
+    numpy: str
+
+
+DTYPES: Mapping[str, Dtype] = {
+    "BOOL": Dtype(1, "|b1"), "U8": Dtype(1, "|u1"), "I8": Dtype(1, "|i1"),
+    "F8_E4M3": Dtype(1, "|u1"), "F8_E5M2": Dtype(1, "|u1"),
+    "U16": Dtype(2, "<u2"), "I16": Dtype(2, "<i2"), "F16": Dtype(2, "<f2"), "BF16": Dtype(2, "<u2"),
+    "U32": Dtype(4, "<u4"), "I32": Dtype(4, "<i4"), "F32": Dtype(4, "<f4"),
+    "U64": Dtype(8, "<u8"), "I64": Dtype(8, "<i8"), "F64": Dtype(8, "<f8"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: bytes `start` to `stop`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def header(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[int], int]:
+    """How a file begins that holds these tensors, one after the other.
+
+    Args:
+        tensors: (name, dtype as in `DTYPES`, shape).
+
+    Returns:
+        the file's first bytes (a multiple of 8), each tensor's offset in the file, and the file's length.
+    """
+    fields: dict[str, object] = {SAFETENSORS_METADATA: dict(metadata)} if metadata else {}
+    offsets, end = [], 0
+    for name, dtype, shape in tensors:
+        assert name not in fields, f"two tensors of the name {name}"
+        offsets.append(end)
+        end += math.prod(shape) * DTYPES[dtype].itemsize
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offsets[-1], end]}
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    first = _LENGTH.size + len(text)
+    return _LENGTH.pack(len(text)) + text, [first + offset for offset in offsets], first + end
+
+
+def parse_header(file: Root) -> dict[str, StoredTensor]:
+    """The tensors of a file, in the order of their bytes.
+
+    Raises:
+        DamageError: the header cannot be parsed, or does not fit the file, which the tensors must fill exactly.
+        StoreError: the file cannot be read, or is a Git LFS pointer.
+    """
+    total = file.size()
+    raw = file.read(0, _LENGTH.size)
+    if len(raw) < _LENGTH.size:
+        raise DamageError(f"{file} is damaged: a safetensors file ({total} bytes) must have at least 8 bytes")
+    (length,) = _LENGTH.unpack(raw)
+    most = min(total - _LENGTH.size, MAX_HEADER_BYTES)
+    if length > most and file.read(0, len(_POINTER)) == _POINTER:
+        raise StoreError(
+            f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its repository"
+            f"{see('checkpoints#git-lfs-pointer')}"
+        )
+    if length > most:
+        raise DamageError(f"{file} is damaged: the length of its header ({length:,} bytes) must be at most {most:,}")
+    try:
+        fields = json.loads(file.read(_LENGTH.size, _LENGTH.size + length), object_pairs_hook=_without_duplicates)
+        if not isinstance(fields, dict):
+            raise ValueError("it is no JSON object")
+        fields.pop(SAFETENSORS_METADATA, None)
+        first = _LENGTH.size + length
+        tensors = {name: _tensor(name, entry, first) for name, entry in fields.items()}
+        tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
+        end = first
+        for name, tensor in tensors.items():
+            if tensor.start != end:
+                raise ValueError(f"{name} begins at byte {tensor.start:,} and must begin at byte {end:,}")
+            end = tensor.stop
+        if end != total:
+            raise ValueError(f"its tensors end at byte {end:,}, the file ({size_text(total)}) at byte {total:,}")
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"{file} is damaged: its header cannot be used: {error}") from None
+    return tensors
+
+
+def _tensor(name: str, entry: object, first: int) -> StoredTensor:
+    fields, dtype, shape = tensor_fields(name, entry)
+    offsets = fields.get("data_offsets")
+    if not is_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"the offsets of {name} must be 2 whole numbers")
+    needed = math.prod(shape) * DTYPES[dtype].itemsize
+    if offsets[1] - offsets[0] != needed:
+        raise ValueError(f"{name} has {offsets[1] - offsets[0]:,} bytes, and its shape needs {needed:,}")
+    return StoredTensor(dtype, shape, first + offsets[0], first + offsets[1])
+
+
+def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tuple[int, ...]]:
+    """The fields of a tensor's JSON object, its dtype and its shape; ValueError where it describes no tensor."""
+    if not is_tensor_name(name):
+        raise ValueError(f"the name of a tensor ({name!r}) must be printable")
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} must be a JSON object")
+    shape, dtype = entry.get("shape"), entry.get("dtype")
+    if not is_counts(shape) or len(shape) > MAX_DIMS:
+        raise ValueError(f"the shape of {name} must be at most {MAX_DIMS} whole numbers")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
+    return entry, dtype, tuple(shape)
+
+
+def is_counts(value: object) -> TypeGuard[list[int]]:
+    """Whether `value`, as JSON has it, is a list of whole numbers that a tensor or a file can have."""
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < _LARGEST for number in value)
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name is there twice")
+    return fields
+
+
+FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""Names of torch → of safetensors."""
+FLOATING = {**{name: dtype for dtype, name in FLOATS.items()}, "F64": "float64"}
+_NAN = np.uint16(0x7FC0)
+
+
+def cast(values: npt.NDArray[Any], source: str, target: str) -> npt.NDArray[Any]:
+    """`values` of the format `source` as `target` has them; either is a name of safetensors in `FLOATING`."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values if source == target else _narrow(_widen(values, source), target)
+
+
+def overflows(values: npt.NDArray[Any], source: str, target: str) -> bool:
+    """Whether a finite value becomes infinite by the cast: float16 ends at 65,504."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide = _widen(values, source)
+        return bool((np.isfinite(wide) & ~np.isfinite(_widen(_narrow(wide, target), target))).any())
+
+
+def _widen(values: npt.NDArray[Any], source: str) -> npt.NDArray[np.float32]:
+    if source == "BF16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+def _narrow(wide: npt.NDArray[np.float32], target: str) -> npt.NDArray[Any]:
+    if target == "F16":
+        return wide.astype(np.float16)
+    if target == "BF16":
+        bits = np.ascontiguousarray(wide).view(np.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return np.where(np.isnan(wide), _NAN, rounded)
+    return wide

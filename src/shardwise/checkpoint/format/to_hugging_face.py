@@ -1,0 +1,147 @@
+"""A checkpoint as a plain Hugging Face folder: weights in any floating-point format, and the files beside them.
+
+Weights are read, cast and written some rows at a time, whatever the layout that wrote them; every chunk that is read is
+verified. What only training needs, optimizer states and the manifest, stays behind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import Any
+
+from shardwise.base.errors import ConfigError, RunError, listing, see
+from shardwise.base.parsing import json_value
+from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast, overflows
+from shardwise.checkpoint.format.tensors import StoredTensors, segments
+from shardwise.checkpoint.format.writing import (
+    CONFIG,
+    MAX_SHARD_BYTES,
+    STREAM_BYTES,
+    StreamedWeight,
+    WrittenFolder,
+    to_json,
+    write_folder,
+)
+from shardwise.checkpoint.storage.chunks import read_whole
+from shardwise.checkpoint.storage.root import Buffer, DamageError, Root
+from shardwise.data.hub import INDEX
+
+MASTER = "master"
+_DTYPE_FIELDS = ("torch_dtype", "dtype")
+
+
+class Export:
+    """What an export will write, planned from the manifest.
+
+    Attributes:
+        step: of the checkpoint.
+        weights: in the order of the checkpoint's files.
+        masters: number of weights that are taken from stored float32 masters.
+
+    Args:
+        folder: the checkpoint.
+        dtype: of all floating-point weights (a name in `FLOATS`); None: as they are stored. A weight that is to be cast
+            is taken from its float32 master, if the checkpoint has one.
+
+    Raises:
+        ConfigError: `folder` is no checkpoint. StoreError: it cannot be read, or is damaged.
+    """
+
+    def __init__(self, folder: Root, dtype: str | None = None) -> None:
+        if not (folder / MANIFEST).exists():
+            raise ConfigError(f"{folder} must be a checkpoint, and it has no {MANIFEST}")
+        self._folder = folder
+        self._manifest = Manifest.read(folder)
+        self._stored = StoredTensors(folder, self._manifest.tensors, self._manifest)
+        self._target = None if dtype is None else FLOATS[dtype]
+        self.step, self.masters = self._manifest.step, 0
+        weights = self._manifest.tensors.get(MODEL, {})
+        places = {name: [(piece.file, piece.offset) for piece in entry.pieces[:1]] for name, entry in weights.items()}
+        self.weights = [self._weight(name) for name in sorted(weights, key=lambda name: places[name])]
+        if not self.weights:
+            raise ConfigError(f"{folder} must hold weights: it has none")
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """dtype as torch names it → bytes of weights."""
+        sizes: Counter[str] = Counter()
+        for weight in self.weights:
+            sizes[FLOATING.get(weight.dtype, weight.dtype)] += weight.nbytes
+        return sizes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.dtypes.values())
+
+    def write(
+        self,
+        parent: Root,
+        name: str,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        progress: Callable[[int], None] | None = None,
+    ) -> WrittenFolder:
+        """The folder `name` in `parent`, which appears complete or not at all.
+
+        Raises:
+            ConfigError: it exists. DamageError: what is read does not match its checksums. RunError: a value is beyond
+            the range of float16. StoreError: out of space, or the like.
+        """
+        sizes = self.dtypes
+        beside = self._beside(max(sizes, key=lambda dtype: sizes[dtype]))
+        return write_folder(parent, name, self.weights, beside, max_shard_bytes=max_shard_bytes, progress=progress)
+
+    def _weight(self, name: str) -> StreamedWeight:
+        entry = self._manifest.tensors[MODEL][name]
+        target, state = entry.dtype, MODEL
+        if self._target is not None and entry.dtype in FLOATING:
+            target = self._target
+        if target != entry.dtype and name in self._manifest.tensors.get(MASTER, {}):
+            state = MASTER
+            self.masters += 1
+        return StreamedWeight(name, target, entry.shape, partial(self._read, state, name, target))
+
+    def _read(self, state: str, name: str, target: str) -> Iterator[Buffer]:
+        entry = self._manifest.tensors[state][name]
+        for box in segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize):
+            values = self._stored.read(state, name, box)
+            if target == "F16" and overflows(values, entry.dtype, target):
+                raise RunError(
+                    f"{name} has values beyond the range of float16 (65,504): export to bfloat16 or float32 instead"
+                    f"{see('checkpoints#beyond-float16')}"
+                )
+            yield cast(values, entry.dtype, target).tobytes()
+
+    @cached_property
+    def described(self) -> dict[str, Any]:
+        """The fields of the checkpoint's `config.json`.
+
+        Raises:
+            ConfigError: there is none. DamageError: it is damaged.
+        """
+        entries = {entry.path: entry for entry in self._manifest.files}
+        if CONFIG not in entries and not self._manifest.config:
+            raise ConfigError(
+                f"{self._folder} must have a {CONFIG}: its loop saved none; save it by shardwise.save_checkpoint with "
+                "config=, which describes the model"
+            )
+        if CONFIG not in entries:
+            raise ConfigError(f"{self._folder} must have a {CONFIG}: it has {listing(sorted(entries)[:6])}")
+        try:
+            described = json_value(read_whole(self._folder, entries[CONFIG]))
+            if not isinstance(described, dict):
+                raise ValueError("it is no JSON object")
+        except ValueError as error:
+            raise DamageError(f"{self._folder / CONFIG} is damaged: {error}") from None
+        return described
+
+    def _beside(self, dtype: str) -> dict[str, bytes]:
+        """The other files of the model; `config.json` names the format of the weights."""
+        named = [field for field in _DTYPE_FIELDS if field in self.described] or ["torch_dtype"]
+        files = {CONFIG: to_json({**self.described, **dict.fromkeys(named, dtype)})}
+        for entry in self._manifest.files:
+            if not entry.path.endswith(".safetensors") and entry.path not in (CONFIG, INDEX):
+                files[entry.path] = read_whole(self._folder, entry)
+        return files

@@ -1,0 +1,271 @@
+"""Writing checkpoints: each file is planned as a whole, and then written as its bytes arrive.
+
+The header and the length of a file are known before its first byte, so tensors of any size are written in segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.tensor_box import Box
+from shardwise.base.units import size
+from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, Pieces, TensorEntry, label
+from shardwise.checkpoint.format.safetensors import DTYPES, header
+from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
+from shardwise.checkpoint.storage.root import Buffer, Root, StoreError
+from shardwise.data.hub import INDEX
+
+CONFIG = "config.json"
+MAX_SHARD_BYTES = 5 * 10**9
+_Weight = TypeVar("_Weight", "StreamedWeight", "PlannedPiece")
+STREAM_BYTES = 64 * 2**20
+"""Of a tensor that are held in memory at a time."""
+
+
+@dataclass(frozen=True)
+class PlannedPiece:
+    """A box of a tensor in a file: the tensor's state (`model`, `exp_avg`, …), and the offset of its bytes."""
+
+    state: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * DTYPES[self.dtype].itemsize
+
+    @staticmethod
+    def weight(name: str, shape: tuple[int, ...], dtype: str) -> PlannedPiece:
+        return PlannedPiece(MODEL, name, shape, dtype, Box.whole(shape))
+
+
+StoredName: TypeAlias = tuple[str, str, tuple[int, ...], str]
+"""Of a tensor: state, name, shape, dtype."""
+Places: TypeAlias = Mapping[StoredName, Sequence[tuple[int, ...]]]
+"""Of each tensor in a file, its pieces there: offset, where the box starts, its size, as one tuple of numbers."""
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A safetensors file that is to be written: its header, its length and its pieces in order."""
+
+    path: str
+    header: bytes
+    size: int
+    pieces: tuple[PlannedPiece, ...]
+
+    @staticmethod
+    def of(path: str, pieces: Sequence[PlannedPiece]) -> PlannedFile:
+        named = [
+            (label(piece.state, piece.name, piece.shape, piece.box), piece.dtype, piece.box.size) for piece in pieces
+        ]
+        head, offsets, total = header(named, {"format": "pt"})
+        placed = tuple(replace(piece, offset=offset) for piece, offset in zip(pieces, offsets, strict=True))
+        return PlannedFile(path, head, total, placed)
+
+    @property
+    def places(self) -> tuple[str, Places]:
+        """What a manifest needs to know of the file, in the form that takes least time to send and to merge."""
+        places: dict[StoredName, list[tuple[int, ...]]] = {}
+        for piece in self.pieces:
+            row = (piece.offset, *piece.box.start, *piece.box.size)
+            places.setdefault((piece.state, piece.name, piece.shape, piece.dtype), []).append(row)
+        return self.path, places
+
+
+def tensor_entries(
+    entries: Sequence[FileEntry], places: Iterable[tuple[str, Places]]
+) -> dict[str, dict[str, TensorEntry]]:
+    """What a manifest says of the tensors in files; `entries`: its files, in its order; `places`: by a file's path."""
+    index = {entry.path: number for number, entry in enumerate(entries)}
+    rows: dict[StoredName, list[tuple[int, ...]]] = {}
+    for path, of_file in places:
+        number = index[path]
+        for key, placed in of_file.items():
+            rows.setdefault(key, []).extend((number, *row) for row in placed)
+    tensors: dict[str, dict[str, TensorEntry]] = {}
+    for (state, name, shape, dtype), pieces in rows.items():
+        tensors.setdefault(state, {})[name] = TensorEntry(shape, dtype, Pieces.of_rows(pieces, len(shape)))
+    return tensors
+
+
+# ---- whole weights, one after the other
+
+
+@dataclass(frozen=True)
+class StreamedWeight:
+    """A weight that is written in parts: `read` yields its bytes, contiguous and row-major, in parts of any length."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Iterator[Buffer]]
+
+    @property
+    def nbytes(self) -> int:
+        return Box.whole(self.shape).numel * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class WrittenFolder:
+    """A folder that was written.
+
+    Attributes:
+        folder: under its final name.
+        files: how many files it holds, the manifest included.
+        bytes: length of all files but the manifest.
+    """
+
+    folder: Root
+    files: int
+    bytes: int
+
+
+def write_folder(
+    parent: Root,
+    name: str,
+    weights: Sequence[StreamedWeight],
+    beside: Mapping[str, bytes],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int], None] | None = None,
+    manifest: Callable[[Sequence[FileEntry], Sequence[PlannedFile]], Manifest] | None = None,
+    replaces: bool = False,
+) -> WrittenFolder:
+    """A Hugging Face folder, or a checkpoint without optimizer state: complete or not there.
+
+    Args:
+        beside: name → content of the other files. `config.json`, which makes a folder a model's, is written last.
+        progress: called with the bytes of weights that were written since the last call.
+        manifest: makes the manifest from the written files, once all weights were read; None for a folder without one.
+        replaces: a folder of that name is removed once the new one is complete; else there must be none.
+
+    Raises:
+        ConfigError: the folder exists. StoreError: a file cannot be written. Whatever reading the weights raises.
+    """
+    final = parent / name
+    if not replaces and (final.exists() or final.names()):
+        raise ConfigError(f"{final} exists already: choose another name, or remove it")
+    parent.make()
+    require_room(parent, sum(weight.nbytes for weight in weights), f"writing {name}")
+    with staged(parent, name) as staging:
+        files, entries = _write_weights(staging, weights, max_shard_bytes, progress)
+        small = {**beside, **weight_index({file.path: file.pieces for file in files})}
+        for path in sorted(small, key=lambda path: path == CONFIG):
+            entries.append(write_small(staging, path, small[path]))
+        if manifest is not None:
+            (staging / MANIFEST).write(manifest(entries, files).to_json().encode())
+        if replaces and parent.is_local:
+            final.remove()
+    count = len(entries) + (manifest is not None)
+    return WrittenFolder(final, count, sum(entry.bytes for entry in entries))
+
+
+def weight_index(shards: Mapping[str, Sequence[PlannedPiece]]) -> dict[str, bytes]:
+    """The file that says which shard holds which weight; nothing where there is one shard. `shards`: by their paths."""
+    if len(shards) < 2:
+        return {}
+    total = sum(weight.nbytes for weights in shards.values() for weight in weights)
+    places = {weight.name: path for path, weights in shards.items() for weight in weights}
+    return {INDEX: to_json({"metadata": {"total_size": total}, "weight_map": places})}
+
+
+def _write_weights(
+    folder: Root, weights: Sequence[StreamedWeight], max_shard_bytes: int, progress: Callable[[int], None] | None
+) -> tuple[list[PlannedFile], list[FileEntry]]:
+    """The shards, named as `transformers` names them."""
+    shards = list(cut(weights, max_shard_bytes))
+    files, entries = [], []
+    for name, shard in zip(shard_names(len(shards)), shards, strict=True):
+        file = PlannedFile.of(name, [PlannedPiece.weight(w.name, w.shape, w.dtype) for w in shard])
+        with ChunkedWriter(folder / name, file.size, name) as writer:
+            writer.write(file.header)
+            for weight in shard:
+                for data in weight.read():
+                    writer.write(data)
+                    if progress is not None:
+                        progress(memoryview(data).nbytes)
+            entries.append(writer.close())
+        files.append(file)
+    return files, entries
+
+
+def write_small(folder: Root, path: str, data: bytes) -> FileEntry:
+    """Write one of the files beside the weights, which may lie in a folder of its own."""
+    inner = path.rpartition("/")[0]
+    if inner:
+        (folder / inner).make()
+    with ChunkedWriter(folder / path, len(data), path) as writer:
+        writer.write(data)
+        entry = writer.close()
+    if inner:
+        (folder / inner).sync()
+    return entry
+
+
+def cut(weights: Sequence[_Weight], max_shard_bytes: int) -> Iterator[list[_Weight]]:
+    """Shards of at most `max_shard_bytes`; a larger tensor has one to itself."""
+    shard: list[_Weight] = []
+    held = 0
+    for weight in weights:
+        if shard and held + weight.nbytes > max_shard_bytes:
+            yield shard
+            shard, held = [], 0
+        shard.append(weight)
+        held += weight.nbytes
+    if shard:
+        yield shard
+
+
+def shard_names(count: int) -> list[str]:
+    """What `transformers` calls the shards of a model."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+
+
+def to_json(value: object) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+# ---- folders
+
+
+@contextlib.contextmanager
+def staged(parent: Root, name: str) -> Iterator[Root]:
+    """A folder that is complete or not there: on a local disk its name is `.NAME.partial` until all of it is written.
+
+    An object store has no rename; there, the file that makes the folder valid must be written last.
+    """
+    final = parent / name
+    staging = parent / f".{name}.partial" if parent.is_local else final
+    staging.remove()
+    staging.make()
+    try:
+        yield staging
+        if parent.is_local:
+            staging.sync()
+            staging.rename(final)
+            parent.sync()
+    except BaseException:
+        with contextlib.suppress(StoreError):
+            staging.remove()
+        raise
+
+
+def require_room(folder: Root, needed: int, what: str, advice: str = "make room there") -> None:
+    """Raise StoreError where the disk has no room for `needed` bytes; `what`: the subject of the message."""
+    free = folder.free_bytes()
+    if free is not None and free < needed:
+        raise StoreError(
+            f"{what} needs {size(needed)} ({needed:,} bytes) in {folder}, where {size(free)} are free: {advice}",
+            out_of_space=True,
+        )

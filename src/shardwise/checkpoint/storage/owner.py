@@ -1,0 +1,236 @@
+"""The run that saves at a place: `run.json` beside the checkpoints names it, so that no other run overwrites them.
+
+The run that a folder holds already: configuration and id, rebuilt from its checkpoints where a file is damaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.errors import ConfigError, see
+from shardwise.base.files import MOST_BYTES, read_plain
+from shardwise.base.parsing import instance, record_of
+from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.step_folders import step_name, steps
+from shardwise.config import Config, parse_yaml, resume_problems
+from shardwise.runs.folder import RunDirectory, RunLock
+
+OWNER = "run.json"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A run: its id, and the folder and machine where it was last started.
+
+    Attributes:
+        key: tells the folder from a copy of it; empty in files of older versions.
+    """
+
+    id: str
+    folder: str
+    host: str
+    key: str = ""
+
+    @staticmethod
+    def here(run: str, folder: Path) -> Owner:
+        return Owner(run, str(folder.resolve()), platform.node(), RunDirectory(folder).key())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the run has surely ended: it ran on this machine, and no process holds its folder."""
+        return self.host == platform.node() and not RunLock.is_held(Path(self.folder))
+
+
+def owner(root: Root) -> Owner | None:
+    """The run that saves there; None where `run.json` is missing or damaged.
+
+    Raises:
+        StoreError: the place cannot be read.
+    """
+    if OWNER not in root.names():
+        return None
+    try:
+        return instance(Owner, record_of((root / OWNER).read(0, MOST_BYTES)))
+    except ValueError:
+        return None
+
+
+def original_of(root: Root, run: str | None, folder: Path) -> Path | None:
+    """The folder that `folder` is a copy of, as the place of its checkpoints tells; None where it is no copy.
+
+    A copy has the same id, and the folder that last saved there still has it too: at its path, or beside it if it was
+    renamed, which its key tells. It is gone if it was moved elsewhere.
+
+    Args:
+        root: the place of the checkpoints, or a copy of it.
+        run: id of the run in `folder`.
+        folder: of the run that is to save there.
+
+    Raises:
+        StoreError: the place cannot be read.
+    """
+    saving = owner(root)
+    if saving is None or saving.id != run:
+        return None
+    former = Path(saving.folder)
+    if _has_key(folder, saving.key):
+        return None
+    with contextlib.suppress(OSError):
+        if RunDirectory(former).stored_id() == run:
+            return None if former.samefile(folder) else former
+    with contextlib.suppress(OSError):
+        return next((path for path in former.parent.iterdir() if _has_key(path, saving.key)), None)
+    return None
+
+
+def _has_key(folder: Path, key: str) -> bool:
+    try:
+        return RunDirectory(folder).key() == key
+    except OSError:
+        return False
+
+
+def is_inside(root: Root, folder: Path) -> bool:
+    """Whether a place lies in a run's folder: what is there was saved by this run, or copied with it."""
+    return root.is_local and root.local().resolve().is_relative_to(folder.resolve())
+
+
+def require_own(root: Root, run: str | None, *, is_empty: bool) -> None:
+    """Raise ConfigError where the place belongs to another run, unless that run has ended and saved nothing.
+
+    Args:
+        run: id of the run that is to save there; None where it has none yet.
+        is_empty: the place holds no checkpoints.
+    """
+    other = owner(root)
+    if other is None or other.id == run or (is_empty and other.is_gone):
+        return
+    raise ConfigError(
+        f"checkpoint.path ({root}) must be a run's own, and it is that of {other.folder} on {other.host}: choose "
+        f"another checkpoint.path, give --run-dir that folder to continue it, or remove {root / OWNER} if that "
+        "run is gone or this place is a copy of its own"
+        f"{see('checkpoints#place-of-another-run')}"
+    )
+
+
+def take(root: Root, run: Owner) -> None:
+    """Record that the place belongs to this run.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    if owner(root) != run:
+        root.make()
+        (root / OWNER).write(json.dumps(asdict(run)).encode())
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """The run that a folder holds.
+
+    Attributes:
+        config: as it was resolved.
+        id: None where the run has none yet.
+        notes: for the user, which files were rebuilt.
+    """
+
+    config: Mapping[str, Any]
+    id: str | None
+    notes: tuple[str, ...] = ()
+
+
+def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
+    """The run in `directory` that `config` continues; None where none was started, or it took no step.
+
+    A run that took steps can only be continued with the same model and data. Where `config.yaml` is damaged, they are
+    read from its checkpoints, which have checksums.
+
+    Raises:
+        ConfigError: `config` cannot continue it, or its configuration is lost.
+    """
+    if not directory.holds_run:
+        return None
+    stored, problems = _stored(directory, config)
+    root = Root.of(config.checkpoint.path or directory.checkpoints)
+    notes: list[str] = []
+    if stored is None or problems:
+        manifest = next(_manifests(root), None)
+        if manifest is None:
+            if stored is None or _took_steps(directory, root, stored):
+                raise ConfigError(problems)
+            return None
+        if differing := resume_problems(manifest.config, config.recorded()):
+            raise ConfigError(differing if stored is None else problems)
+        stored = manifest.config
+        state = "is damaged, and is kept under a number" if directory.config.exists() else "is missing"
+        notes.append(
+            f"{directory.config} {state}: the configuration was taken from the checkpoint of step {manifest.step:,}"
+        )
+    run = directory.stored_id()
+    if run is None and (run := _rebuilt_id(directory, root)) is not None:
+        state = "is damaged" if directory.identity.exists() else "is missing"
+        notes.append(f"{directory.identity} {state}: the run's id was taken from its checkpoints")
+    return EarlierRun(stored, run, tuple(notes))
+
+
+def _stored(directory: RunDirectory, config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
+    """The configuration in `config.yaml`, None where it cannot be read; and why `config` cannot continue the run."""
+    try:
+        stored = parse_yaml(read_plain(directory.config).decode(), str(directory.config))
+        if isinstance(stored, dict):
+            return stored, resume_problems(stored, config.recorded())
+        reason = "it holds no configuration"
+    except ConfigError as error:
+        return None, error.problems
+    except (OSError, UnicodeDecodeError) as error:
+        reason = str(error)
+    return None, [
+        f"--run-dir ({directory.path}) holds a run whose {directory.config.name} cannot be read ({reason}): choose "
+        "another folder"
+    ]
+
+
+def _manifests(root: Root) -> Iterator[Manifest]:
+    """The manifests of the checkpoints that can be read, the newest first."""
+    with contextlib.suppress(StoreError):
+        for step in steps(root):
+            with contextlib.suppress(StoreError):
+                yield Manifest.read(root / step_name(step))
+
+
+def _took_steps(directory: RunDirectory, root: Root, stored: Mapping[str, Any]) -> bool:
+    """Whether the run trained, judging by its events, its results and the folders of its checkpoints."""
+    trained = any(next(directory.events(event), None) for event in ("step", "checkpoint"))
+    if trained or directory.results.exists():
+        return True
+    before = stored.get("checkpoint")
+    path = before.get("path") if isinstance(before, dict) else None
+    try:
+        return any(steps(place) for place in (root, Root.of(path or directory.checkpoints)))
+    except (StoreError, ConfigError):
+        return True
+
+
+def _rebuilt_id(directory: RunDirectory, root: Root) -> str | None:
+    """The id that the run had, from its checkpoints, unless they may be another run's.
+
+    Checkpoints inside the run's folder are its own. At another place they are its own where `run.json` names this
+    folder and the run has lost its id; a new run in a folder of that name has never had one.
+    """
+    saving, path = owner(root), directory.path.resolve()
+    if saving is not None and directory.identity.exists() and saving.folder == str(path):
+        return saving.id
+    if not is_inside(root, path):
+        return None
+    if saving is not None:
+        return saving.id
+    manifest = next(_manifests(root), None)
+    run = None if manifest is None else manifest.data.get("run")
+    return run if isinstance(run, str) else None

@@ -1,0 +1,230 @@
+"""The folder of a run's checkpoints: which checkpoints exist, which are intact, which may be removed.
+
+run.json                   the run that saves here (`owner.py`)
+step-00000100/             a checkpoint, complete where it has a manifest
+.step-00000200.partial/    a save that runs or was killed, complete where it has a manifest
+step-00000300.abandoned/   set aside when the run went back to an earlier step; no longer the run's
+step-00000400.damaged/     set aside because it is damaged, when the run continued from an older one
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+
+_STEP = re.compile(r"step-(\d{8,18})")
+_PARTIAL = re.compile(r"\.step-(\d{8,18})\.partial")
+_ASIDE = re.compile(r"step-(\d{8,18})\.(abandoned|damaged)(-\d+)?")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder that has the name of a checkpoint.
+
+    Attributes:
+        step: updates done.
+        folder: where it is.
+        problem: why it is not intact, as far as the manifest and the lengths of files show; None where it is.
+        bytes: length of all files in the folder.
+        manifest: None where it cannot be used.
+        incomplete: there is no manifest, so the save was not completed.
+        unreadable: the problem is no damage: the store gave no answer, or this version cannot use the manifest.
+    """
+
+    step: int
+    folder: Root
+    problem: str | None
+    bytes: int = 0
+    manifest: Manifest | None = None
+    incomplete: bool = False
+    unreadable: bool = False
+
+
+def remove_checkpoint(folder: Root) -> None:
+    """Remove the manifest first: what a crash leaves behind is then no checkpoint."""
+    (folder / MANIFEST).remove()
+    folder.remove()
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder, None of another name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and name == step_name(int(match[1])) else None
+
+
+def partial_name(step: int) -> str:
+    """Where a save is written before it gets its name."""
+    return f".{step_name(step)}.partial"
+
+
+def put_in_place(partial: Root, final: Root) -> None:
+    """Give a complete save its name; a checkpoint of that name is removed.
+
+    At every moment one of the two is complete, and `survey` finds it, so a crash at any point loses nothing.
+    """
+    remove_checkpoint(final)
+    partial.rename(final, last=MANIFEST)
+
+
+def glance(folder: Root, step: int | None = None) -> Found:
+    """One checkpoint, by its manifest and the sizes of its files."""
+    manifest, problem, files, incomplete, unreadable = None, None, {}, False, False
+    try:
+        files = folder.files()
+        manifest = Manifest.read(folder)
+        step = manifest.step if step is None else step
+        for entry in manifest.files:
+            length = files.get(entry.path)
+            if length is None:
+                raise DamageError(f"{folder / entry.path} is missing")
+            if length != entry.bytes:
+                lengths = f"({length:,} bytes) must be {entry.bytes:,} bytes"
+                raise DamageError(f"{folder / entry.path} is damaged: its length {lengths}")
+        require_step(manifest, folder, step)
+    except StoreError as error:
+        incomplete, unreadable = error.missing, not is_damage(error)
+        problem = _without_manifest(folder) if error.missing else str(error)
+    return Found(step or 0, folder, problem, sum(files.values()), manifest, incomplete, unreadable)
+
+
+def require_step(manifest: Manifest, folder: Root, step: int) -> None:
+    """Raise DamageError where a manifest is of another step than its folder."""
+    if manifest.step != step:
+        raise DamageError(f"{folder / MANIFEST} is of step {manifest.step}, and its folder of step {step}")
+
+
+def is_damage(error: StoreError) -> bool:
+    """Whether a file that cannot be read is lost. Where the store gave no answer, it may still be there."""
+    return error.missing or isinstance(error, DamageError)
+
+
+def checkpoints(root: Root) -> Iterator[Found]:
+    """The checkpoints in a folder, newest first. A large manifest takes many seconds: each is read when it is needed.
+
+    Saves that were not finished locally, and checkpoints that were set aside, are left out.
+    """
+    return (glance(root / step_name(step), step) for step in steps(root))
+
+
+def survey(root: Root) -> list[Found]:
+    """The checkpoints in a folder, newest first. No manifest is read, so damage is not found.
+
+    A save that lacks only its name is among them where its step has no complete checkpoint; `put_in_place` must be
+    called before it is used.
+    """
+    present = {}
+    for step in steps(root):
+        folder = root / step_name(step)
+        problem = None if (folder / MANIFEST).exists() else _without_manifest(folder)
+        present[step] = Found(step, folder, problem, incomplete=problem is not None)
+    for step, partial in _partials(root):
+        if (step not in present or present[step].incomplete) and (partial / MANIFEST).exists():
+            present[step] = Found(step, partial, None)
+    return [present[step] for step in sorted(present, reverse=True)]
+
+
+def _without_manifest(folder: Root) -> str:
+    return f"{folder} has no {MANIFEST}: it was not completed"
+
+
+def steps(root: Root) -> list[int]:
+    """The steps of the folders that are named as checkpoints, newest first."""
+    return sorted((step for name in root.names() if (step := step_of(name)) is not None), reverse=True)
+
+
+def abandoned(root: Root) -> list[Root]:
+    """Checkpoints that were set aside."""
+    return [root / name for name in root.names() if _ASIDE.fullmatch(name)]
+
+
+def abandon(root: Root, step: int, *, damaged: bool = False) -> Root:
+    """Set a checkpoint aside: it is no longer the run's, and stays until the user removes it."""
+    plain = f"{step_name(step)}.{'damaged' if damaged else 'abandoned'}"
+    taken = set(root.names())
+    names = itertools.chain([plain], (f"{plain}-{number}" for number in itertools.count(2)))
+    name = next(name for name in names if name not in taken)
+    (root / step_name(step)).rename(root / name)
+    root.sync()
+    return root / name
+
+
+def removable(root: Root, keep: int | None, keep_every: int | None = None) -> tuple[list[Found], list[Root]]:
+    """The checkpoints that a prune removes, and the folders that killed saves left; nothing is removed here.
+
+    The newest `keep` intact checkpoints stay (None: all; never fewer than one), and those whose step is a multiple of
+    `keep_every`. A folder that is newer than the newest intact one may be a save under way, and stays. One that could
+    not be read may be intact, and stays until there are `keep` newer intact ones.
+    """
+    present = {found.step: found for found in checkpoints(root)}
+    intact = [step for step, found in present.items() if found.problem is None]
+    if not intact:
+        return [], []
+    unclear = [step for step, found in present.items() if found.unreadable]
+    steps_to_remove = _steps_to_remove(present, intact, keep, keep_every, unclear)
+    return [present[step] for step in steps_to_remove], _leftovers(root, intact[0])
+
+
+def prune(
+    root: Root, saved: Mapping[int, Mapping[str, int]], keep: int | None, keep_every: int | None = None
+) -> list[int]:
+    """Remove, after a save, what `removable` would; returns the steps of the removed checkpoints, newest first.
+
+    No manifest is read, because that of a thousand ranks takes seconds. The newest checkpoint in `saved` has just been
+    completed. Another one counts as intact where it has a manifest and its files in `saved` have their lengths.
+
+    Args:
+        saved: of checkpoints that this process has written, by step: path → bytes of each file.
+    """
+    newest, present = max(saved), steps(root)
+    intact = [newest]
+    for step in present:
+        if keep is not None and len(intact) < keep and step < newest:
+            files = (root / step_name(step)).files()
+            if files.get(MANIFEST) and saved.get(step, {}).items() <= files.items():
+                intact.append(step)
+    removed = _steps_to_remove(present, intact, keep, keep_every)
+    for folder in [*(root / step_name(step) for step in removed), *_leftovers(root, newest)]:
+        remove_checkpoint(folder)
+    return removed
+
+
+def _steps_to_remove(
+    steps: Iterable[int], intact: Sequence[int], keep: int | None, keep_every: int | None, unclear: Collection[int] = ()
+) -> list[int]:
+    """Which checkpoints to remove, by their steps; all lists are newest first.
+
+    Args:
+        steps: of all checkpoints.
+        intact: those that are known to be intact, at least the newest ones.
+        unclear: those that may be intact.
+    """
+    if keep is None:
+        return []
+    kept = intact[: max(keep, 1)]
+    enough = len(kept) == max(keep, 1)
+    return [
+        step
+        for step in steps
+        if step < intact[0]
+        and step not in kept
+        and not (keep_every and step % keep_every == 0)
+        and (step not in unclear or (enough and step < kept[-1]))
+    ]
+
+
+def _leftovers(root: Root, newest: int) -> list[Root]:
+    """The folders that saves up to a step left when they were killed."""
+    return [partial for step, partial in _partials(root) if step <= newest]
+
+
+def _partials(root: Root) -> list[tuple[int, Root]]:
+    return [(int(match[1]), root / name) for name in root.names() if (match := _PARTIAL.fullmatch(name))]

@@ -1,0 +1,120 @@
+"""Which fields each rotary-embedding scaling takes (`model.rope_scaling`, as Hugging Face writes it)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from shardwise.base.errors import listing, nearest_name
+from shardwise.config.section import LARGEST
+
+LENGTH = "original_max_position_embeddings"
+"""The field for the longest sequence before the scaling."""
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor", LENGTH),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", LENGTH),
+}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", LENGTH, "truncate"),
+    "longrope": ("attention_factor", "factor"),
+}
+_FIELDS = {rope_type: (*names, *_OPTIONAL.get(rope_type, ())) for rope_type, names in _REQUIRED.items()}
+_NAMES = {name for names in _FIELDS.values() for name in names} | {"finetuned"}
+"""Fields of all types; files with `finetuned` say by it that the weights were trained with the scaling."""
+
+
+def with_one_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """A `rope_scaling` mapping with `rope_type` alone: the old name `type` counts where `rope_type` is null."""
+    rest = {key: value for key, value in scaling.items() if key not in ("rope_type", "type")}
+    kinds = [scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None]
+    return {"rope_type": kinds[0], **rest} if kinds else rest
+
+
+def unknown_fields(scaling: Mapping[str, Any]) -> list[str]:
+    """Fields of a `rope_scaling` mapping of a known type that no type has."""
+    if str(with_one_type(scaling).get("rope_type", "default")) not in _REQUIRED:
+        return []
+    return [key for key in scaling if key not in _NAMES and key not in ("rope_type", "type")]
+
+
+def effective_scaling(scaling: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
+    """The fields of a `rope_scaling` mapping that decide the angles; None where nothing is scaled.
+
+    Fields of other types are left out: transformers does not read them. The length before the scaling is filled in,
+    from `longest`, the model's `max_position_embeddings`. Types and fields that transformers lacks too are kept.
+    """
+    rope_type = scaling["rope_type"]
+    if not isinstance(rope_type, str) or rope_type not in _FIELDS:
+        return dict(scaling)  # `rope_scaling_problems` refuses it
+    fields, unread = _FIELDS[rope_type], _NAMES.difference(_FIELDS[rope_type])
+    effective = {key: value for key, value in scaling.items() if value is not None and key not in unread}
+    if LENGTH in fields:
+        return {**effective, LENGTH: effective.get(LENGTH, longest)}
+    return None if effective == {"rope_type": "default"} else effective
+
+
+def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[str]:
+    """What is wrong with a `rope_scaling` mapping; an empty list when nothing is."""
+    rope_type = scaling.get("rope_type")
+    if not isinstance(rope_type, str) or rope_type not in _REQUIRED:
+        valid = f"one of {listing(_REQUIRED, 'or')}"
+        given = f"is missing: {valid}" if rope_type is None else f"({rope_type!r}) must be {valid}"
+        return [f"model.rope_scaling.rope_type {given}"]
+    allowed = ("rope_type", *_FIELDS[rope_type])
+    problems = [
+        f"model.rope_scaling.{key} is missing: rope_type {rope_type} needs it"
+        for key in _REQUIRED[rope_type]
+        if scaling.get(key) is None
+    ]
+    for key, value in scaling.items():
+        if key not in (*allowed, LENGTH):  # types that have no use for the length ignore it, as transformers does
+            near = nearest_name(str(key), allowed)
+            hint = f"did you mean {near}?" if near else f"rope_type {rope_type} takes {listing(allowed)}"
+            problems.append(f"model.rope_scaling.{key}: unknown key; {hint}")
+        elif key != "rope_type" and value is not None:
+            problems += _value_problems(key, value, rotary_dim)
+    if not problems and rope_type == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        problems.append(
+            f"model.rope_scaling.high_freq_factor ({scaling['high_freq_factor']}) must be greater than "
+            f"model.rope_scaling.low_freq_factor ({scaling['low_freq_factor']})"
+        )
+    if not problems and rope_type == "yarn":
+        fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
+        if fast < slow:
+            problems.append(
+                f"model.rope_scaling.beta_fast ({fast}) must be at least model.rope_scaling.beta_slow ({slow})"
+            )
+    return problems
+
+
+def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
+    name = f"model.rope_scaling.{key}"
+    shown = f"{name} ({value!r})"
+    if key in ("short_factor", "long_factor"):
+        if not isinstance(value, list) or not all(_is_number(item) for item in value):
+            return [f"{name} must be a list of numbers"]
+        if len(value) != rotary_dim // 2:
+            return [
+                f"{name} (length {len(value)}) must have one number per rotary frequency, "
+                f"half of the rotary width ({rotary_dim // 2})"
+            ]
+        return []
+    if key == "truncate":
+        return [] if isinstance(value, bool) else [f"{shown} must be true or false"]
+    if _is_number(value) and value > LARGEST:
+        return [f"{shown} must be at most {LARGEST}"]
+    if key == LENGTH and not (_is_number(value) and isinstance(value, int) and value > 0):
+        return [f"{shown} must be a positive integer"]
+    if not _is_number(value):
+        return [f"{shown} must be a number"]
+    if key == "factor" and value < 1:
+        return [f"{shown} must be at least 1"]
+    return [] if value > 0 else [f"{shown} must be greater than 0"]
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,436 @@
+"""Whether a configuration can run on a number of ranks: every rule that reads more than one section.
+
+The rules of `parallel.pipeline`: whether a model can be cut into stages, and micro-batches suit the schedule.
+"""
+
+from __future__ import annotations
+
+import re
+
+from shardwise.base.errors import ConfigError, listing, nearest_numbers, see
+from shardwise.config.data import MASKED_FRACTION
+from shardwise.config.layout import Layout
+from shardwise.config.model import ModelConfig, OwnConfig
+from shardwise.config.sections import SINGLE_STAGE, SPLIT_BACKWARD, V_SHAPED, Config, ParallelConfig
+
+
+def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
+    """The layout of `config` on `world` ranks.
+
+    Args:
+        config: the whole configuration.
+        world: ranks of the job.
+        is_new: whether the run's folder is new, so that it starts at its first step.
+
+    Raises:
+        ConfigError: `config` cannot run on `world` ranks; with every reason.
+    """
+    parallel, problems = config.parallel, []
+    sequence = parallel.sequence and parallel.tensor > 1
+    layout = micro_batches = None
+    try:
+        layout = Layout(world, parallel.tensor, sequence, parallel.pipeline, parallel.stages_per_rank)
+        micro_batches = layout.accumulation(config.train)
+    except ConfigError as error:
+        problems = error.problems
+    problems += pipeline_problems(config, micro_batches)
+    problems += (
+        _tensor_problems(config, sequence)
+        + _overlap_problems(config)
+        + _compile_problems(config)
+        + _schedule_problems(config)
+        + _masking_problems(config)
+    )
+    problems += _resume_problems(config) + _trace_problems(config, is_new) + _document_problems(config)
+    problems += _mark_problems(config) + _hook_problems(config)
+    if layout is not None:
+        problems += _profile_problems(config, layout)
+    if layout is None or problems:
+        raise ConfigError(problems)
+    return layout
+
+
+def _trace_problems(config: Config, is_new: bool) -> list[str]:
+    """Refuse traces of steps that the run never does. The step from which an old run resumes is not known here."""
+    steps, last, resume = config.log.profile_steps, config.train.steps, config.checkpoint.resume
+    if steps is None:
+        return []
+    trace, stop_after = f"log.profile ({config.log.profile})", config.train.stop_after
+    if steps.start > last:
+        return [f"{trace} must begin at one of train.steps ({last}): set log.profile={last}:{last + 1}"]
+    if is_new and stop_after is not None and steps.start > stop_after:
+        return [
+            f"{trace} must begin at one of the steps of this run, which ends after train.stop_after ({stop_after}): "
+            f"set log.profile={stop_after}:{stop_after + 1}, or raise train.stop_after"
+        ]
+    if resume != "auto" and steps[-1] <= resume < last:
+        return [
+            f"{trace} must have a step after checkpoint.resume ({resume}): set log.profile={resume + 1}:{resume + 2}"
+        ]
+    return []
+
+
+def _profile_problems(config: Config, layout: Layout) -> list[str]:
+    """Refuse to trace ranks that the job does not have."""
+    beyond = [rank for rank in config.log.profile_ranks or () if rank >= layout.world]
+    if not beyond:
+        return []
+    return [f"log.profile_ranks ({listing(beyond)}) must be below the number of ranks ({layout.world})"]
+
+
+def _mark_problems(config: Config) -> list[str]:
+    """Pairs of sentences have marks of their own, whatever the data are."""
+    if "nsp" not in config.model.objectives:
+        return []
+    return config.data.refused_marks(f"model.family ({config.model.family}), whose pairs have [CLS] and [SEP]")
+
+
+def _document_problems(config: Config) -> list[str]:
+    """The keys for document ends are for families that predict the next token."""
+    data, model, keys = config.data, config.model, config.data.document_options
+    if "mlm" in model.objectives:
+        return [f"{key} (true) must be false with model.family {model.family}, which masks tokens" for key in keys]
+    if data.eod_token is None:
+        return []
+    if not keys:
+        return [
+            f"data.eod_token ({data.eod_token}) must be left out unless one of data.eod_mask_loss, "
+            "data.reset_position_ids and data.reset_attention_mask is true"
+        ]
+    if data.eod_token >= model.vocab_size:
+        return [f"data.eod_token ({data.eod_token}) must be below model.vocab_size ({model.vocab_size})"]
+    return []
+
+
+def _tensor_problems(config: Config, sequence: bool) -> list[str]:
+    model, tensor = config.model, config.parallel.tensor
+    length = config.train.sequence_length
+    reasons = _tensor_misfits(model, tensor, length if sequence else None)
+    if not reasons:
+        return []
+    given = (model.num_attention_heads, model.intermediate_size, length)
+    most = min(size for size in given if size is not None)
+    length_to_cut = length if config.parallel.sequence else None
+    valid = [degree for degree in range(1, most + 1) if not _tensor_misfits(model, degree, length_to_cut)]
+    degrees = f"valid degrees are {listing(valid)}" if len(valid) > 1 else "the only valid degree is 1"
+    return [f"parallel.tensor ({tensor}) must {reason}: {degrees}" for reason in reasons]
+
+
+def _overlap_problems(config: Config) -> list[str]:
+    parallel = config.parallel
+    how, problems = parallel.tensor_overlap, []
+    if how is not None and parallel.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD:
+        problems.append(
+            f"parallel.tensor_overlap ({how}) must be null with parallel.schedule {parallel.schedule}, which computes "
+            "the gradients that it overlaps apart from each other: choose another schedule, such as 1f1b"
+        )
+    if how == "symmetric_memory" and not parallel.sequence:
+        problems.append(
+            f"parallel.tensor_overlap ({how}) must go with parallel.sequence (true): its operators gather and scatter "
+            "the sequence"
+        )
+    return problems
+
+
+def _compile_problems(config: Config) -> list[str]:
+    parallel, problems = config.parallel, []
+    if not config.compile.enabled:
+        return ["compile.require_cached (true) must go with compile.enabled (true)"] * config.compile.require_cached
+    if parallel.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD:
+        problems.append(
+            f"compile.enabled (true) must be false with parallel.schedule {parallel.schedule}, which cuts the "
+            "backward pass of a block in two, and that of a compiled block is whole: choose another, such as 1f1b"
+        )
+    if parallel.tensor > 1 and parallel.tensor_overlap is not None:
+        problems.append(
+            f"compile.enabled (true) must be false with parallel.tensor_overlap ({parallel.tensor_overlap}), whose "
+            "layers are not compiled: leave out one of the two"
+        )
+    return problems
+
+
+def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None) -> list[str]:
+    """Why `tensor` ranks cannot divide the model's sizes; of an own model those that the recipe has."""
+    sizes = (
+        ("model.num_attention_heads", model.num_attention_heads),
+        ("model.intermediate_size", model.intermediate_size),
+    )
+    reasons = [f"divide {key} ({value})" for key, value in sizes if value is not None and value % tensor]
+    kv_heads = model.num_key_value_heads
+    if kv_heads is not None and kv_heads != model.num_attention_heads and kv_heads % tensor and tensor % kv_heads:
+        reasons.append(f"divide or be a multiple of model.num_key_value_heads ({kv_heads})")
+    if sequence_length is not None and sequence_length % tensor:
+        reasons.append(f"divide train.sequence_length ({sequence_length}) with parallel.sequence")
+    return reasons
+
+
+def _schedule_problems(config: Config) -> list[str]:
+    train, problems = config.train, []
+    model, limit = config.model, config.model.max_position_embeddings
+    if limit is not None and train.sequence_length > limit and not model.extends_positions:
+        unless = " without model.rope_scaling" if not isinstance(model, OwnConfig) and model.rotary_dim else ""
+        problems.append(
+            f"train.sequence_length ({train.sequence_length}) must be at most "
+            f"model.max_position_embeddings ({limit}){unless}"
+        )
+    optimizer, lower = config.optimizer, "lower it, or keep train.steps and end early with train.stop_after"
+    most_constant = max(0, train.steps - max(1, optimizer.warmup_steps))
+    if optimizer.warmup_steps > train.steps:
+        problems.append(
+            f"optimizer.warmup_steps ({optimizer.warmup_steps}) must be at most train.steps ({train.steps}): {lower}"
+        )
+    if optimizer.constant_steps > most_constant:
+        problems.append(
+            f"optimizer.constant_steps ({optimizer.constant_steps}) must be at most {most_constant}: the warmup of "
+            f"{optimizer.warmup_steps} steps and a step at optimizer.lr come before them in train.steps "
+            f"({train.steps}): {lower}"
+        )
+    if train.eval_every and config.data.split_weights[1] == 0:
+        problems.append(
+            f"data.split ({config.data.split!r}) must leave an evaluation part while train.eval_every is "
+            f"{train.eval_every}: give it a weight, or set train.eval_every=0"
+            f"{see('data#no-evaluation-part')}"
+        )
+    return problems
+
+
+def _resume_problems(config: Config) -> list[str]:
+    """The rules of `train.skip_batches` and `checkpoint.resume`."""
+    train, resume = config.train, config.checkpoint.resume
+    if resume == "auto" and train.skip_batches:
+        return [
+            f"train.skip_batches ({train.skip_batches}) must be 0 with checkpoint.resume auto: it would count again at "
+            "each restart; name the checkpoint before the batches to leave out by checkpoint.resume=STEP"
+        ]
+    if resume != "auto" and resume >= train.steps:
+        return [
+            f"checkpoint.resume ({resume}) must be less than train.steps ({train.steps}): "
+            "name an earlier checkpoint, or raise train.steps"
+        ]
+    return []
+
+
+def _masking_problems(config: Config) -> list[str]:
+    """The masking keys are for families that predict masked tokens, and a sequence limits their number."""
+    data, length = config.data, config.train.sequence_length
+    if "mlm" in config.model.objectives:
+        if data.max_predictions is None or data.max_predictions <= length:
+            return []
+        return [f"data.max_predictions ({data.max_predictions}) must be at most train.sequence_length ({length})"]
+    unused = f"must be left out: model.family {config.model.family} predicts the next token and masks none"
+    problems = []
+    if data.max_predictions is not None:
+        problems.append(f"data.max_predictions ({data.max_predictions}) {unused}")
+    if data.masked_fraction != MASKED_FRACTION:
+        problems.append(f"data.masked_fraction ({data.masked_fraction}) {unused}")
+    return problems
+
+
+def _hook_problems(config: Config) -> list[str]:
+    """Hooks that other keys leave no place for."""
+    hooks, model, data = config.hooks, config.model, config.data
+    problems = [
+        f"{key} ({path!r}) must read package.module:Name"
+        for key, path in hooks.paths.items()
+        if not re.fullmatch(r"\w+(\.\w+)*:\w+", path)
+    ]
+    if hooks.data is not None and data.is_named:
+        problems.append(
+            f"{data.key} ({data.name}) must be left out with hooks.data ({hooks.data}), which reads the samples: set "
+            "it to null"
+        )
+    if hooks.data is not None and data.streaming:
+        problems.append(
+            f"data.streaming (true) must be false with hooks.data ({hooks.data}), whose samples have numbers"
+        )
+    is_own = ":" in model.family
+    for key, path in (("data", hooks.data), ("loss", hooks.loss)):
+        if path is not None and "mlm" in model.objectives:
+            problems.append(
+                f"hooks.{key} ({path}) must be left out with model.family {model.family}: it is for models that "
+                "predict the next token"
+            )
+    if hooks.loss is not None and is_own:
+        problems.append(
+            f"hooks.loss ({hooks.loss}) must be left out with model.family {model.family}, whose forward gives the loss"
+        )
+    if hooks.loss is not None and config.compile.enabled:
+        problems.append(f"compile.enabled (true) must be false with hooks.loss ({hooks.loss}), which is not compiled")
+    if hooks.optimizer is not None and config.optimizer.name != "adamw":
+        problems.append(
+            f"optimizer.name ({config.optimizer.name}) must be left out with hooks.optimizer ({hooks.optimizer})"
+        )
+    if hooks.optimizer is None and hooks.optimizer_options:
+        names = ", ".join(hooks.optimizer_options)
+        problems.append(f"hooks.optimizer_options ({names}) must be left out without hooks.optimizer")
+    return problems
+
+
+def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
+    """Every reason why the model cannot be cut into these stages, or why the schedule cannot run with `micro_batches`.
+
+    Args:
+        config: the whole configuration.
+        micro_batches: of a step, on each rank; None if that is no whole number.
+    """
+    parallel = config.parallel
+    if parallel.pipeline == 1:
+        return _uncut_problems(parallel, is_own=isinstance(config.model, OwnConfig))
+    if isinstance(config.model, OwnConfig):
+        return [
+            f"parallel.pipeline ({parallel.pipeline}) must be 1 with a model of your own (model.family "
+            f"{config.model.family}): shardwise does not know how to cut it into stages"
+        ]
+    problems = _stage_count_problems(parallel)
+    if not problems:
+        problems = _layer_problems(parallel, config.model.num_hidden_layers)
+    if not problems and micro_batches is not None:
+        problems = _micro_batch_problems(config, micro_batches)
+    return problems
+
+
+def _uncut_problems(parallel: ParallelConfig, *, is_own: bool) -> list[str]:
+    """`parallel.stages` must be left out without a pipeline."""
+    if parallel.stages is None:
+        return []
+    per_rank = parallel.model_copy(update={"pipeline": len(parallel.stages)}).stages_per_rank
+    degree, rest = divmod(len(parallel.stages), per_rank)
+    fix = "leave it out"
+    if degree > 1 and not rest and not is_own:
+        fix += f", or set parallel.pipeline={degree}"
+        if per_rank > 1:
+            fix += f", which with parallel.schedule {parallel.schedule} has {per_rank} stages on each rank"
+    return [
+        f"parallel.stages ({list(parallel.stages)}) must be left out with parallel.pipeline (1), which cuts no model: "
+        f"{fix}"
+    ]
+
+
+def _stage_count_problems(parallel: ParallelConfig) -> list[str]:
+    schedule, given = parallel.schedule, parallel.virtual_stages
+    if given is None:
+        return []
+    must = f"parallel.virtual_stages ({given}) must be"
+    if schedule in SINGLE_STAGE and given > 1:
+        return [
+            f"{must} 1 with parallel.schedule {schedule}, which has one stage on each rank: set "
+            "parallel.schedule=interleaved, or leave parallel.virtual_stages out"
+        ]
+    if schedule in V_SHAPED and given != 2:
+        return [
+            f"{must} 2 with parallel.schedule {schedule}, whose stages go to the last rank and back: leave "
+            "parallel.virtual_stages out"
+        ]
+    if schedule not in SINGLE_STAGE and given == 1:
+        return [
+            f"{must} at least 2 with parallel.schedule {schedule}: leave parallel.virtual_stages out, or set "
+            "parallel.schedule=1f1b, which has one stage on each rank"
+        ]
+    return []
+
+
+def _layer_problems(parallel: ParallelConfig, layers: int) -> list[str]:
+    per_rank, schedule = parallel.stages_per_rank, parallel.schedule
+    stages = parallel.pipeline * per_rank
+    product = f"parallel.pipeline ({parallel.pipeline})"
+    if per_rank > 1:
+        product = f"parallel.pipeline × stages on each rank ({parallel.pipeline} × {per_rank} = {stages})"
+    if stages > layers:
+        fix = _fewer(parallel, layers)
+        return [f"{product} must be at most model.num_hidden_layers ({layers}), as each stage has a block: {fix}"]
+    if parallel.stages is not None:
+        return _named_problems(parallel.stages, stages, product, layers)
+    if per_rank == 1 or layers % stages == 0:
+        return []
+    valid = _equal_degrees(per_rank, layers)
+    degrees = f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}, " if valid else ""
+    return [
+        f"{product} must divide model.num_hidden_layers ({layers}) with parallel.schedule {schedule}, which has equal "
+        f"stages: {degrees}name unequal ones by parallel.stages, or {_one_stage(parallel, layers)}"
+    ]
+
+
+def _equal_degrees(per_rank: int, layers: int) -> list[int]:
+    """Pipeline degrees that cut the model into equal stages, `per_rank` on each rank."""
+    return [degree for degree in range(2, layers // per_rank + 1) if layers % (degree * per_rank) == 0]
+
+
+def _fewer(parallel: ParallelConfig, layers: int) -> str:
+    """The fix for more stages than blocks."""
+    per_rank = parallel.stages_per_rank
+    most = layers // per_rank
+    if layers == 1:
+        return "set parallel.pipeline=1"
+    if most > 1 and (per_rank == 1 or parallel.stages is not None):
+        return f"set parallel.pipeline={most} or less"
+    valid = _equal_degrees(per_rank, layers)
+    if not valid:
+        return _one_stage(parallel, layers)
+    return f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}"
+
+
+def _one_stage(parallel: ParallelConfig, layers: int) -> str:
+    """The fix that has one stage on each rank."""
+    changes = ["set parallel.schedule=1f1b"]
+    if parallel.virtual_stages is not None:
+        changes.append("leave parallel.virtual_stages out")
+    if parallel.pipeline > layers:
+        changes.append(f"set parallel.pipeline={layers} or less")
+    return listing(changes)
+
+
+def _named_problems(named: tuple[int, ...], stages: int, product: str, layers: int) -> list[str]:
+    shown, problems = list(named), []
+    if len(named) != stages:
+        problems.append(f"the length of parallel.stages {shown} ({len(named)}) must be {product}")
+    if min(named, default=1) < 1:
+        problems.append(f"each number of parallel.stages {shown} must be at least 1: a stage has a block")
+    if sum(named) != layers:
+        problems.append(f"the sum of parallel.stages {shown} ({sum(named)}) must be model.num_hidden_layers ({layers})")
+    if problems:
+        equal, more = divmod(layers, stages)
+        example = [equal + (stage >= stages - more) for stage in range(stages)]
+        problems = [f"{problem}, such as {example}" for problem in problems]
+    return problems
+
+
+def fits_schedule(parallel: ParallelConfig, micro_batches: int) -> bool:
+    """Whether the schedule can run with that many micro-batches in a step."""
+    return _required(parallel, micro_batches) is None
+
+
+def _required(parallel: ParallelConfig, micro_batches: int) -> str | None:
+    """What the number of micro-batches must be for the schedule; None if it is so.
+
+    Interleaved schedules take micro-batches in equal rounds, each of at least as many as there are ranks; if there are
+    fewer micro-batches than ranks, all are one round.
+    """
+    degree = parallel.pipeline
+    match parallel.schedule:
+        case "gpipe" | "zbv":
+            return None
+        case "1f1b":
+            fits, required = micro_batches >= degree, f"at least parallel.pipeline ({degree})"
+        case "dualpipev":
+            fits = micro_batches >= 2 * degree
+            required = f"at least 2 × parallel.pipeline (2 × {degree} = {2 * degree})"
+        case "interleaved" | "interleaved_zero_bubble":
+            rounds = max(1, micro_batches // degree)
+            fits = micro_batches % rounds == 0
+            required = f"a multiple of the {rounds} rounds that parallel.pipeline ({degree}) takes them in"
+    return None if fits else required
+
+
+def _micro_batch_problems(config: Config, micro_batches: int) -> list[str]:
+    parallel, train = config.parallel, config.train
+    required = _required(parallel, micro_batches)
+    if required is None:
+        return []
+    fitting = (n for n in range(1, micro_batches + 2 * parallel.pipeline + 1) if fits_schedule(parallel, n))
+    near = nearest_numbers(micro_batches, fitting)
+    batches = listing((n * (train.global_batch // micro_batches) for n in near), "or")
+    smaller = f", or lower train.micro_batch ({train.micro_batch})" if train.micro_batch > 1 else ""
+    return [
+        f"the micro-batches of a step on each rank ({micro_batches}) must be {required} with parallel.schedule "
+        f"{parallel.schedule}: set train.global_batch={batches}{smaller}"
+    ]

@@ -1,0 +1,461 @@
+"""Weights, tokenizers and data sets by path or by hub id; a hub id is fetched once into Hugging Face's cache.
+
+The launching process fetches a hub id, and the ranks open it from the cache. Only safetensors, JSON, tokenizer and
+licence files are fetched: a pickle is never opened. The token that gated repositories need stays where
+`huggingface_hub` reads it (HF_TOKEN, or `hf auth login`): no argument here takes it, and no message contains it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from shardwise.base.errors import ConfigError, listing, nearest_name, see
+from shardwise.base.files import reason_of
+from shardwise.base.names import name_problem
+from shardwise.base.parsing import json_value
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZERS = (
+    ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",),
+    ("gpt2-vocab.json", "gpt2-merges.txt"),
+)  # fmt: skip
+"""Sets of files that are a tokenizer, in the order in which they are looked for; the last is Megatron-LM's names."""
+CHAT_TEMPLATES = "additional_chat_templates"
+"""The folder of the chat templates that have names."""
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", *TOKENIZERS[-1],
+    "chat_template.jinja", "chat_template.json", f"{CHAT_TEMPLATES}/*.jinja",
+)  # fmt: skip
+GENERATION = "generation_config.json"
+_LICENCES = tuple(
+    f"{spelling}*"
+    for word in ("license", "licence", "notice", "copying", "use_policy")
+    for spelling in (word, word.upper(), word.capitalize())
+)
+"""Files with the terms of use, as repositories spell them: LICENSE, license.txt, LICENCE.md, USE_POLICY.md, NOTICE."""
+BESIDE_WEIGHTS = (GENERATION, *_TOKENIZER_FILES, *_LICENCES)
+"""Files that a model's folder holds beside its weights and config.json."""
+_WEIGHTS = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS)
+# Files in folders are not fetched, such as the weights of another format, except for those of `CHAT_TEMPLATES`: no
+# pattern of other files begins with a star, so none matches in a folder whose name begins as that does.
+_IN_FOLDERS = f"[!{CHAT_TEMPLATES[0]}]*/*"
+# Files of a data set's repository that name its configurations and the data files of each.
+_DATA_CARD = ("README.md", ".gitattributes")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# The hub's own rule: owner/name, or for its oldest models the name alone.
+_ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))([A-Za-z0-9]([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)
+_ID_RULE = "a hub id reads owner/name, of letters, digits, '-', '_' and '.'"
+FOUND = {
+    "cache": "known to the cache of this machine",
+    "hub": "on the hub, fetched when the run starts",
+    "unknown": "not in the cache of this machine, and the hub cannot be reached from here",
+}
+"""What a dry run says of a hub id, by where `find` found it."""
+_SHA256, _GIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
+_SHOWN = 6
+_PATIENCE_SECONDS = 10.0
+
+
+def is_url(load: str) -> bool:
+    """Whether `checkpoint.load` names a checkpoint by a URL, such as s3://bucket/run/step-00000100."""
+    return "://" in load
+
+
+def resolve(
+    load: str, revision: str | None = None, *, cached: bool = False, announce: Callable[[str], None] | None = None
+) -> Path:
+    """The folder with the weights that `checkpoint.load` and `checkpoint.revision` name.
+
+    A folder is returned as it is. Anything else is a hub id, which is fetched unless the cache has it. Several
+    processes may call this at once: each file is fetched by one of them.
+
+    Args:
+        load: a folder or a hub id.
+        revision: a branch, tag or commit of the hub id; None: its main branch.
+        cached: open the hub id from the cache, without a request.
+        announce: called with one line before a fetch.
+
+    Raises:
+        ConfigError: no such folder, repository or revision, no access to it, or no safetensors in it.
+    """
+    place = place_of_weights(load, revision)
+    return place if isinstance(place, Path) else obtain(place, cached=cached, announce=announce)
+
+
+def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
+    """The folder that `checkpoint.load` names, else what it names on the hub; else ConfigError. Sends no request."""
+    folder = Path(load).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ConfigError(
+                f"checkpoint.revision ({revision}) must be left out: checkpoint.load ({load}) is a folder, "
+                "and only a hub id has revisions"
+            )
+        check_weights(folder)
+        return folder
+    if folder.exists():
+        is_file = f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={folder.parent}"
+        raise ConfigError(_without_weights(load, [folder.name]) if folder.suffix in _PICKLED else is_file)
+    _check_id(load, folder, f"checkpoint.load ({load}) must be a folder with weights")
+    return HubFiles(
+        "checkpoint.load", load, revision, _WEIGHTS,
+        is_there=lambda names: SINGLE in names or INDEX in names,
+        lacking=lambda names: _without_weights(load, names),
+        check=check_weights,
+    )  # fmt: skip
+
+
+def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
+    """The file or folder that `data.tokenizer` names: a path, or a hub id, from which only its files are fetched.
+
+    A hub id may end in `@` and a branch, tag or commit. The rest is as in `resolve`.
+
+    Raises:
+        ConfigError: no such path, repository or revision, no access to it, or no tokenizer in it.
+    """
+    place = place_of_tokenizer(named)
+    return place if isinstance(place, Path) else obtain(place, cached=cached, announce=announce)
+
+
+def place_of_tokenizer(named: str) -> Path | HubFiles:
+    """The path that `data.tokenizer` names, else what it names on the hub; else ConfigError. Sends no request."""
+    path = Path(named).expanduser()
+    if path.exists():
+        return path
+    repository, at, revision = named.partition("@")
+    key = f"data.tokenizer ({named})"
+    is_file = path.suffix in (".json", ".txt", ".model")
+    _check_id(repository, path, f"{key} must be a tokenizer's file or folder", is_file=is_file)
+    if at and not revision:
+        raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
+    return HubFiles(
+        "data.tokenizer", repository, revision or None, (*_TOKENIZER_FILES, *_LICENCES),
+        is_there=holds_tokenizer,
+        lacking=lambda names: without_tokenizer(key, names),
+        verified=True,
+    )  # fmt: skip
+
+
+def obtain(wanted: HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
+    """The folder of these files at their newest commit, whose name is the commit's; the rest is as in `resolve`."""
+    return _from_cache(wanted) if cached else _fetch(wanted, announce)
+
+
+def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
+    """What `data.dataset` names on the hub; ConfigError if it is no hub id. Sends no request."""
+    repository, at, revision = named.partition("@")
+    key = f"data.dataset ({named})"
+    near = nearest_name(repository, built_in)
+    hint = f"; did you mean data.dataset={near}?" if near else ""
+    path = Path(named).expanduser()
+    if path.exists() and "/" in named:
+        raise ConfigError(f"{key} must be {listing(built_in, 'or')} or a hub id, it is a path: set data.path={named}")
+    if not _ID.fullmatch(repository):
+        missing = f"{key} must be {listing(built_in, 'or')} or a hub id, and a path is named by data.path"
+        raise ConfigError(f"{missing}: {_ID_RULE}{hint}")
+    if at and not revision:
+        raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
+    patterns = (*_DATA_CARD, f"{repository.rpartition('/')[2]}.py")  # the last is its loading script, if it has one
+    return HubFiles(
+        "data.dataset", repository, revision or None, patterns, repo_type="dataset", hint=hint, verified=True
+    )
+
+
+def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path]:
+    """Delete and return files of a commit's folder in the cache that changed since they were fetched."""
+    damaged = [
+        path
+        for path in sorted({path for pattern in patterns for path in folder.glob(pattern)})
+        if path.is_file() and _is_damaged(path.resolve())
+    ]
+    for path in damaged:
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+    return damaged
+
+
+def _is_damaged(content: Path) -> bool:
+    """Whether a file of the cache differs from what its name says: SHA-256 of large files, git's hash of others."""
+    with content.open("rb") as file:
+        if _SHA256.fullmatch(content.name):
+            digest = hashlib.file_digest(file, hashlib.sha256)
+        elif _GIT.fullmatch(content.name):
+            header = f"blob {content.stat().st_size}\0".encode()
+            digest = hashlib.file_digest(file, lambda: hashlib.sha1(header, usedforsecurity=False))
+        else:
+            return False
+    return digest.hexdigest() != content.name
+
+
+def holds_tokenizer(names: Collection[str]) -> bool:
+    """Whether files with these names include a tokenizer."""
+    return any(set(kind) <= set(names) for kind in TOKENIZERS)
+
+
+def tokenizer_names() -> str:
+    """The files that can be a tokenizer, for messages."""
+    return listing([" with ".join(kind) for kind in TOKENIZERS], "or")
+
+
+def without_tokenizer(shown: str, names: Iterable[str]) -> str:
+    """The message for a folder, called `shown`, whose files `names` include no tokenizer."""
+    names = sorted(names)
+    for kind in TOKENIZERS:
+        present = [name for name in kind if name in names]
+        if present and len(present) < len(kind):
+            absent = [name for name in kind if name not in names]
+            return f"{shown} holds {listing(present)} without {listing(absent)}, and the tokenizer is read from both"
+    what = f"it has {listing(names, most=_SHOWN)}" if names else "it is empty"
+    return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {what}"
+
+
+def check_weights(folder: Path) -> None:
+    """Checks that a folder has safetensors weights, as Hugging Face names them.
+
+    Raises:
+        ConfigError: there are none (for pickled weights, how to convert them), or the index is broken.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"checkpoint.load ({folder}) must be a folder with weights: there is none of that name")
+    if (folder / SINGLE).is_file():
+        return
+    if not (folder / INDEX).is_file():
+        raise ConfigError(_without_weights(str(folder), _names(folder)))
+    try:
+        index = (folder / INDEX).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{folder / INDEX} cannot be read: {reason_of(error)}") from None
+    indexed(index, folder, lambda name: (folder / name).is_file())
+
+
+def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> list[str]:
+    """The weight files that the index of `folder` names; ConfigError if it is no index or a file is missing."""
+    try:
+        names = sorted(set(json_value(index)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        text = f"{folder}/{INDEX} is no index of safetensors files ({error!r}): fetch or copy it again"
+        raise ConfigError(text) from None
+    wrong = [problem for name in names if (problem := name_problem(name))]
+    if wrong or not names:
+        problem = listing(wrong, most=_SHOWN) if wrong else "it names none"
+        raise ConfigError(f"{folder}/{INDEX} must name files of its own folder, and {problem}")
+    if absent := [name for name in names if not is_there(name)]:
+        raise ConfigError(f"{folder} lacks {listing(absent)}: its index says that they hold weights")
+    return names
+
+
+def _without_weights(shown: str, names: Iterable[str]) -> str:
+    """The message for a folder or repository whose files `names` include no weights that can be loaded."""
+    names = sorted(names)
+    if not names:
+        return f"checkpoint.load ({shown}) must hold {SINGLE}: it is empty"
+    if pickled := listing([name for name in names if name.endswith(_PICKLED)], most=_SHOWN):
+        return (
+            f"checkpoint.load ({shown}) must hold safetensors, and its weights are pickled ({pickled}): opening a "
+            "pickle can run any code that its author put there. If you trust it, convert it by transformers: "
+            "from_pretrained(…), then save_pretrained(…)"
+        )
+    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {listing(names, most=_SHOWN)}"
+
+
+def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> None:
+    """Raises ConfigError if `name`, which is no existing path, is no hub id either; `must` begins the message."""
+    missing = f"{must}: there is none of that name in {Path.cwd()}"
+    is_local = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    if is_local or is_file or Path(name.partition("/")[0]).is_dir():
+        near = nearest_name(path.name, _names(path.parent))
+        raise ConfigError(f"{missing}; did you mean {path.parent / near}?" if near else missing)
+    if not _ID.fullmatch(name):
+        raise ConfigError(f"{missing}, and {_ID_RULE}")
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """A repository on the hub, and the files that are needed of it.
+
+    Attributes:
+        key: the configuration key that names it.
+        repository: its hub id.
+        revision: a branch, tag or commit; None: the main branch.
+        patterns: the files to fetch.
+        is_there: whether files with these names are enough.
+        lacking: the message if they are not.
+        check: raises ConfigError for a folder with enough names that lacks something else.
+        repo_type: the hub's word for what the repository holds.
+        hint: the end of a message, which names what else may have been meant.
+        no_revision: the message where the repository has no such revision; empty: the usual one.
+        verified: check the hashes of files in the cache and fetch damaged ones again; only for small files.
+    """
+
+    key: str
+    repository: str
+    revision: str | None
+    patterns: tuple[str, ...]
+    is_there: Callable[[Collection[str]], bool] = lambda names: True
+    lacking: Callable[[Collection[str]], str] = lambda names: ""
+    check: Callable[[Path], None] = lambda folder: None
+    repo_type: Literal["model", "dataset"] = "model"
+    hint: str = ""
+    no_revision: str = ""
+    verified: bool = False
+
+    @property
+    def named(self) -> str:
+        return self.repository if self.revision is None else f"{self.repository} at revision {self.revision}"
+
+    def require(self, folder: Path) -> None:
+        """Raises ConfigError if the folder lacks needed files."""
+        if not self.is_there(names := _names(folder)):
+            raise ConfigError(self.lacking(names))
+        self.check(folder)
+
+    def download(self, *, local_files_only: bool = False) -> Path:
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(
+            self.repository, repo_type=self.repo_type, revision=self.revision, allow_patterns=[*self.patterns],
+            ignore_patterns=[_IN_FOLDERS], local_files_only=local_files_only,
+        )  # fmt: skip
+        return Path(folder)
+
+
+def find(wanted: HubFiles) -> Literal["cache", "hub", "unknown"]:
+    """Where the files are, in the words of `FOUND`; nothing is fetched.
+
+    Raises:
+        ConfigError: the hub does not have them, or does not give them to this user.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    with contextlib.suppress(ConfigError):
+        _from_cache(wanted)
+        return "cache"
+    ask = HfApi().dataset_info if wanted.repo_type == "dataset" else HfApi().model_info
+    try:
+        found = ask(wanted.repository, revision=wanted.revision, timeout=_PATIENCE_SECONDS)
+    except HfHubHTTPError as error:
+        if error.response.status_code >= 500:
+            return "unknown"
+        raise ConfigError(_refusal(error, wanted, _site())) from None
+    except Exception:  # noqa: BLE001  the client's transport decides on the type
+        return "unknown"
+    names = [file.rfilename for file in found.siblings or [] if "/" not in file.rfilename]
+    if not wanted.is_there(names):
+        raise ConfigError(wanted.lacking(names))
+    return "hub"
+
+
+def _site() -> str:
+    """The hub's address without a log-in."""
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
+
+
+def _from_cache(wanted: HubFiles) -> Path:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = wanted.download(local_files_only=True)
+    except LocalEntryNotFoundError:
+        raise ConfigError(
+            f"{wanted.key} ({wanted.named}) must be in the cache of this machine "
+            f"({constants.HF_HUB_CACHE}): fetch it there by `hf download`, or share the cache by HF_HOME"
+        ) from None
+    wanted.require(folder)
+    return folder
+
+
+def _fetch(wanted: HubFiles, announce: Callable[[str], None] | None) -> Path:
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if announce is None or not sys.stderr.isatty():
+        disable_progress_bars()
+    logging.getLogger("huggingface_hub._snapshot_download").addFilter(_is_no_answer)
+    site = _site()
+    try:
+        folder = wanted.download(local_files_only=True)
+        damaged = drop_damaged(folder, wanted.patterns) if wanted.verified else []
+        wanted.require(folder)
+        if wanted.revision == folder.name and not damaged:
+            return folder  # a commit never changes
+    except (LocalEntryNotFoundError, ConfigError):
+        if announce is not None:
+            announce(f"fetching {wanted.named} from {site}: once, then cached in {constants.HF_HUB_CACHE}")
+    try:
+        folder = wanted.download()
+        folder.mkdir(parents=True, exist_ok=True)  # the client makes none if it fetches nothing
+        if not wanted.is_there(_names(folder)):
+            names = HfApi().list_repo_files(wanted.repository, revision=folder.name, repo_type=wanted.repo_type)
+            raise ConfigError(wanted.lacking([name for name in names if "/" not in name]))
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  the client's transport decides on the type; the user reads a sentence
+        raise ConfigError(_refusal(error, wanted, site)) from None
+    wanted.require(folder)
+    return folder
+
+
+def _names(folder: Path) -> list[str]:
+    """The names in a folder; none where it does not exist, as the hub's client makes none if it fetches nothing."""
+    return [file.name for file in folder.iterdir()] if folder.is_dir() else []
+
+
+def _is_no_answer(record: logging.LogRecord) -> bool:
+    """A log filter that drops the client's line about a repository without these files: our own message says it."""
+    return not str(record.msg).startswith("No files matched")
+
+
+def _refusal(error: Exception, wanted: HubFiles, site: str) -> str:
+    """The message for a failed fetch: the reason and the fix."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
+        error = error.__cause__
+    is_dataset = wanted.repo_type == "dataset"
+    page, tokens = f"{site}/{'datasets/' if is_dataset else ''}{wanted.repository}", f"{site}/settings/tokens"
+    key, token = f"{wanted.key} ({wanted.named})", f"HF_TOKEN to a token of that account ({tokens})"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{key} is gated: accept its licence on {page}, then set {token}{see('data#gated-repository')}"
+    if isinstance(error, errors.RevisionNotFoundError) and wanted.no_revision:
+        return wanted.no_revision
+    if isinstance(error, errors.RevisionNotFoundError):
+        revision = "checkpoint.revision" if wanted.key == "checkpoint.load" else f"the revision of {wanted.key}"
+        return f"{revision} ({wanted.revision}) must be a branch, tag or commit of {wanted.repository}: see {page}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        no_repository = f"there is no such folder in {Path.cwd()}, and on {site} no such repository"
+        nowhere = f"on {site} there is no such data set" if is_dataset else no_repository
+        return (
+            f"{key}: {nowhere} that this account may read: check the name, or accept the licence on {page} and set "
+            f"{token}{wanted.hint}"
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{site} cannot be reached"
+        use = f"set {wanted.key} to the folder"
+        if is_dataset:
+            use = f"set data.path to its files, or share the cache by HF_HOME{wanted.hint}"
+        return (
+            f"{key} cannot be fetched: {offline}, and the cache {constants.HF_HUB_CACHE} lacks it; fetch it where "
+            f"there is access (`hf download`), and {use}"
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        if status in (401, 403):
+            return f"{key}: {site} refuses the token in use (status {status}): set HF_TOKEN to a valid one ({tokens})"
+        return f"{key} cannot be fetched: {site} answers with status {status}; try again later"
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+    return f"{key} cannot be fetched from {site} into {constants.HF_HUB_CACHE}: {reason}"

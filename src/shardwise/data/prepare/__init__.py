@@ -1,0 +1,1 @@
+"""Preparation: `shardwise data prepare` writes data that runs read as they are. Nothing here imports torch."""

@@ -1,0 +1,382 @@
+"""From text to tokens: an unfinished Megatron data set in the work folder, from which every format is then made.
+
+Text in batches to be tokenized, each with its position in the source.
+
+Where tokenizing and masking run: threads of this process, or processes of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from itertools import accumulate
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.base.errors import DataError, RunError, see
+from shardwise.base.files import to_disk
+from shardwise.base.hardware import cpu_count
+from shardwise.data.parts import Part
+from shardwise.data.prepare.work_folder import WorkFolder
+from shardwise.data.reading.megatron import UnfinishedIndex, written_dtype
+from shardwise.data.reading.sources import Source, TextPiece
+from shardwise.data.samples.order import IntArray
+from shardwise.data.tokens.encoding import (
+    ContentDigest,
+    DocumentMarks,
+    PieceTexts,
+    TextWindow,
+    batches,
+    sentence_pieces,
+    text_windows,
+)
+from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.launch.environment import PARENT_PID
+from shardwise.launch.local import die_with_parent
+
+# Enough for eight threads of a process, and few enough that what `tokenizers` makes of them stays below 100 MiB.
+BATCH_CHARACTERS = 1 << 21
+
+
+@dataclass(frozen=True)
+class Position:
+    """How much of a source has been read.
+
+    Attributes:
+        batches: the number of batches.
+        digest: of the text, as `ContentDigest` makes it.
+    """
+
+    batches: int = 0
+    documents: int = 0
+    characters: int = 0
+    bytes: int = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Texts, each of which is tokenized by itself: windows of documents, or sentences.
+
+    Attributes:
+        contexts: the number of tokens at the beginning of each text that belong to the text before.
+        ends: for each document that ends in this batch, how many of the texts lie before its end.
+        after: the position where it ends.
+    """
+
+    texts: list[str]
+    contexts: list[int]
+    ends: list[int]
+    after: Position
+
+
+def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Iterator[TextBatch]:
+    """All text of a source; the same source and tokenizer always give the same batches.
+
+    Args:
+        tokenizer: the one that the texts are for, where they are not sentences.
+    """
+    digest, position = ContentDigest(), Position()
+    # `digest` is that of the text up to the end of a batch, or of one piece more where it ends within a document.
+    for batch in batches(
+        _pieces(source, digest, tokenizer, sentences), lambda piece: piece.characters, BATCH_CHARACTERS
+    ):
+        texts = [text for piece in batch for text in piece.texts]
+        contexts = [tokens for piece in batch for tokens in piece.contexts]
+        counts = accumulate(len(piece.texts) for piece in batch)
+        ends = [count for count, piece in zip(counts, batch, strict=True) if piece.ends_document]
+        documents = position.documents + len(ends)
+        characters = position.characters + sum(piece.characters for piece in batch)
+        position = Position(position.batches + 1, documents, characters, digest.bytes, digest.hexdigest())
+        yield TextBatch(texts, contexts, ends, position)
+
+
+def _pieces(
+    source: Source, digest: ContentDigest, tokenizer: Tokenizer, sentences: bool
+) -> Iterator[PieceTexts | TextWindow]:
+    pieces: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
+    if sentences:
+        return (piece for _, piece in sentence_pieces(pieces))
+    return (window for _, window in text_windows(pieces, tokenizer))
+
+
+TokenRow = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
+"""The ids of all texts of a batch one after another, and how many each text has."""
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+# One process turns ids into arrays as fast as this many cores produce them; its threads share the tokenizer's caches.
+CORES_OF_A_PROCESS = 8
+# Four processes stay below 1 GiB together.
+_MOST_PROCESSES = 4
+_tokenizer: Tokenizer | None = None
+"""The tokenizer of this process, which is opened once for all its tasks."""
+
+
+class Workers:
+    """Threads or processes that share tasks."""
+
+    def __init__(self, pool: Executor, count: int) -> None:
+        self._pool, self._count = pool, count
+
+    @classmethod
+    def for_tokenizing(cls, path: str, tokenizer: Tokenizer, *, small: bool) -> Workers:
+        """What `tokenize` runs in, on all cores: this process, unless there are many cores and the text is not small.
+
+        Args:
+            path: where other processes open `tokenizer`.
+        """
+        global _tokenizer
+        if small or cpu_count() <= CORES_OF_A_PROCESS:
+            _tokenizer = tokenizer
+            # One thread makes arrays while the library encodes the next batch for the other one, on all cores.
+            return cls(ThreadPoolExecutor(2), 2)
+        return cls.processes(min(_MOST_PROCESSES, -(-cpu_count() // max(CORES_OF_A_PROCESS, 1))), path)
+
+    @classmethod
+    def for_masking(cls, tasks: int, *, small: bool) -> Workers:
+        """Processes, at most one for each task; one thread where there is little to do."""
+        count = 1 if small else min(cpu_count(), _MOST_PROCESSES, tasks)
+        return cls.processes(count, None) if count > 1 else cls(ThreadPoolExecutor(1), 1)
+
+    @classmethod
+    def processes(cls, count: int, path: str | None) -> Workers:
+        """New processes, which open the tokenizer at `path` if that is not None."""
+        arguments = (path, max(1, cpu_count() // count), os.getpid())
+        # They are not forked: a copy of this process would lack the threads that its libraries wait for.
+        return cls(ProcessPoolExecutor(count, get_context("spawn"), _begin, arguments), count)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def each(self, call: Callable[[_Task], _Result], tasks: Iterable[_Task]) -> Iterator[tuple[_Task, _Result]]:
+        """Each task and the result of the call, in order. Only a few tasks are taken before their results are used.
+
+        Raises:
+            RunError: a process has ended.
+        """
+        pending: deque[tuple[_Task, Future[_Result]]] = deque()
+        try:
+            for task in tasks:
+                pending.append((task, self._pool.submit(call, task)))
+                while len(pending) > 2 * self._count or (pending and pending[0][1].done()):
+                    first, future = pending.popleft()
+                    yield first, future.result()
+            for first, future in pending:
+                yield first, future.result()
+        except BrokenProcessPool:
+            raise RunError(
+                "a process that prepares data has ended early, perhaps because memory ran out: start the same command "
+                "again, it continues after what is finished"
+                f"{see('data#worker-ended')}"
+            ) from None
+
+
+def tokenize(batch: TextBatch, literally: bool) -> TokenRow:
+    """The tokens of a batch; called where `Workers.for_tokenizing` runs it."""
+    assert _tokenizer is not None
+    return _tokenizer.encode_rows(batch.texts, contexts=batch.contexts, literally=literally)
+
+
+def _begin(path: str | None, threads: int, parent: int) -> None:
+    """Is called first in each new process."""
+    global _tokenizer
+    os.environ[PARENT_PID] = str(parent)
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the parent reports it
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    if path is not None:
+        _tokenizer = Tokenizer.load(path)
+
+
+PREFIX = "tokens"
+"""The prefix of the data set in the work folder."""
+COMMIT_SECONDS = 1.0
+"""The most work that a killed process loses."""
+
+
+@dataclass(frozen=True)
+class SequenceOptions:
+    """How text becomes sequences of tokens.
+
+    Attributes:
+        sentences: each sentence is a sequence, and tokenized by itself; else each document is one.
+        marks: of each document; sentences have no token that begins them.
+        longest: a document with this many tokens is ended, and its rest becomes another document.
+    """
+
+    sentences: bool
+    marks: DocumentMarks
+    longest: int | None = None
+
+
+@dataclass(frozen=True)
+class WrittenCounts:
+    """What the files contain.
+
+    Attributes:
+        open_document: tokens of the last document, if its end is not written yet.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+    documents: int = 0
+    open_document: int = 0
+
+
+@dataclass(frozen=True)
+class TokenizingProgress:
+    """What of the source has been read, and what was written of it."""
+
+    read: Position = field(default_factory=Position)
+    written: WrittenCounts = field(default_factory=WrittenCounts)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> TokenizingProgress:
+        """The progress of which `state` is the `dataclasses.asdict`."""
+        # `open_sequence` is in the states of earlier versions.
+        written = {name: number for name, number in state["written"].items() if name != "open_sequence"}
+        return cls(Position(**state["read"]), WrittenCounts(**written))
+
+
+def write_tokens(
+    source: Source,
+    workers: Workers,
+    work: WorkFolder,
+    sequences: SequenceOptions,
+    tokenizer: Tokenizer,
+    begin: TokenizingProgress,
+    save: Callable[[TokenizingProgress], None],
+    advance: Callable[[int], None],
+) -> TokenizingProgress:
+    """Tokenizes the source from `begin` on; returns the progress at its end, when tokens.bin and tokens.idx are there.
+
+    Args:
+        tokenizer: the one that `workers` have.
+        save: stores a progress on the disk; the files that it describes are there already.
+        advance: is called with the bytes of text that were read.
+
+    Raises:
+        ChangedError: the text up to `begin` differs from what was read before.
+        DataError: the source cannot be read, or a disk is full.
+    """
+    with contextlib.ExitStack() as files:
+        with work.writing():
+            index = open_index(files, work.folder, tokenizer.vocab_size, begin.written)
+        progress, saved = begin, time.monotonic()
+        batches = _after(text_batches(source, tokenizer, sequences.sentences), begin.read, advance)
+        for batch, row in workers.each(functools.partial(tokenize, literally=sequences.sentences), batches):
+            advance(batch.after.bytes - progress.read.bytes)
+            with work.writing():
+                progress = TokenizingProgress(batch.after, _append(index, sequences, progress.written, batch, row))
+                if time.monotonic() - saved >= COMMIT_SECONDS:
+                    _to_disk(index)
+                    save(progress)
+                    saved = time.monotonic()
+        with work.writing():
+            _to_disk(index)
+            save(progress)
+            finish_index(index, work.folder)
+    return progress
+
+
+class ChangedError(DataError):
+    """The text that was read before has changed."""
+
+
+def _after(batches: Iterator[TextBatch], begin: Position, advance: Callable[[int], None]) -> Iterator[TextBatch]:
+    """The batches after a position, which must be the same text as before."""
+    if begin.batches:
+        last = next((batch for batch in batches if batch.after.batches == begin.batches), None)
+        if last is None or last.after != begin:
+            raise ChangedError("the text has changed since its preparation began")
+        advance(begin.bytes)
+    yield from batches
+
+
+def open_index(files: contextlib.ExitStack, folder: Path, vocab_size: int, written: WrittenCounts) -> UnfinishedIndex:
+    """The files of the data set in `folder`, cut to the size that `written` says; `files` closes them."""
+    expected = {
+        "bin": written_dtype(vocab_size).itemsize * written.tokens,
+        "sizes": 4 * written.sequences,
+        "documents": 8 * (written.documents + 1) if written.documents else 0,
+    }
+
+    def opened(kind: str) -> BinaryIO:
+        path = folder / f"{PREFIX}.{kind}"
+        path.touch()
+        if path.stat().st_size < expected[kind]:
+            raise ChangedError(f"{path} is shorter than it was")
+        file = files.enter_context(path.open("r+b"))
+        file.truncate(expected[kind])
+        file.seek(0, os.SEEK_END)
+        return file
+
+    tokens, sizes, documents = map(opened, expected)
+    return UnfinishedIndex(tokens, sizes, documents, vocab_size, written.sequences, written.documents)
+
+
+def finish_index(index: UnfinishedIndex, folder: Path) -> None:
+    """Writes the .idx."""
+    with (folder / f"{PREFIX}.idx").open("wb") as idx:
+        index.write_index(idx)
+        to_disk(idx)
+
+
+def _to_disk(index: UnfinishedIndex) -> None:
+    for file in index.files:
+        to_disk(file)
+
+
+def _append(
+    index: UnfinishedIndex, sequences: SequenceOptions, written: WrittenCounts, batch: TextBatch, row: TokenRow
+) -> WrittenCounts:
+    """Appends the tokens of a batch; the next batch continues a document that is open at its end."""
+    (tokens, sizes), ends, end = row, np.array(batch.ends, dtype=np.int64), sequences.marks.end
+    if sequences.longest is not None and not len(ends) and written.open_document + len(tokens) >= sequences.longest:
+        ends = np.array([len(batch.texts)])
+    if not sequences.sentences:  # each text is a window of a document
+        is_last = np.isin(np.arange(1, len(sizes) + 1), ends).tolist()
+        tokens, sizes = sequences.marks.put(tokens, sizes, is_last, begun=written.open_document > 0)
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
+    at = starts[ends]  # the tokens of the batch before each end of a document
+    if sequences.sentences:
+        lengths, bounds = _sentences(sizes, ends, closed=end is not None)
+        tokens = tokens if end is None else np.insert(tokens, at, end)
+    else:
+        lengths = np.diff(at, prepend=-written.open_document)
+        lengths, bounds = lengths[lengths > 0], np.cumsum(lengths > 0)
+    index.extend(tokens, lengths, bounds)
+    open_document = int(starts[-1] - at[-1]) if len(at) else written.open_document + int(starts[-1])
+    return WrittenCounts(written.tokens + len(tokens), index.sequences, index.documents, open_document)
+
+
+def _sentences(sizes: IntArray, ends: IntArray, *, closed: bool) -> tuple[IntArray, IntArray]:
+    """Sizes of the sentences that have tokens, and how many of them lie before each end of a document.
+
+    Where documents are closed by a token, it belongs to the last sentence; if that lies in an earlier batch, the token
+    is a sentence by itself.
+    """
+    kept = sizes > 0
+    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(kept)])[ends]
+    lengths = sizes[kept]
+    if not closed:
+        return lengths, before
+    alone = np.diff(before, prepend=0) == 0
+    lengths[before[~alone] - 1] += 1
+    return np.insert(lengths, before[alone], 1), before + np.cumsum(alone)

@@ -1,0 +1,272 @@
+"""The folder in which data are prepared, until they are complete and move to where readers look.
+
+    .NAME.preparing/state.json    what is durably written; replaced as a whole
+    .NAME.preparing/…             files that grow; what lies beyond the state is cut off
+    .NAME.preparing/output/       a folder that becomes OUTPUT, or files that are moved beside it
+
+One process at a time works in it: the one that holds the lock or, where the file system has no locks, that created
+owner.json. A process that is killed leaves the folder behind, and the next one continues from the state.
+
+How much disk prepared data will take: estimated before the work starts, so that it does not fail after hours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.files import NoLocksError, free_bytes, lock, open_lock, reason_of, sync_folder, write_atomic
+from shardwise.base.parsing import json_value
+from shardwise.base.units import size
+from shardwise.config import DataConfig
+from shardwise.data.reading.content import UTF_8
+from shardwise.data.reading.sources import PIECE_CHARACTERS, FileSource, Source
+from shardwise.data.tokens.encoding import ContentDigest, batches, cut_sentences
+from shardwise.data.tokens.tokenizer import Tokenizer
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_STATE, _LOCK, _OWNER = "state.json", "lock", "owner.json"
+
+
+class WorkFolder:
+    """The work folder of one output."""
+
+    def __init__(self, output: Path) -> None:
+        self.target = output
+        self.folder = output.parent / f".{output.name}.preparing"
+        self.output = self.folder / "output"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Makes the folder and keeps other processes out of it; a folder without a state is removed at the end.
+
+        Raises:
+            DataError: it cannot be written.
+            ConfigError: another process prepares the same.
+        """
+        with self.writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock_file = open_lock(self.folder / _LOCK)
+        with lock_file:
+            refusal = f"{self.target} is being prepared by another process"
+            try:
+                taken = lock(lock_file, wait=False)
+            except NoLocksError:
+                self._claim(refusal)
+                taken = True
+            if not taken or not _is_there(lock_file):
+                raise ConfigError(f"{refusal}: wait for its end")
+            try:
+                yield
+            finally:
+                # Once this process is done, the next one may have made a folder of the same name.
+                if _is_there(lock_file):
+                    (self.folder / _OWNER).unlink(missing_ok=True)
+                    if not (self.folder / _STATE).exists():
+                        self.remove()
+
+    def _claim(self, refusal: str) -> None:
+        """Makes the folder this process's where the file system has no locks: only one process can create owner.json.
+
+        The file of a process of this machine that has ended is replaced.
+
+        Raises:
+            ConfigError: another process has the folder, or may have it on another machine.
+        """
+        path, aside = self.folder / _OWNER, self.folder / f".{_OWNER}.{platform.node()}.{os.getpid()}"
+        own = {"host": platform.node(), "pid": os.getpid()}
+        for may_replace in (True, False):
+            with self.writing(), contextlib.suppress(FileExistsError), path.open("xb") as file:
+                file.write(json.dumps(own).encode())
+                return
+            owner = _read(path)
+            if not (may_replace and owner is not None and _has_ended(owner)):
+                break
+            with self.writing(), contextlib.suppress(FileNotFoundError):
+                path.rename(aside)
+                if _read(aside) != owner:  # another process replaced it since it was read, and has the folder now
+                    aside.rename(path)
+                    break
+                aside.unlink()
+        who = "" if owner is None else f" ({owner.get('pid')} on {owner.get('host')})"
+        raise ConfigError(f"{refusal}{who}: wait for its end, or remove {path} if it has ended")
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turns a failure to write into a sentence for the user."""
+        try:
+            yield
+        except OSError as error:
+            reason = f"{self.target} cannot be written: {reason_of(error)}"
+            if (self.folder / _STATE).exists():
+                reason += f"; what is finished stays in {self.folder}, and the same command continues from there"
+            then = "make room" if error.errno in _NO_ROOM else "name a place that can be"
+            raise DataError(f"{reason}: {then}") from error
+
+    def state(self) -> dict[str, Any] | None:
+        """The saved state; None where there is none."""
+        return _read(self.folder / _STATE)
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Replaces the state; the files that it describes must be on the disk already."""
+        write_atomic(self.folder / _STATE, json.dumps(state, indent=1))
+
+    def clear(self) -> None:
+        """Removes everything except the lock and the owner, the state first."""
+        (self.folder / _STATE).unlink(missing_ok=True)
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in (_LOCK, _OWNER):
+                path.unlink()
+
+    def remove_output(self) -> None:
+        if self.output.exists():
+            shutil.rmtree(self.output)
+
+    def remove(self) -> None:
+        """Removes the folder, the state first: the rest without it is never continued."""
+        (self.folder / _STATE).unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def publish(self, moves: Sequence[tuple[Path, Path]]) -> None:
+        """Moves what is complete to where readers look, the last of `moves` last; it may be killed and called again.
+
+        What is at the targets is removed, that of the last move first: readers accept nothing without it.
+        """
+        last, target = moves[-1]
+        if last.exists():
+            if target.is_dir():
+                aside = self.folder / "replaced"
+                if aside.exists():
+                    shutil.rmtree(aside)
+                target.rename(aside)
+            target.unlink(missing_ok=True)
+            sync_folder(target.parent)
+        for source, place in moves:
+            if source.exists():
+                source.replace(place)
+                sync_folder(place.parent)
+        self.remove()
+
+
+def _is_there(lock_file: BinaryIO) -> bool:
+    """Whether the file still has its name: it was not removed, nor was the folder, since it was opened."""
+    return os.fstat(lock_file.fileno()).st_nlink > 0
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none."""
+    try:
+        content = json_value(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _has_ended(owner: Mapping[str, Any]) -> bool:
+    """Whether a process has surely ended: it was one of this machine, and no process has its number now."""
+    pid = owner.get("pid")
+    if owner.get("host") != platform.node() or not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)  # signal 0 only asks whether the process exists
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False
+
+
+# Bytes of text for each byte of a compressed file: more than most files have.
+_PACKED = 6.0
+# An estimate from the beginning of a text is not exact.
+_MARGIN = 1.25
+# Room for the state; a smaller shortage is not reported.
+_LEAST = 1 << 16
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a source will become, a little more rather than less.
+
+    Attributes:
+        bytes: the size of the text.
+        exact: whether that is the text's own size, and not that of files that pack or wrap it.
+        packed: whether files compress it, at a ratio that is known only after they were read.
+    """
+
+    bytes: int
+    exact: bool
+    packed: bool
+    tokens: int
+    sentences: int
+    documents: int
+
+
+def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Estimate | None:
+    """An estimate from the sizes of the files and the beginning of the text; None where there are no files."""
+    files: Sequence[Path] | None = getattr(source, "files", None)
+    readings = source.readings if isinstance(source, FileSource) else ()
+    wrapped = files is None or any(reading.kind != "text" or reading.encoding != UTF_8 for reading in readings)
+    if files is None:
+        if data.path is None:
+            return None
+        files = [path for path in Path(data.path).expanduser().rglob("*") if path.is_file()]
+    packed = {path for path, each in zip(files, readings, strict=False) if each.packing or each.kind == "parquet"}
+    total = sum(round(path.stat().st_size * (_PACKED if path in packed else 1.0)) for path in files)
+    digest = ContentDigest()
+    pieces = next(batches(digest.watch(source.pieces()), lambda piece: piece.characters, PIECE_CHARACTERS), [])
+    texts = [text for piece in pieces for text in (cut_sentences(piece.text) if sentences else [piece.text])]
+    tokens = len(tokenizer.encode_rows(texts, literally=sentences)[0])
+    ended = sum(piece.ends_document for piece in pieces)
+    scale = _MARGIN * total / digest.bytes if digest.bytes else 0.0
+    documents = max(len(files), round(ended * scale))
+    return Estimate(
+        bytes=total,
+        exact=not (wrapped or packed),
+        packed=bool(packed),
+        tokens=round(tokens * scale) + documents,
+        sentences=round(len(texts) * scale) + documents,
+        documents=documents,
+    )
+
+
+def check_room(needed: int, written: int, output: Path, announce: Callable[[str], None], *, packed: bool) -> None:
+    """Announces how much disk `output` needs.
+
+    Args:
+        written: bytes of `needed` that are on the disk already.
+        packed: the text is compressed, so the estimate is too rough to refuse for.
+
+    Raises:
+        DataError: the disk has less.
+    """
+    free = free_bytes(output)
+    missing = max(needed - written, 0)
+    if missing <= max(free, _LEAST):
+        announce(f"preparing {output}: takes about {size(missing)} of the {size(free)} that are free")
+    elif packed:
+        announce(
+            f"preparing {output}: may take {size(missing)}, as its text is packed, and {size(free)} are free: if the "
+            "disk becomes full, make room, and the same command continues"
+        )
+    else:
+        raise DataError(
+            f"the disk under {output} ({size(free)} free) must have about {size(missing)} free: make room, or name "
+            "another place"
+        )
+
+
+def bytes_below(folder: Path) -> int:
+    """Bytes of the files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

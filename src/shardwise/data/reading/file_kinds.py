@@ -1,0 +1,234 @@
+"""Kinds of files of text, told by their content and then by their names; what cannot be read is refused with a way on.
+
+The beginning of a file decides: the magic of a format, a first line that is a JSON object, the header of a table.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from shardwise.base.errors import DataError, listing
+from shardwise.base.units import counted
+from shardwise.data.reading.content import (
+    TEXT_CONTROLS,
+    UTF_8,
+    Content,
+    HubFile,
+    control_share,
+    opened,
+    packing_of,
+    unpacked_name,
+)
+from shardwise.data.reading.json_records import PANDAS_ADVICE, entries
+
+Kind = Literal["text", "jsonl", "parquet"]
+
+LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".ldjson")
+_TABLES = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
+_SEPARATORS, _COLUMN = (",", "\t", ";", "|"), re.compile(r'"?[\w.-]{1,64}"?')
+_PARQUET = b"PAR1"
+# The first key of an object is asked for, as a text may begin with a brace or a bracket too.
+_OBJECT = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
+_ARRAY_OF_OBJECTS = re.compile(rf"\s*\[{_OBJECT.pattern}")
+_ARRAY_OF_TEXTS = re.compile(r'\s*\[\s*"(?:[^"\\]|\\.)*"\s*[,\]]')
+_STRING = r'"((?:[^"\\]|\\.)*)"'
+_LIST_WITHIN = re.compile(rf"\s*\{{((?:\s*{_STRING}\s*:\s*(?:{_STRING}|[\w.+-]+)\s*,)*)\s*{_STRING}\s*:\s*\[\s*\{{")
+"""An object of many lines whose rows are in a list, after fields that hold one value."""
+_COLUMNS_WITHIN = re.compile(rf'\s*\{{\s*{_STRING}\s*:\s*\{{\s*"\d+"\s*:')
+_AS_TEXT = "set data.format=text to read it as plain text"
+_MARK = rb"(?i:(?:\xef\xbb\xbf)?\s*<"
+"""The beginning of a text that is marked up, after which the name of its first mark and a parenthesis must follow."""
+_FOREIGN: Sequence[tuple[bytes, str, str]] = (
+    (rb"%PDF-", "a PDF document", "extract its text, for example with pdftotext"),
+    (
+        # The name of an archive's first file stands at byte 30.
+        rb"PK\x03\x04.{26}[^\0]{0,80}?(?:/data\.pkl|\.npy)",
+        "a file of torch.save or of numpy's savez",
+        "write the text that it holds as JSON lines",
+    ),
+    (rb"PK\x03\x04", "a zip archive (or a .docx, .xlsx or .epub, which are such archives)", "unpack it with unzip"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it with 7z x"),
+    (rb"Rar!\x1a\x07", "a rar archive", "unpack it with unrar x"),
+    (rb"\x1f\x9d", "packed by compress", "unpack it with uncompress"),
+    (rb"\x89LZO\0", "packed by lzop", "unpack it with lzop -d"),
+    (rb"\xff\x06\0\0sNaPpY", "packed by snappy", "unpack it with snzip -d"),
+    (rb"\x89HDF\r\n\x1a\n", "an HDF5 file", "shards of BERT are read with data.format=hdf5"),
+    (rb"ARROW1", "a table of arrow", "write it as parquet, or save it by save_to_disk of datasets"),
+    (rb"\xff\xff\xff\xff", "a table of arrow", "name the folder that save_to_disk wrote, with data.format=datasets"),
+    (rb"ORC", "an ORC table", "write it as parquet"),
+    (rb"Obj\x01", "an Avro table", "write it as parquet"),
+    (rb"SQLite format 3\0", "an SQLite database", "write its text as JSON lines"),
+    (rb"\{\\rtf", "a rich text document", "extract its text, for example with pandoc -t plain"),
+    (rb"WARC/", "a web archive", f"extract its text, for example with trafilatura, or {_AS_TEXT}"),
+    (_MARK + rb"\?xml\s)", "XML", f"extract its text (of Wikipedia with wikiextractor --json), or {_AS_TEXT}"),
+    (_MARK + rb"mediawiki\b)", "XML", f"extract its text, for example with wikiextractor --json, or {_AS_TEXT}"),
+    (_MARK + rb"(?:!doctype\s+)?html\b)", "HTML", f"extract its text, for example with trafilatura, or {_AS_TEXT}"),
+)
+"""Patterns of what files begin with that hold no plain text, what these files are, and what to do."""
+
+_UNPACKED_BY = {
+    ".br": "brotli -d",
+    ".snappy": "snzip -d",
+    ".sz": "snzip -d",
+    ".z": "pigz -dc",
+    ".zz": "pigz -dc",
+    ".zlib": "pigz -dc",
+    ".deflate": "pigz -dc",
+    ".lzo": "lzop -d",
+    ".lz": "lzip -d",
+}
+"""Programs that unpack what no library here does, by the suffix of the file."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a file is read.
+
+    Attributes:
+        packing: the program that packed it; None where none did.
+        encoding: of its text.
+    """
+
+    kind: Kind
+    packing: str | None = None
+    encoding: str = UTF_8
+
+    def __str__(self) -> str:
+        kind = {"text": "plain text", "jsonl": "JSON lines", "parquet": "parquet"}[self.kind]
+        encoding = "" if self.encoding == UTF_8 else f" in {self.encoding}"
+        return f"{kind}{encoding}{'' if self.packing is None else f' unpacked by {self.packing}'}"
+
+
+def reading_of(path: Path | HubFile, kind: Kind | None, key: str) -> Reading:
+    """How a file is read, as the kind that the user chose or else as its content says.
+
+    Args:
+        kind: what `data.format` says; None: the content decides.
+        key: `data.text_key`.
+
+    Raises:
+        DataError: the file cannot be read, or holds something else than text.
+    """
+    if kind == "parquet":
+        return Reading(kind)
+    with opened(path) as content:
+        chosen = kind or _recognized(path, content, key)
+        return Reading(chosen) if chosen == "parquet" else Reading(chosen, content.packing, content.encoding)
+
+
+def chosen_kind(format: str) -> Kind | None:
+    """The kind that `data.format` chooses for all files; None where their content decides."""
+    return cast(Kind, format) if format in ("text", "jsonl", "parquet") else None
+
+
+def described(readings: Sequence[tuple[Path, Reading]]) -> str:
+    """How files are read: each way, and how many files are read so where there are several ways."""
+    groups: dict[Reading, list[Path]] = {}
+    for path, reading in readings:
+        groups.setdefault(reading, []).append(path)
+    if len(groups) == 1:
+        return f"read as {next(iter(groups))}"
+    each = [
+        f"{reading} ({paths[0].name if len(paths) == 1 else counted(len(paths), 'file')})"
+        for reading, paths in groups.items()
+    ]
+    return f"read as {listing(each)}"
+
+
+def _recognized(path: Path | HubFile, content: Content, key: str) -> Kind:
+    """The kind of a file; DataError where it is none."""
+    head, name = content.head, unpacked_name(str(path))
+    if name.endswith(".parquet") or head.startswith(_PARQUET):
+        if content.packing is not None:
+            raise DataError(
+                f"{path} is a parquet file packed by {content.packing}, which cannot be read in parts: unpack it"
+            )
+        return "parquet"
+    for magic, what, advice in _FOREIGN:
+        if re.match(magic, head, re.DOTALL):
+            raise DataError(f"{path} is {what}, not plain text: {advice}, or leave it out")
+    if head[257:262] == b"ustar":
+        raise DataError(f"{path} is a tar archive, not plain text: unpack it with tar -xf, and name the folder")
+    if (again := packing_of(head)) is not None:
+        raise DataError(f"{path} is packed twice, by {again} and then by {content.packing}: unpack it once")
+    text = head.decode("utf-8-sig", errors="replace")
+    _refuse_table(path, name, text, key)
+    _refuse_other_json(path, content.packing, text, key)
+    _refuse_binary(path, name, head)
+    return "jsonl" if name.endswith(LINES) or _OBJECT.match(text) else "text"
+
+
+def _refuse_table(path: Path | HubFile, name: str, text: str, key: str) -> None:
+    """Raises DataError for a .csv, and for a header of columns that has the text's or is above lines of as many."""
+    header, *others = text.split("\n")[:5]
+    header = header.rstrip("\r")
+    separator = next((separator for suffix, separator in _TABLES.items() if name.endswith(suffix)), None)
+    for each in _SEPARATORS:
+        columns = header.split(each)
+        named = key in columns or f'"{key}"' in columns
+        # Texts may hold a comma more; prose has no line of names without spaces above lines with commas.
+        above_rows = len(others) > 2 and all(line.count(each) >= len(columns) - 1 for line in others[:-1])
+        if len(columns) > 1 and (named or above_rows) and all(map(_COLUMN.fullmatch, columns)):
+            separator = each
+    if separator is not None:
+        raise DataError(
+            f'{path} is a table of separated values, not plain text: convert it, for example with `python -c "import '
+            f"pandas; pandas.read_csv({str(path)!r}, sep={separator!r}).to_json('lines.jsonl', orient='records', "
+            f'lines=True)"`, or {_AS_TEXT}'
+        )
+
+
+def _refuse_other_json(path: Path | HubFile, packing: str | None, text: str, key: str) -> None:
+    """Raises DataError for JSON that has no object on each line."""
+    first, newline, _ = text.lstrip().partition("\n")
+    is_cut = newline and re.search(r"[{[,]\s*$", first)
+    within = _LIST_WITHIN.match(text)
+    if _ARRAY_OF_OBJECTS.match(text):
+        held, program = "a JSON array", ".[]"
+    elif _ARRAY_OF_TEXTS.match(text):
+        held, program = "a JSON array", "{text: .[]}"
+    elif is_cut and _COLUMNS_WITHIN.match(text):
+        raise DataError(f"{path} is a table by columns, as pandas writes JSON: {PANDAS_ADVICE}, or {_AS_TEXT}")
+    elif is_cut and within is not None and f'"{key}"' not in within[1]:
+        held, program = "a JSON object with its rows in a list", entries(within[4])
+    elif is_cut and _OBJECT.match(text) and not re.search(r"\}\s*,\s*$", first):
+        held, program = "JSON with objects of several lines", "."
+    else:
+        return
+    file = shlex.quote(str(path))
+    command = f"jq -c '{program}' {file}" if packing is None else f"{packing} -dc {file} | jq -c '{program}'"
+    raise DataError(
+        f"{path} is {held}, and JSON must have one object on each line: convert it, for example with `{command} > "
+        f"lines.jsonl`, or {_AS_TEXT}"
+    )
+
+
+def _refuse_binary(path: Path | HubFile, name: str, head: bytes) -> None:
+    share = control_share(head)
+    if not share:
+        return
+    if (tool := next((tool for suffix, tool in _UNPACKED_BY.items() if name.endswith(suffix)), None)) is not None:
+        raise DataError(
+            f"{path} holds binary data, and its name says that it is packed: unpack it, for example with {tool}, or "
+            "leave it out"
+        )
+    for encoding, zeros, others in (("UTF-16LE", head[1::2], head[::2]), ("UTF-16BE", head[::2], head[1::2])):
+        # Small ids of tokens look alike, but for characters that no text has.
+        if zeros.count(0) > len(zeros) // 2 and min(set(others) - set(b"\t\n\r"), default=0) >= ord(" "):
+            raise DataError(
+                f"{path} looks like {encoding} without the mark that begins such files: convert it with `iconv -f "
+                f"{encoding} -t UTF-8`, or leave it out"
+            )
+    if (at := head.find(0)) >= 0:
+        raise DataError(f"{path}: byte {at} is null, so the file holds binary data and no text: leave it out")
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # a character that the end cuts is no fault
+    except UnicodeDecodeError:
+        if share > TEXT_CONTROLS:
+            raise DataError(f"{path} is not UTF-8, and its control characters show binary data: leave it out") from None

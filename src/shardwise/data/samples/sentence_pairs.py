@@ -1,0 +1,309 @@
+"""Samples of BERT: pairs of sentences with masked tokens (Devlin et al. 2018, arXiv:1810.04805, section 3.1).
+
+Shapes: B = samples, S = sequence length, P = predictions of a sample, at most.
+
+Masked-language-model targets (Devlin et al. 2018, arXiv:1810.04805, section 3.1).
+
+Shapes: B = samples, S = sequence length, P = predictions of a sample, at most.
+
+Samples of BERT from the rows of HDF5 shards, which were masked when the shards were made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.base.errors import ConfigError
+from shardwise.data.reading.hdf5 import ShardRows, in_list
+from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
+from shardwise.data.samples.order import Draws, IntArray, below
+from shardwise.data.samples.sentences import ChunkIndex, Sentences
+from shardwise.data.tokens.tokenizer import PairTokens
+
+# [CLS] A [SEP] B [SEP]
+_ADDED = 3
+# The `site` of each draw (`Draws`); those of masking.py begin at 16.
+_RANDOM, _SPLIT, _OTHER, _SENTENCE, _FRONT_A, _FRONT_B = range(6)
+
+
+def chunk_room(sequence_length: int) -> int:
+    """Tokens of A and B that a sample has room for.
+
+    Raises:
+        ConfigError: where that is not even one each, or positions are too many for `Masking`.
+    """
+    if not _ADDED + 2 <= sequence_length <= MAX_SEQUENCE_LENGTH:
+        raise ConfigError(
+            f"train.sequence_length ({sequence_length}) must be in {_ADDED + 2} … {MAX_SEQUENCE_LENGTH:,}, the length "
+            "of [CLS] A [SEP] B [SEP]"
+        )
+    return sequence_length - _ADDED
+
+
+def pair_batch(samples: IntArray, **rows: npt.NDArray[Any]) -> Batch:
+    """The batch of BERT's inputs, by their names; in `rows` the first dimension of each is the samples'."""
+    inputs = {name: np.array(array.T, dtype=np.int64, order="C") for name, array in rows.items()}
+    counts = [np.count_nonzero(inputs[name] != IGNORE) for name in ("targets_PB", "next_sentence_B")]
+    return Batch(inputs, np.array(counts), samples)
+
+
+@dataclass(frozen=True)
+class _Segments:
+    """Two runs of tokens of each sample, [B] each, and whether the second is a random one."""
+
+    a_start: IntArray
+    a_size: IntArray
+    b_start: IntArray
+    b_size: IntArray
+    random: IntArray
+
+
+class SentencePairBatches(Batches):
+    """Batches of sentence pairs; sample `i` is chunk `i` of `ChunkIndex`, with S - 3 tokens of room.
+
+    What a sample looks like is a function of (seed, epoch, `i`) alone. In each epoch:
+
+    - The chunk is split before one of its sentences but the first, all equally likely (a chunk of one sentence before
+      one of its tokens). A is what comes before.
+    - With probability ½, B is what comes after: `next_sentence_B` 0. Else it is 1 and B begins with a random sentence
+      of a random chunk of another document, followed by the sentences after it until the sequence is full. The rest of
+      the chunk is then left out in this epoch; the paper's code would begin the next sample with it, which would make
+      each sample depend on all before it. A corpus of one document takes another chunk of that document.
+    - While A and B have more than S - 3 tokens, the longer one (B where they are equal) loses its first or its last
+      token with probability ½ each: as in the paper's code.
+    - Tokens of A and B are masked (`Masking`).
+
+    Inputs: `ids_SB`, `token_types_SB` (1 in B and its [SEP]), `mask_SB` (0 on padding), `positions_PB`, `targets_PB`,
+    `next_sentence_B`. A sample that counts nothing is `[CLS] [SEP] [SEP]`, so that attention has something to attend
+    to, with targets and `next_sentence_B` of `IGNORE`.
+    """
+
+    objectives = ("mlm", "nsp")
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        sentences: Sentences,
+        sequence_length: int,
+        seed: int,
+        *,
+        special: PairTokens,
+        vocab_size: int,
+        masked_fraction: float,
+        max_predictions: int,
+        continuations: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        self.room = chunk_room(sequence_length)
+        if not 1 <= max_predictions <= sequence_length:
+            raise ConfigError(
+                f"data.max_predictions ({max_predictions}) must be in 1 … train.sequence_length ({sequence_length})"
+            )
+        self.chunks = ChunkIndex(sentences, self.room)
+        if self.chunks.num_chunks < 2:
+            raise ConfigError(
+                f"the chunks of {self.room} tokens ({self.chunks.num_chunks}) must be at least 2: the second sentence "
+                "of a pair may come from another one"
+            )
+        super().__init__(self.chunks.num_chunks, seed)
+        self.tokens = tokens
+        self.sequence_length = sequence_length
+        self.special = special
+        ordinary_ids = np.setdiff1d(np.arange(vocab_size), list(asdict(special).values()))
+        self.masking = Masking(masked_fraction, max_predictions, special.mask, ordinary_ids, continuations)
+        self._seed = seed
+
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        real_B = indices >= 0
+        draws = Draws(self._seed, epochs, indices)
+        pair = self._truncated(self._segments(np.maximum(indices, 0), draws), draws)
+        a_B, b_B = pair.a_size * real_B, pair.b_size * real_B
+        # [CLS] at 0, A from 1, [SEP] at a + 1, B from a + 2, [SEP] at a + b + 2.
+        place_S = np.arange(self.sequence_length)
+        middle_B1, end_B1 = (a_B + 1)[:, None], (a_B + b_B + 2)[:, None]
+        in_a_BS = (place_S > 0) & (place_S < middle_B1)
+        in_b_BS = (place_S > middle_B1) & (place_S < end_B1)
+        ids_BS = np.full(in_a_BS.shape, self.special.pad)
+        ids_BS[:, 0] = self.special.cls
+        ids_BS[(place_S == middle_B1) | (place_S == end_B1)] = self.special.sep
+        source_BS = np.where(in_a_BS, (pair.a_start - 1)[:, None], pair.b_start[:, None] - middle_B1 - 1) + place_S
+        candidates_BS = in_a_BS | in_b_BS
+        ids_BS[candidates_BS] = self.tokens.take(source_BS[candidates_BS])
+        ids_BS, positions_BP, targets_BP = self.masking.apply(ids_BS, candidates_BS, draws)
+        return pair_batch(
+            samples,
+            ids_SB=ids_BS,
+            token_types_SB=(place_S > middle_B1) & (place_S <= end_B1),
+            mask_SB=place_S <= end_B1,
+            positions_PB=positions_BP,
+            targets_PB=targets_BP,
+            next_sentence_B=np.where(real_B, pair.random, IGNORE),
+        )
+
+    def _segments(self, indices: IntArray, draws: Draws) -> _Segments:
+        """A and B before truncation."""
+        bounds = self.chunks.bounds
+        chunk = self.chunks.find(indices)
+        size = chunk.end - chunk.start
+        at_sentence = chunk.first_sentence + 1 + draws.below(_SPLIT, np.maximum(chunk.sentences - 1, 1))
+        at_token = chunk.start + 1 + draws.below(_SPLIT, np.maximum(size - 1, 1))
+        split = np.where(chunk.sentences > 1, bounds[np.minimum(at_sentence, len(bounds) - 1)], at_token)
+        random = np.where(size > 1, draws.below(_RANDOM, 2), 1)
+        b_start, b_size = self._elsewhere(indices, chunk.document, self.room - (split - chunk.start), draws)
+        return _Segments(
+            a_start=chunk.start,
+            a_size=split - chunk.start,
+            b_start=np.where(random, b_start, split),
+            b_size=np.where(random, b_size, chunk.end - split),
+            random=random,
+        )
+
+    def _elsewhere(
+        self, indices: IntArray, document: IntArray, wanted: IntArray, draws: Draws
+    ) -> tuple[IntArray, IntArray]:
+        """Start and size of sentences of another document that have `wanted` tokens, or up to its end."""
+        alone = self.chunks.num_documents == 1
+        first, after = (indices, indices + 1) if alone else self.chunks.siblings(document)
+        number = draws.below(_OTHER, self.chunks.num_chunks - (after - first))
+        chunk = self.chunks.find(np.where(number < first, number, number + after - first))
+        sentence = chunk.first_sentence + draws.below(_SENTENCE, np.maximum(chunk.sentences, 1))
+        start = np.where(chunk.sentences > 0, self.chunks.bounds[sentence], chunk.start)
+        end = self.chunks.sentence_end(start + np.maximum(wanted, 1), chunk.document)
+        if alone:  # the next chunk may be the sample's own
+            end = np.minimum(end, chunk.end)
+        # A sentence may have any length.
+        return start, np.minimum(end - start, 2 * self.room)
+
+    def _truncated(self, pair: _Segments, draws: Draws) -> _Segments:
+        a_size = np.minimum(pair.a_size, np.maximum(self.room - pair.b_size, (self.room + 1) // 2))
+        b_size = np.minimum(pair.b_size, self.room - a_size)
+        a_start = pair.a_start + _heads(draws, _FRONT_A, pair.a_size - a_size)
+        b_start = pair.b_start + _heads(draws, _FRONT_B, pair.b_size - b_size)
+        return _Segments(a_start, a_size, b_start, b_size, pair.random)
+
+
+def _heads(draws: Draws, site: int, tosses_B: IntArray) -> IntArray:
+    """Heads in as many tosses of a coin, [B]: the first bits of the sample's hashes."""
+    words = -(-int(tosses_B.max(initial=0)) // 64)
+    bits = np.unpackbits(draws.table(site, words).astype("<u8").view(np.uint8), axis=1)
+    heads: IntArray = (bits * (np.arange(64 * words) < tosses_B[:, None])).sum(axis=1, dtype=np.int64)
+    return heads
+
+
+# The `site` of each draw (`Draws`); those of pairs.py are below 16.
+_PLACE, _KIND, _TOKEN = 16, 17, 18
+_POSITION_BITS = 16
+MAX_SEQUENCE_LENGTH = 1 << _POSITION_BITS
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Which tokens of a sample are predicted, and what the model sees in their place.
+
+    Of `n` candidates `max(1, ⌊fraction · n + ½⌋)` are predicted, at most `predictions` (P): those with the smallest
+    hashes. Four in five become `mask_id`, one in ten a random one of `ordinary_ids`, one in ten stays.
+
+    With `continuations` (whole-word masking, as in the paper's later code) a word, which is a candidate and all tokens
+    that continue it, is predicted as a whole or not at all: words are taken in the order of the hashes of their first
+    tokens, except those that would exceed the number. What each token is replaced by is drawn for it alone.
+
+    Attributes:
+        continuations: which ids continue the word before them, [vocabulary]; None: each token is a word.
+    """
+
+    fraction: float
+    predictions: int
+    mask_id: int
+    ordinary_ids: IntArray
+    continuations: npt.NDArray[np.bool_] | None = None
+
+    def apply(
+        self, ids_BS: IntArray, candidates_BS: npt.NDArray[np.bool_], draws: Draws
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """`(ids_BS, positions_BP, targets_BP)`: positions ascend; unused places have position 0 and target `IGNORE`."""
+        length = ids_BS.shape[1]
+        # A hash whose last bits are its position: no two are equal, and the smallest name their own positions.
+        low = np.uint64(MAX_SEQUENCE_LENGTH - 1)
+        hashes_BS = (draws.table(_PLACE, length) & ~low) | np.arange(length, dtype=np.uint64)
+        hashes_BS[~candidates_BS] = ~np.uint64(0)
+        candidates_B = candidates_BS.sum(axis=1)
+        wanted_B = np.maximum(np.floor(self.fraction * candidates_B + 0.5).astype(np.int64), 1)
+        wanted_B = np.minimum(wanted_B, np.minimum(candidates_B, self.predictions))
+        if self.continuations is not None:
+            hashes_BS, wanted_B = self._of_words(hashes_BS, self.continuations[ids_BS] & candidates_BS, wanted_B)
+        smallest_BP = np.sort(np.partition(hashes_BS, self.predictions - 1, axis=1)[:, : self.predictions], axis=1)
+        chosen_BP = np.arange(self.predictions) < wanted_B[:, None]
+        positions_BP = np.where(chosen_BP, (smallest_BP & low).astype(np.int64), length)
+        positions_BP.sort(axis=1)
+        positions_BP[~chosen_BP] = 0
+        originals_BP = np.take_along_axis(ids_BS, positions_BP, axis=1)
+        kinds_BP = below(draws.table(_KIND, self.predictions), 10)
+        random_BP = self.ordinary_ids[below(draws.table(_TOKEN, self.predictions), len(self.ordinary_ids))]
+        shown_BP = np.where(kinds_BP < 8, self.mask_id, np.where(kinds_BP < 9, random_BP, originals_BP))
+        masked_BS = ids_BS.copy()
+        rows = np.nonzero(chosen_BP)[0]
+        masked_BS[rows, positions_BP[chosen_BP]] = shown_BP[chosen_BP]
+        return masked_BS, positions_BP, np.where(chosen_BP, originals_BP, IGNORE)
+
+    def _of_words(
+        self, hashes_BS: npt.NDArray[np.uint64], continued_BS: npt.NDArray[np.bool_], wanted_B: IntArray
+    ) -> tuple[npt.NDArray[np.uint64], IntArray]:
+        """Hashes in which those of the predicted words' tokens are the smallest, and how many tokens these are.
+
+        A continuation that follows no candidate, such as the first token of B after [SEP], begins a word.
+        """
+        length = hashes_BS.shape[1]
+        none = ~np.uint64(0)
+        continued_BS[:, 1:] &= hashes_BS[:, :-1] != none
+        continued_BS[:, 0] = False
+        # W = words of a sample; word 0 of each sample begins at its first token.
+        words_BS = np.cumsum(~continued_BS, axis=1) - 1
+        order_BW = np.argsort(np.where(continued_BS, none, hashes_BS), axis=1)
+        sizes_BW = np.zeros_like(words_BS)
+        np.add.at(sizes_BW, (np.arange(len(words_BS))[:, None], words_BS), hashes_BS != none)
+        taken_BW = np.zeros(words_BS.shape, dtype=np.bool_)
+        total_B, rows = np.zeros_like(wanted_B), np.arange(len(words_BS))
+        for place in range(length):
+            word_B = words_BS[rows, order_BW[:, place]]
+            size_B = sizes_BW[rows, word_B]
+            fits_B = ~taken_BW[rows, word_B] & (size_B > 0) & (total_B + size_B <= wanted_B)
+            taken_BW[rows, word_B] |= fits_B
+            total_B += size_B * fits_B
+            if (total_B == wanted_B).all():
+                break
+        chosen_BS = np.take_along_axis(taken_BW, words_BS, axis=1) & (hashes_BS != none)
+        return np.where(chosen_BS, hashes_BS, none), total_B
+
+
+class ShardBatches(Batches):
+    """Batches of the rows `first` to before `after` of all shards; sample `i` is row `first + i`.
+
+    Each epoch has every row once, in another order (`SampleOrder`); the masks are the same in each.
+
+    Inputs: those of `SentencePairBatches`, with targets at the masked positions alone. A sample that counts nothing is
+    the first row, with targets and `next_sentence_B` of `IGNORE`.
+    """
+
+    objectives = ("mlm", "nsp")
+
+    def __init__(self, shards: ShardRows, first: int, after: int, seed: int) -> None:
+        super().__init__(after - first, seed)
+        self.shards, self.first = shards, first
+
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        real_B = indices >= 0
+        rows = self.shards.take(np.maximum(indices, 0) + self.first)
+        positions_BP = rows["masked_lm_positions"]
+        listed_BP = in_list(positions_BP)
+        return pair_batch(
+            samples,
+            ids_SB=rows["input_ids"],
+            token_types_SB=rows["segment_ids"],
+            mask_SB=rows["input_mask"],
+            positions_PB=np.where(listed_BP, positions_BP, 0),
+            targets_PB=np.where(listed_BP & real_B[:, None], rows["masked_lm_ids"], IGNORE),
+            next_sentence_B=np.where(real_B, rows["next_sentence_labels"], IGNORE),
+        )

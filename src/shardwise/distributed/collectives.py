@@ -1,0 +1,448 @@
+"""Collectives over explicit groups. Nothing else in the package calls `torch.distributed`'s collectives.
+
+Whatever communicates is given its `Group`; there is no current one. At group size 1 every collective is the
+identity, so a model without parallelism runs the same code. The autograd functions hold communication only: matmuls
+stay native operators, which lets `torch.compile`, recompute and zero-bubble schedules take a model apart.
+
+Shapes: `dim 0` is the one that is gathered and scattered (activations are sequence-first, `x_SBH`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.distributed.devices import mark
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.torch_private import (
+    traced_all_gather,
+    traced_all_reduce,
+    traced_all_to_all,
+    traced_reduce_scatter,
+)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# torch 2.13 renamed these two and warns about the old names, which are the only ones that older releases know.
+_all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _call(group: Group, operation: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Run a collective, or wait for one, and keep its time where the group's meter asks for it."""
+    spans = group.meter.spans
+    if spans is None:
+        return operation(*args, **kwargs)
+    start = mark(group.message_device)
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        spans.append((start, mark(group.message_device)))
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an exception says that another rank is gone, whichever library carries the messages."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _OF_A_LOST_PEER)
+
+
+_OF_A_LOST_PEER = (
+    "gloo",
+    "Application timeout caused pair closure",  # gloo, without its name: a rank did not answer in time
+    "ncclRemoteError",  # NCCL: a rank's process has exited, or a network error
+    "ncclSystemError",  # NCCL: a socket was closed
+    "communicator was aborted",  # by NCCL's watchdog, which has found that a collective does not end
+    "Watchdog caught collective operation timeout",
+    "Connection closed by remote peer",
+)
+
+
+def is_shared_device(error: BaseException) -> bool:
+    """Whether an exception says that two ranks use one accelerator."""
+    return isinstance(error, RuntimeError) and "Duplicate GPU detected" in str(error)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def check_divides(whole: Tensor, dim: int, group: Group) -> None:
+    """Raise a ValueError if the group cannot cut a dim, the first or the last, into equal parts."""
+    length = whole.shape[dim]
+    if length % group.size:
+        where = "dim 0" if dim == 0 else "the last dim"
+        raise ValueError(f"{where} ({length}) must be a multiple of the group's size ({group.size})")
+
+
+# ---- collectives on plain tensors
+#
+# What a compiled model calls, all_reduce_, all_gather and reduce_scatter, is traced as nodes of its graph. They name
+# their group by `Group.graph_name`, so that no rank's graph differs from another's.
+
+
+class Pending:
+    """A collective under way.
+
+    Args:
+        result: what `wait()` returns, complete by then.
+        work: torch's handle; None: there is nothing to wait for.
+        finish: called once, after the last byte arrived.
+        group: in whose meter the wait is counted.
+    """
+
+    def __init__(
+        self,
+        result: Tensor,
+        work: dist.Work | None = None,
+        finish: Callable[[], None] | None = None,
+        group: Group | None = None,
+    ) -> None:
+        self._result, self._work, self._finish, self._group = result, work, finish, group
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            if self._group is None:
+                self._work.wait()
+            else:
+                _call(self._group, self._work.wait)
+            self._work = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return self._result
+
+
+def all_reduce_(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
+    """Reduce over the group, in place. `op`: sum or max."""
+    if group.size > 1:
+        if torch.compiler.is_compiling():
+            return tensor.copy_(traced_all_reduce(tensor, op, group.graph_name))
+        group.count("all_reduce", _bytes(tensor))
+        reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        _call(group, dist.all_reduce, tensor, op=reduce_op, group=group.process_group)
+    return tensor
+
+
+def all_reduce_async(tensor: Tensor, group: Group) -> Pending:
+    """Start a sum over the group, in place."""
+    if group.size == 1:
+        return Pending(tensor)
+    group.count("all_reduce", _bytes(tensor))
+    work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
+    return Pending(tensor, cast(dist.Work, work), group=group)
+
+
+def all_gather(local: Tensor, group: Group, *, out: Tensor | None = None) -> Tensor:
+    """Concatenate the ranks' tensors along dim 0: `[n, …]` on each of g ranks → `[g·n, …]`.
+
+    `local` may be this rank's own slice of `out`: then nothing is copied on this rank.
+    """
+    if group.size == 1:
+        return local if out is None else out
+    if torch.compiler.is_compiling():
+        gathered = traced_all_gather(local.contiguous(), group.size, group.graph_name)
+        return gathered if out is None else out.copy_(gathered)
+    whole = local.new_empty((local.shape[0] * group.size, *local.shape[1:])) if out is None else out
+    group.count("all_gather", _bytes(whole))
+    _call(group, _all_gather_into, whole, local.contiguous(), group=group.process_group)
+    return whole
+
+
+def all_gather_async(local: Tensor, group: Group, *, out: Tensor) -> Pending:
+    """Start an all-gather into `out`."""
+    if group.size == 1:
+        return Pending(out)
+    group.count("all_gather", _bytes(out))
+    work = _call(group, _all_gather_into, out, local, group=group.process_group, async_op=True)
+    return Pending(out, work, group=group)
+
+
+def reduce_scatter(whole: Tensor, group: Group) -> Tensor:
+    """Sum over the ranks and keep this rank's run along dim 0: `[g·n, …]` → `[n, …]`."""
+    if group.size == 1:
+        return whole
+    check_divides(whole, 0, group)
+    if torch.compiler.is_compiling():
+        return _traced_reduce_scatter(whole.contiguous(), group)
+    out = whole.new_empty((whole.shape[0] // group.size, *whole.shape[1:]))
+    return reduce_scatter_async(whole.contiguous(), group, out=out, overlap=False).wait()
+
+
+def _traced_reduce_scatter(whole: Tensor, group: Group) -> Tensor:
+    if not group.scatter_by_all_to_all:
+        return traced_reduce_scatter(whole, group.size, group.graph_name)
+    parts = traced_all_to_all(whole, group.size, group.graph_name)
+    return parts.view(group.size, -1, *whole.shape[1:]).sum(0)
+
+
+def reduce_scatter_async(whole: Tensor, group: Group, *, out: Tensor, overlap: bool = True) -> Pending:
+    """Start a reduce-scatter into `out`, which may be this rank's own slice of `whole`."""
+    if group.size == 1:
+        return Pending(out)
+    group.count("reduce_scatter", _bytes(whole))
+    pg = group.process_group
+    if not group.scatter_by_all_to_all:
+        work = _call(group, _reduce_scatter_into, out, whole, group=pg, async_op=overlap)
+        return Pending(out, work if overlap else None, group=group)
+    # gloo: each rank sends every other rank its run and sums what it receives, in rank order (see `Group`).
+    parts = torch.empty_like(whole)
+    work = _call(group, dist.all_to_all_single, parts, whole, group=pg, async_op=overlap)
+
+    def finish() -> None:
+        torch.sum(parts.view(group.size, *out.shape), dim=0, out=out)
+
+    return Pending(out, work if overlap else None, finish, group)
+
+
+def broadcast_(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
+    """Copy the tensor of the rank at index `source` of the group to all, in place."""
+    if group.size > 1:
+        group.count("broadcast", _bytes(tensor))
+        _call(group, dist.broadcast, tensor, src=group.ranks[source], group=group.process_group)
+    return tensor
+
+
+def reduce_numbers(values: Sequence[int], group: Group, *, op: str = "max") -> list[int]:
+    """The largest of the ranks' whole numbers, one by one, or with `op` sum their sums; the host waits for them.
+
+    For agreements, most of which find that all is well: what each rank sends and receives does not grow with the ranks,
+    as all their objects do.
+    """
+    if group.size == 1:
+        return list(values)
+    numbers = torch.tensor(values, dtype=torch.int64, device=group.message_device)
+    group.note("reduce_numbers")
+    reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+    _call(group, dist.all_reduce, numbers, op=reduce_op, group=group.process_group)
+    reduced: list[int] = numbers.tolist()
+    return reduced
+
+
+def any_rank(flag: bool, group: Group) -> bool:
+    """Whether a flag is set on any rank, the same on every rank."""
+    return reduce_numbers([flag], group) == [1]
+
+
+def all_gather_objects(value: _R, group: Group) -> list[_R]:
+    """Every rank's picklable value, in group order: for reports, never on the hot path.
+
+    Over the world, only where ranks are known to have something to tell: each of them unpacks what all of them sent.
+    """
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    group.note("all_gather_objects")
+    dist.all_gather_object(values, value, group=group.process_group)
+    return values
+
+
+def gather_objects(value: _R, group: Group) -> list[_R] | None:
+    """Every rank's picklable value on the group's first rank, in group order; None on the others."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] | None = [None] * group.size if group.rank == 0 else None
+    group.note("gather_objects")
+    dist.gather_object(value, values, dst=group.ranks[0], group=group.process_group)
+    return values
+
+
+def broadcast_object(value: _R, group: Group) -> _R:
+    """The first rank's picklable value, on every rank."""
+    if group.size == 1:
+        return value
+    values = [value]
+    group.note("broadcast_object")
+    dist.broadcast_object_list(values, src=group.ranks[0], group=group.process_group)
+    return values[0]
+
+
+def send(tensor: Tensor, group: Group, to: int) -> Pending:
+    """Start sending to the rank at index `to` of the group."""
+    group.count("send", _bytes(tensor))
+    whole = tensor.contiguous()
+    work = dist.isend(whole, dst=group.ranks[to], group=group.process_group)
+    return Pending(whole, cast(dist.Work, work), group=group)
+
+
+def receive(out: Tensor, group: Group, source: int) -> Tensor:
+    """Wait for what the rank at index `source` of the group sends, into `out`."""
+    _call(group, dist.recv, out, src=group.ranks[source], group=group.process_group)
+    return out
+
+
+def exchange(
+    sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: Group, device: torch.device
+) -> None:
+    """Copy tensors between ranks: `sent[r]`, in order, into what rank r gives as `received[this rank]`.
+
+    Each rank gives one list for each rank of the group, itself included. The two lists of a pair of ranks agree in
+    shapes and dtypes, which may differ from tensor to tensor. One all-to-all of bytes, in buffers on `device`.
+    """
+    if group.size == 1:
+        for source, target in zip(sent[0], received[0], strict=True):
+            target.copy_(source)
+        return
+    out, incoming = ([sum(map(_slot_bytes, of_rank)) for of_rank in tensors] for tensors in (sent, received))
+    wire, arrived = (torch.zeros(sum(sizes), dtype=torch.uint8, device=device) for sizes in (out, incoming))
+    for slot, tensor in _slots(wire, sent):
+        slot.copy_(tensor)
+    group.count("all_to_all", max(len(wire), len(arrived)))
+    _call(group, dist.all_to_all_single, arrived, wire, incoming, out, group=group.process_group)
+    for slot, tensor in _slots(arrived, received):
+        tensor.copy_(slot)
+
+
+def _slot_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor on the wire, with the padding that lets any dtype follow."""
+    return -(-_bytes(tensor) // 8) * 8
+
+
+def _slots(buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor with the view of the buffer that holds it."""
+    start = 0
+    for of_rank in tensors:
+        for tensor in of_rank:
+            yield buffer[start : start + _bytes(tensor)].view(tensor.dtype).view(tensor.shape), tensor
+            start += _slot_bytes(tensor)
+
+
+def barrier(group: Group) -> None:
+    """Wait until every rank of the group is here. Torch's own barrier warns where it has to guess the device."""
+    any_rank(False, group)
+
+
+# ---- collectives with a gradient (the f and g of Megatron-LM, arXiv:1909.08053 §3 and arXiv:2205.05198 §4.2.2)
+#
+# Each is the gradient of its partner, so that gradients of gradients are right too. The pairs: copy and reduce;
+# gather_sequence and scatter_sum_sequence; gather and split of what all ranks use alike.
+
+
+def _output(y: Tensor) -> Tensor:
+    """What a traced `forward` must return for `y`: a view.
+
+    torch 2.11 drops the gradient of an output that was written in place or is an unchanged input, but not of a view.
+    """
+    return y.view_as(y) if torch.compiler.is_compiling() else y
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_from_group(grads[0], ctx.group), None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _output(all_reduce_(x.contiguous().clone(), group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return copy_to_group(grads[0], ctx.group), None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _output(all_gather(x, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return scatter_sum_sequence(grads[0], ctx.group), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _output(reduce_scatter(x, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return gather_sequence(grads[0], ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    """Of parts along `dim`, the first or the last, into a whole that all ranks use alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        if dim == 0:
+            return _output(all_gather(x, group))
+        return torch.cat(all_gather(x.unsqueeze(0), group).unbind(0), dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_Split, grads[0], ctx.group, ctx.dim), None, None
+
+
+class _Split(torch.autograd.Function):
+    """This rank's part along `dim`, the first or the last, of what all ranks have alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        check_divides(x, dim, group)
+        return _output(x.chunk(group.size, dim=dim)[group.rank].contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_Gather, grads[0], ctx.group, ctx.dim), None, None
+
+
+def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group, *where: int) -> Tensor:
+    return x if group.size == 1 else cast(Tensor, function.apply(x, group, *where))
+
+
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """Identity; its gradient is summed over the group. Enters a region whose ranks each use all of `x`."""
+    return _apply(_CopyToGroup, x, group)
+
+
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group; the gradient passes unchanged. Leaves a region whose ranks each hold a partial sum."""
+    return _apply(_ReduceFromGroup, x, group)
+
+
+def sum_over_group(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group; so is its gradient. For a number that each rank has a term of and uses in its own way."""
+    return copy_to_group(reduce_from_group(x, group), group)
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """`[S/g, …]` → `[S, …]` along dim 0; the gradient is reduce-scattered (each rank used all of it)."""
+    return _apply(_GatherSequence, x, group)
+
+
+def scatter_sum_sequence(x: Tensor, group: Group) -> Tensor:
+    """`[S, …]` partial sums → `[S/g, …]` sums along dim 0; the gradient is gathered."""
+    return _apply(_ScatterSum, x, group)
+
+
+def split_sequence(x: Tensor, group: Group) -> Tensor:
+    """`[S, …]`, equal on all ranks → this rank's `[S/g, …]`; the gradient is gathered."""
+    return _apply(_Split, x, group, 0)
+
+
+def gather_last(x: Tensor, group: Group) -> Tensor:
+    """`[…, N/g]` → `[…, N]`; each rank keeps its own part of the gradient (the result is used alike by all)."""
+    return _apply(_Gather, x, group, -1)
+
+
+def split_last(x: Tensor, group: Group) -> Tensor:
+    """`[…, N]`, equal on all ranks → this rank's `[…, N/g]`; the gradient is gathered."""
+    return _apply(_Split, x, group, -1)

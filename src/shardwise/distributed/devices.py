@@ -1,0 +1,253 @@
+"""The one place that knows which accelerator there is. Everything else is written against the device it returns."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.base.errors import ConfigError, see
+from shardwise.base.hardware import accelerators
+from shardwise.distributed.torch_private import has_data
+
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Variables by which a launcher shows each rank an accelerator of its own."""
+
+
+def local_device() -> torch.device:
+    """This process's device: the accelerator at `LOCAL_RANK`, or the only one that it sees, or the CPU without any.
+
+    Raises:
+        ConfigError: the machine has accelerators that torch cannot use; this rank has none of its own, or nothing says
+            which one is its own.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        kind, count = accelerators()
+        if count:
+            raise ConfigError(
+                f"torch {torch.__version__} must be able to use this machine's accelerators ({count} × {kind}), and "
+                "finds none: install a torch that is built for them, or their driver, or hide them to train on the CPU"
+                f"{see('runs#accelerator-not-usable')}"
+            )
+        return torch.device("cpu")
+    count, local_rank = torch.accelerator.device_count(), os.environ.get("LOCAL_RANK")
+    if local_rank is None and count > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"LOCAL_RANK must be set to this rank's number on its machine, as torchrun does: it sees {count} "
+            "accelerators, and the number says which one is its own"
+            f"{see('runs#local-rank')}"
+        )
+    index = int(local_rank or "0")
+    if index >= count and (count > 1 or not any(name in os.environ for name in _HIDING)):
+        raise ConfigError(
+            f"LOCAL_RANK ({index}) must be less than the number of accelerators ({count}): two ranks cannot train on "
+            "one; start fewer ranks on each machine"
+            f"{see('runs#local-rank')}"
+        )
+    index = min(index, count - 1)
+    torch.accelerator.set_device_index(index)
+    return torch.device(device.type, index)
+
+
+def require_build_for(kind: str) -> None:
+    """Check that this torch knows a kind of device, which the machine need not have.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    missing = kind == "cuda" and not torch.backends.cuda.is_built()
+    try:
+        torch.device(kind)
+    except RuntimeError:
+        missing = True
+    if missing:
+        raise ConfigError(
+            f"--device {kind} needs a torch that is built for it, and {torch.__version__} is not: install one that is, "
+            "or compile on a machine with one such device, which is enough for all ranks"
+        )
+
+
+def backend(device: torch.device) -> str:
+    """The process-group backend of a device: gloo for the CPU, NCCL for CUDA, the accelerator's own elsewhere."""
+    return dist.get_default_backend_for_device(device)
+
+
+def name(device: torch.device) -> str:
+    """The device's product name, as its driver gives it; its kind where none is here, and for the CPU."""
+    if device.type == "cpu":
+        return "cpu"
+    module = torch.get_device_module(device)
+    is_told = hasattr(module, "get_device_name") and module.is_available()
+    return str(module.get_device_name(device)) if is_told else device.type
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device; the host does not wait for the copy, since it is made from pinned memory."""
+    if device.type == "cpu":
+        return host
+    return (host.pin_memory() if has_data(host) else host).to(device, non_blocking=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all queued work; a CPU has no queue."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+Mark: TypeAlias = float | torch.Event
+"""A time by `time.perf_counter`, or an event in an accelerator's stream."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, as the device sees it: on an accelerator, when it has done the work that is queued so far."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Mark, end: Mark) -> float:
+    """Seconds from one mark to another of the same device, which must have reached both."""
+    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
+        return start.elapsed_time(end) / 1000
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return end - start
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that this process holds now: allocated on an accelerator, resident on the CPU."""
+    if device.type != "cpu":
+        return int(torch.accelerator.memory_allocated(device))
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@functools.cache
+def _process(number: int) -> psutil.Process:
+    """Made once for each process: to find it takes longer than to ask it."""
+    return psutil.Process(number)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes held since the process began: allocated on an accelerator, resident on the CPU."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def allocator_bytes(device: torch.device) -> dict[str, int]:
+    """What an accelerator's allocator holds: `allocated` by tensors, `reserved` for them, and each at most so far.
+
+    Empty on the CPU. The host does not wait.
+    """
+    if device.type == "cpu":
+        return {}
+    memory = torch.accelerator
+    return {
+        "allocated": int(memory.memory_allocated(device)),
+        "reserved": int(memory.memory_reserved(device)),
+        "most_allocated": int(memory.max_memory_allocated(device)),
+        "most_reserved": int(memory.max_memory_reserved(device)),
+    }
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of an accelerator's memory; None for the CPU, and where the device does not tell."""
+    if device.type == "cpu":
+        return None
+    try:
+        return int(torch.accelerator.get_memory_info(device)[1])
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+
+
+def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device multiplies matrices of this dtype."""
+    try:
+        matrix = torch.zeros(2, 2, dtype=dtype, device=device)
+        return (matrix @ matrix).dtype == dtype
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+
+
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "Storage size calculation overflowed",  # of a tensor that no memory could hold
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on whichever device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
+
+
+@functools.cache
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device that does not compute in float64, such as Apple's GPUs."""
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError):
+        return torch.float32
+    return torch.float64
+
+
+def shares_memory(device: torch.device, ranks: int) -> bool:
+    """Whether so many neighbouring ranks are on CUDA devices of one machine that read each other's memory."""
+    if device.type != "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % ranks:
+        return False
+    first = (device.index or 0) // ranks * ranks
+    others = [other for other in range(first, first + ranks) if other != device.index]
+    return all(torch.cuda.can_device_access_peer(device, other) for other in others)
+
+
+def has_fused_adamw(device: torch.device) -> bool:
+    """Whether AdamW has a fused kernel there (`torch.optim.AdamW(fused=True)`)."""
+    return device.type in ("cpu", "cuda")
+
+
+@functools.cache
+def cpu_prefers_onednn() -> bool:
+    """Whether float32 matmuls run faster by oneDNN than by MKL: on x86 processors that are not Intel's."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    vendor = next((line for line in lines if line.startswith("vendor_id")), None)
+    return vendor is not None and not vendor.endswith("GenuineIntel")
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside, the device's generator starts from `seed`; afterwards it is in its former state."""
+    if device.type == "cpu":
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
+        return
+    module = torch.get_device_module(device)
+    before = module.get_rng_state(device)
+    module.manual_seed(seed)
+    try:
+        yield
+    finally:
+        module.set_rng_state(before, device)

@@ -1,0 +1,398 @@
+"""The mesh of ranks: axes `[pp, dp, tp]`, tensor-parallel neighbours at stride 1.
+
+Rank = (pp · DP + dp) · TP + tp, so that a tensor-parallel group sits inside one node and its links. The mesh is an
+argument wherever it is needed; nothing holds a current one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Its functions' defaults capture the world's process group where it is first imported after the group was made, and a
+# gloo group that something still holds at interpreter exit aborts the process. Imported before, they capture nothing.
+import torch.distributed.nn.functional
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.base.errors import ArgumentError, count_problems
+from shardwise.distributed import devices, rendezvous
+from shardwise.distributed.rendezvous import meet
+from shardwise.distributed.torch_private import register_group_name, set_timeout
+
+
+@dataclass
+class Meter:
+    """Bytes that each kind of collective puts on this rank's wire, by the ring formulas, with calls and seconds.
+
+    With n ranks and a whole tensor of b bytes: all-reduce 2·b·(n-1)/n; all-gather, reduce-scatter and all-to-all
+    b·(n-1)/n; broadcast b·(n-1)/n; send b.
+
+    Attributes:
+        spans: where it is set, the begin and end of each wait for a collective are added to it: of those that are
+            called one after the other, and of waits for those that run beside other work.
+    """
+
+    bytes: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+    spans: list[tuple[devices.Mark, devices.Mark]] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The sum of `spans`."""
+        return sum(devices.seconds_between(start, end) for start, end in self.spans or ())
+
+    def reset(self) -> None:
+        self.bytes.clear()
+        self.calls.clear()
+        if self.spans is not None:
+            self.spans.clear()
+
+
+class Group:
+    """Ranks that communicate along one axis of the mesh, and this rank's place among them.
+
+    Args:
+        process_group: torch's process group of these ranks; None for a group of one.
+        name: for messages and reports.
+
+    Attributes:
+        ranks: global ranks in group order.
+        rank: this process's index among them.
+        size: the number of ranks.
+        meter: bytes and seconds of this group's collectives.
+        called: the number of collectives that this rank has called, and the kind of the last one.
+        message_device: where numbers must lie that the host sends; without an index, this process's current device.
+        graph_name: what compiled graphs call the process group; that of torch until `share_graphs`.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, name: str = "") -> None:
+        self.name = name
+        self._process_group = process_group
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(process_group)) if process_group else (0,)
+        self.rank: int = dist.get_rank(process_group) if process_group else 0
+        self.size: int = len(self.ranks)
+        self.meter = Meter()
+        self.called: tuple[int, str] = (0, "")
+        self.graph_name: str = process_group.group_name if process_group else ""
+        self._shares_graphs = process_group is None
+        self._subgroups: dict[int | tuple[int, ...], Group] = {}
+        _alive.add(self)
+        if process_group is not None and rendezvous.is_watching():
+            set_timeout(process_group, rendezvous.NEVER)
+        # gloo's own reduce-scatter is an all-reduce and a copy; an all-to-all summed in rank order takes a third of its
+        # time (benchmarks/collectives.py). Other backends have a native one. The configuration is a text such as
+        # "cpu:gloo,cuda:nccl"; after a bare init_process_group() torch's `get_backend` says "undefined".
+        backends = dist.get_backend_config(process_group).split(",") if process_group else ["none"]
+        self.scatter_by_all_to_all = all(backend.endswith(":gloo") for backend in backends)
+        served = [backend.split(":")[0] for backend in backends] if process_group else ["cpu"]
+        self.message_device = torch.device("cpu" if "cpu" in served else served[0])
+
+    def __repr__(self) -> str:
+        return f"Group({self.name or 'ranks'} {self.rank}/{self.size})"
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch's process group of these ranks; None in a job of one rank.
+
+        A group of one in a job of several ranks gets its process group here, when something asks for it: torch takes
+        None for all ranks of the job.
+        """
+        alone = self._process_group is None and self.size == 1
+        if alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._process_group = _new_group([dist.get_rank()])
+        return self._process_group
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Group:
+        """The group itself: a copied model communicates over the same ranks."""
+        return self
+
+    @staticmethod
+    def of(group: Ranks | None) -> Group:
+        """The `Group` for a group, a process group, one axis of a `DeviceMesh`, or None (a group of one).
+
+        A process group has one `Group` for as long as it is used: layers that share it share its subgroups, and the
+        optimizer's sums over it travel together.
+
+        Raises:
+            ArgumentError: anything else, such as a whole mesh or a degree.
+        """
+        if group is None or isinstance(group, Group):
+            return group or Group()
+        if isinstance(group, DeviceMesh) and group.ndim == 1:
+            group = group.get_group()
+        if not isinstance(group, dist.ProcessGroup):
+            raise ArgumentError(
+                f"group ({group!r}) must be the ranks of one axis: pass those of a Mesh, such as mesh.tp of "
+                "Mesh(tensor=2), a process group, or one axis of a DeviceMesh, such as device_mesh['tp']"
+            )
+        known = _by_process_group.get(id(group))
+        if known is None or known.process_group is not group:
+            known = _by_process_group[id(group)] = Group(group, name="group")
+        return known
+
+    @staticmethod
+    def world(name: str = "world") -> Group:
+        """All ranks of the job; a group of one for a process that was started by itself.
+
+        Raises:
+            RuntimeError: a launcher started several ranks, but no process group was initialised.
+        """
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if launched > 1 and not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                f"a launcher started {launched} ranks (WORLD_SIZE), and each would train alone: "
+                "call torch.distributed.init_process_group() first, or give group="
+            )
+        ready = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return Group(dist.group.WORLD if ready else None, name=name)
+
+    def share_graphs(self) -> None:
+        """Have a `graph_name` that is the same on all ranks of the job, so that they can share compiled graphs.
+
+        All ranks that call this, call it for their groups in the same order.
+        """
+        for number in itertools.count(1):
+            if self._shares_graphs:
+                return
+            self.graph_name = f"shardwise-{self.name}-{number}"
+            with suppress(RuntimeError):  # a group of another mesh has the name
+                assert self.process_group is not None
+                register_group_name(self.graph_name, self.process_group)
+                self._shares_graphs = True
+
+    def split(self, size: int) -> Group:
+        """The run of `size` consecutive ranks of this group that holds this rank. Made once, by its members only."""
+        if self.size % size:
+            raise ValueError(f"subgroup size ({size}) must divide the group's size ({self.size})")
+        if size == self.size:
+            return self
+        if size not in self._subgroups:
+            first = self.rank // size * size
+            members = list(self.ranks[first : first + size])
+            made = _new_group(members) if size > 1 else None
+            self._subgroups[size] = Group(made, name=f"{self.name}/{size}")
+        return self._subgroups[size]
+
+    def pick(self, indices: tuple[int, ...], name: str) -> Group:
+        """The ranks at some indices of this group, this rank's among them. Made once, by its members only."""
+        assert self.rank in indices, f"{self} is not at {indices}"
+        if len(indices) == self.size:
+            return self
+        if indices not in self._subgroups:
+            made = _new_group([self.ranks[i] for i in indices])
+            self._subgroups[indices] = Group(made, name=f"{self.name}/{name}")
+        return self._subgroups[indices]
+
+    @property
+    def meters(self) -> dict[str, Meter]:
+        """This group's meter and those of its subgroups, by group name."""
+        return {self.name: self.meter} | {g.name: g.meter for g in self._subgroups.values()}
+
+    def note(self, kind: str) -> None:
+        """Note that this rank calls a collective: where it hangs, the rank that has called fewer is the missing one."""
+        self.called = (self.called[0] + 1, kind)
+
+    def count(self, kind: str, whole_bytes: int) -> None:
+        """Add a collective of a tensor of `whole_bytes` to the meter of its `kind`."""
+        if kind != "send":  # which its receiver does not count
+            self.note(kind)
+        factor = 2 if kind == "all_reduce" else 1
+        whole = kind == "send"
+        self.meter.bytes[kind] += whole_bytes if whole else factor * whole_bytes * (self.size - 1) // self.size
+        self.meter.calls[kind] += 1
+
+
+def _new_group(members: list[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group of some ranks, made by these alone; None: of all ranks.
+
+    All ranks of the job must make equally many groups between two that are of all ranks: since torch 2.14 the name of
+    a group, by which its ranks find each other, has the number of groups that this rank made before.
+    """
+    with _unbound_world():
+        made = dist.new_group(members, backend=backend, use_local_synchronization=members is not None)
+    assert isinstance(made, dist.ProcessGroup), "this rank is no member"
+    return made
+
+
+@contextmanager
+def _unbound_world() -> Iterator[None]:
+    """Inside, torch makes each new group by itself, whatever device the world is bound to.
+
+    Otherwise it splits the world's communicator, in which all ranks of the world must take part and which only NCCL
+    can do, and looks for the world's device in a group over gloo, which serves no accelerator but CUDA.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "there is no process group"
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+Ranks = Group | dist.ProcessGroup | DeviceMesh
+"""What a layer, a loss or the optimizer takes as its group."""
+
+
+_alive: weakref.WeakSet[Group | Mesh] = weakref.WeakSet()
+_by_process_group: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+
+
+def calls_of_groups() -> dict[str, tuple[int, str]]:
+    """`Group.called` of each group in use, named by its axis and its first rank: `tp@0`. Any thread may call it."""
+    groups: list[Group] = []
+    with suppress(RuntimeError):  # the main thread has just made a group
+        groups = [holder for holder in list(_alive) if isinstance(holder, Group)]
+    return {f"{group.name}@{group.ranks[0]}": group.called for group in groups if group.called[0]}
+
+
+@atexit.register
+def _release() -> None:
+    """Drop all process groups at exit: gloo's threads must be joined while the interpreter still runs."""
+    for holder in list(_alive):
+        if isinstance(holder, Group):
+            holder._process_group = None
+        else:
+            holder.device_mesh = None
+
+
+class Mesh:
+    """Ranks of the job arranged as `[pipeline, data, tensor]`, as this rank sees them.
+
+    Args:
+        tensor: tensor-parallel degree TP.
+        pipeline: pipeline degree PP. The data-parallel degree is world / (TP × PP).
+        device: where this rank computes; default: the accelerator at `LOCAL_RANK`, or the CPU.
+
+    Attributes:
+        tp, dp, pp: the groups of this rank along each axis.
+        world: all ranks.
+        device_mesh: the `DeviceMesh` below (None for a single process).
+
+    Raises:
+        ConfigError: a degree is no whole number of at least 1.
+        ValueError: the world size is no multiple of TP × PP.
+        RuntimeError: a launcher started several ranks, but no process group was initialised.
+    """
+
+    def __init__(self, *, tensor: int = 1, pipeline: int = 1, device: torch.device | str | None = None) -> None:
+        if problems := count_problems({"tensor": tensor, "pipeline": pipeline}):
+            raise ArgumentError(problems)
+        tensor, pipeline = int(tensor), int(pipeline)  # numpy's too
+        self.device = torch.device(device) if device is not None else devices.local_device()
+        self.world = Group.world()
+        if self.world.size % (tensor * pipeline):
+            raise ValueError(
+                f"world size ({self.world.size}) must be a multiple of tensor × pipeline ({tensor} × {pipeline})"
+            )
+        self.device_mesh: DeviceMesh | None = None
+        self._host_groups: dict[str, Group] = {}
+        if self.world.size == 1:
+            self.tp, self.dp, self.pp = Group(name="tp"), Group(name="dp"), Group(name="pp")
+            return
+        shape = (pipeline, self.world.size // (tensor * pipeline), tensor)
+        _alive.add(self)
+        with _unbound_world():
+            self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+        pp, dp, tp = (
+            Group(self.device_mesh.get_group(axis) if size > 1 else None, name=axis)
+            for axis, size in zip(("pp", "dp", "tp"), shape, strict=True)
+        )
+        self.tp, self.dp, self.pp = tp, dp, pp
+
+    @property
+    def stage(self) -> Group:
+        """The ranks that hold the same pipeline stages as this one: all of data and tensor parallelism."""
+        if 1 in (self.tp.size, self.dp.size):
+            return self.tp if self.dp.size == 1 else self.dp
+        return self.world.split(self.tp.size * self.dp.size)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Every axis of the mesh, then the world."""
+        return (self.tp, self.dp, self.pp, self.world)
+
+    def host_group(self, name: str) -> Group:
+        """A second group of all ranks, over gloo: for numbers on the host, or for a thread beside the training.
+
+        There is one for each name. The first call makes it and is collective.
+        """
+        if name not in self._host_groups:
+            made = _new_group(backend="gloo") if self.world.size > 1 else None
+            self._host_groups[name] = Group(made, name=name)
+        return self._host_groups[name]
+
+    def __repr__(self) -> str:
+        return f"Mesh(pp={self.pp.size}, dp={self.dp.size}, tp={self.tp.size}, rank={self.world.rank}, {self.device})"
+
+
+def job_size() -> int:
+    """The number of ranks of this job: of the process group, or before one exists as the launcher's variables say."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def job_rank() -> int:
+    """This process's rank in the job, from the same source as `job_size`."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+_CONNECTED_RANKS = 32
+"""Up to so many ranks gloo connects all pairs when it makes a group. What it sends for that grows with the cube of the
+ranks, so in larger jobs each pair connects when it first needs to (`benchmarks/startup.py` has figures)."""
+
+
+def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
+    """Join the job that the launcher's variables describe (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`); alone, do nothing.
+
+    Args:
+        device: decides the backend; default: the accelerator at `LOCAL_RANK`, or the CPU.
+        timeout: seconds after which a collective fails whose other ranks never call it.
+
+    Raises:
+        ConfigError, RunError: the ranks cannot meet.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return
+    _allow_sockets()
+    if job_size() > _CONNECTED_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    where, limit = device if device is not None else devices.local_device(), timedelta(seconds=timeout)
+    store = meet(job_rank(), job_size(), limit)
+    backend = devices.backend(where)
+    if backend == dist.Backend.GLOO and rendezvous.start(timeout):
+        limit = rendezvous.NEVER
+    own_store: dict[str, Any] = {} if store is None else {"store": store, "rank": job_rank(), "world_size": job_size()}
+    dist.init_process_group(backend, timeout=limit, device_id=where if where.type != "cpu" else None, **own_store)
+
+
+def leave() -> None:
+    """Leave the job that `join` has joined, if any. The process must end soon, as `launch.rank.as_rank` has it end.
+
+    gloo's groups are not destroyed: where two ranks close their connections at once, its event loop can find a socket
+    closed (`epoll_ctl: Bad file descriptor`), and aborts the process of a rank whose work is done.
+    """
+    if dist.is_initialized() and dist.get_backend() != dist.Backend.GLOO:
+        dist.destroy_process_group()
+
+
+def _allow_sockets() -> None:
+    """Raise the limit on open files to its maximum: gloo keeps two sockets for each pair of ranks in each group."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,371 @@
+"""Which part of the model a local parameter is: the one record of how the model is cut.
+
+A parameter carries a `Placement`, made where the parameter is made: a tuple of pieces. A piece says which canonical
+tensor (its name and shape in the Hugging Face model), which box of it this rank holds, where that box sits in the
+local tensor, which ranks hold the same box, and whether their gradients are still to be summed. Initialisation,
+gradient reduction, gradient norm, drift checks, memory accounting and export ask this record and nothing else.
+
+A fused QKV weight is three pieces; a vocabulary-padded embedding is a box shorter than its local tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.tensor_box import Box
+from shardwise.distributed.collectives import broadcast_object
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.random_bits import hashed
+from shardwise.distributed.torch_private import has_data
+
+SEEDED_ROWS = 64
+"""Rows of a canonical tensor that are drawn from one seed."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a canonical tensor is drawn at step 0; made by `Init.normal` or `Init.constant`.
+
+    Attributes:
+        kind: `normal` or `constant`.
+        std: standard deviation of a normal tensor.
+        value: every element of a constant tensor.
+    """
+
+    kind: Literal["normal", "constant"]
+    std: float = 0.0
+    value: float = 0.0
+
+    @staticmethod
+    def normal(std: float) -> Init:
+        """Normal with mean 0 and standard deviation `std`."""
+        return Init("normal", std=std)
+
+    @staticmethod
+    def constant(value: float) -> Init:
+        """Every element is `value`."""
+        return Init("constant", value=value)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a local parameter that belongs to one canonical tensor; made by `rows`, `columns` or `replicated`.
+
+    Attributes:
+        name: canonical name; an empty prefix (`.weight`) is completed with the module's path by `placements`.
+        shape: canonical shape.
+        box: what this rank holds of the canonical tensor.
+        local: where that box sits in the local tensor (same number of elements, same order).
+        transposed: the local tensor holds the box with its two dimensions exchanged (GPT-2's `Conv1D` is `[in, out]`).
+        copies: the ranks that hold this same box (a group of one where nobody else does).
+        partial: each of those ranks has only a part of the gradient: their sum is the gradient.
+        init: how the canonical tensor is drawn.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    local: Box
+    init: Init
+    copies: Group = field(default_factory=Group)
+    partial: bool = False
+    transposed: bool = False
+
+    @classmethod
+    def rows(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        group: Group,
+        init: Init,
+        *,
+        at: int = 0,
+        copies: int = 1,
+        per_rank: int | None = None,
+    ) -> Piece:
+        """The piece of a canonical tensor that is cut along dim 0, at row `at` of the local tensor.
+
+        The g ranks form g / `copies` runs of neighbours; each run's members hold the same `ceil(rows · copies / g)`
+        rows, or `per_rank` of them where that is more. The last runs may hold fewer, down to none: the local tensor is
+        padded there. The gradient of a box with copies is partial.
+
+        Args:
+            name: canonical name; one that begins with a dot (`.weight`) is completed with the module's path.
+            shape: `[rows, …]`, canonical.
+            group: the ranks over which it is cut.
+            init: how the canonical tensor is drawn.
+            at: row of the local tensor at which the piece begins.
+            copies: neighbouring ranks that hold the same rows, such as those of one K/V head.
+            per_rank: rows of each run; None takes the fewest that hold all.
+        """
+        parts = group.size // copies
+        per_rank = per_rank or -(-shape[0] // parts)
+        start = min(group.rank // copies * per_rank, shape[0])
+        held = min(per_rank, shape[0] - start)
+        rest, zeros = shape[1:], (0,) * len(shape[1:])
+        return cls(
+            name,
+            shape,
+            Box((start, *zeros), (held, *rest)),
+            Box((at, *zeros), (held, *rest)),
+            init,
+            group.split(copies) if copies > 1 else Group(),
+            partial=copies > 1,
+        )
+
+    @classmethod
+    def columns(cls, name: str, shape: tuple[int, int], group: Group, init: Init) -> Piece:
+        """The piece of a canonical matrix that is cut along dim 1 into equal parts, one for each rank.
+
+        Args:
+            name, group, init: as in `rows`.
+            shape: `[rows, columns]`, canonical.
+
+        Raises:
+            ValueError: the columns are not divisible by the group's size.
+        """
+        if shape[1] % group.size:
+            raise ValueError(f"columns of {name} ({shape[1]}) must be divisible by the group's size ({group.size})")
+        width = shape[1] // group.size
+        return cls(name, shape, Box((0, group.rank * width), (shape[0], width)), Box.whole((shape[0], width)), init)
+
+    @classmethod
+    def replicated(cls, name: str, shape: tuple[int, ...], group: Group, init: Init, *, partial: bool) -> Piece:
+        """The piece of a canonical tensor that every rank of the group holds whole.
+
+        Args:
+            name, group, init: as in `rows`.
+            shape: canonical, and of the local tensor.
+            partial: whether the backward pass of each rank gives only a part of the gradient, because the parameter
+                meets only a part of the activations there: a part of the sequence, of the heads or of the width.
+        """
+        whole = Box.whole(shape)
+        return cls(name, shape, whole, whole, init, group, partial and group.size > 1)
+
+    def of(self, local: Tensor) -> Tensor:
+        """This piece of the tensor `local` as a writable view `[*box.size]`, oriented as the canonical tensor is."""
+        held = local[self.local.slices]
+        return held.t() if self.transposed else held
+
+    def canonical(self, box: Box) -> Box:
+        """`box` of the local tensor, inside this piece, as a box of the canonical tensor."""
+        inside = box.relative_to(self.local)
+        start, size = (inside.start[::-1], box.size[::-1]) if self.transposed else (inside.start, box.size)
+        return Box(tuple(a + b for a, b in zip(start, self.box.start, strict=True)), size)
+
+    def transpose(self) -> Piece:
+        """The same part of the same local tensor, for a canonical matrix with its two dimensions exchanged."""
+        turned = Box(self.box.start[::-1], self.box.size[::-1])
+        return replace(self, shape=self.shape[::-1], box=turned, transposed=not self.transposed)
+
+    def within(self, rows: int, at: int) -> Piece:
+        """The same part, for a canonical tensor of `rows` rows in which this piece's tensor begins at row `at`.
+
+        Several layers that are one canonical tensor, such as a fused QKV weight, get their rows by it.
+        """
+        start = (self.box.start[0] + at, *self.box.start[1:])
+        return replace(self, shape=(rows, *self.shape[1:]), box=Box(start, self.box.size))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The pieces of one local parameter, and the group over which its canonical tensors are cut or copied."""
+
+    pieces: tuple[Piece, ...]
+    group: Group = field(default_factory=Group)
+
+    @property
+    def numel(self) -> int:
+        """Elements that belong to the model: the local tensor without its padding."""
+        return sum(piece.box.numel for piece in self.pieces)
+
+
+# ---- the record on a parameter
+
+
+class PlacedParameter(nn.Parameter):
+    """A parameter with its record, which a copy of the model keeps."""
+
+    placement: Placement
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PlacedParameter:
+        copied = PlacedParameter(self.detach().clone(), self.requires_grad)
+        copied.placement = self.placement
+        memo[id(self)] = copied
+        return copied
+
+
+def make_parameter(
+    shape: tuple[int, ...],
+    pieces: tuple[Piece, ...],
+    group: Group,
+    *,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter:
+    """A local parameter with its record, drawn as the record says; elements that no piece covers are 0.
+
+    Args:
+        shape: of the local tensor, such as `[rows / g, columns]`.
+        pieces: its record.
+        group: the ranks over which the canonical tensors are cut or copied.
+        seed: the run's seed, from which each canonical tensor draws by its name: the same global tensor at any layout.
+            None takes a fresh seed from torch's default generator (as `torch.nn` layers do), agreed on by the group.
+        device, dtype: of the local tensor.
+    """
+    parameter = PlacedParameter(torch.zeros(shape, device=device, dtype=dtype))
+    parameter.placement = placement = Placement(pieces, group)
+    if parameter.device.type != "meta" and has_data(parameter):
+        initialize_(parameter, placement, _agreed_seed(group) if seed is None else seed)
+    return parameter
+
+
+class PlacedModule(nn.Module):
+    """A `torch.nn.Module` whose parameters keep their records where torch replaces them.
+
+    `to_empty` and `load_state_dict(…, assign=True)` do so. Derive each layer from it that calls `make_parameter`.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PlacedModule:
+        with self._keeping_records():
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._keeping_records():
+            super()._load_from_state_dict(*args, **kwargs)
+
+    @contextmanager
+    def _keeping_records(self) -> Iterator[None]:
+        before = {name: p.placement for name, p in self._parameters.items() if isinstance(p, PlacedParameter)}
+        yield
+        for name, record in before.items():
+            made = self._parameters[name]
+            if made is not None and not isinstance(made, PlacedParameter):
+                placed = PlacedParameter(made.detach(), made.requires_grad)
+                placed.placement = record
+                self._parameters[name] = placed
+
+
+def of(parameter: Tensor) -> Placement | None:
+    """A parameter's record, or None for one that is whole here and was made by somebody else's code."""
+    record: Placement | None = getattr(parameter, "placement", None)  # a fake tensor's parameter is no PlacedParameter
+    return record
+
+
+def share(parameter: Tensor, ranks: Group) -> None:
+    """Say that other ranks hold the same boxes, and that each has only a part of their gradients."""
+    record = of(parameter)
+    assert record is not None, "it has no record"
+    shared = tuple(replace(piece, copies=ranks, partial=True) for piece in record.pieces)
+    cast(PlacedParameter, parameter).placement = replace(record, pieces=shared)
+
+
+def of_or_whole(parameter: Tensor, name: str = "", tensor: Group | None = None) -> Placement:
+    """A parameter's record; one without, such as those of torch's own modules, is one canonical tensor, whole.
+
+    Args:
+        parameter: of a model.
+        name: of a parameter without a record.
+        tensor: the tensor-parallel ranks of the model. Each of them has a copy of a parameter that no group cuts.
+    """
+    shape = tuple(parameter.shape)
+    whole = Box.whole(shape)
+    record = of(parameter) or Placement((Piece(name, shape, whole, whole, Init.constant(0.0)),))
+    if tensor is None or record.group.size > 1:
+        return record
+    copied = tuple(replace(piece, copies=tensor) if piece.copies.size == 1 else piece for piece in record.pieces)
+    return Placement(copied, tensor)
+
+
+def placements(module: nn.Module, tensor: Group | None = None) -> Iterator[tuple[str, nn.Parameter, Placement]]:
+    """Each parameter of a model once, with its local name and its record under full canonical names.
+
+    `tensor`: as in `of_or_whole`.
+    """
+    for path, parameter in module.named_parameters():
+        placement = of_or_whole(parameter, path, tensor)
+        prefix = path.rpartition(".")[0]
+        full = tuple(replace(p, name=prefix + p.name) if p.name.startswith(".") else p for p in placement.pieces)
+        yield path, parameter, replace(placement, pieces=full)
+
+
+def unplaced_state(module: nn.Module) -> list[str]:
+    """Names of a model's `state_dict` that are no parameters, such as persistent buffers: no placement covers them."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return [name for name in module.state_dict() if name not in parameters]
+
+
+Pieces = dict[nn.Parameter, tuple[Piece, ...]]
+"""The pieces of each parameter, under names that no other tensor of the model has."""
+
+
+def named_pieces(groups: Iterable[dict[str, Any]], stage: int) -> Pieces:
+    """The pieces of each parameter of some parameter groups.
+
+    A name that is not full is completed by the parameter's number among those of its name and shape, and by the
+    pipeline stage: every layout without a pipeline gives the same.
+    """
+    seen: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    named: Pieces = {}
+    for p in (p for options in groups for p in options["params"]):
+        pieces = of_or_whole(p).pieces
+        open_names = {(piece.name, piece.shape) for piece in pieces if not piece.name or piece.name.startswith(".")}
+        named[p] = tuple(
+            replace(piece, name=f"{piece.name} {piece.shape} {seen[piece.name, piece.shape]} of stage {stage}")
+            if (piece.name, piece.shape) in open_names
+            else piece
+            for piece in pieces
+        )
+        seen.update(open_names)
+    return named
+
+
+# ---- drawing
+
+
+@torch.no_grad()
+def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
+    """Draw this rank's boxes of each canonical tensor, in place.
+
+    A normal tensor is drawn in runs of 64 rows, each from the seed hash(seed, name, run), on the CPU in float32
+    whatever the device: any rank draws just the rows that it holds, and the whole is the same tensor at any layout.
+    """
+    drawn: dict[tuple[str, float], list[Piece]] = {}
+    for piece in placement.pieces:
+        if piece.init.kind == "constant":
+            piece.of(parameter).fill_(piece.init.value)
+        else:
+            drawn.setdefault((piece.name, piece.init.std), []).append(piece)
+    for (name, std), pieces in drawn.items():
+        shape = pieces[0].shape
+        runs = {run for piece in pieces for run in _seeded_runs(piece.box)}
+        for run in sorted(runs):
+            top = run * SEEDED_ROWS
+            values = torch.empty((min(SEEDED_ROWS, shape[0] - top), *shape[1:]), dtype=torch.float32, device="cpu")
+            values.normal_(0.0, std, generator=torch.Generator().manual_seed(hashed(seed, name, run)))
+            for piece in pieces:
+                first, held = piece.box.start[0], piece.box.size[0]
+                low, high = max(first, top), min(first + held, top + len(values))
+                if low < high:
+                    wanted = values[(slice(low - top, high - top), *piece.box.slices[1:])]
+                    piece.of(parameter)[low - first : high - first].copy_(wanted)
+
+
+def _seeded_runs(box: Box) -> range:
+    """The runs of rows drawn from one seed that a box has a part in."""
+    first, held = box.start[0], box.size[0]
+    return range(first // SEEDED_ROWS, -(-(first + held) // SEEDED_ROWS) if held else first // SEEDED_ROWS)
+
+
+def _agreed_seed(group: Group) -> int:
+    # As an object, since the parameter may lie where the group's backend does not communicate.
+    return broadcast_object(int(torch.randint(2**62, (1,), device="cpu")), group)

@@ -1,0 +1,351 @@
+"""All uses of private names of torch, and why each is needed. Nothing else imports `torch.*._name`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import RLock
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.profiler import record_function
+
+from shardwise.base.errors import nearest_name
+
+_COMPILER = "torch._dynamo"
+
+
+def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x weightᵀ` by oneDNN, for float32 on a CPU: x `[…, K]`, weight `[N, K]` → `[…, N]`; any strides; no gradient.
+
+    `torch.nn.functional.linear` always uses MKL for float32. This operator is the one that torch's own compiler emits
+    for linear layers on a CPU.
+    """
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
+
+
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention by torch's kernel for CPUs, and the logarithms of its sums, `[B, n, S]`, which torch hides.
+
+    q `[B, n, S, d]`; k and v `[B, m, S, d]`, where m divides n.
+    """
+    keys, values = (_of_each_query_head(t, q) for t in (k, v))
+    out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, 0.0, True)
+    return out, log_sums
+
+
+def cpu_attention_gradients(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v of `cpu_attention`."""
+    keys, values = (_of_each_query_head(t, q) for t in (k, v))
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dy, q, keys, values, out, log_sums, 0.0, True
+    )
+    if keys is not k:
+        dk, dv = (t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))
+    return dq, dk, dv
+
+
+def _of_each_query_head(x: Tensor, q: Tensor) -> Tensor:
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def fused_all_gather_matmul(x: Tensor, weights: list[Tensor], group: ProcessGroup) -> tuple[Tensor, list[Tensor]]:
+    """x `[n, …, K]` of each of g ranks → `[g·n, …, K]`, and its products with weights `[K, N]`: piece by piece.
+
+    A CUDA operator that copies over NVLink through symmetric memory, which each rank of the group can address.
+    """
+    import torch.distributed._symmetric_memory  # defines the operator
+
+    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, weights, 0, group.group_name)
+    return whole, products
+
+
+def fused_matmul_reduce_scatter(x: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
+    """x `[g·n, …, K]` and weight `[K, N]` of each of g ranks → the sum of their products, this rank's `[n, …, N]`.
+
+    A CUDA operator, as `fused_all_gather_matmul`.
+    """
+    import torch.distributed._symmetric_memory  # defines the operator
+
+    out: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight, "sum", 0, group.group_name)
+    return out
+
+
+def register_group_name(name: str, group: ProcessGroup) -> None:
+    """Let the collectives of compiled graphs find a group by this name, beside torch's own name of it.
+
+    Torch's names number the groups that a process has made, so that they differ from rank to rank.
+
+    Raises:
+        RuntimeError: another group that exists has the name.
+    """
+    torch._C._distributed_c10d._register_process_group(cast(Any, name), group)
+
+
+def traced_all_reduce(x: Tensor, op: str, group_name: str) -> Tensor:
+    """The reduction over a group, `sum` or `max`, as a node of a compiled graph."""
+    return _arrived(torch.ops._c10d_functional.all_reduce(x, op, group_name))
+
+
+def traced_all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
+    """The tensors of a group's ranks along dim 0, as a node of a compiled graph."""
+    return _arrived(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group_name))
+
+
+def traced_reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
+    """This rank's part, along dim 0, of the sum over a group, as a node of a compiled graph."""
+    return _arrived(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", size, group_name))
+
+
+def traced_all_to_all(x: Tensor, size: int, group_name: str) -> Tensor:
+    """Each rank's r-th of equal parts along dim 0 goes to rank r, as a node of a compiled graph."""
+    rows = [len(x) // size] * size
+    return _arrived(torch.ops._c10d_functional.all_to_all_single(x, rows, rows, group_name))
+
+
+def _arrived(pending: Tensor) -> Tensor:
+    tensor: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
+    return tensor
+
+
+def graph_is_kept() -> bool:
+    """Whether the present backward pass keeps its graph for another one (`retain_graph`).
+
+    If not, the tensors that an autograd function saved are freed after the pass, which may overwrite them.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers: those of `fake_tensors` have none. By name, as the class is slow to import."""
+    return type(tensor).__name__ != "FakeTensor"
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of in-place changes of a tensor's memory, by it or a view of it; changes by `.data` do not count."""
+    return tensor._version
+
+
+def _unwrapped_without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that leaves out the decorators of `method` as long as nobody has imported torch's compiler."""
+    unwrapped = inspect.unwrap(method)
+
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        return (method if _COMPILER in sys.modules else unwrapped)(*args, **options)
+
+    return call
+
+
+class WithoutCompiler(torch.optim.Optimizer):
+    """An optimizer that is made, saved and loaded without importing torch's compiler, as slow as importing torch.
+
+    Some methods of `torch.optim.Optimizer` must not be traced by the compiler; their decorators import it at the first
+    call. As long as nobody else imported the compiler, nothing can trace them, and they work without decorators.
+    """
+
+    add_param_group = _unwrapped_without_compiler(torch.optim.Optimizer.add_param_group)
+    state_dict = _unwrapped_without_compiler(torch.optim.Optimizer.state_dict)
+    load_state_dict = _unwrapped_without_compiler(torch.optim.Optimizer.load_state_dict)
+
+
+def without_compiler(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """A subclass of the same name; methods that `optimizer_class` does not override are those of `WithoutCompiler`."""
+    module = {"__module__": optimizer_class.__module__, "__doc__": optimizer_class.__doc__}
+    return types.new_class(
+        optimizer_class.__name__, (optimizer_class, WithoutCompiler), exec_body=lambda body: body.update(module)
+    )
+
+
+def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()` without importing torch's compiler; step hooks run only where the compiler was imported."""
+    if _COMPILER in sys.modules:
+        optimizer.step()
+    else:
+        with torch.no_grad():  # as the decorators of `step` do
+            inspect.unwrap(type(optimizer).step)(optimizer)
+
+
+def call_forward_pre_hooks(module: nn.Module) -> None:
+    """Do what a call of the module does before its forward, for another method that uses its parameters."""
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+
+
+def set_timeout(group: ProcessGroup, limit: timedelta) -> None:
+    """Set how long collectives of a group over gloo wait; torch gives 30 minutes to the groups of a `DeviceMesh`."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(limit, group)
+
+
+@contextmanager
+def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
+    """Inside, the profiler shows each message of a pipeline's schedule by name: its send and its wait.
+
+    The schedules send and receive through one function of their module, and wait for its results. `name` gives the name
+    of a `P2POp`.
+    """
+    from torch.distributed.pipelining import schedules
+
+    plain = schedules._batch_p2p
+
+    def named(p2p_ops: list[Any], desc: str | None = None) -> list[Any]:
+        names = [name(op) for op in p2p_ops]
+        with ExitStack() as spans:
+            for op, text in zip(p2p_ops, names, strict=True):
+                if op.op is torch.distributed.isend:
+                    spans.enter_context(record_function(text))
+            works = plain(p2p_ops, desc)
+        one_each = len(works) == len(names)
+        return [_NamedWork(work, names[i] if one_each else ", ".join(names)) for i, work in enumerate(works)]
+
+    schedules._batch_p2p = named
+    try:
+        yield
+    finally:
+        schedules._batch_p2p = plain
+
+
+@dataclass(frozen=True)
+class CompilerCounts:
+    """What the compiler has done so far in this process: graphs captured, and those of them whose code was cached."""
+
+    graphs: int
+    hits: int
+
+
+def compiler_counts() -> CompilerCounts:
+    """The compiler's own counts."""
+    from torch._dynamo.utils import counters
+
+    return CompilerCounts(counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"])
+
+
+def prepare_compiler(threads: int) -> None:
+    """Set what `torch.compile` takes from settings of the process: how many compilers run at once, and what is cached.
+
+    The user's TORCHINDUCTOR_COMPILE_THREADS goes before `threads`. A graph with an autograd function written in Python
+    is cached only where this setting says so.
+    """
+    import torch._functorch.config
+    import torch._inductor.config
+
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    with suppress(ImportError):
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        # The compiler makes one of its bars. Its own lock is a semaphore of the system, which a rank that ends by
+        # `os._exit` leaves behind; Python 3.14 warns of it.
+        tqdm.set_lock(RLock())
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        torch._inductor.config.compile_threads = threads
+
+
+def inductor_options_problem(options: Mapping[str, Any]) -> str | None:
+    """Why the backend `inductor` does not take these options; None: it does."""
+    from torch import _TorchCompileInductorWrapper
+    from torch._inductor import list_options
+
+    known = list_options()
+    for name in options:
+        if name.replace("-", "_") not in known:
+            near = nearest_name(name, known)
+            return f"inductor has no option {name}" + (f"; did you mean {near}?" if near else "")
+    try:
+        _TorchCompileInductorWrapper(None, dict(options), False)
+    except RuntimeError as error:  # of another type
+        return str(error).partition("\n")[0]
+    return None
+
+
+def fake_process_group(rank: int, world: int) -> None:
+    """Join a job of which only this rank exists: collectives return at once, and leave their results as they are."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """Inside, new tensors have a shape, a dtype and a device, which need not exist, and no data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def trace_problem(error: BaseException) -> str | None:
+    """Where and why a function could not be captured as one graph; None for an error of another kind."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
+
+    if isinstance(error, FailOnRecompileLimitHit):
+        return (
+            "each block needs a graph of its own, as a number or text that it reads differs from block to block "
+            "(TORCH_LOGS=recompiles names it); keep numbers in a buffer"
+        )
+    if not isinstance(error, Unsupported | UserError):
+        return None
+    stack = list(getattr(error, "real_stack", None) or [])
+    reason = str(error).strip().partition("\n")[0]
+    return f"{stack[-1].filename}:{stack[-1].lineno}: {reason}" if stack else reason
+
+
+class _NamedWork:
+    """A message that was started, whose wait has a name in the profiler."""
+
+    def __init__(self, work: Any, name: str) -> None:
+        self._work, self._name = work, name
+
+    def wait(self) -> None:
+        with record_function(self._name):
+            self._work.wait()
+
+
+def open_connections_to_others(stages: Iterable[Any]) -> None:
+    """Keep a rank with two neighbouring stages from sending to itself when a schedule opens its connections.
+
+    Releases before torch 2.13 send from each stage to the next, even on the same rank, which gloo refuses. torch 2.15
+    opens no connections by messages.
+    """
+    for stage in stages:
+        plain = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+        if plain is None:
+            return
+
+        def to_others(plain: Callable[[], list[Any]] = plain, here: int = stage.group_rank) -> list[Any]:
+            return [op for op in plain() if op.group_peer != here]
+
+        stage._get_init_p2p_neighbors_ops = to_others
+
+
+def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
+    """Let a pipeline schedule's first step skip the messages that open its connections.
+
+    This is for a process group that delivers nothing. In torch 2.13 the stages exchange whether they know their shapes,
+    and read the answer; here every stage does. Releases before it send numbers that nobody reads. torch 2.15 knows this
+    process group.
+    """
+    if hasattr(schedule, "_warmup_p2p"):
+        from torch.distributed.pipelining._utils import InferenceMode
+
+        def answered(stages: Iterable[Any], *_: Any) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        schedule._warmup_p2p = answered
+        return
+    for stage in stages:
+        if hasattr(stage, "_get_init_p2p_neighbors_ops"):
+            stage._get_init_p2p_neighbors_ops = list

@@ -1,0 +1,85 @@
+"""Where a rank's output goes: rank 0 keeps the terminal, the others write to their logs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from _typeshed import ReadableBuffer
+
+_terminal: int | None = None
+"""A descriptor of the standard error from before `redirect`."""
+
+
+def redirect(rank: int, log_path: Path) -> None:
+    """Send stdout and stderr of every rank but 0 to `log_path`, native libraries' output included."""
+    global _terminal
+    if rank == 0:
+        return
+    if _terminal is None:
+        _terminal = os.dup(2)
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+    for stream, target in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(descriptor, target)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    os.close(descriptor)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """After the `with` statement, stdout and stderr are what they were before, whatever was redirected inside."""
+    global _terminal
+    streams = ((sys.stdout, 1), (sys.stderr, 2))
+    before = [(stream, target, os.dup(target), getattr(stream, "errors", None)) for stream, target in streams]
+    try:
+        yield
+    finally:
+        for stream, target, kept, errors in before:
+            stream.flush()
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors=errors)
+            os.dup2(kept, target)
+            os.close(kept)
+        if _terminal is not None:
+            os.close(_terminal)
+            _terminal = None
+
+
+def tell_past_log(text: str) -> None:
+    """Write where standard error went before `redirect`; nothing if it goes there still."""
+    if _terminal is not None:
+        with contextlib.suppress(OSError):
+            os.write(_terminal, text.encode())
+
+
+def survive_hangup() -> None:
+    """Keep stdout and stderr usable when their terminal is closed: a checkpoint may still have to be saved."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        if os.isatty(descriptor):
+            stream = getattr(sys, name)
+            stream.flush()
+            terminal = io.BufferedWriter(_Terminal(descriptor, "w", closefd=False))
+            lasting = io.TextIOWrapper(terminal, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+            setattr(sys, name, lasting)
+
+
+class _Terminal(io.FileIO):
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes

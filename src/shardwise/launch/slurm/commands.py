@@ -1,0 +1,241 @@
+"""SLURM's commands. Their output is parsed in the forms that are made for it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.base.errors import ConfigError, RunError, see
+
+_SECONDS = 60
+_REQUEUE_TRIES, _REQUEUE_PAUSE = 6, 10.0
+"""A controller that restarts, or ends many jobs at once, does not answer for a while."""
+_FIELDS = ("%i", "%T", "%r", "%D", "%N", "%M", "%l", "%P", "%S", "%V", "%k")
+MARK = "shardwise:"
+"""What the comment of a job begins with; the run's folder follows."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as SLURM has it.
+
+    Attributes:
+        state: SLURM's word, such as PENDING or RUNNING.
+        reason: why it waits, in SLURM's word; empty where it does not.
+        nodes: their number.
+        node_list: their names, where it runs.
+        elapsed, limit: SLURM's texts of times.
+        starts: when SLURM expects to start it; empty where it does not know.
+        run: the run's folder; None: the job is not one of shardwise's.
+    """
+
+    id: str
+    state: str
+    reason: str
+    nodes: int
+    node_list: str
+    elapsed: str
+    limit: str
+    partition: str
+    starts: str
+    submitted: str
+    run: str | None
+
+
+def require() -> None:
+    """Raise ConfigError where SLURM's commands are not on the path."""
+    missing = [name for name in ("sbatch", "squeue", "scontrol") if shutil.which(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} must be on the PATH: shardwise submits to SLURM from a machine that has its "
+            "commands, or by --ssh HOST; `shardwise train` needs no SLURM"
+            f"{see('jobs#slurm-not-found')}"
+        )
+
+
+def submit(script: str, options: Sequence[str] = ()) -> str:
+    """Submit a batch script; returns the job's number.
+
+    Raises:
+        ConfigError: SLURM refuses it, in its own words.
+    """
+    done = _run(["sbatch", "--parsable", *options], script)
+    if done.returncode != 0:
+        raise ConfigError(f"SLURM refuses the job: {own_words(done.stderr)}{see('jobs#slurm-refuses')}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def own_words(said: str) -> str:
+    """What a command of SLURM says of its error, in one line: `sbatch: error: ` before each sentence is left out."""
+    lines = [re.sub(r"^\w+: (?:error: |fatal: )?", "", line).strip() for line in said.splitlines()]
+    return "; ".join(dict.fromkeys(line.rstrip(".") for line in lines if line)) or "it gives no reason"
+
+
+def jobs(*, user: bool = True, ids: Sequence[str] = ()) -> list[Job]:
+    """The jobs that wait or run: of this user, or those with given numbers; without those that SLURM has forgotten.
+
+    Raises:
+        RunError: SLURM does not answer.
+    """
+    which = ["--me"] if user else [f"--jobs={','.join(ids)}"]
+    done = _run(["squeue", *which, "--noheader", f"--format={'|'.join(_FIELDS)}"])
+    if done.returncode != 0:
+        if "Invalid job id" in done.stderr:
+            return []
+        raise RunError(f"SLURM does not tell its jobs: {own_words(done.stderr)}")
+    return [_job(line) for line in done.stdout.splitlines() if line.count("|") >= len(_FIELDS) - 1]
+
+
+def _job(line: str) -> Job:
+    fields = line.split("|", len(_FIELDS) - 1)
+    number, state, reason, nodes, names, elapsed, limit, partition, starts, submitted, comment = fields
+    run = comment.removeprefix(MARK) if comment.startswith(MARK) else None
+    starts, reason = ("" if value in ("N/A", "None", "(null)") else value for value in (starts, reason))
+    return Job(number, state, reason, int(nodes), names, elapsed, limit, partition, starts, submitted, run)
+
+
+def cancel(job: str) -> None:
+    """Raises RunError: SLURM cannot."""
+    done = _run(["scancel", job])
+    if done.returncode != 0:
+        raise RunError(f"SLURM cannot cancel the job {job}: {own_words(done.stderr)}")
+
+
+def warn(job: str) -> None:
+    """Send a job's script SIGUSR1, as before a preemption. Raises RunError: SLURM cannot."""
+    done = _run(["scancel", "--signal=USR1", "--batch", job])
+    if done.returncode != 0:
+        raise RunError(f"SLURM cannot send a signal to the job {job}: {own_words(done.stderr)}")
+
+
+def requeue(job: str) -> str | None:
+    """Have SLURM end a job and queue it again; returns why it cannot, or None."""
+    problem = ""
+    for _ in range(_REQUEUE_TRIES):
+        try:
+            done = _run(["scontrol", "requeue", job])
+        except RunError as error:
+            problem = str(error)
+            continue
+        if done.returncode == 0:
+            return None
+        problem = own_words(done.stderr or done.stdout)
+        time.sleep(_REQUEUE_PAUSE)
+    return problem
+
+
+def start_early(job: str) -> None:
+    """Ask for the start of a job that was queued again, which SLURM holds back for two minutes."""
+    _run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+
+
+def restarts(job: str) -> int:
+    """How often SLURM has started a job again."""
+    found = re.search(r"\bRestarts=(\d+)", _run(["scontrol", "show", "job", job, "--oneliner"]).stdout)
+    return int(found[1]) if found else 0
+
+
+def configuration() -> str:
+    """What `scontrol show config` says; empty where it says nothing, or does not answer."""
+    with contextlib.suppress(RunError):
+        return _run(["scontrol", "show", "config"]).stdout
+    return ""
+
+
+def end_of(job: str) -> float | None:
+    """When the time limit of a job that runs is over, in seconds since the epoch; None without a limit."""
+    with contextlib.suppress(RunError):
+        left = _run(["squeue", "--noheader", f"--jobs={job}", "--format=%L"]).stdout.strip()
+        return time.time() + seconds(left) if re.fullmatch(r"[\d:-]+", left) else None
+    return None
+
+
+def seconds(text: str) -> int:
+    """Of SLURM's D-HH:MM:SS, D-HH:MM, D-HH, HH:MM:SS or MM:SS."""
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    parts = [*parts, 0, 0][:3] if dash else [0, 0, *parts][-3:]
+    hours, minutes, seconds_ = parts
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds_
+
+
+def binds_nothing() -> bool:
+    """Whether the cluster binds no task to processors; then `srun` warns of options for it."""
+    return re.search(r"(?m)^TaskPlugin\s*=\s*(task/none|\(null\))\s*$", configuration()) is not None
+
+
+def gpus_per_node(partition: str | None) -> int:
+    """The fewest GPUs of a machine of the partition (None: the default one), as SLURM counts them; 0 without any."""
+    said = _run(["sinfo", "--noheader", "--format=%P|%G", *([f"--partition={partition}"] if partition else [])]).stdout
+    rows = [line.split("|", 1) for line in said.splitlines() if "|" in line]
+    if partition is None and any(name.endswith("*") for name, _ in rows):
+        rows = [row for row in rows if row[0].endswith("*")]
+    return min((gpus_of(resources) for _, resources in rows), default=0)
+
+
+def gpus_of(resources: str) -> int:
+    """The GPUs of SLURM's `gpu:h100:8(S:0-1),shard:4`: 8."""
+    a_gpu = r"gpu(?::[^:()]*[^:()\d][^:()]*)?(?::(\d+))?(?:\(.*\))?"
+    counts = [re.fullmatch(a_gpu, kind) for kind in re.split(r",(?![^(]*\))", resources)]
+    return sum(int(found[1] or 1) for found in counts if found)
+
+
+def _run(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            check=False,
+            timeout=_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{command[0]} did not answer within {_SECONDS} s") from None
+    except FileNotFoundError:
+        raise ConfigError(f"{command[0]} must be on the PATH: it is a command of SLURM") from None
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The machines of the job that this process belongs to.
+
+    Attributes:
+        job: SLURM's number.
+        requeues: how often SLURM has started the job again.
+        nodes: their number.
+        first: the name of the first one.
+        ends: seconds since the epoch; None without a limit.
+    """
+
+    job: str
+    requeues: int
+    nodes: int
+    first: str
+    ends: float | None
+
+
+def allocation(variables: Mapping[str, str]) -> Allocation:
+    """The job as its environment describes it.
+
+    Raises:
+        ConfigError: this process belongs to no job of SLURM.
+    """
+    from shardwise.launch.tasks import first_name
+
+    if "SLURM_JOB_ID" not in variables:
+        raise ConfigError("SLURM_JOB_ID must be set: only a job of SLURM is supervised; `shardwise submit` makes one")
+    ends = variables.get("SLURM_JOB_END_TIME", "")  # which SLURM 22.05 does not set
+    return Allocation(
+        job=variables["SLURM_JOB_ID"],
+        requeues=int(variables.get("SLURM_RESTART_COUNT", "0")),
+        nodes=int(variables.get("SLURM_JOB_NUM_NODES", "1")),
+        first=first_name(variables.get("SLURM_JOB_NODELIST", "")),
+        ends=float(ends) if ends.isdecimal() else end_of(variables["SLURM_JOB_ID"]),
+    )

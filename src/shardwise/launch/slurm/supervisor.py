@@ -1,0 +1,324 @@
+"""The supervisor of a job: makes attempts on its machines until the training has ended, or cannot.
+
+It runs on the job's first node, where `srun` starts the launchers of all nodes. Where a rank or a launcher dies and the
+machines live, the next attempt begins at once in the same allocation. A time limit is warned of by SIGUSR1: the run
+saves, and SLURM queues the job again. Where a machine is lost, SLURM ends the job and queues it again by itself; where
+it has not noticed yet, and the launchers cannot start, it is asked to. The job's script starts a supervisor that was
+killed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from shardwise.base.errors import ConfigError, RunError, StoppedError, see
+from shardwise.base.files import reason_of
+from shardwise.config import Config
+from shardwise.launch import stop_requests
+from shardwise.launch.failure import signal_name
+from shardwise.launch.local import LaunchError
+from shardwise.launch.node import BEAT_SECONDS, Attempt
+from shardwise.launch.restarts import (
+    Decision,
+    Ending,
+    How,
+    decide,
+    first_step,
+    history,
+    last_step,
+    newest_checkpoint,
+    record,
+)
+from shardwise.launch.slurm import commands
+from shardwise.launch.slurm.attempt import Outcome, Watch
+from shardwise.launch.tasks import address_of
+
+_PAUSE_SECONDS = 1.0
+"""Before the next attempt: what caused the failure may go on for a moment."""
+_LEAVE_SECONDS = 30.0
+"""Before the time limit: who has not saved by then goes back to the last checkpoint, but is still queued again."""
+_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+_WARNING = signal_name(signal.SIGUSR1)
+"""Of the time limit, or of a preemption."""
+_SRUN = ("srun", "--ntasks-per-node=1", "--whole", "--kill-on-bad-exit=0", "--wait=0")
+"""One launcher on each node, with all processors of the allocation there. It is this process that ends them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job runs.
+
+    Attributes:
+        nodes: of the allocation, those that are used.
+        ranks_per_node: on each of them.
+    """
+
+    allocation: commands.Allocation
+    nodes: int
+    ranks_per_node: int
+
+
+class Supervisor:
+    """Supervises one start of a job by SLURM.
+
+    Args:
+        run_path: the run's folder, which is locked by this process.
+        command: of a node's launcher.
+        say: prints a line for the user.
+        killed_by: the signal that killed this job's supervisor before this one, if any.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_path: Path,
+        place: Place,
+        command: Sequence[str],
+        say: Callable[[str], None],
+        killed_by: int | None = None,
+    ) -> None:
+        self._config, self._run_path, self._place, self._command, self._say = config, run_path, place, command, say
+        self._killed_by = killed_by
+        self._asked: str | None = None
+        self._watch: Watch | None = None
+        # Of this job alone: who submits a run again may have mended what ended the job before.
+        self._endings = [ending for ending in history(run_path) if ending.job == place.allocation.job]
+
+    def run(self) -> None:
+        """Make attempts until the training has ended, or cannot.
+
+        Raises:
+            StoppedError: the run stopped with a checkpoint, or is queued again.
+            LaunchError: the run failed, and is not started again; the text says why.
+        """
+        former = {number: signal.getsignal(number) for number in _SIGNALS}
+        try:
+            asyncio.run(self._run())
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def hear(number: int, _frame: FrameType | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, as the job has ended
+                loop.call_soon_threadsafe(self._ask, signal_name(number))
+
+        # The loop's own handlers would end with it by the signals' default, which is to kill this process.
+        for number in _SIGNALS:
+            signal.signal(number, hear)
+        logs, is_alone = self._run_path / "logs", self._place.nodes == 1
+        address = "127.0.0.1" if is_alone else address_of(self._place.allocation.first)
+        self._record_lost_start()
+        again = self._record_killed_supervisor()
+        while again:
+            began = time.time()
+            nodes, ranks, silence = self._place.nodes, self._place.ranks_per_node, self._config.launch.timeout
+            self._watch = Watch(address, nodes, ranks, logs, id=self._id(), silence=silence, heard=self._ask)
+            outcome = await self._watch.run(self._program)
+            ending = self._ending(outcome, began)
+            self._record(ending, {logs / f"launcher-{name}.log": text for name, text in outcome.logs.items()})
+            again = self._goes_on(ending, outcome)
+            if again:
+                await asyncio.sleep(_PAUSE_SECONDS)
+            if again and self._asked is not None:  # a signal during the pause
+                self._leave(f"the job was stopped by {self._asked}; {_saved(ending)}", ending)
+
+    def _id(self) -> str:
+        """The name of an attempt: what is left of an earlier one has another."""
+        allocation = self._place.allocation
+        number = sum(ending.requeues == allocation.requeues for ending in self._endings)
+        return f"{allocation.job}.{allocation.requeues}.{number}"
+
+    def _record(self, ending: Ending, logs: Mapping[Path, str] | None = None) -> None:
+        """Note an ending, also where the disk is full: it must not end the job."""
+        self._endings.append(ending)
+        try:
+            record(self._run_path, ending)
+            for path, text in (logs or {}).items():
+                path.write_text(text, encoding="utf-8", errors="surrogateescape")
+        except OSError as error:
+            self._say(f"the end of this start cannot be recorded: {self._run_path}: {reason_of(error)}")
+
+    def _program(self, attempt: Attempt) -> tuple[list[str], dict[str, str]]:
+        nodes = str(self._place.nodes)
+        # A launcher that was bound to some processors would bind all ranks of its node to them.
+        unbound = [] if commands.binds_nothing() else ["--cpu-bind=none"]
+        # Of some of the nodes the first must be one: this process is there, whose address all are given.
+        first = ["--relative=0"] if self._place.nodes < self._place.allocation.nodes else []
+        return [*_SRUN, *unbound, *first, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command], {}
+
+    def _ask(self, by: str) -> None:
+        """Stop: with a checkpoint where steps are taken, else at once.
+
+        Further requests are ignored: SLURM sends one signal to this process and to all launchers. So is a warning to a
+        run that the user has stopped: it must not be queued again.
+        """
+        is_stopped = by == _WARNING and (self._run_path / stop_requests.STOP_FILE).exists()
+        if self._asked is not None or is_stopped:
+            return
+        self._asked = by
+        try:
+            stop_requests.request(self._run_path, by)
+            self._say(f"{by}: {stop_requests.NOTICE.partition(' (')[0]}")
+        except OSError as error:
+            self._say(f"{by}: the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
+        # Heartbeats are late: the first step may have been taken just now.
+        loop, ends = asyncio.get_running_loop(), self._place.allocation.ends
+        loop.call_later(2 * BEAT_SECONDS, self._end_unless_training, by)
+        if by == _WARNING and ends is not None:
+            left = ends - time.time()
+            loop.call_later(max(left - _LEAVE_SECONDS, 0.8 * left), self._end_unsaved)
+
+    def _end_unless_training(self, by: str) -> None:
+        """End an attempt that has nothing to save."""
+        if self._watch is not None and not self._watch.is_training:
+            self._watch.end("it did not train yet")
+
+    def _end_unsaved(self) -> None:
+        """End an attempt that the time limit would end: SLURM would not queue the job again."""
+        if self._watch is not None:
+            warning = f"launch.warning_seconds={self._config.launch.warning_seconds}"
+            self._watch.end(
+                f"the run did not save in time before the time limit ({warning}){see('jobs#did-not-save-in-time')}"
+            )
+
+    def _ending(self, outcome: Outcome, began: float) -> Ending:
+        failure, how = outcome.failure, self._how(outcome)
+        return Ending(
+            how=how,
+            job=self._place.allocation.job,
+            requeues=self._place.allocation.requeues,
+            nodes=self._place.nodes,
+            began=began,
+            seconds=time.time() - began,
+            until_joined=outcome.until_joined,
+            until_training=outcome.until_training,
+            after_last_step=outcome.after_last_step,
+            first_step=None if outcome.until_training is None else first_step(self._run_path),
+            step=max(outcome.step, last_step(self._run_path)),
+            checkpoint=newest_checkpoint(self._run_path),
+            rank=None if failure is None else failure.rank,
+            text="" if failure is None else failure.text,
+            exit_code=0 if failure is None else failure.exit_code,
+        )
+
+    def _how(self, outcome: Outcome) -> How:
+        if outcome.failure is None and outcome.stopped is None:
+            return "finished"
+        if self._asked == _WARNING:
+            ends, warning = self._place.allocation.ends, self._config.launch.warning_seconds
+            is_near = ends is not None and ends - time.time() < warning + 120  # SLURM's signals may be a minute early
+            return "time limit" if is_near else "preempted"
+        if self._asked is not None:
+            return "ended by SLURM"
+        if outcome.stopped is not None:
+            return "stopped"
+        return "lost node" if outcome.lost else "failed"
+
+    def _goes_on(self, ending: Ending, outcome: Outcome) -> bool:
+        """Whether another attempt is to be made in this allocation. Raises where the job ends without success."""
+        if ending.how == "finished":
+            return False
+        if ending.how == "stopped":
+            raise StoppedError(outcome.stopped or "")
+        if self._asked is not None:
+            cause = f" ({outcome.failure.text})" if outcome.failure is not None else ""
+            told = f"the job was stopped by {self._asked}{cause}; {_saved(ending)}"
+            self._leave(outcome.stopped or told, ending)
+        return self._starts_again(ending)
+
+    def _starts_again(self, ending: Ending) -> bool:
+        """After a failure: True where another attempt is to be made in this allocation. Raises where none is."""
+        decision = decide(self._endings, self._config.launch.max_restarts)
+        text = f"{ending.text}; {_saved(ending)}"
+        if not decision.again:
+            raise LaunchError(f"{text}\n{decision.why}", ending.exit_code or RunError.exit_code)
+        if ending.how == "failed" and ending.until_joined is None and self._watch is not None:
+            self._requeue(text, decision)  # a machine may be gone, which SLURM has not noticed yet
+        self._say(f"{text}\n{decision.why}, in the same allocation")
+        return True
+
+    def _leave(self, told: str, ending: Ending) -> NoReturn:
+        """End this start of the job; SLURM starts it again where it was the cluster that ended it."""
+        if self._asked == _WARNING:
+            decision = decide(self._endings, self._config.launch.max_restarts)
+            if not decision.again:
+                raise StoppedError(f"{told}\n{decision.why}")
+            self._requeue(told, decision)
+        raise StoppedError(told)
+
+    def _requeue(self, told: str, decision: Decision) -> NoReturn:
+        """Have SLURM queue the job again."""
+        problem = commands.requeue(self._place.allocation.job)
+        again = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"
+        raise StoppedError(f"{told}\n{again} ({decision.why})")
+
+    def _record_lost_start(self) -> None:
+        """SLURM has started the job again, and the start before left no record: it lost a machine, or was killed."""
+        requeues = self._place.allocation.requeues
+        if requeues == 0 or requeues - 1 in [ending.requeues for ending in self._endings]:
+            return
+        lost = self._unwatched(
+            "ended by SLURM", requeues - 1, "a machine was lost, or the job was preempted without a warning"
+        )
+        self._record(lost)
+        self._say(f"SLURM has started the job again: {lost.text}; {_saved(lost)}")
+
+    def _record_killed_supervisor(self) -> bool:
+        """Whether an attempt is to be made: also after a supervisor that was killed, unless this goes on and on."""
+        if self._killed_by is None:
+            return True
+        text = f"the supervisor of the job was killed by {signal_name(self._killed_by)}"
+        killed = self._unwatched("failed", self._place.allocation.requeues, text)
+        self._record(killed)
+        return self._starts_again(killed)
+
+    def _unwatched(self, how: How, requeues: int, text: str) -> Ending:
+        """An ending of which only the run's folder tells."""
+        return Ending(
+            how=how,
+            job=self._place.allocation.job,
+            requeues=requeues,
+            nodes=self._place.nodes,
+            began=time.time(),
+            seconds=0.0,
+            until_joined=None,
+            until_training=None,
+            first_step=None,
+            after_last_step=0.0,
+            step=last_step(self._run_path),
+            checkpoint=newest_checkpoint(self._run_path),
+            text=text,
+            exit_code=RunError.exit_code if how == "failed" else 0,
+        )
+
+
+def _saved(ending: Ending) -> str:
+    if not ending.checkpoint:
+        return "no checkpoint was saved"
+    return f"its newest checkpoint is of step {ending.checkpoint:,}"
+
+
+def usable_nodes(present: int, ranks_per_node: int, refusal: Callable[[int], str | None]) -> int:
+    """The most of the present machines that the layout can fill.
+
+    Args:
+        refusal: why so many ranks cannot train, or None.
+
+    Raises:
+        ConfigError: no number of machines can be filled.
+    """
+    for nodes in range(present, 0, -1):
+        if refusal(nodes * ranks_per_node) is None:
+            return nodes
+    raise ConfigError(refusal(present * ranks_per_node) or "")

@@ -1,0 +1,161 @@
+"""Asking a run to stop: by a signal to a process of it, or by a file in its folder.
+
+A run that trains stops after the step under way and a checkpoint. Its ranks call `requested` after each step: signals
+set a flag here, the launcher and `shardwise stop` write RUN/stop.json. Before `install`, and at the second SIGINT or
+SIGTERM, a signal ends a process at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.files import reason_of, write_atomic
+from shardwise.base.parsing import read_record
+from shardwise.launch.environment import ERROR_FILE, is_launched, joined
+from shardwise.launch.failure import signal_name
+from shardwise.runs.folder import json_text
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+NOTICE = "stopping after the current step, with a checkpoint (Ctrl-C again ends at once)"
+STOP_FILE = "stop.json"
+_END_AT_SECOND = (signal.SIGINT, signal.SIGTERM)
+# `timeout`, SLURM and wrappers around a command may send one signal twice: to a process and to its process group.
+_ONE_REQUEST_SECONDS = 1.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ends this process at once; the text names it."""
+
+
+class Requests:
+    """What signals have asked of one process.
+
+    Attributes:
+        by: the first signal, as a user reads it; None where none came.
+    """
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+        self._since: float | None = None
+        self._numbers = itertools.count()
+
+    def is_first(self) -> bool:
+        """Whether this is the first call: of handlers that interrupt one another, one alone gets True."""
+        return next(self._numbers) == 0
+
+    def hear(self, number: int) -> bool:
+        """Note a signal. True where it asks to end at once: it is the second SIGINT or SIGTERM."""
+        now = time.monotonic()
+        self.by = self.by or signal_name(number)
+        if number not in _END_AT_SECOND:
+            return False
+        if self._since is None:
+            self._since = now
+        return now - self._since >= _ONE_REQUEST_SECONDS
+
+
+_requests = Requests()  # of this process, as its signal handlers are
+
+
+def install() -> None:
+    """From here on the first signal asks for a stop after a checkpoint. Call it in the main thread, before training."""
+    global _requests
+    _requests = Requests()
+    handle_signals(_note)
+    place = joined()
+    if is_launched() and place is not None and place.rank == 0:
+        training_mark(Path(os.environ[ERROR_FILE]).parent).touch()
+
+
+def end_at_once() -> None:
+    """Have signals raise `Interrupted`: there is nothing to save yet."""
+    handle_signals(_interrupt)
+
+
+def ignore() -> None:
+    """Ignore all signals from here on: the process ends because of one, with all saved."""
+    handle_signals(signal.SIG_IGN)
+
+
+def requested(run_path: Path | str | None) -> str | None:
+    """Who asked this run to stop, in words that follow "stopped by"; None where nobody did.
+
+    A call takes one `stat` of a file; without a `run_path` it takes none, and only signals count.
+    """
+    if _requests.by is not None or run_path is None:
+        return _requests.by
+    path = Path(run_path) / STOP_FILE
+    if not path.exists():
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        return read_record(path).get("by") or STOP_FILE
+    return STOP_FILE
+
+
+def request(run_path: Path, by: str) -> None:
+    """Ask the run in a folder to stop. `by`: who asks."""
+    asked = {"by": by, "host": platform.node(), "pid": os.getpid(), "time": datetime.now(UTC).isoformat()}
+    write_atomic(run_path / STOP_FILE, json_text(asked, indent=2) + "\n")
+
+
+def clear(run_path: Path) -> None:
+    """Remove a request to an earlier run in this folder. Only the holder of the folder's lock may call this."""
+    try:
+        (run_path / STOP_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{run_path / STOP_FILE}, by which an earlier run was asked to stop, must be removed, and it cannot be: "
+            f"{reason_of(error)}"
+        ) from None
+
+
+def training_mark(logs: Path) -> Path:
+    """The file by which rank 0 shows its launcher that steps have begun: from then on a stop waits for a checkpoint."""
+    return logs / "training"
+
+
+def say(text: str) -> None:
+    """Print on standard error, from inside a signal handler; a terminal that is gone is no error."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> dict[int, Any]:
+    """Set the handler of all signals; only the main thread may, in another this does nothing.
+
+    Returns:
+        the former handlers, by signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    # A signal that was ignored on purpose, as nohup does, stays ignored.
+    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
+def _note(number: int, _frame: FrameType | None) -> None:
+    if number == signal.SIGTERM and is_launched() and Path(os.environ[ERROR_FILE]).exists():
+        os._exit(1)  # torchrun's agent ends the other ranks by SIGTERM once one has failed, and said why
+    first = _requests.is_first()
+    if _requests.hear(number):
+        raise Interrupted(signal_name(number))
+    place = joined()
+    # torchrun, too, ends ranks by SIGTERM when one has failed: only Ctrl-C is surely a person's, who wants an answer.
+    if first and (place is None or (number == signal.SIGINT and place.rank == 0 and not is_launched())):
+        say(NOTICE)
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    raise Interrupted(signal_name(number))

@@ -1,0 +1,490 @@
+"""Column- and row-parallel linear layers (Megatron-LM, arXiv:1909.08053 §3; sequence parallelism: arXiv:2205.05198
+§4.2.2).
+
+Shapes per rank, g = group size: S sequence, B batch, I input features, O output features. Activations are
+sequence-first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict, Unpack, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.errors import ArgumentError
+from shardwise.distributed import collectives, placement
+from shardwise.distributed.mesh import Group, Ranks
+from shardwise.distributed.placement import Init
+from shardwise.layers.arguments import by_name, refuse_unknown, sharing_group
+from shardwise.layers.matmul import Overlap, gather_and_multiply, linear, multiply_and_sum, usable
+
+DEFAULT_INIT = Init.normal(0.02)
+_POSITIONAL = ("dtype", "device", "stride", "init_method")
+"""What neuronx-distributed's linear layers take from the fifth position on."""
+_POSITIONAL_OF_GQA = ("dtype", "device", "init_method")
+
+
+class TensorOptions(TypedDict, total=False):
+    """How a layer's parameters are made."""
+
+    seed: int | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class LayerOptions(TensorOptions, total=False):
+    """Keywords that every sharded layer takes beside its own arguments.
+
+    Attributes:
+        group: the ranks that share the layer (a `Group` such as `mesh.tp`, a process group, or one axis of a
+            `DeviceMesh`). Without it a layer is whole on every rank, and a job of several ranks warns; `Group()` asks
+            for a whole layer.
+        seed: the run's seed; the weights are then a function of (seed, name) at any layout, and the layer needs a name.
+            None draws from torch's generator.
+        init: how the weight is drawn, such as `Init.normal(0.01)` (default: `Init.normal(0.02)`). Norms begin at
+            1 and biases at 0, whatever it is.
+        device, dtype: of the local tensors.
+    """
+
+    group: Ranks | None
+    init: Init
+
+
+class LinearOptions(LayerOptions, total=False):
+    """Keywords that every linear layer takes: those of `LayerOptions`, and one more.
+
+    Attributes:
+        transposed: the canonical weight is `[in, out]`, as that of GPT-2's `Conv1D`; the local one is `[out, in]`
+            nevertheless.
+    """
+
+    transposed: bool
+
+
+def tensor_options(
+    layer: nn.Module, options: LayerOptions, known: frozenset[str] = LayerOptions.__optional_keys__
+) -> TensorOptions:
+    """The part of a layer's keywords that its parameters take.
+
+    Raises:
+        ArgumentError: a keyword that the layer does not take.
+        ValueError: `init` is no `Init`.
+    """
+    refuse_unknown(type(layer), options, known)
+    init = options.get("init", DEFAULT_INIT)
+    if not isinstance(init, Init):
+        raise ValueError(f"init ({init!r}) must be a shardwise.Init, such as shardwise.Init.normal(0.02)")
+    return {"seed": options.get("seed"), "device": options.get("device"), "dtype": options.get("dtype")}
+
+
+def linear_options(
+    layer: nn.Module, options: LinearOptions, further: Sequence[object], names: Sequence[str] = _POSITIONAL
+) -> LinearOptions:
+    """Return a linear layer's keywords, with the arguments that were given by position, whose `names` these are.
+
+    Raises:
+        ArgumentError: the layer takes fewer positional arguments, or one is given by keyword too.
+    """
+    return cast(LinearOptions, by_name(type(layer).__name__, further, names, options))
+
+
+def full_name(name: str | None, leaf: str, seed: int | None) -> str:
+    """Canonical tensor name; one that is left open is completed with the module's path later."""
+    if seed is not None and name is None:
+        raise ValueError("a layer with a seed needs a name: its weights are drawn from (seed, name)")
+    return f"{name or ''}.{leaf}"
+
+
+class _ColumnParallel(placement.PlacedModule):
+    """One matmul for several linear maps of the same input, each cut along its outputs.
+
+    weight: `[Σ outputs · copies / g, I]`. The parts stand one after the other in the local tensor. Parts of the same
+    name are one canonical layer, whose outputs they are in that order.
+
+    Attributes:
+        overlap: whether it communicates behind its matmuls, and how (`layers/matmul.py`); None: in turn with them.
+    """
+
+    overlap: Overlap | None = None
+
+    def __init__(
+        self,
+        input_size: int,
+        parts: Sequence[tuple[str | None, int, int]],
+        *,
+        bias: bool,
+        gather_output: bool,
+        sequence_parallel_enabled: bool,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        super().__init__()
+        where = tensor_options(self, options, LinearOptions.__optional_keys__)
+        self.group = group = sharing_group(type(self).__name__, options.get("group"))
+        self.input_size = input_size
+        self.gather_output = gather_output
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        for _, size, copies in parts:
+            if size * copies % group.size:
+                raise ValueError(f"output size ({size}) must be divisible by the group's size ({group.size})")
+        self._copies = [copies for _, _, copies in parts]
+        self._sizes = [size * copies // group.size for _, size, copies in parts]
+        seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
+        transposed = options.get("transposed", False)
+
+        def pieces(leaf: str, tail: tuple[int, ...], how: Init) -> tuple[placement.Piece, ...]:
+            made = []
+            for i, (name, size, copies) in enumerate(parts):
+                piece = placement.Piece.rows(
+                    full_name(name, leaf, seed), (size, *tail), group, how, at=sum(self._sizes[:i]), copies=copies
+                )
+                # Rows of the canonical layer of this name: parts of one name follow each other in it.
+                layer = [part[1] if part[0] == name else 0 for part in parts]
+                piece = piece.within(sum(layer), sum(layer[:i]))
+                made.append(piece.transpose() if transposed and tail else piece)
+            return tuple(made)
+
+        local = sum(self._sizes)
+        self.weight = placement.make_parameter(
+            (local, input_size), pieces("weight", (input_size,), init), group, **where
+        )
+        self.bias = (
+            placement.make_parameter((local,), pieces("bias", (), Init.constant(0.0)), group, **where) if bias else None
+        )
+
+    def multiply(self, entered: Tensor) -> Tensor:
+        """`entered` `[…, I]`, whole on every rank of the group → all parts `[…, Σ local outputs]`. No communication."""
+        y: Tensor = linear(entered, self.weight, self.bias)
+        return y
+
+    def project(self, x: Tensor) -> Tensor:
+        """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → all parts `[S, B, Σ local outputs]`."""
+        if how := usable(self.overlap, x, self.group):
+            sequence = self.sequence_parallel_enabled
+            return gather_and_multiply(x, self.weight, self.bias, self.group, how, sequence=sequence)
+        enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
+        return self.multiply(enter(x, self.group))
+
+    def _parts(self, y: Tensor) -> tuple[Tensor, ...]:
+        parts: tuple[Tensor, ...] = y.split(self._sizes, dim=-1)
+        if not self.gather_output or self.group.size == 1:
+            return parts
+        return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies, strict=True))
+
+    def _gather(self, part: Tensor, copies: int) -> Tensor:
+        whole = collectives.gather_last(part, self.group)
+        if copies == 1:
+            return whole
+        once: Tensor = whole.unflatten(-1, (self.group.size // copies, copies, -1))[..., 0, :].flatten(-2)
+        return once
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size} -> {self._sizes} of {self.group}, sequence_parallel={self.sequence_parallel_enabled}"
+
+
+class ColumnParallelLinear(_ColumnParallel):
+    """`Y = X Aᵀ + b` with A cut along its outputs: rank r holds `A[r·O/g : (r+1)·O/g]`.
+
+    Forward: x `[S, B, I]`, or `[S/g, B, I]` with `sequence_parallel_enabled`; returns `[S, B, O/g]`, or `[S, B, O]`
+    with `gather_output`. Communicates: with sequence parallelism an all-gather of x (its gradient: a reduce-scatter);
+    without, nothing (its gradient: an all-reduce); `gather_output` adds an all-gather of y (arXiv:1909.08053 §3,
+    arXiv:2205.05198 §4.2).
+
+    Args:
+        input_size, output_size: I and O of the whole layer.
+        bias: whether there is a b.
+        gather_output: whether each rank gets all of y.
+        further: `dtype` and `device` by position, as neuronx-distributed has them.
+        sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions` and `LinearOptions`.
+
+    Raises:
+        ValueError: `output_size` is not divisible by the group's size.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        *further: Any,
+        sequence_parallel_enabled: bool = False,
+        name: str | None = None,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        super().__init__(
+            input_size,
+            [(name, output_size, 1)],
+            bias=bias,
+            gather_output=gather_output,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            **linear_options(self, options, further),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.finish(self.project(x))
+
+    def finish(self, local: Tensor) -> Tensor:
+        """`local` `[…, O/g]` → the layer's output: as it is, or whole with `gather_output`."""
+        return self._parts(local)[0]
+
+
+class MergedColumnParallelLinear(_ColumnParallel):
+    """Several column-parallel layers of one input in one matmul, such as a gated MLP's gate and up projections.
+
+    `output_sizes` and `names`: of each canonical layer; parts of one name are one layer. Forward: x `[S, B, I]`, or
+    `[S/g, B, I]` with `sequence_parallel_enabled`; returns one tensor a part, each as `ColumnParallelLinear` would. Its
+    `input_size`, `bias`, `gather_output` and `options` are as there (arXiv:1909.08053 §3).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        bias: bool = True,
+        gather_output: bool = True,
+        *,
+        names: Sequence[str],
+        sequence_parallel_enabled: bool = False,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        if len(names) != len(output_sizes):
+            raise ValueError(f"names ({len(names)}) must be as many as output_sizes ({len(output_sizes)})")
+        super().__init__(
+            input_size,
+            [(name, size, 1) for name, size in zip(names, output_sizes, strict=True)],
+            bias=bias,
+            gather_output=gather_output,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            **options,
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x, as in `ColumnParallelLinear` → the output of each part, `[S, B, O/g]` or whole."""
+        return self._parts(self.project(x))
+
+
+class GQAQKVColumnParallelLinear(_ColumnParallel):
+    """Query, key and value projections in one matmul, for grouped-query attention (arXiv:2305.13245).
+
+    Where the group is larger than the number of K/V heads, each K/V head is held by g / heads neighbouring ranks: their
+    gradients are partial, which the weight's placement says.
+
+    Forward: x as in `ColumnParallelLinear`; returns q `[S, B, Q/g]`, k and v `[S, B, max(KV/g, head_dim)]`, or all
+    whole with `gather_output`.
+
+    Args:
+        input_size, bias, gather_output, further, sequence_parallel_enabled, options: as in `ColumnParallelLinear`.
+        output_sizes: features of the queries, and features of the keys, which the values have too, in the whole model.
+        head_dim: features of a head. Without it, the keys are cut into parts of KV · `kv_size_multiplier` / g features,
+            wherever a head begins: give it, or the multiplier, where the ranks outnumber the K/V heads.
+        kv_size_multiplier: ranks that hold the same part of the keys, for calls without `head_dim`, as
+            neuronx-distributed has them.
+        names: canonical names of the three layers; the same three times where they are one, with the rows of q, then
+            k, then v, which is also what a layer is that is given no names.
+
+    Raises:
+        ValueError: a size is no multiple of `head_dim`; the query heads are not divisible by the group's size; K/V
+            heads and the group's size do not divide each other; `head_dim` does not follow, or contradicts
+            `kv_size_multiplier`.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        bias: bool = True,
+        gather_output: bool = True,
+        *further: Any,
+        head_dim: int | None = None,
+        kv_size_multiplier: int = 1,
+        names: Sequence[str | None] = (None, None, None),
+        sequence_parallel_enabled: bool = False,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        options = linear_options(self, options, further, _POSITIONAL_OF_GQA)
+        refuse_unknown(type(self), options, LinearOptions.__optional_keys__)
+        size = sharing_group(type(self).__name__, options.get("group")).size
+        q_size, kv_size = _two_sizes(output_sizes)
+        if head_dim is None:
+            head_dim = _features_per_head(kv_size, kv_size_multiplier, size)
+        for what, features in (("query", q_size), ("key/value", kv_size)):
+            if features < head_dim or features % head_dim:
+                raise ValueError(f"{what} size ({features}) must be a multiple of head_dim ({head_dim})")
+        q_heads, kv_heads = q_size // head_dim, kv_size // head_dim
+        if q_heads % size:
+            raise ValueError(f"query heads ({q_heads}) must be divisible by the group's size ({size})")
+        if kv_heads % size and size % kv_heads:
+            raise ValueError(f"K/V heads ({kv_heads}) must divide the group's size ({size}) or be divisible by it")
+        copies = max(size // kv_heads, 1)
+        if kv_size_multiplier not in (1, copies):
+            raise ValueError(
+                f"kv_size_multiplier ({kv_size_multiplier}) must be {copies}, the ranks that hold each of {kv_heads} "
+                f"K/V heads of head_dim ({head_dim}) in a group of {size}: leave it out"
+            )
+        if len(names) != 3:
+            raise ValueError(f"names ({len(names)}) must be 3: those of the query, the key and the value layer")
+        q_name, k_name, v_name = names
+        super().__init__(
+            input_size,
+            [(q_name, q_size, 1), (k_name, kv_size, copies), (v_name, kv_size, copies)],
+            bias=bias,
+            gather_output=gather_output,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            **options,
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._parts(self.project(x))
+        return q, k, v
+
+
+def _two_sizes(output_sizes: object) -> tuple[int, int]:
+    """Return the features of the queries and of the keys.
+
+    Raises:
+        ArgumentError: they are not two numbers above 0.
+    """
+    sizes = tuple(output_sizes) if isinstance(output_sizes, Sequence) else (output_sizes,)
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ArgumentError(
+            f"output_sizes ({output_sizes!r}) must be two numbers above 0: the features of the queries and those of "
+            "the keys, which the values have too"
+        )
+    return sizes[0], sizes[1]
+
+
+def _features_per_head(kv_size: int, multiplier: object, ranks: int) -> int:
+    """Return the features of a rank's part of the keys, if each part stands on `multiplier` of the ranks.
+
+    Raises:
+        ValueError: the keys cannot be cut into such parts.
+    """
+    if not isinstance(multiplier, int) or multiplier < 1 or ranks % multiplier or kv_size * multiplier % ranks:
+        raise ValueError(
+            f"kv_size_multiplier ({multiplier}) must divide the group's size ({ranks}), and the key/value size "
+            f"({kv_size}) must be divisible by their quotient: give head_dim=, the features of a head, instead"
+        )
+    return kv_size * multiplier // ranks
+
+
+class RowParallelLinear(placement.PlacedModule):
+    """`Y = Σ_r X_r A_rᵀ + b` with A cut along its inputs: rank r holds `A[:, r·I/g : (r+1)·I/g]`.
+
+    Forward: x `[S, B, I/g]` with `input_is_parallel`, else `[S, B, I]` which is split here; returns `[S, B, O]`, or
+    `[S/g, B, O]` with `sequence_parallel_enabled`. Communicates: an all-reduce of y, or with sequence parallelism a
+    reduce-scatter (its gradient: an all-gather). The bias is whole on every rank and added once, after the sum; with
+    sequence parallelism each rank sees part of the sequence, so its gradient is partial, which its placement says
+    (arXiv:1909.08053 §3, arXiv:2205.05198 §4.2).
+
+    Args:
+        input_size, output_size: I and O of the whole layer.
+        bias: whether there is a b.
+        input_is_parallel: whether x is cut along I already, as a column-parallel layer leaves it.
+        further: `dtype` and `device` by position, as neuronx-distributed has them.
+        sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions` and `LinearOptions`.
+
+    Attributes:
+        overlap: as in the column-parallel layers.
+
+    Raises:
+        ValueError: `input_size` is not divisible by the group's size; sequence parallelism without `input_is_parallel`.
+    """
+
+    overlap: Overlap | None = None
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        *further: Any,
+        sequence_parallel_enabled: bool = False,
+        name: str | None = None,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        super().__init__()
+        options = linear_options(self, options, further)
+        where = tensor_options(self, options, LinearOptions.__optional_keys__)
+        self.group = group = sharing_group(type(self).__name__, options.get("group"))
+        if input_size % group.size:
+            raise ValueError(f"input size ({input_size}) must be divisible by the group's size ({group.size})")
+        if sequence_parallel_enabled and not input_is_parallel:
+            raise ValueError("sequence_parallel_enabled (True) must go with input_is_parallel (True)")
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
+        piece = placement.Piece.columns(full_name(name, "weight", seed), (output_size, input_size), group, init)
+        piece = piece.transpose() if options.get("transposed", False) else piece
+        self.weight = placement.make_parameter((output_size, input_size // group.size), (piece,), group, **where)
+        self.bias = None
+        if bias:
+            piece = placement.Piece.replicated(
+                full_name(name, "bias", seed),
+                (output_size,),
+                group,
+                Init.constant(0.0),
+                partial=sequence_parallel_enabled,
+            )
+            self.bias = placement.make_parameter((output_size,), (piece,), group, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return row_parallel_sum((self, x if self.input_is_parallel else collectives.split_last(x, self.group)))
+
+    def extra_repr(self) -> str:
+        shape = tuple(self.weight.shape)
+        return f"weight={shape} of {self.group}, sequence_parallel={self.sequence_parallel_enabled}"
+
+
+def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
+    """The sum of the outputs of several row-parallel layers of one group, with one collective.
+
+    Args:
+        terms: layers, each with its input as `input_is_parallel` has it: `[S, B, I/g]`.
+    """
+    layer, x = terms[0]
+    sequence = layer.sequence_parallel_enabled
+    if how := usable(layer.overlap, x, layer.group):
+        y = multiply_and_sum([(x, layer.weight) for layer, x in terms], layer.group, how, sequence=sequence)
+    else:
+        partial = linear(x, layer.weight)
+        for other, x in terms[1:]:
+            partial = partial + linear(x, other.weight)
+        y = (collectives.scatter_sum_sequence if sequence else collectives.reduce_from_group)(partial, layer.group)
+    for layer, _ in terms:
+        y = y if layer.bias is None else y + layer.bias
+    return y
+
+
+def set_overlap(model: nn.Module, how: Overlap | None) -> None:
+    """Let all column- and row-parallel layers of a model communicate behind their matmuls; None: in turn with them."""
+    for module in model.modules():
+        if isinstance(module, _ColumnParallel | RowParallelLinear):
+            module.overlap = how
+
+
+class ReplicatedLinear(placement.PlacedModule):
+    """`Y = X Aᵀ + b`, whole on every rank, for small layers that all ranks compute alike. No communication.
+
+    x `[…, I]`, equal on every rank with a gradient that is equal too → `[…, O]`. `input_size` and `output_size` are I
+    and O; `name` and `options` are as in the other layers, see `LayerOptions`. The math is that of `torch.nn.Linear`.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, name: str | None = None, **options: Unpack[LayerOptions]
+    ) -> None:
+        super().__init__()
+        group, seed, init = Group.of(options.get("group")), options.get("seed"), options.get("init", DEFAULT_INIT)
+        where = tensor_options(self, options)
+
+        def make(leaf: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:
+            piece = placement.Piece.replicated(full_name(name, leaf, seed), shape, group, how, partial=False)
+            return placement.make_parameter(shape, (piece,), group, **where)
+
+        self.weight = make("weight", (output_size, input_size), init)
+        self.bias = make("bias", (output_size,), Init.constant(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)

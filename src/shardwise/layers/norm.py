@@ -1,0 +1,260 @@
+"""Normalisation over the hidden dimension, replicated in a tensor-parallel group, and of the heads that a rank has.
+
+Under sequence parallelism each rank normalises its part of the sequence: the weight's gradient is then partial over
+the group, which its placement says, so that the optimizer sums it once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, Literal, Unpack, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.base.errors import ArgumentError
+from shardwise.distributed import collectives, placement
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import Init
+from shardwise.layers.arguments import by_name, sharing_group
+from shardwise.layers.linear import LayerOptions, full_name, tensor_options
+
+
+def _one_size(owner: str, shape: object) -> int:
+    """Return the hidden size that a norm was given, by itself or as a shape of one size.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    if len(sizes) != 1 or not isinstance(sizes[0], Integral):
+        raise ArgumentError(
+            f"normalized_shape ({shape!r}) must be one size, the hidden size: {owner} normalizes over the last dim"
+        )
+    return int(sizes[0])
+
+
+class _Norm(placement.PlacedModule):
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float,
+        sequence_parallel_enabled: bool,
+        name: str | None,
+        leaves: dict[str, float],
+        given: Mapping[str, object],
+    ) -> None:
+        super().__init__()
+        # `bias`, as torch's norms take it, changes nothing where it asks for what this norm has.
+        has_bias = "bias" in leaves
+        options = cast(LayerOptions, {key: value for key, value in given.items() if (key, value) != ("bias", has_bias)})
+        where = tensor_options(self, options)
+        group = sharing_group(type(self).__name__, options.get("group"), needed=sequence_parallel_enabled)
+        seed = options.get("seed")
+        self.normalized_shape = (_one_size(type(self).__name__, normalized_shape),)
+        self.eps = eps
+        for leaf, value in leaves.items():
+            piece = placement.Piece.replicated(
+                full_name(name, leaf, seed),
+                self.normalized_shape,
+                group,
+                Init.constant(value),
+                partial=sequence_parallel_enabled,
+            )
+            parameter = placement.make_parameter(
+                self.normalized_shape,
+                (piece,),
+                group,
+                **where,
+            )
+            self.register_parameter(leaf, parameter)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape[0]}, eps={self.eps}"
+
+
+class RMSNorm(_Norm):
+    """`y = x / sqrt(mean(x²) + eps) · weight` (arXiv:1910.07467). x, y: `[…, H]`; no communication.
+
+    Args:
+        normalized_shape: H, or a shape of this one size, as torch takes it.
+        eps: added to the mean square.
+        further: none; all other arguments are given by keyword.
+        sequence_parallel_enabled: whether each rank has a part of the sequence; the gradients are then partial.
+        name, options: as in the other layers, see `LayerOptions`.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-6,
+        *further: Any,
+        sequence_parallel_enabled: bool = False,
+        name: str | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        # torch and neuronx-distributed mean different things by a third positional argument.
+        given = by_name(type(self).__name__, further, (), options, last="eps")
+        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0}, given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.weight, self.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.dtype == weight.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return cast(Tensor, _RMSNorm.apply(x, weight, eps))  # type: ignore[no-untyped-call]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm where torch has no kernel for it and would keep x and the normalised x: this keeps x and 1/rms.
+
+    With r = 1 / sqrt(mean(x²) + eps) and u = x·r: dx = r·(dy·w - u·mean(dy·w·u)), dw = Σ dy·u.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        ctx.eps = eps
+        y: Tensor = (x * inverse).mul_(weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # this gradient is differentiated again, and what was saved is no function of x
+            inverse = x.square().mean(dim=-1, keepdim=True).add(ctx.eps).rsqrt()
+        dy, unit = grads[0], x * inverse
+        dy_unit = dy * unit
+        dw = dy_unit.reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            mean = (dy_unit @ weight).div_(x.shape[-1]).unsqueeze(-1)
+            dx = (dy * weight).addcmul_(unit, mean, value=-1).mul_(inverse)
+        return dx, dw, None
+
+
+class LayerNorm(_Norm):
+    """`y = (x - mean) / sqrt(var + eps) · weight + bias` (arXiv:1607.06450). x, y: `[…, H]`; no communication.
+
+    Args:
+        normalized_shape: H, or a shape of this one size, as torch takes it.
+        eps: added to the variance.
+        further: torch's next positional arguments: `elementwise_affine` and `bias`, which must be True, `device` and
+            `dtype`.
+        sequence_parallel_enabled: whether each rank has a part of the sequence; the gradients are then partial.
+        name, options: as in the other layers, see `LayerOptions`.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        *further: Any,
+        sequence_parallel_enabled: bool = False,
+        name: str | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        given = by_name(type(self).__name__, further, ("elementwise_affine", "bias", "device", "dtype"), options)
+        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0, "bias": 0.0}, given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class QueryKeyNorm(placement.PlacedModule):
+    """RMSNorm (arXiv:1910.07467) of queries and keys before attention (arXiv:2302.05442 §2).
+
+    Forward: q `[S, B, n, d]` and k `[S, B, m, d]`, the heads that this rank has → the same shapes, normalised.
+
+    Args:
+        sizes: n·d and m·d of the whole model.
+        eps: added to the mean square.
+        head_dim: d.
+        over: what is normalised together. `head`: each head by itself, with weights `[d]` that are whole on every rank.
+            A rank sees only its own heads, so that the gradients are partial over the group, with and without sequence
+            parallelism; no communication. `all_heads`: all heads of a token, with weights `[n·d]` and `[m·d]` that are
+            cut as the rows of the projections are, with copies of key heads where ranks share one. Communicates an
+            all-reduce of the sums of squares, `[2, S, B]` in float32, forward, and one of their gradients.
+        names: canonical names of the two layers, without `.weight`.
+        options: as in the other layers, see `LayerOptions`.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        eps: float,
+        *,
+        head_dim: int,
+        over: Literal["head", "all_heads"],
+        names: tuple[str, str],
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__()
+        self.group, self.eps, self.over = Group.of(options.get("group")), eps, over
+        self.query_weight, self.key_weight = (
+            self._weight(name, size, head_dim, options) for name, size in zip(names, sizes, strict=True)
+        )
+
+    def _weight(self, name: str, size: int, head_dim: int, options: LayerOptions) -> nn.Parameter:
+        group, one, full = self.group, Init.constant(1.0), full_name(name, "weight", options.get("seed"))
+        if self.over == "head":
+            piece = placement.Piece.replicated(full, (head_dim,), group, one, partial=True)
+        else:
+            piece = placement.Piece.rows(full, (size,), group, one, copies=max(group.size * head_dim // size, 1))
+        return placement.make_parameter(piece.box.size, (piece,), group, **tensor_options(self, options))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.over == "head":
+            return _rms_norm(q, self.query_weight, self.eps), _rms_norm(k, self.key_weight, self.eps)
+        query, key = q.flatten(-2), k.flatten(-2)
+        if self.group.size == 1:
+            query, key = _rms_norm(query, self.query_weight, self.eps), _rms_norm(key, self.key_weight, self.eps)
+        else:
+            query, key = self._norm_together(query, key)
+        return query.view(q.shape), key.view(k.shape)
+
+    def _norm_together(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """A head that several ranks have counts once for each, in the sum as in the number of elements."""
+        exact = torch.promote_types(query.dtype, torch.float32)
+        squares = [torch.linalg.vector_norm(x, dim=-1, dtype=exact).square() for x in (query, key)]
+        totals = collectives.sum_over_group(torch.stack(squares), self.group)
+        query, key = (
+            cast(Tensor, _Scale.apply(x, weight, (total / (x.shape[-1] * self.group.size) + self.eps).rsqrt()))  # type: ignore[no-untyped-call]
+            for x, weight, total in zip((query, key), (self.query_weight, self.key_weight), totals, strict=True)
+        )
+        return query, key
+
+    def extra_repr(self) -> str:
+        return f"{self.over}, {len(self.query_weight)} and {len(self.key_weight)} of {self.group}, eps={self.eps}"
+
+
+class _Scale(torch.autograd.Function):
+    """`x · inverse · weight`, x `[…, W]`, weight `[W]`, inverse `[…]` in at least float32. Nothing else is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse.unsqueeze(-1)).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight, inverse = ctx.saved_tensors
+        dy, dx, dw, d_inverse = grads[0].to(inverse.dtype), None, None, None
+        if ctx.needs_input_grad[1]:
+            dw = (dy * x).mul_(inverse.unsqueeze(-1)).flatten(0, -2).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            scaled = dy * weight
+            d_inverse = (scaled * x).sum(-1)
+            dx = scaled.mul_(inverse.unsqueeze(-1)).to(x.dtype)
+        return dx, dw, d_inverse

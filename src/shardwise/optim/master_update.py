@@ -1,0 +1,205 @@
+"""How the masters of the buckets get new values from their gradients: by the wrapped optimizer.
+
+How an optimizer class updates a parameter, and what state it keeps for one, found out by running it.
+
+ZeRO-1 gives the wrapped optimizer flat slices of many parameters. That is right for Adam, SGD and their like, and wrong
+for a class that looks at a whole parameter (somebody's LAMB, Muon's matrix, Adafactor's factors), at all of them
+(LBFGS's line search) or at sparse gradients. `shardwise.LAMB` is the one whole-tensor class that knows about slices.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.user_code import RAISED, error_text
+from shardwise.distributed.torch_private import step_optimizer
+from shardwise.optim.buckets import Bucket
+from shardwise.optim.gradient_norms import CanonicalNorms
+from shardwise.optim.lamb import LAMB
+
+MakeNorms = Callable[[list[list[Bucket]]], CanonicalNorms]
+"""The norms of the canonical tensors that the buckets of each parameter group hold. Collective."""
+
+
+class Update:
+    """Updates in the optimizer's dtype: each result is rounded to the nearest number of that dtype.
+
+    Args:
+        inner: the wrapped optimizer, whose parameters are the masters of `buckets`.
+        make_norms: called at the first step of LAMB.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, buckets: Sequence[Bucket], make_norms: MakeNorms) -> None:
+        bucket_of = {bucket.master: bucket for bucket in buckets}
+        self._inner, self._make_norms = inner, make_norms
+        self._groups = [[bucket_of[master] for master in group["params"]] for group in inner.param_groups]
+
+    @cached_property
+    def _norms(self) -> CanonicalNorms:
+        return self._make_norms(self._groups)
+
+    def step(self, groups: Sequence[dict[str, Any]], factor: Tensor | float, number: int) -> Iterator[Bucket]:
+        """Update all masters by `factor` times their reduced gradients; yield each bucket once its masters are new.
+
+        Args:
+            groups: the parameter groups whose options count now; they get back what the wrapped optimizer changed.
+            factor: of the gradients.
+            number: of this step, from 1.
+        """
+        for outer, inner in zip(groups, self._inner.param_groups, strict=True):
+            inner.update(options_of(outer))
+        yield from self._update(factor, number)
+        for outer, inner in zip(groups, self._inner.param_groups, strict=True):
+            outer.update(options_of(inner))
+
+    def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
+        if isinstance(self._inner, LAMB):
+            buckets = [bucket for group in self._groups for bucket in group]
+            for bucket in buckets:
+                bucket.master.grad = _scaled_gradient(bucket, factor)
+            self._inner.step_slices(self._groups, self._norms)
+            for bucket in buckets:
+                bucket.master.grad = None
+                yield bucket
+            return
+        for group, bucket in self._in_turn():
+            bucket.master.grad = _scaled_gradient(bucket, factor)
+            self._step_alone(group, bucket.master)
+            bucket.master.grad = None
+            yield bucket
+
+    def _in_turn(self) -> Iterator[tuple[dict[str, Any], Bucket]]:
+        """Yield each bucket with its parameter group, whose options are the same for every bucket.
+
+        Afterwards the group has the options that the update of its last bucket left: what the class keeps there, such
+        as a count of steps, is the same after each.
+        """
+        for group, buckets in zip(self._inner.param_groups, self._groups, strict=True):
+            options = options_of(group)
+            for bucket in buckets:
+                group.update(copy.deepcopy(options))
+                yield group, bucket
+
+    def _step_alone(self, group: dict[str, Any], master: nn.Parameter) -> None:
+        """A step of the wrapped optimizer as if it had this master alone."""
+        all_groups, all_masters = self._inner.param_groups, group["params"]
+        self._inner.param_groups, group["params"] = [group], [master]
+        try:
+            step_optimizer(self._inner)
+        finally:
+            self._inner.param_groups, group["params"] = all_groups, all_masters
+
+
+def _scaled_gradient(bucket: Bucket, factor: Tensor | float) -> Tensor:
+    """`factor` times a bucket's reduced gradients, in the dtype of its masters; may use them up."""
+    gradient = bucket.gradient.to(bucket.master.dtype)
+    return gradient if isinstance(factor, float) and factor == 1.0 else gradient.mul_(factor)
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+_ADVICE = (
+    "each rank gives it flat slices of parameters, so it must update each element by itself, as AdamW does, "
+    "or be shardwise.LAMB"
+)
+_STEPS = 12
+"""Of the trial. RAdam updates otherwise from step 6 on; a class that does so later than this passes."""
+
+_ADAMS = {"Adam", "AdamW", "LAMB"}
+"""Classes with the same moments, which differ in what they do with them."""
+MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
+"""Makes an optimizer of the wrapped class from a parameter group."""
+
+
+def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
+    """Refuse a class that updates a matrix otherwise than two optimizers of it update the matrix's halves, in 12 steps.
+
+    Raises:
+        ValueError: with the class's name and what it did. What its constructor says of its options is passed on.
+    """
+    weight, gradients = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
+        for seed, shape in enumerate([(6, 4), (_STEPS, 6, 4)])
+    )
+    gradients[:, 3:] *= 100.0  # rows of different size, so that a norm over all of them shows
+    options = trial_options(defaults)
+    whole = nn.Parameter(weight.clone())
+    optimizer = optimizer_class([whole], **options)
+    refusal = f"optimizer_class {optimizer_class.__name__} cannot be sharded: {_ADVICE}"
+    try:
+        _run(optimizer, whole, gradients)
+        halves: list[Tensor] = []
+        for part, gradient in zip(weight.flatten().chunk(2), gradients.flatten(1).chunk(2, dim=1), strict=True):
+            half = nn.Parameter(part.clone())
+            _run(optimizer_class([half], **options), half, gradient)
+            halves.append(half)
+    except RAISED as error:
+        raise ValueError(f"{refusal}; its trial failed with: {error_text(error)}") from error
+    if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
+        raise ValueError(f"{refusal}; its result depends on the whole parameter")
+
+
+def kept_state(make: MakeOptimizer, options: dict[str, Any]) -> dict[str, Any]:
+    """The state that a class makes for a parameter in its first step, by name: tensors and numbers.
+
+    The parameter has two elements: a tensor of that shape is state of each element, and one element is a number.
+
+    Args:
+        make: makes an optimizer of the class from a parameter group; that of the run is not touched.
+        options: of the parameter group.
+
+    Raises:
+        Exception: whatever the class raises where an option is wrong.
+    """
+    trial = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
+    trial.grad = torch.zeros_like(trial)
+    optimizer = make({**trial_options(options), "params": [trial]})
+    step_optimizer(optimizer)
+    return {name: value for name, value in optimizer.state[trial].items() if isinstance(value, Tensor | int | float)}
+
+
+def may_continue(optimizer_class: type[torch.optim.Optimizer], saved: str) -> bool:
+    """True if a class may have the state of the one named `saved`: itself, a parent, a child, or an Adam of an Adam."""
+    parents = optimizer_class.__mro__[: optimizer_class.__mro__.index(torch.optim.Optimizer)]
+    # The wrapped class is a child of the user's that has its name.
+    given = [parent for parent in parents if parent.__name__ == optimizer_class.__name__][-1]
+    names = {of_class.__name__ for of_class in (*parents, *_children(given))}
+    return saved in names or (saved in _ADAMS and not names.isdisjoint(_ADAMS))
+
+
+def _children(parent: type[Any]) -> Iterator[type[Any]]:
+    for child in parent.__subclasses__():
+        yield child
+        yield from _children(child)
+
+
+def is_of_elements(kept: object) -> bool:
+    """Whether an entry of `kept_state` has a value for each element of a parameter."""
+    return isinstance(kept, Tensor) and kept.shape == (2,)
+
+
+def is_number(value: object, parameter: Tensor) -> bool:
+    """Whether an entry of a parameter's state is one number, such as a count of steps."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.shape != parameter.shape
+    return isinstance(value, int | float)
+
+
+def trial_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a class as a trial on the CPU can have them."""
+    return {**options, **{k: v for k, v in {"lr": 0.01, "capturable": False}.items() if k in options}}
+
+
+def _run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients: Tensor) -> None:
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        step_optimizer(optimizer)

@@ -1,0 +1,275 @@
+"""Stochastic rounding: bfloat16 training without float32 masters (Gupta et al., arXiv:1502.02551, section 3.2).
+
+With x between two neighbouring bfloat16 numbers a < b, x becomes b with probability (x − a) / (b − a), else a: its mean
+is x. Rounding to nearest instead loses each update smaller than half the distance of neighbours, about 2^-9 of the
+weight: at a small learning rate the weight never changes.
+
+The random bits are a function of (seed, step, canonical tensor, element). Equal inputs give equal results at any
+layout, with or without ZeRO and at any bucket size, and copies of a tensor stay equal without communication.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.tensor_box import Box
+from shardwise.distributed.placement import Piece, Pieces
+from shardwise.distributed.random_bits import INCREMENT_32, hashed, scramble_, wrapped
+from shardwise.distributed.torch_private import step_optimizer
+from shardwise.optim.buckets import Bucket
+from shardwise.optim.gradient_norms import ElementRun, chunk_elements
+from shardwise.optim.lamb import LAMB
+from shardwise.optim.master_update import MakeNorms, Update, options_of
+
+MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
+_BITS = 16
+"""Bits of a float32 that bfloat16 lacks."""
+
+
+def is_stochastic(rounding: str) -> bool:
+    """Whether rounding is stochastic; ValueError for what is neither that nor to the nearest."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding ({rounding!r}) must be 'nearest' or 'stochastic'")
+    return rounding == "stochastic"
+
+
+def require_bfloat16(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError unless `dtype`, of masters and state, is bfloat16, and would be so for all parameters."""
+    if dtype != torch.bfloat16:
+        raise ValueError(f"rounding='stochastic' rounds to bfloat16: optimizer_dtype ({dtype}) must be torch.bfloat16")
+    if any(p.dtype == torch.float64 for p in parameters):
+        raise ValueError("rounding='stochastic' rounds to bfloat16: no parameter may be torch.float64")
+
+
+def round_into(target: Tensor, x: Tensor, bits: Tensor, *, keeps_nan: bool = True) -> None:
+    """Round float32 numbers to bfloat16: up in magnitude where the bits that are cut off, plus `bits`, carry.
+
+    Args:
+        target: bfloat16.
+        x: float32, of the same shape; it is used up.
+        bits: int32 numbers, uniform in [0, 2^16).
+        keeps_nan: whether a quiet NaN, the only kind that arithmetic gives, stays one. False takes half the time.
+    """
+    number = x.view(torch.int32)
+    if keeps_nan:
+        # The largest numbers may carry into infinity, as they should, but a NaN may not carry into the sign. Without
+        # its low bits it is still a NaN, since its highest payload bit is set.
+        sign = (number >> 31).bitwise_and_(-0x8000)
+        number.bitwise_and_(0x7FFFFFFF).clamp_(max=0x7FFF0000).add_(bits).bitwise_right_shift_(_BITS).bitwise_or_(sign)
+    else:
+        number.add_(bits).bitwise_right_shift_(_BITS)
+    target.view(torch.int16).copy_(number)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Elements of a canonical tensor that are consecutive in a run: element i, j, … has the number `first + i·s + …`.
+
+    Attributes:
+        start: in the run.
+        sizes, strides: of the dimensions, in the order of memory; strides are those of the canonical tensor.
+    """
+
+    name: str
+    start: int
+    first: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(piece: Piece, box: Box, order: tuple[int, ...], start: int) -> _Block:
+        """A box of a piece's canonical tensor, whose dimensions lie in `order`, the slowest first."""
+        strides = [1] * len(piece.shape)
+        for dim in reversed(range(len(piece.shape) - 1)):
+            strides[dim] = strides[dim + 1] * piece.shape[dim + 1]
+        first = sum(a * stride for a, stride in zip(box.start, strides, strict=True))
+        dims = [(box.size[dim], strides[dim]) for dim in order]
+        merged = [(1, 1)]
+        for size, stride in dims:
+            if merged[-1] == (1, 1) or merged[-1][1] == size * stride:
+                merged[-1] = (merged[-1][0] * size, stride)
+            else:
+                merged.append((size, stride))
+        return _Block(piece.name, start, first, *zip(*merged, strict=True))
+
+
+class RandomBits:
+    """16 random bits for each element of a bucket's owned part and for each tensor of its state.
+
+    Two tensors share a 32-bit word: element i of a canonical tensor has `scramble(hash + i · INCREMENT_32)`.
+
+    Args:
+        pieces: of each parameter.
+        seed: of the run.
+    """
+
+    def __init__(self, pieces: Pieces, seed: int) -> None:
+        self._pieces, self._seed = pieces, seed
+        self._blocks: dict[ElementRun, list[_Block]] = {}
+        self._ramps: dict[torch.device, Tensor] = {}
+
+    def of(self, run: ElementRun, step: int, count: int) -> Iterator[Tensor]:
+        """Yield `count` int32 tensors over a run of at most `chunk_elements`, uniform in [0, 2^16)."""
+        if run not in self._blocks:
+            self._blocks[run] = list(self._find_blocks(run))
+        device = run.bucket.values.device
+        if device not in self._ramps:
+            ramp = torch.arange(chunk_elements(run.bucket), dtype=torch.int32, device=device)
+            self._ramps[device] = ramp * INCREMENT_32
+        ramp, words = self._ramps[device], torch.zeros(run.length, dtype=torch.int32, device=device)
+        for block in self._blocks[run]:
+            number: Tensor | int = wrapped(hashed(self._seed, step, block.name) + block.first * INCREMENT_32, 32)
+            along = [
+                ramp[:size] if stride == 1 else ramp[:size] * wrapped(stride, 32)
+                for size, stride in zip(block.sizes, block.strides, strict=True)
+            ]
+            for numbers in along[:-1]:
+                number = (numbers + number).unsqueeze(-1)
+            out = words[block.start : block.start + math.prod(block.sizes)].view(block.sizes)
+            torch.add(along[-1], number, out=out)
+        for half in range(count):
+            if half % 2 == 0:
+                scramble_(words, hashed(self._seed, step, half))
+                yield words & 0xFFFF
+            else:
+                yield (words >> _BITS).bitwise_and_(0xFFFF)
+
+    def _find_blocks(self, run: ElementRun) -> Iterator[_Block]:
+        bucket = run.bucket
+        first = bucket.owned.start + run.start
+        for index in range(bisect_right(bucket.offsets, first) - 1, len(bucket.parameters)):
+            if bucket.offsets[index] >= first + run.length:
+                break
+            pieces = self._pieces[bucket.parameters[index]]
+            for piece, box, order, start in bucket.owned_boxes(index, pieces, slice(run.start, run.end)):
+                yield _Block.of(piece, box, order, start - run.start)
+
+
+class _Scratch:
+    """A float32 copy of one run and its state, which an optimizer of the wrapped class updates.
+
+    Args:
+        make: makes an optimizer of the wrapped class from a parameter group.
+        inner: the wrapped optimizer.
+        group: one of its parameter groups.
+    """
+
+    def __init__(self, make: MakeOptimizer, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        self.parameter = nn.Parameter(torch.empty(0, device=group["params"][0].device))
+        self._options, self._state = options_of(group), inner.state
+        self.optimizer = make(self._options | {"params": [self.parameter]})
+        self.group = self.optimizer.param_groups[0]
+        self._before: dict[Bucket, dict[str, Any]] = {}
+
+    def load(self, run: ElementRun, factor: Tensor | float) -> None:
+        """Take the masters of a run, `factor` times their gradients, and their state as it was before this step."""
+        master = run.bucket.master
+        before = self._before.setdefault(run.bucket, dict(self._state[master]))
+        self.parameter.grad = None
+        self.parameter.data = run.master().float()
+        self.parameter.grad = run.gradient().to(torch.float32, copy=True).mul_(factor)
+        self.group.update(copy.deepcopy(self._options))  # each run begins with the same ones
+        self.optimizer.state[self.parameter] = {
+            name: _copy(run.of(value) if _has_shape_of(master, value) else value) for name, value in before.items()
+        }
+
+    def store(self, run: ElementRun, bits: RandomBits, step: int) -> None:
+        """Round the new masters and their state."""
+        master, state = run.bucket.master, self._state[run.bucket.master]
+        new = self.optimizer.state[self.parameter]
+        elementwise = {name: value for name, value in sorted(new.items()) if _has_shape_of(self.parameter, value)}
+        for name, value in elementwise.items():
+            if not isinstance(state.get(name), Tensor):
+                state[name] = torch.zeros_like(
+                    master, dtype=torch.bfloat16 if value.is_floating_point() else value.dtype
+                )
+        targets = [run.master(), *(run.of(state[name]) for name in elementwise)]
+        values = [self.parameter.detach(), *elementwise.values()]
+        # A class that puts a NaN into its state puts one into the weight, too: that one alone has to be kept.
+        for target, value, lane in zip(targets, values, bits.of(run, step, len(values)), strict=True):
+            if value.is_floating_point():
+                round_into(target, value, lane, keeps_nan=value is values[0])
+            else:
+                target.copy_(value)
+        state.update({name: value for name, value in new.items() if name not in elementwise})
+
+
+def _copy(value: Any) -> Any:
+    """A copy of something in an optimizer's state, in float32 if it is rounded."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return value.float() if value.dtype == torch.bfloat16 else value.clone()
+
+
+def _has_shape_of(parameter: nn.Parameter, value: object) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+class StochasticUpdate(Update):
+    """Updates in float32, a chunk at a time, whose results are rounded stochastically to bfloat16.
+
+    Masters and each tensor of the state stay in bfloat16, 2 bytes an element.
+
+    Args:
+        inner, buckets, make_norms: as of `Update`; the masters are bfloat16.
+        make: makes an optimizer of the wrapped class from a parameter group.
+        bits: of the elements of these buckets.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        buckets: Sequence[Bucket],
+        make_norms: MakeNorms,
+        make: MakeOptimizer,
+        bits: RandomBits,
+    ) -> None:
+        super().__init__(inner, buckets, make_norms)
+        self._make, self._bits = make, bits
+
+    def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
+        if isinstance(self._inner, LAMB):
+            yield from self._update_whole_tensors(self._inner, factor, number)
+            return
+        for group, bucket in self._in_turn():
+            scratch = _Scratch(self._make, self._inner, group)
+            for run in ElementRun(bucket, 0, len(bucket.master)).split(chunk_elements(bucket)):
+                scratch.load(run, factor)
+                step_optimizer(scratch.optimizer)
+                scratch.store(run, self._bits, number)
+            group.update(options_of(scratch.group))
+            yield bucket
+
+    def _update_whole_tensors(self, inner: LAMB, factor: Tensor | float, number: int) -> Iterator[Bucket]:
+        """LAMB, which needs the norms of whole tensors' directions before it updates an element.
+
+        No memory could hold the directions in float32, so they are computed twice.
+        """
+        scratches = {bucket: _Scratch(self._make, inner, group) for group, bucket in self._in_turn()}
+
+        def direction(run: ElementRun) -> Tensor:
+            scratch = scratches[run.bucket]
+            scratch.load(run, factor)
+            assert isinstance(scratch.optimizer, LAMB)
+            assert scratch.parameter.grad is not None
+            return scratch.optimizer.direction(scratch.parameter, scratch.group, out=scratch.parameter.grad)
+
+        adapted = inner.adapted_groups()
+        ratios = inner.trust_ratio(*self._norms.measure(adapted, ElementRun.master, direction))
+        for index, group in enumerate(inner.param_groups):
+            for tensor, run in self._norms.runs(index):
+                for part in run.split(chunk_elements(run.bucket)):
+                    update, scratch = direction(part), scratches[part.bucket]
+                    if index in adapted:
+                        update.mul_(ratios[tensor])
+                    scratch.parameter.sub_(update, alpha=float(group["lr"]))
+                    scratch.store(part, self._bits, number)
+        yield from scratches

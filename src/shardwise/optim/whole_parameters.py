@@ -1,0 +1,152 @@
+"""Parameters that no group cuts, such as those of torch's own modules: each tensor-parallel rank has a copy of them.
+
+Equal values at the start and equal gradients keep the copies equal, bit for bit. All ranks take the values of the first
+one, and in each step its gradients, which a kernel may sum in another order elsewhere. Gradients that differ by more
+than that are refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.errors import ConfigError, listing, see
+from shardwise.base.tensor_box import Box
+from shardwise.distributed import collectives, placement
+from shardwise.distributed.mesh import Group
+from shardwise.optim.buckets import Bucket
+from shardwise.optim.checks import described, require_same_parameters
+
+_SHOWN = 3
+_TOLERANCE = 1e-2
+"""Relative to a gradient's norm. Copies of a whole gradient differ by rounding at most, its parts by as much as they
+are."""
+
+
+def uncut_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
+    """The uncut parameters of some parameter groups, in order."""
+    return [p for options in groups for p in options["params"] if placement.of_or_whole(p).group.size == 1]
+
+
+def take_first_values(groups: Sequence[dict[str, Any]], tensor: Group, data: Group, device: torch.device) -> None:
+    """Give uncut parameters the values of the first tensor-parallel rank; one rank warns where this changed some.
+
+    Collective over `tensor`. Data parallelism spreads the values of its own first rank afterwards.
+
+    Args:
+        groups: parameter groups.
+        tensor: the tensor-parallel ranks.
+        data: the data-parallel ranks.
+        device: where the ranks compute.
+
+    Raises:
+        ConfigError: on every rank of `tensor`, the ranks hold other uncut parameters.
+    """
+    uncut, changed = uncut_of(groups), list[int]()
+    if tensor.size == 1 or not uncut:
+        return
+    require_same_parameters([{"params": uncut}], tensor, device)
+    values = [p.detach() for p in uncut]
+    for number, (value, first) in enumerate(zip(values, _of_first_rank(values, tensor), strict=True)):
+        if not torch.equal(value, first):
+            value.copy_(first)
+            changed.append(number)
+    if not collectives.any_rank(bool(changed), tensor):
+        return
+    everyones = {number for of_rank in collectives.all_gather_objects(changed, tensor) for number in of_rank}
+    if tensor.rank == data.rank == 0:
+        names = described([uncut[number] for number in sorted(everyones)])
+        warnings.warn(
+            "each tensor-parallel rank holds these parameters whole, and they began with other values on other ranks: "
+            f"{listing(names, most=_SHOWN)}. All ranks go on with the values of the first rank, which alone says "
+            f"so. Give all ranks one seed before the model is made{see('training#uncut-parameters')}",
+            stacklevel=4,  # the caller of the optimizer's constructor, or of add_param_group
+        )
+
+
+class UncutGradients:
+    """The gradients of uncut parameters: in each step those of the first tensor-parallel rank.
+
+    In steps 1, 2, 4, 8, … the ranks compare them.
+
+    Args:
+        groups: parameter groups of the optimizer.
+        buckets: of this rank.
+        tensor: the tensor-parallel ranks.
+        data: the data-parallel ranks.
+        device: where the ranks compute.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        buckets: Sequence[Bucket],
+        tensor: Group,
+        data: Group,
+        device: torch.device,
+    ) -> None:
+        self._tensor, self._data, self._device, self._steps = tensor, data, device, 0
+        self._parameters: list[nn.Parameter] = []
+        self._views: list[tuple[int, Tensor]] = []
+        """What this rank owns of the gradients; by the parameter's number."""
+        uncut = set(uncut_of(groups) if tensor.size > 1 else ())
+        for bucket in buckets:
+            for index, p in enumerate(bucket.parameters):
+                if p in uncut:
+                    for start, length in bucket.owned_runs(index, Box.whole(tuple(p.shape))):
+                        self._views.append((len(self._parameters), bucket.gradient[start : start + length]))
+                    self._parameters.append(p)
+
+    @torch.no_grad()
+    def take_first(self) -> None:
+        """Give this rank the first one's gradients, unless they differ by more than rounding. Collective over a stage.
+
+        Raises:
+            ConfigError: on every rank, with the parameters' names.
+        """
+        if not self._parameters:
+            return
+        self._steps += 1
+        firsts = _of_first_rank([view for _, view in self._views], self._tensor)
+        if not self._steps & (self._steps - 1):
+            self._require_equal(firsts)
+        for (_, view), first in zip(self._views, firsts, strict=True):
+            view.copy_(first)
+
+    def _require_equal(self, firsts: Sequence[Tensor]) -> None:
+        """Refuse gradients that differ from those of the first rank."""
+        squares = torch.zeros(len(self._parameters), 2, device=self._device)
+        for (number, view), first in zip(self._views, firsts, strict=True):
+            own, other = view.float(), first.float()
+            larger = torch.maximum(own.square().sum(), other.square().sum())
+            squares[number] += torch.stack([(own - other).square().sum(), larger])
+        differences, norms = collectives.all_reduce_(squares, self._data).unbind(dim=1)
+        # Where a value is not finite the comparison is false, as is that of two gradients which are 0.
+        differs = (differences > _TOLERANCE**2 * norms).int()
+        numbers = collectives.all_reduce_(differs, self._tensor, op="max").nonzero().flatten().tolist()
+        if numbers:
+            names = described([self._parameters[number] for number in numbers])
+            raise ConfigError(
+                "each tensor-parallel rank holds these parameters whole and must get the same gradient, but the ranks' "
+                f"gradients differ: {listing(names, most=_SHOWN)}. Where a rank sees a part of the sequence "
+                "or of the heads, use a layer of shardwise with group= and sequence_parallel_enabled=True, or "
+                "shardwise.make_parameter with partial=True; elsewhere give all ranks the same activations, frozen "
+                f"parameters and dropout masks{see('training#uncut-parameters')}"
+            )
+
+
+def _of_first_rank(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """The first rank's values of some tensors; one broadcast for each dtype."""
+    firsts: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        chosen = {number: tensor for number, tensor in enumerate(tensors) if tensor.dtype == dtype}
+        flat = torch.cat([tensor.reshape(-1) for tensor in chosen.values()])
+        if flat.numel():
+            collectives.broadcast_(flat.view(torch.uint8), group)
+        parts = flat.split([tensor.numel() for tensor in chosen.values()])
+        firsts |= {number: part.view(tensors[number].shape) for number, part in zip(chosen, parts, strict=True)}
+    return [firsts[number] for number in range(len(tensors))]

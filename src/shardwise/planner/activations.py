@@ -1,0 +1,360 @@
+"""Bytes that the blocks keep for the backward pass, with and without recompute, and what they hold at their peak.
+
+Legend: see `planner/rank_case.py`. What stands in brackets is a tensor's number of elements, of `a` bytes each where
+the text does not give their dtype. As arXiv:2205.05198, section 4, these formulas count the tensors that autograd
+saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
+from shardwise.planner.rank_case import Case
+
+_FLOAT32, _INT64 = 4, 8
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Bytes that autograd saves in one block. The attention core is `softmax(q kᵀ) v`.
+
+    Attributes:
+        input: x, the block's input, [T/s, H].
+        saves_input: whether x is one of the tensors counted below.
+        attention: saved around the core, by its norm, the QKV and output projections and dropout.
+        core_input: tensors that hold q, k and v as the core receives them.
+        core_input_saved: the part of `core_input` that the core saves; of the rest it saves copies, counted in `core`.
+        core: saved inside the core.
+        mlp: saved by the MLP with its norm and dropout.
+    """
+
+    input: int
+    saves_input: bool
+    attention: int
+    core_input: int
+    core_input_saved: int
+    core: int
+    mlp: int
+
+    @property
+    def saved(self) -> int:
+        """All that the block saves without recompute."""
+        return self.attention + self.core_input_saved + self.core + self.mlp
+
+
+@dataclass(frozen=True)
+class BlockStack:
+    """Bytes of several blocks for one micro-batch.
+
+    Attributes:
+        kept: at the end of the forward pass.
+        peak: the most during the backward pass, with the gradients that it works with.
+    """
+
+    kept: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class DropoutMasks:
+    """What layout-invariant dropout costs one rank.
+
+    Attributes:
+        bytes_held: attention probabilities, before and after dropout, and masks, at the peak.
+        elements_hashed: elements of all masks of a step, those of recompute included.
+        attends_step_by_step: whether attention drops too. No fused kernel can do that with these masks.
+    """
+
+    bytes_held: int
+    elements_hashed: int
+    attends_step_by_step: bool
+
+
+def invariant_masks(case: Case, in_flight: int = 1) -> DropoutMasks:
+    """What the masks cost: of attention probabilities, inside the MLP, of what is added to x, and of the embedding.
+
+    With recompute, the masks of the probabilities are held for one block only and are hashed twice; with full
+    recompute, all masks of a block.
+
+    in_flight: micro-batches of a stage whose activations are held at once.
+    """
+    model, recompute, layers = case.model, case.config.train.recompute, case.layers
+    core = case.probabilities if model.attention_dropout_p else 0
+    hidden = 2 * case.mask_elements + case.inner_mask_elements
+    embedding = case.x_elements if case.has_first and model.embedding_dropout_p else 0
+    core_again, hidden_again = recompute != "none", recompute == "full"
+    held_layers = in_flight * layers // len(case.stages)
+    held = (1 if core_again else held_layers) * core * (_FLOAT32 + 1 + case.a)
+    held += (1 if hidden_again else held_layers) * hidden + in_flight * embedding
+    hashed = layers * (core * (1 + core_again) + hidden * (1 + hidden_again)) + embedding
+    return DropoutMasks(held, hashed * case.micro_batches, core > 0)
+
+
+def block_stack(case: Case, layers: Iterable[int] | None = None) -> BlockStack:
+    """What these blocks, by default all of this rank, hold for one micro-batch.
+
+    | recompute | kept                                    | computed again, one block at a time |
+    |-----------|-----------------------------------------|-------------------------------------|
+    | none      | L blocks                                |                                     |
+    | selective | L blocks without the inside of the core | the inside of the core              |
+    | full      | L inputs                                | the block, beside its input         |
+
+    The backward pass goes from the last block to the first. When it is at a block, all that later blocks kept is free.
+    """
+    if layers is None:
+        layers = [layer for stage in case.stages for layer in stage.layers]
+    kept = peak = 0
+    alike: dict[bool, tuple[int, int]] = {}  # blocks differ only in whether they rotate q and k
+    for layer in layers:
+        rotates = case.model.rotates(layer)
+        if rotates not in alike:
+            alike[rotates] = _kept_and_work(case, block_activations(case, layer))
+        block_kept, work = alike[rotates]
+        kept += block_kept
+        peak = max(peak, kept + work)
+    return BlockStack(kept, peak)
+
+
+def _kept_and_work(case: Case, block: BlockActivations) -> tuple[int, int]:
+    """What one block keeps, and the most that its backward pass holds beside that.
+
+    A backward pass begins with the MLP. What the MLP saved is free when the core's backward pass begins.
+    """
+    x, query = case.x_bytes, case.a * case.tokens * case.local.query
+    mlp, core = _mlp_gradients(case), _core_gradients(case)
+    core_mask, hidden_mask = _mask_hashing(case)
+    match case.config.train.recompute:
+        case "none":
+            return block.saved, max(mlp, core - block.mlp, core_mask - block.mlp, hidden_mask)
+        case "selective":
+            kept = block.attention + block.core_input + block.mlp
+            return kept, max(mlp, block.core + max(core, core_mask + x + query) - block.mlp, hidden_mask)
+        case "full":
+            again = block.saved - (x if block.saves_input else 0)
+            return x, again + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
+
+
+def block_activations(case: Case, layer: int) -> BlockActivations:
+    """What this block saves.
+
+    | part      | saved                                                | elements          |
+    |-----------|------------------------------------------------------|-------------------|
+    | attention | input of QKV, gathered or not                        | T·H               |
+    |           | attention output, the output projection's input      | T·q/t             |
+    |           | norms of q and k: statistics                         | see `_head_norms` |
+    | core      | q, k and v, and what the core saves beside them      | see `_core`       |
+    | MLP       | input of the first layer, gathered or not            | T·H               |
+    |           | gated: gate and up, silu(gate), silu(gate)·up        | 4·T·F/t           |
+    |           | else: input of the activation, and input of the last | 2·T·F/t           |
+    |           | mask of dropout between the two, one byte each       | T·F/t             |
+    | both      | the norm: its input and one or two statistics        | see `norm_bytes`  |
+    |           | mask of dropout on what is added to x, one byte each | T·H/s             |
+
+    If norms come first, x is the input of the first norm. If they come last (BERT, OLMo 2), x is the input of QKV,
+    unless it had to be gathered. Both norms of a parallel residual have the same input, which counts once. ReLU saves
+    its output in place of its input: without dropout behind it, that is the last layer's input.
+    """
+    model, local, a, x = case.model, case.local, case.a, case.x_bytes
+    feed = a * case.tokens * local.intermediate
+    attention = case.gathered_bytes + a * case.tokens * local.query + case.mask_elements + _head_norms(case)
+    core_input, core_input_saved, core = _core(case, copied=model.rotates(layer) or model.query_key_norm is not None)
+    mlp = case.gathered_bytes + (4 if model.gated else 2) * feed + case.inner_mask_elements + case.mask_elements
+    if model.activation == "relu" and not case.inner_mask_elements:
+        mlp -= feed
+    if model.norm_place == "input":
+        saves_input = model.norm_kind == "layer_norm" or case.accelerator or a == _FLOAT32
+    else:
+        saves_input = not case.layout.sequence
+    return BlockActivations(
+        input=x,
+        saves_input=saves_input,
+        attention=attention + norm_bytes(case),
+        core_input=core_input,
+        core_input_saved=core_input_saved,
+        core=core,
+        mlp=mlp + norm_bytes(case) - (x if model.parallel_residual else 0),
+    )
+
+
+def waiting_bytes(case: Case) -> int:
+    """What a block holds between the two halves of a split backward pass, beside what it keeps.
+
+    The first half computes the gradient of the block's input. The second half computes the gradients of the weights,
+    and needs for each matrix product and norm the gradient of its output: of QKV, [T·(q + 2kv)/t], of q and k if these
+    have norms, [T·(q + kv)/t], of the output of attention, [T·H], of its norm, [T/s·H], and those of the MLP
+    (`_waiting_mlp`). With selective recompute, the inside of the core is held too.
+    """
+    local = case.local
+    normed = local.query + local.key_value if case.model.query_key_norm else 0
+    attention = case.a * case.tokens * (local.query + 2 * local.key_value + normed) + case.gathered_bytes + case.x_bytes
+    return attention + _waiting_mlp(case) + _core_again(case)
+
+
+def split_peak(case: Case, blocks: int) -> int:
+    """The most that so many blocks hold in the first half of a split backward pass, beside what they keep.
+
+    This half frees nothing that was kept. It ends at the core of the first block: the other blocks wait, and so does
+    the MLP of this one. Beside them are the gradients of x, [T/s, H], of the values, [T·q/t], and in a core that goes
+    step by step those of P before and after dropout. With full recompute, a backward pass is not split.
+    """
+    if case.config.train.recompute == "full":
+        return 0
+    matrices = 2 * case.a * case.probabilities if case.attends_step_by_step else 0
+    core = case.x_bytes + case.a * case.tokens * case.local.query + matrices + _core_again(case)
+    return (blocks - 1) * waiting_bytes(case) + _waiting_mlp(case) + core
+
+
+def _waiting_mlp(case: Case) -> int:
+    """Gradients that wait in the MLP: of its first layer, [T·F/t] (gated: twice), output, [T·H], and norm, [T/s·H]."""
+    first = (2 if case.model.gated else 1) * case.local.intermediate
+    return case.a * case.tokens * first + case.gathered_bytes + case.x_bytes
+
+
+def _core_again(case: Case) -> int:
+    """The inside of the core as selective recompute computes it again."""
+    return block_activations(case, case.stages[0].layers[0]).core if case.config.train.recompute == "selective" else 0
+
+
+def norm_bytes(case: Case) -> int:
+    """What a norm on the residual stream saves.
+
+    LayerNorm saves its input, the mean and 1/deviation; on an accelerator the latter two are in float32. RMSNorm saves
+    its input, and 1/rms in float32. In bfloat16 on a CPU, RMSNorm consists of single operations, which save the input
+    and the normalised input, both in float32.
+    """
+    if case.model.norm_kind == "layer_norm":
+        return case.x_bytes + 2 * case.tokens_between * (_FLOAT32 if case.accelerator else case.a)
+    saved = 2 * _FLOAT32 * case.x_elements if _norms_by_operations(case) else case.x_bytes
+    return saved + _FLOAT32 * case.tokens_between
+
+
+def _norms_by_operations(case: Case) -> bool:
+    """Whether an RMSNorm consists of single operations, which work in float32."""
+    return case.model.norm_kind == "rms_norm" and not case.accelerator and case.a != _FLOAT32
+
+
+def _head_norms(case: Case) -> int:
+    """What norms of q and k save beside their input; the input is counted with v, which shares its memory.
+
+    1/rms in float32 for each token, of q and of k or of each of their heads. A norm over heads of several ranks also
+    saves the lengths ‖q‖ and ‖k‖ of the rank's part. Norms of single operations save float32 copies, [2·T·(q + kv)/t].
+    """
+    model, width = case.model, case.local.query + case.local.key_value
+    if model.query_key_norm is None:
+        return 0
+    statistics = width // model.head_dim if model.query_key_norm == "head" else 2
+    if _norms_span_ranks(case):
+        statistics *= 2
+    return case.tokens * (statistics + (2 * width if _norms_copy(case) else 0)) * _FLOAT32
+
+
+def _norms_span_ranks(case: Case) -> bool:
+    """Whether a norm of q or k is over the heads of several ranks."""
+    return case.model.query_key_norm == "all_heads" and case.layout.tensor > 1
+
+
+def _norms_copy(case: Case) -> bool:
+    """Whether norms of q and k save float32 copies instead of their input."""
+    return _norms_by_operations(case) and not _norms_span_ranks(case)
+
+
+def _core(case: Case, *, copied: bool) -> tuple[int, int, int]:
+    """Bytes of the attention core: of its input, of the part of the input that it saves, and saved beside that.
+
+    The input is the output of QKV, [T·(q + 2kv)/t], of which q, k and v are views. If rotation or a norm made new q and
+    k (`copied`), these are [T·(q + kv)/t] more. With more ranks than key/value heads, kv/t is head_dim.
+
+    A fused kernel saves its input and the log-sum-exp, [T·h/t] in float32 (arXiv:2205.14135). Step by step, the core
+    saves
+
+    | saved                                              | elements            |
+    |----------------------------------------------------|---------------------|
+    | P = softmax(q kᵀ)                                  | B·h/t·S² in float32 |
+    | mask of dropout, one byte each                     | B·h/t·S²            |
+    | P after dropout                                    | B·h/t·S²            |
+    | causal mask, one byte each                         | S²                  |
+    | q, scaled                                          | T·q/t               |
+    | k and v, copies or as they are in the core's input | 2·T·q/t             |
+
+    k and v are copied if several queries share them, or if their batches and heads are not contiguous. If they are not
+    copied, or if norms of q and k save their input, the whole output of QKV stays.
+    """
+    model, local, a = case.model, case.local, case.a
+    query, key_value = (a * case.tokens * width for width in (local.query, local.key_value))
+    qkv, new = query + 2 * key_value, (query + key_value if copied else 0)
+    if not case.attends_step_by_step:
+        log_sum_exp = _FLOAT32 * case.tokens * local.query // model.head_dim
+        padding_mask = 0 if model.causal else a * case.tokens
+        return qkv + new, qkv + new, log_sum_exp + padding_mask
+    mask = case.config.train.sequence_length**2 if model.causal else case.tokens
+    if case.config.data.reset_attention_mask:
+        mask = 0  # all blocks share one mask, which `memory._document_tables` counts
+    inside = (_FLOAT32 + 1 + a) * case.probabilities + mask + query
+    new_key = key_value if copied else 0
+    norm_inputs = qkv if model.query_key_norm is not None and not _norms_copy(case) else 0
+    if local.query != local.key_value:
+        return qkv + new, norm_inputs, inside + 2 * query
+    if case.config.train.micro_batch == 1 or model.interleaved_heads:
+        return qkv + new, qkv + new_key, inside
+    return qkv + new, norm_inputs + new_key, inside + 2 * key_value - new_key
+
+
+# ---- gradients: what the backward pass holds beside saved tensors that are not free yet
+
+
+def _mlp_gradients(case: Case) -> int:
+    """The most that the MLP's backward pass holds: the gradient of x, [T/s, H], and the larger of two moments.
+
+    At the last layer: the gradients of its input, [T·F/t], of its weight, [H·F/t], and of its output if that is not the
+    gradient of x: [T·H] where it was gathered, [T·H/s] before dropout (whose mask is then free) or before a norm.
+    At silu(gate)·up of a gated MLP, and at ReLU that no dropout follows: two gradients, [2·T·F/t].
+
+    What a norm after the MLP saved is free at both moments. If the norm consists of single operations, its own
+    gradients may be larger: [4·T/s·H] in float32.
+    """
+    model, layout, a, x = case.model, case.layout, case.a, case.x_bytes
+    feed = a * case.tokens * case.local.intermediate
+    last = feed + case.gradient_bytes(case.local.intermediate * model.hidden_size)
+    if layout.sequence:
+        last += case.gathered_bytes
+    if case.drops_hidden:
+        last += (0 if layout.sequence else x) - case.mask_elements
+    if model.norm_place == "output":
+        last += 0 if layout.sequence else x
+    needs_two = model.gated or (model.activation == "relu" and not case.inner_mask_elements)
+    most = max(last, 2 * feed) if needs_two else last
+    if model.norm_place == "input":
+        return x + most
+    norm = 4 * _FLOAT32 * case.x_elements if _norms_by_operations(case) else 0
+    return x + max(most - norm_bytes(case), norm)
+
+
+def _core_gradients(case: Case) -> int:
+    """The most that the core's backward pass holds: gradients of x, of the values and of P, [B·h/t·S²].
+
+    Only a core that goes step by step has the last one; in bfloat16 it is in float32, and a second one takes the place
+    of P after dropout, whose memory is free by then. The core's output, the mask of the dropout after it, and what a
+    norm after that saved are free too.
+    """
+    a = case.a
+    matrix = (_FLOAT32 if a == _FLOAT32 else 2 * _FLOAT32 - 1 - a) * case.probabilities
+    work = case.x_bytes + a * case.tokens * case.local.query + (matrix if case.attends_step_by_step else 0)
+    return work - case.mask_elements - (norm_bytes(case) if case.model.norm_place != "input" else 0)
+
+
+def _mask_hashing(case: Case) -> tuple[int, int]:
+    """Bytes that hashing a layout-invariant mask needs: of the probabilities; inside the MLP and of what is added to x.
+
+    A mask is hashed chunk by chunk. For each element of a chunk there are two 64-bit integers at a time, and one more
+    that all samples of the micro-batch share: the element's number within its sample. In bfloat16 the scores are held
+    beside the probabilities in float32 and in bfloat16; in float32 they take the place of P after dropout.
+    """
+    if case.config.train.dropout_mode != "invariant":
+        return 0, 0
+    core = case.probabilities if case.model.attention_dropout_p else 0
+    hidden = max(case.mask_elements, case.inner_mask_elements)
+    chunks = (min(core, MASK_CHUNK_ELEMENTS), min(hidden, MASK_CHUNK_ELEMENTS))
+    of_core, of_hidden = (_INT64 * (2 * chunk + chunk // case.config.train.micro_batch) for chunk in chunks)
+    return of_core + (case.a * core if case.a != _FLOAT32 else 0), of_hidden

@@ -1,0 +1,293 @@
+"""Bytes that one rank sends in an optimizer step, collective by collective.
+
+Legend: see `planner/rank_case.py`. A collective over n ranks on a whole tensor of b bytes makes each rank send
+
+    2·b·(n-1)/n   all-reduce
+    b·(n-1)/n     all-gather, reduce-scatter, broadcast
+
+which is the volume of the ring algorithm (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). The backend may
+use another algorithm. A message from one rank to another costs the sender its b bytes.
+
+Tensor and sequence parallelism communicate as in arXiv:1909.08053 and arXiv:2205.05198, ZeRO-1 as in arXiv:1910.02054.
+
+Axes are named as the groups in `distributed/collectives.py`: "tp", "dp", "pp", "world", "tp/c" for the c neighbouring
+ranks that hold the same key/value heads, and "pp/ends" for the two ranks that hold a tied embedding, if "pp" has more
+than these two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardwise.config import DTYPE_BYTES, BertConfig, Config, Layout
+from shardwise.config.stages import rank_of
+from shardwise.models.parameter_counts import local_parameters
+from shardwise.planner.buckets import bucket_shapes
+from shardwise.planner.rank_case import Case
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
+
+_FLOAT32, _FLOAT64, _INT64 = 4, 8, 8
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective, or a message to another rank.
+
+    Attributes:
+        axis: the group it runs over.
+        kind: which collective.
+        ranks: the group's size.
+        bytes: of the whole tensor.
+        count: how often per step; a tensor that is sent in chunks counts once.
+        what: the tensor, in words.
+    """
+
+    axis: str
+    kind: Kind
+    ranks: int
+    bytes: int
+    count: int
+    what: str
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each rank sends per step."""
+        if self.kind == "send":
+            return float(self.bytes * self.count)
+        rounds = 2 if self.kind == "all_reduce" else 1
+        return rounds * self.bytes * self.count * (self.ranks - 1) / self.ranks
+
+
+def step_transfers(
+    config: Config,
+    layout: Layout,
+    accelerator: bool = False,
+    *,
+    pipeline_rank: int = 0,
+    data_rank: int = 0,
+    tensor_rank: int = 0,
+) -> list[Transfer] | None:
+    """Every collective and message of one rank in one optimizer step. None for a model of your own.
+
+    The step is the forward and backward passes of all micro-batches, the reduction of gradients and the update. The
+    comparison of replicas (`log.drift_every`) is not counted.
+
+    Args:
+        config, layout: of the run.
+        accelerator: whether the run is on one; it decides the dtypes where `precision.mode` is null.
+        pipeline_rank: the rank's place in its pipeline.
+        data_rank: its place in data parallelism. With ZeRO, it decides which partial gradients the rank owns.
+        tensor_rank: its place in tensor parallelism. It decides how many rows of a tied embedding are padding.
+    """
+    case = Case.of(config, layout, accelerator, pipeline_rank)
+    if case is None:
+        return None
+    return _transfers(case, _forward(case) + _backward(case), _update(case, data_rank, tensor_rank))
+
+
+def evaluation_transfers(
+    config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
+) -> list[Transfer] | None:
+    """The collectives and messages of one rank for one global batch of evaluation. None for a model of your own.
+
+    The sum of losses over data parallelism and pipeline, at the end of an evaluation, is not counted.
+    """
+    case = Case.of(config, layout, accelerator, pipeline_rank)
+    return None if case is None else _transfers(case, _forward(case), [])
+
+
+def wire_bytes(transfers: list[Transfer] | None) -> dict[tuple[str, str], float] | None:
+    """The bytes that one rank sends, by (axis, kind). None for a model of your own."""
+    if transfers is None:
+        return None
+    total: dict[tuple[str, str], float] = defaultdict(float)
+    for transfer in transfers:
+        total[transfer.axis, transfer.kind] += transfer.wire_bytes
+    return dict(total)
+
+
+def _transfers(case: Case, micro_batch: list[Transfer], once: list[Transfer]) -> list[Transfer]:
+    """What a step sends for each micro-batch and once, without transfers that send nothing."""
+    repeated = [replace(transfer, count=transfer.count * case.micro_batches) for transfer in micro_batch]
+    return [transfer for transfer in repeated + once if transfer.ranks > 1 and transfer.bytes and transfer.count]
+
+
+# ---- one micro-batch
+
+
+def _forward(case: Case) -> list[Transfer]:
+    """The forward pass of this rank's stages."""
+    embedding = _embedding(case) if case.has_first else []
+    head = _head(case) if case.has_last else []
+    blocks = [*_regions(case, 2, _outputs(case), ""), _query_key_squares(case, "")]
+    return [*embedding, *blocks, *head, *_messages(case, 1, "outputs of stages"), _samples(case)]
+
+
+def _backward(case: Case) -> list[Transfer]:
+    """The backward pass: the forward pass in reverse, and what full recompute repeats of the forward pass.
+
+    The head's input gets a gradient from each rank's part of the vocabulary; they are summed. BERT also sums the
+    gradient of its decoder's input, [P·B, H].
+    """
+    gathered, outputs = case.gathered_bytes, _outputs(case)
+    head, embedding = int(case.has_last), int(case.has_first)
+    transfers = []
+    if case.config.train.recompute == "full":
+        # Recompute stops at the last tensor that a block saves. The sum after a block's last matrix product is
+        # repeated only if dropout (its mask) or a norm (its input) saves something after it, or if both are in one.
+        in_one = case.config.parallel.tensor_overlap is not None
+        ends_with_sum = case.model.norm_place == "input" and not case.drops_hidden and not in_one
+        transfers = _regions(case, 2, outputs - ends_with_sum, ", recomputed")
+        transfers.append(_query_key_squares(case, "recomputed "))
+    transfers.append(_query_key_squares(case, "gradients of "))
+    if isinstance(case.model, BertConfig):
+        size = case.a * case.predicted * case.model.hidden_size
+        transfers.append(_over_tensor(case, "all_reduce", size, "gradient of the decoder's input", head))
+    of_inputs, of_outputs = (f"gradients of the {which} of attention and MLP" for which in ("inputs", "outputs"))
+    if case.layout.sequence:
+        transfers += [
+            _over_tensor(case, "reduce_scatter", gathered, "gradient of the head's input", head),
+            _over_tensor(case, "all_gather", gathered, of_outputs, outputs * case.layers),
+            _over_tensor(case, "reduce_scatter", gathered, of_inputs, 2 * case.layers),
+            _over_tensor(case, "all_gather", gathered, "gradient of the embedding output", embedding),
+        ]
+    else:
+        transfers += [
+            _over_tensor(case, "all_reduce", gathered, "gradient of the head's input", head),
+            _over_tensor(case, "all_reduce", gathered, of_inputs, 2 * case.layers),
+        ]
+    return transfers + _messages(case, -1, "gradients of the inputs of stages")
+
+
+def _over_tensor(case: Case, kind: Kind, size: int, what: str, count: int = 1) -> Transfer:
+    return Transfer("tp", kind, case.layout.tensor, size, count, what)
+
+
+def _samples(case: Case) -> Transfer:
+    """One rank reads the data of its tensor-parallel group and broadcasts 64-bit integers.
+
+    Token ids and targets, [2·T]; one row more for each kind of document table, [T]. BERT has ids, token types and mask,
+    [3·T], positions and targets of predicted tokens, [2·P·B], and labels, [B]. And the number of targets of each loss.
+    """
+    model, data = case.model, case.config.data
+    if isinstance(model, BertConfig):
+        numbers = 3 * case.tokens + 2 * case.predicted + case.config.train.micro_batch
+    else:
+        numbers = (2 + data.reset_position_ids + data.reset_attention_mask) * case.tokens
+    return _over_tensor(case, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
+
+
+def _messages(case: Case, step: int, what: str) -> list[Transfer]:
+    """x or its gradient, [T/s, H], from each stage of this rank to the next stage (step 1) or to the one before (-1).
+
+    Two neighbouring stages of one rank need no message.
+    """
+    parallel, last = case.config.parallel, case.layout.stages - 1
+    to = [stage.index + step for stage in case.stages if 0 <= stage.index + step <= last]
+    count = sum(rank_of(parallel, index) != case.pipeline_rank for index in to)
+    return [Transfer("pp", "send", case.layout.pipeline, case.x_bytes, count, what)]
+
+
+def _embedding(case: Case) -> list[Transfer]:
+    """Each rank looks up its part of the vocabulary; the results are summed."""
+    kind: Kind = "reduce_scatter" if case.layout.sequence else "all_reduce"
+    return [_over_tensor(case, kind, case.gathered_bytes, "embedding output")]
+
+
+def _outputs(case: Case) -> int:
+    """The outputs of each block that are summed over tensor parallelism: those of attention and MLP.
+
+    A parallel residual adds the two before it sums them, unless each has dropout of its own.
+    """
+    return 1 if case.model.parallel_residual and not case.drops_hidden else 2
+
+
+def _regions(case: Case, inputs: int, outputs: int, suffix: str) -> list[Transfer]:
+    """The inputs and outputs of attention and MLP in all blocks, with so many of each per block.
+
+    Under sequence parallelism an input is gathered and an output is reduce-scattered; without it, an input is already
+    on every rank and an output is all-reduced.
+    """
+    gathered, layers = case.gathered_bytes, case.layers
+    if not case.layout.sequence:
+        return [_over_tensor(case, "all_reduce", gathered, f"outputs of attention and MLP{suffix}", outputs * layers)]
+    return [
+        _over_tensor(case, "all_gather", gathered, f"inputs of attention and MLP{suffix}", inputs * layers),
+        _over_tensor(case, "reduce_scatter", gathered, f"outputs of attention and MLP{suffix}", outputs * layers),
+    ]
+
+
+def _query_key_squares(case: Case, prefix: str) -> Transfer:
+    """A norm over all heads sums the squares of queries and keys over ranks: [2, T] in float32 for each block."""
+    count = case.layers if case.model.query_key_norm == "all_heads" else 0
+    what = f"{prefix}sums of squares of queries and keys"
+    return _over_tensor(case, "all_reduce", 2 * _FLOAT32 * case.tokens, what, count)
+
+
+def _head(case: Case) -> list[Transfer]:
+    """Head and loss, forward.
+
+    Each rank has the logits of its part of the vocabulary. For every predicted token the ranks agree on the largest
+    logit, then on the sum of exponentials and on the target's logit, all in float32. Under sequence parallelism the
+    head's input is gathered. BERT gathers what the first layers of its two heads return, [P·B, H] and [B, H].
+    """
+    tokens = _FLOAT32 * case.predicted
+    transfers = [
+        _over_tensor(case, "all_reduce", tokens, "largest logit of each token"),
+        _over_tensor(case, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
+    ]
+    if case.layout.sequence:
+        transfers.append(_over_tensor(case, "all_gather", case.gathered_bytes, "input of the head"))
+    if isinstance(case.model, BertConfig):
+        size = case.a * (case.predicted + case.config.train.micro_batch) * case.model.hidden_size
+        transfers.append(_over_tensor(case, "all_gather", size, "inputs of the decoder and of the classifier"))
+    return transfers
+
+
+# ---- one update
+
+
+def _update(case: Case, data_rank: int, tensor_rank: int) -> list[Transfer]:
+    """What is sent once a step: gradients over data parallelism, partial gradients, scalars, and new parameters.
+
+    Gradients are reduced over data parallelism first. Then the partial ones are summed, in the gradients' dtype: each
+    rank sends only the partial elements of the slice that it owns. A tied embedding at both ends of a pipeline is
+    partial over these two ranks. LAMB needs two norms of each canonical tensor (arXiv:1904.00962). With stochastic
+    rounding, norms are sums in float64.
+    """
+    precision, optimizer, layout = case.precision, case.config.optimizer, case.layout
+    tensor, data, objectives = layout.tensor, layout.data, len(case.model.objectives)
+    buckets = bucket_shapes(case)
+    elements = sum(bucket.elements for bucket in buckets)
+    gradients = DTYPE_BYTES[precision.reduce] * elements
+    norm = _FLOAT64 if precision.rounding == "stochastic" else _FLOAT32
+    transfers = [
+        Transfer("dp", "all_reduce", data, _FLOAT64 * objectives, 1, "number of counted targets"),
+        Transfer("dp", "all_reduce", data, _FLOAT32 * objectives, 1, "loss"),
+        Transfer("pp", "all_reduce", layout.pipeline, _FLOAT32 * objectives, 1, "loss of the last stage"),
+        Transfer("world", "all_reduce", layout.world, 2 * norm, 1, "squared norms of gradients and parameters"),
+    ]
+    if optimizer.name == "lamb":
+        size = 2 * norm * sum(parameter.tensors for parameter in local_parameters(case.model, 1))
+        transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
+    if optimizer.zero:
+        parameters = DTYPE_BYTES[precision.parameter] * elements
+        transfers += [
+            Transfer("dp", "reduce_scatter", data, gradients, 1, "gradients"),
+            Transfer("dp", "all_gather", data, parameters, 1, "parameters"),
+        ]
+    else:
+        transfers.append(Transfer("dp", "all_reduce", data, gradients, 1, "gradients"))
+    for ranks in sorted({tensor, case.local.key_value_copies}):
+        partial = sum(bucket.partial(ranks, data_rank) for bucket in buckets) if ranks > 1 else 0
+        axis = "tp" if ranks == tensor else f"tp/{ranks}"
+        size = DTYPE_BYTES[precision.gradient] * partial
+        transfers.append(Transfer(axis, "all_reduce", ranks, size, 1, "partial gradients"))
+    rows, vocabulary = case.local.vocabulary, case.model.vocab_size
+    unpadded = max(0, min(rows, vocabulary - tensor_rank * rows)) * case.model.hidden_size
+    size = DTYPE_BYTES[precision.gradient] * sum(bucket.at_both_ends(unpadded, data_rank) for bucket in buckets)
+    axis = "pp" if layout.pipeline == 2 else "pp/ends"
+    return [*transfers, Transfer(axis, "all_reduce", 2, size, 1, "gradient of the tied embedding")]

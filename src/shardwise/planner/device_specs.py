@@ -1,0 +1,317 @@
+"""Devices as data: what a cluster that is not here can do, from a YAML file for each device, without torch.
+
+A figure is `{value: NUMBER, source: TEXT}`, or in a user's own file a plain number. Rates are those of one device in
+one direction; GB are 10^9 bytes.
+
+Writing device files: a figure on each line, each with its source.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.errors import ConfigError, listing
+from shardwise.base.files import read_plain, reason_of
+from shardwise.config import DtypeName, parse_yaml
+
+_FOLDER = Path(__file__).parent / "devices"
+_ALIASES = {"a100": "a100-80gb"}
+# Each figure: the least and the most that a device can have.
+_RANGES: dict[str, tuple[float, float]] = {
+    "memory_gb": (0.1, 10_000),
+    "memory_gb_per_second": (0.1, 100_000),
+    "bfloat16_tflops": (1e-4, 100_000),
+    "float32_tflops": (1e-4, 100_000),
+    "matmul_share": (0.01, 1),
+    "processors": (1, 100_000),
+    "devices_per_node": (1, 100_000),
+    "node_link.gb_per_second": (1e-3, 100_000),
+    "node_link.latency_us": (0, 1e6),
+    "network.gb_per_second": (1e-3, 100_000),
+    "network.latency_us": (0, 1e6),
+}
+CONSTANTS: dict[str, tuple[float, float]] = {
+    "matmul": (0.01, 10),
+    "depth": (0, 1e5),
+    "memory": (0.001, 10),
+    "fused_attention": (1e-4, 10),
+    "host": (0, 0.1),
+    "step": (0, 10),
+    "wait": (0, 10),
+    "node": (1e-3, 10),
+    "network": (1e-3, 10),
+    "update": (1e-3, 10),
+    "overlap": (0, 1),
+    "action": (0, 1),
+}
+"""What a file may say in its section `constants` in place of the fitted `device_seconds.Constants`, with ranges."""
+_WHOLE = ("processors", "devices_per_node")
+_TEXTS = ("name", "node_link.topology", "network.topology")
+_TYPES = ("cpu", "accelerator")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a device sends to another one: bytes a second in one direction, and seconds before the first."""
+
+    bandwidth: float
+    latency: float
+    topology: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes with.
+
+    Attributes:
+        key: what the user called it.
+        memory: bytes.
+        memory_bandwidth: bytes a second.
+        peak: FLOP/s of matrix products by dtype, without sparsity.
+        matmul_share: the part of the peak that the largest matrix products reach.
+        processors: units that each take a tile of a matrix product.
+        per_node: devices of a machine, which `node` links; `network` links the machines.
+        sources: where each figure comes from.
+        is_accelerator: it computes while the host goes on; a rank on a CPU does one after the other.
+        constants: of `planner.device_seconds.Constants`, those that were measured on this device.
+    """
+
+    key: str
+    name: str
+    memory: float
+    memory_bandwidth: float
+    bfloat16: float
+    float32: float
+    matmul_share: float
+    processors: int
+    per_node: int
+    node: Link
+    network: Link
+    sources: tuple[tuple[str, str], ...] = ()
+    is_accelerator: bool = True
+    constants: tuple[tuple[str, float], ...] = ()
+
+    def peak(self, dtype: DtypeName) -> float:
+        """FLOP/s of matrix products without sparsity."""
+        return self.bfloat16 if dtype == "bfloat16" else self.float32
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many machines with so many devices each."""
+
+    device: Device
+    nodes: int
+    per_node: int
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        machines = f"{self.nodes:,} node{'s' * (self.nodes > 1)}"
+        return f"{self.world:,} × {self.device.name} ({machines} × {self.per_node})"
+
+
+def device_names() -> list[str]:
+    """The devices that are described here."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def cluster(text: str, nodes: int = 1) -> Cluster:
+    """The cluster that `--device NAME[:N]` and `--nodes` name: N devices on each node, by default a whole machine's."""
+    found = re.fullmatch(r"(.+?)(?::(\d+))?", text)
+    if found is None:
+        known = listing(device_names())
+        raise ConfigError(f"--device must name a device, such as h100:8, or a YAML file; known are {known}")
+    device = load_device(found[1])
+    per_node = int(found[2]) if found[2] else device.per_node
+    if per_node < 1 or nodes < 1:
+        raise ConfigError(f"--device {text} and --nodes ({nodes}) must name at least one device")
+    return Cluster(device, nodes, per_node)
+
+
+def load_device(name: str) -> Device:
+    """The device of that name, or of that YAML file."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            text = read_plain(path).decode()
+        except OSError as error:
+            raise ConfigError(f"--device {name}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"--device {name} must be a text file in UTF-8") from None
+        return parse_device(path.stem, text, name)
+    key = _ALIASES.get(name.lower(), name.lower())
+    names = device_names()
+    if key not in names:
+        near = difflib.get_close_matches(key, names, 1, 0.3)
+        nearest = f"; the nearest is {near[0]}" if near else ""
+        raise ConfigError(
+            f"--device {name} must be one of {listing(names)}, or a YAML file with the figures of your own device such "
+            f"as the package's devices/h100.yaml{nearest}"
+        )
+    return _shipped(key)
+
+
+@cache
+def _shipped(key: str) -> Device:
+    return parse_device(key, (_FOLDER / f"{key}.yaml").read_text(encoding="utf-8"), f"{key}.yaml")
+
+
+def parse_device(key: str, text: str, where: str) -> Device:
+    """The device that a YAML text describes; `where` names the text in errors.
+
+    Raises:
+        ConfigError: it is no YAML; or with every figure that is missing, unknown or impossible.
+    """
+    values = parse_yaml(text, where)
+    flat, problems = _flat(values if isinstance(values, dict) else {}), []
+    constants = {f"constants.{one}": limits for one, limits in CONSTANTS.items()}
+    known = {*_RANGES, *_TEXTS, *constants, "type"}
+    problems += [f"{where}: {one} is no figure of a device: leave it out" for one in flat if one not in known]
+    problems += [f"{where}: {one} is missing" for one in (*_RANGES, *_TEXTS) if one not in flat]
+    sources: list[tuple[str, str]] = []
+    numbers: dict[str, Any] = {}
+    kind = flat.get("type", "accelerator")
+    if kind not in _TYPES:
+        problems.append(f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}")
+    for one, (least, most) in (_RANGES | {one: limits for one, limits in constants.items() if one in flat}).items():
+        given = flat.get(one)
+        value = given.get("value") if isinstance(given, dict) else given
+        if isinstance(given, dict) and "source" in given:
+            sources.append((one, str(given["source"])))
+        if one in flat and not _possible(value, least, most, whole=one in _WHOLE):
+            number = "whole number" if one in _WHOLE else "number"
+            problems.append(f"{where}: {one} ({value}) must be a {number} from {least:g} to {most:,g}")
+        numbers[one] = value
+    if problems:
+        raise ConfigError(problems)
+    links = [
+        Link(numbers[f"{one}.gb_per_second"] * 1e9, numbers[f"{one}.latency_us"] * 1e-6, str(flat[f"{one}.topology"]))
+        for one in ("node_link", "network")
+    ]
+    return Device(
+        key,
+        str(flat["name"]),
+        numbers["memory_gb"] * 1e9,
+        numbers["memory_gb_per_second"] * 1e9,
+        numbers["bfloat16_tflops"] * 1e12,
+        numbers["float32_tflops"] * 1e12,
+        numbers["matmul_share"],
+        numbers["processors"],
+        numbers["devices_per_node"],
+        links[0],
+        links[1],
+        tuple(sources),
+        kind == "accelerator",
+        tuple((one, float(numbers[f"constants.{one}"])) for one in CONSTANTS if f"constants.{one}" in flat),
+    )
+
+
+def _possible(value: Any, least: float, most: float, *, whole: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        return False
+    return math.isfinite(value) and least <= value <= most
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """The figures by their names; those of links with the link's name before."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and key in ("node_link", "network", "constants"):
+            flat |= {f"{key}.{inner}": one for inner, one in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def described(device: Device, constants: Mapping[str, float], source: str) -> str:
+    """The text of a device with other constants, which have this source; its own ones stay where none replaces them."""
+    sources = dict(device.sources)
+
+    def own(name: str, value: float) -> dict[str, Any]:
+        return figure(value, sources.get(name, f"as in {device.key}"))
+
+    kept = {name: own(f"constants.{name}", value) for name, value in device.constants if name not in constants}
+    values: dict[str, Any] = {
+        "name": device.name,
+        "type": "accelerator" if device.is_accelerator else "cpu",
+        "memory_gb": own("memory_gb", device.memory / 1e9),
+        "memory_gb_per_second": own("memory_gb_per_second", device.memory_bandwidth / 1e9),
+        "bfloat16_tflops": own("bfloat16_tflops", device.bfloat16 / 1e12),
+        "float32_tflops": own("float32_tflops", device.float32 / 1e12),
+        "matmul_share": own("matmul_share", device.matmul_share),
+        "processors": {**own("processors", 0), "value": device.processors},
+        "devices_per_node": {**own("devices_per_node", 0), "value": device.per_node},
+    }
+    for name, link in (("node_link", device.node), ("network", device.network)):
+        values[name] = {
+            "gb_per_second": own(f"{name}.gb_per_second", link.bandwidth / 1e9),
+            "latency_us": own(f"{name}.latency_us", link.latency * 1e6),
+            "topology": link.topology,
+        }
+    values["constants"] = kept | {name: figure(value, source) for name, value in constants.items()}
+    return dump(values)
+
+
+def figure(value: float, source: str) -> dict[str, Any]:
+    """A figure to four digits, with its source."""
+    return {"value": float(f"{value:.4g}"), "source": source}
+
+
+def dump(values: Mapping[str, Any]) -> str:
+    """The values as a device file: a figure on each line."""
+    lines = ["# Written by shardwise. Rates are those of one rank and one direction; GB are 10^9 bytes."]
+    for key, value in values.items():
+        if isinstance(value, Mapping) and "value" not in value:
+            lines += [f"{key}:", *(f"  {inner}: {_inline(one)}" for inner, one in value.items())]
+        else:
+            lines.append(f"{key}: {_inline(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, Mapping):
+        number = repr(value["value"])
+        if "e" in number and "." not in number:
+            number = number.replace("e", ".0e")  # YAML takes 2e-05 for a text
+        return f"{{value: {number}, source: {_quoted(value['source'])}}}"
+    return _quoted(value)
+
+
+def _quoted(text: Any) -> str:
+    return json.dumps(str(text), ensure_ascii=False)
+
+
+def require_suffix(path: Path, option: str) -> None:
+    """Refuse a name by which `--device` would not know a file.
+
+    Raises:
+        ConfigError: it has another ending than .yaml.
+    """
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{option} ({path}) must end in .yaml, by which --device knows a file")
+
+
+def write_new(path: Path, text: str, option: str) -> None:
+    """Write a file that is not there yet.
+
+    Raises:
+        ConfigError: it is there, or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{option} {path}: the file exists already; choose another name or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {reason_of(error)}") from None

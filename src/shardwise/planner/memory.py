@@ -1,0 +1,316 @@
+"""Bytes that one rank needs at its peak, and bytes of a checkpoint on disk.
+
+Legend: see `planner/rank_case.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from shardwise.config import DTYPE_BYTES, BertConfig, Config, Layout
+from shardwise.config.sections import SINGLE_STAGE
+from shardwise.config.stages import Stage, rank_of
+from shardwise.layers.chunks import loss_chunk_elements, rounding_chunk_elements
+from shardwise.models.parameter_counts import parameter_count
+from shardwise.pipeline.action_order import action_order
+from shardwise.pipeline.in_flight import Pass, Peak, peak
+from shardwise.planner.activations import (
+    DropoutMasks,
+    block_activations,
+    block_stack,
+    invariant_masks,
+    norm_bytes,
+    split_peak,
+    waiting_bytes,
+)
+from shardwise.planner.buckets import bucket_shapes
+from shardwise.planner.rank_case import Case
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank at the peak of a training step, by kind.
+
+    What the process holds before the model is built (interpreter, torch, a device's context) is not counted.
+
+    Attributes:
+        parameters: this rank's part, with the padding of the vocabulary and of the buckets.
+        gradients: as many elements, in the gradients' dtype.
+        optimizer: two moments of each element (AdamW, LAMB), and a master if the optimizer's dtype is not that of the
+            parameters; with ZeRO a data-parallel rank has 1/d of them.
+        activations: what micro-batches keep for their backward pass: one, or in a pipeline as many as are in flight.
+        loss: the head's live weight gradient, the gradient of its input, and one chunk of logits.
+        buffers: rotary tables; the numbers of elements for stochastic rounding; and what recompute, the gradients of
+            activations, the reduction and stochastic rounding need at the peak, beyond the memory that activations and
+            loss have freed by then.
+        pipeline: a message that is under way, and what is sent to other stages if it is held until the end of the step.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    buffers: int
+    pipeline: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(size for _, size in self.rows())
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients and optimizer, which the rank holds during the whole training."""
+        return self.parameters + self.gradients + self.optimizer
+
+    def rows(self) -> list[tuple[str, int]]:
+        """(kind, bytes) of each kind, in the order in which they are shown; `pipeline` only if there is one."""
+        return [(kind, size) for kind, size in asdict(self).items() if size or kind != "pipeline"]
+
+
+def expected_memory(
+    config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int | None = None
+) -> MemoryEstimate | None:
+    """Peak bytes of training on one pipeline rank, without `torch.compile`. None for a model of your own.
+
+    pipeline_rank: the rank; None: the one that needs most.
+    """
+    by_rank = memory_by_rank(config, layout, accelerator)
+    if by_rank is None:
+        return None
+    return max(by_rank, key=lambda memory: memory.total) if pipeline_rank is None else by_rank[pipeline_rank]
+
+
+def memory_of_machine(config: Config, layout: Layout, ranks: Iterable[int]) -> tuple[int, int] | None:
+    """Bytes of the state and bytes at the peak, summed over ranks of one machine that compute on its CPU.
+
+    None for a model of your own. `ranks` are their numbers in the job.
+    """
+    by_pipeline_rank = memory_by_rank(config, layout)
+    if by_pipeline_rank is None:
+        return None
+    estimates = [by_pipeline_rank[layout.pipeline_rank(rank)] for rank in ranks]
+    return sum(estimate.state for estimate in estimates), sum(estimate.total for estimate in estimates)
+
+
+def neediest_rank(config: Config, layout: Layout, accelerator: bool = False) -> int:
+    """The pipeline rank that needs most memory, the first if several need the same; 0 for a model of your own."""
+    by_rank = memory_by_rank(config, layout, accelerator) or []
+    return max(range(len(by_rank)), key=lambda rank: by_rank[rank].total, default=0)
+
+
+def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) -> list[MemoryEstimate] | None:
+    """Peak bytes of each pipeline rank. None for a model of your own."""
+    return [memory_of(case) for case in Case.of_ranks(config, layout, accelerator)] or None
+
+
+def memory_of(case: Case) -> MemoryEstimate:
+    """Peak bytes of the case's pipeline rank."""
+    elements = sum(bucket.elements for bucket in bucket_shapes(case))
+    shard = elements // case.layout.data if case.config.optimizer.zero else elements
+    moments_and_master = 2 if case.precision.parameter == case.precision.optimizer else 3
+    step = _step_peak(case)
+    numbers, rounding = _rounding(case)
+    return MemoryEstimate(
+        parameters=elements * DTYPE_BYTES[case.precision.parameter],
+        gradients=elements * DTYPE_BYTES[case.precision.gradient],
+        optimizer=moments_and_master * shard * DTYPE_BYTES[case.precision.optimizer],
+        activations=step.activations,
+        loss=step.forward - step.activations,
+        buffers=_rotary_tables(case) + numbers + max(step.whole, rounding) - step.forward,
+        pipeline=step.sent + (case.x_bytes if case.layout.pipeline > 1 else 0),
+    )
+
+
+def _step_peak(case: Case) -> Peak:
+    order = action_order(case.config.parallel, case.micro_batches, case.pipeline_rank, case.config.train.recompute)
+    reduction = _reduction(case)
+    return peak(order, {stage.index: _pass(case, stage, reduction) for stage in case.stages}, case.micro_batches)
+
+
+def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
+    """What one micro-batch needs in a stage: embedding, blocks, last norm and loss.
+
+    A stage's input and output are x, [T/s, H]. The input of a later stage is held until the backward pass, also where
+    the first block does not keep it. The output is held until the backward pass; if the rank has several stages, it is
+    counted as sent. The gradient of the output is received for the backward pass, and is held until its last part. If
+    embedding and tied head are in one stage, the head's gradient is held until it is added to the embedding's.
+    """
+    parallel, x = case.config.parallel, case.x_bytes
+    blocks = block_stack(case, stage.layers)
+    embedding = _embedding_activations(case) if stage.is_first else 0
+    last = _last_activations(case) if stage.is_last else 0
+    kept = blocks.kept + embedding + last + _document_tables(case)
+    keeps_input = block_activations(case, stage.layers[0]).saves_input or case.config.train.recompute == "full"
+    received = 0 if keeps_input or stage.is_first else x
+    gradient = 0 if stage.is_last else x
+    onwards = back = 0
+    if parallel.schedule in SINGLE_STAGE:
+        kept += 0 if stage.is_last else x
+    elif parallel.pipeline > 1:
+        # A rank with several stages holds all that it sends until the end of the step.
+        onwards, back = (x * sends for sends in _sends(case, stage))
+    table = DTYPE_BYTES[case.precision.gradient] * case.local.vocabulary * case.model.hidden_size
+    head = table if stage.is_first and stage.is_last and case.model.tie_word_embeddings else 0
+    return Pass(
+        kept=kept + received,
+        loss=_loss(case) if stage.is_last else 0,
+        loss_kept=_loss_gradients(case) if stage.is_last else 0,
+        backward=blocks.peak + embedding + head + received + gradient,
+        last=_embedding_gradient(case, tied=head > 0) + head + gradient if stage.is_first else 0,
+        waiting=len(stage.layers) * waiting_bytes(case) + gradient,
+        split=split_peak(case, len(stage.layers)) + gradient,
+        reduction=reduction,
+        onwards=onwards,
+        back=back,
+    )
+
+
+def _sends(case: Case, stage: Stage) -> tuple[bool, bool]:
+    """Whether a stage sends x to another rank, and whether it sends the gradient of x to another one."""
+    parallel = case.config.parallel
+    to_next, to_previous = (rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
+    return to_next and not stage.is_last, to_previous and not stage.is_first
+
+
+def messages_of_a_micro_batch(case: Case) -> int:
+    """Bytes that messages add to the rank's memory for each micro-batch of a long step."""
+    if case.layout.pipeline == 1 or case.config.parallel.schedule in SINGLE_STAGE:
+        return 0
+    return case.x_bytes * sum(sum(_sends(case, stage)) for stage in case.stages)
+
+
+def invariant_dropout(
+    config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
+) -> DropoutMasks | None:
+    """What layout-invariant masks cost one rank. None without such masks, and for a model of your own."""
+    case = Case.of(config, layout, accelerator, pipeline_rank)
+    drops = config.train.dropout_mode == "invariant" and config.model.has_dropout
+    return invariant_masks(case, _step_peak(case).in_flight) if case is not None and drops else None
+
+
+def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
+    """Bytes on disk of one checkpoint: weights in the dtype of the computation, moments, and masters if any.
+
+    Each element counts once, whatever the layout, and padding never. None for a model of your own.
+    """
+    parameters = parameter_count(config.model)
+    if parameters is None:
+        return None
+    precision = config.precision.resolved(accelerator)
+    moments_and_master = 2 if precision.parameter == precision.optimizer else 3
+    return parameters * (DTYPE_BYTES[precision.parameter] + moments_and_master * DTYPE_BYTES[precision.optimizer])
+
+
+def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
+    """Bytes of a node's memory in which copies of the state are kept, at most; None for a model of your own.
+
+    Master and two moments of what a rank updates: of two steps, and of the ranks of another node too.
+    """
+    by_rank = memory_by_rank(config, layout, accelerator)
+    if by_rank is None:
+        return None
+    precision = config.precision.resolved(accelerator)
+    moments_and_master = 2 if precision.parameter == precision.optimizer else 3
+    state = 3 * max(memory.optimizer for memory in by_rank) // moments_and_master
+    return state * ranks_per_node * 2 * (2 if layout.world > ranks_per_node else 1)
+
+
+def _embedding_activations(case: Case) -> int:
+    """What the embedding saves: the mask of its dropout, one byte for each element, and BERT's norm."""
+    mask = case.x_elements if case.model.embedding_dropout_p else 0
+    return mask + (norm_bytes(case) if isinstance(case.model, BertConfig) else 0)
+
+
+def _last_activations(case: Case) -> int:
+    """What is held between the last block and the loss: the last norm and its output; with BERT, x, gathered."""
+    return case.gathered_bytes if isinstance(case.model, BertConfig) else norm_bytes(case) + case.x_bytes
+
+
+def _document_tables(case: Case) -> int:
+    """What all blocks of a stage share if documents end within a sample.
+
+    The mask that is added to the scores, [B, S, S], and the cosines and sines of each token's position, [T·r] for r
+    rotary dimensions. Attention that goes step by step keeps no mask, unless recompute needs it again; where nothing is
+    dropped there is a mask only on an accelerator whose attention is not compiled.
+    """
+    data, train, model = case.config.data, case.config.train, case.model
+    masked = case.masks_documents and not (case.attends_step_by_step and train.recompute == "none")
+    mask = train.micro_batch * train.sequence_length**2 if masked else 0
+    turns = case.tokens * model.rotary_dim if data.reset_position_ids else 0
+    return case.a * (mask + turns)
+
+
+def _loss(case: Case) -> int:
+    """The most that head and loss hold: what they keep (`_loss_gradients`), and one chunk of C tokens.
+
+    A chunk has its logits in float32, [C, V/t]; in bfloat16 beside them a bfloat16 tensor of the same shape, the logits
+    or their gradient. And the head's input, [C, H], with the larger of the chunk's part of dW, [V/t, H], and the
+    gradient of that input, [C, H]. BERT's masked-token head has P·B rows, and keeps four tensors [P·B, H]: the inputs
+    of its transform, activation and norm, and the norm's output.
+    """
+    a, rows, hidden = case.a, case.local.vocabulary, case.model.hidden_size
+    limit = loss_chunk_elements(rows, case.accelerator)
+    is_bert = isinstance(case.model, BertConfig)
+    scattered = case.layout.sequence and not is_bert
+    tokens_a_row = case.config.train.micro_batch * (case.layout.tensor if scattered else 1)
+    chunk = min(case.predicted, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
+    per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a
+    head = 4 * a * hidden * case.predicted if is_bert else 0
+    products = a * hidden * (chunk + max(rows, chunk))
+    return _loss_gradients(case) + chunk * rows * per_logit + products + head
+
+
+def _loss_gradients(case: Case) -> int:
+    """What the loss's forward pass keeps: the gradients of the head's weight, [V/t, H] in float32, and of its input."""
+    tokens = case.predicted if isinstance(case.model, BertConfig) else case.tokens_between
+    return (_FLOAT32 * case.local.vocabulary + case.a * tokens) * case.model.hidden_size
+
+
+def _rotary_tables(case: Case) -> int:
+    """Cosines and sines, [S, rotary dimensions / 2] each, once for each stage with a block that rotates."""
+    stages = sum(any(case.model.rotates(layer) for layer in stage.layers) for stage in case.stages)
+    return stages * case.a * case.config.train.sequence_length * case.model.rotary_dim
+
+
+def _embedding_gradient(case: Case, *, tied: bool) -> int:
+    """The gradients of the embedding's output and of its weight; activations and loss are free by then.
+
+    A tied head's gradient is added to that of the weight, in the gradients' dtype. Their sum is a new tensor.
+    """
+    elements, cast = case.local.vocabulary * case.model.hidden_size, DTYPE_BYTES[case.precision.gradient]
+    weight = case.gradient_bytes(elements)
+    return case.gathered_bytes + (max(weight, 2 * cast * elements) if tied else weight)
+
+
+def _reduction(case: Case) -> int:
+    """Copies of gradients while they are reduced over data parallelism; activations and loss are free by then.
+
+    Two neighbouring buckets may be reduced at once. One copy is made if the dtype of the reduction is not that of the
+    gradients. On a CPU, ZeRO needs one more, for the slices that arrive: they are summed there.
+    """
+    precision = case.precision
+    if case.layout.data == 1:
+        return 0
+    sizes = [bucket.elements for bucket in bucket_shapes(case)]
+    under_way = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
+    sums_slices = not case.accelerator and case.config.optimizer.zero == 1
+    copies = int(precision.reduce != precision.gradient) + int(sums_slices)
+    return copies * under_way * DTYPE_BYTES[precision.reduce]
+
+
+def _rounding(case: Case) -> tuple[int, int]:
+    """What stochastic rounding holds all the time, and for a moment while a chunk of a bucket is updated.
+
+    All the time: an int32 number for each element of a chunk. For a moment, of the elements of a bucket that the rank
+    updates, a chunk at most: the master, its gradient and two moments in float32, and in int32 the random words, the
+    bits of one tensor and its signs.
+    """
+    if case.precision.rounding != "stochastic":
+        return 0, 0
+    chunk = rounding_chunk_elements(case.accelerator)
+    owned = max(bucket.elements // bucket.slices for bucket in bucket_shapes(case))
+    return _FLOAT32 * chunk, 7 * _FLOAT32 * min(chunk, owned)

@@ -1,0 +1,225 @@
+"""One configuration on one layout, as the formulas of `cost/` read it.
+
+Legend:
+
+    S  sequence length           H   hidden size                        t  tensor-parallel degree
+    B  micro-batch               F   intermediate size (MLP)            s  t under sequence parallelism, else 1
+    T  tokens, S·B               V   vocabulary                         d  data-parallel degree
+    P  predicted positions of    L   blocks                             p  pipeline degree
+       a sequence (BERT)         h   query heads                        m  micro-batches of a step on each rank
+    x  the residual stream,      q   h · head_dim                       a  bytes of an element of an activation,
+       [T/s, H] on a rank        kv  key/value heads · head_dim            which has the parameters' dtype
+
+Floating-point operations that a model needs, and the share of the hardware's peak that they make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from shardwise.config import (
+    DTYPE_BYTES,
+    BertConfig,
+    Config,
+    FamilyConfig,
+    Layout,
+    ModelConfig,
+    OwnConfig,
+    Precision,
+    Recompute,
+)
+from shardwise.config.stages import Stage
+from shardwise.models.parameter_counts import LocalWidths, attention_work, block_work, head_work, matmul_parameter_count
+from shardwise.pipeline.partition import stage_plan
+
+
+@dataclass(frozen=True)
+class Case:
+    """The inputs of the formulas, for one pipeline rank.
+
+    Attributes:
+        config: the whole configuration.
+        layout: its layout.
+        model: its model, of a family whose shapes are known.
+        precision: its dtypes, resolved.
+        local: widths of one rank's part.
+        accelerator: whether the run is on one.
+        pipeline_rank: the rank.
+        stages: the stages of that rank; without a pipeline one, which is the model.
+    """
+
+    config: Config
+    layout: Layout
+    model: FamilyConfig
+    precision: Precision
+    local: LocalWidths
+    accelerator: bool
+    pipeline_rank: int
+    stages: tuple[Stage, ...]
+
+    @staticmethod
+    def of(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int = 0) -> Case | None:
+        """The case of one pipeline rank; None for a model of your own, of which nothing is known before it is built."""
+        cases = Case.of_ranks(config, layout, accelerator)
+        return cases[pipeline_rank] if cases else None
+
+    @staticmethod
+    def of_ranks(config: Config, layout: Layout, accelerator: bool, only: Collection[int] | None = None) -> list[Case]:
+        """The cases of all pipeline ranks, or of those in `only`; empty for a model of your own."""
+        model = config.model
+        if isinstance(model, OwnConfig):
+            return []
+        local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
+        precision, plan = config.precision.resolved(accelerator), stage_plan(config, layout)
+        return [
+            Case(
+                config,
+                layout,
+                model,
+                precision,
+                local,
+                accelerator,
+                pipeline_rank=rank,
+                stages=tuple(stage for stage in plan if stage.rank == rank),
+            )
+            for rank in sorted(set(range(layout.pipeline) if only is None else only))
+        ]
+
+    @property
+    def layers(self) -> int:
+        """Blocks on this rank: L / p if every rank has equally many."""
+        return sum(len(stage.layers) for stage in self.stages)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether this rank looks up the embedding."""
+        return any(stage.is_first for stage in self.stages)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return any(stage.is_last for stage in self.stages)
+
+    @property
+    def micro_batches(self) -> int:
+        """m, the micro-batches of a step on each rank."""
+        return self.layout.accumulation(self.config.train)
+
+    @property
+    def a(self) -> int:
+        """Bytes of an activation."""
+        return DTYPE_BYTES[self.precision.parameter]
+
+    def gradient_bytes(self, elements: int) -> int:
+        """Bytes of a weight's new gradient: as computed, and a copy in the gradients' dtype if that is another one."""
+        cast = DTYPE_BYTES[self.precision.gradient]
+        return elements * (self.a + (cast if cast != self.a else 0))
+
+    @property
+    def tokens(self) -> int:
+        """T, the tokens of a micro-batch."""
+        return self.config.train.sequence_length * self.config.train.micro_batch
+
+    @property
+    def tokens_between(self) -> int:
+        """T/s: tokens that one rank has between the cut layers."""
+        return self.tokens // self.layout.tensor if self.layout.sequence else self.tokens
+
+    @property
+    def x_elements(self) -> int:
+        """T/s·H: elements of the residual stream x between the cut layers."""
+        return self.tokens_between * self.model.hidden_size
+
+    @property
+    def x_bytes(self) -> int:
+        """a·T/s·H."""
+        return self.a * self.x_elements
+
+    @property
+    def gathered_bytes(self) -> int:
+        """a·T·H: x after it is gathered over sequence parallelism."""
+        return self.a * self.tokens * self.model.hidden_size
+
+    @property
+    def probabilities(self) -> int:
+        """B·h/t·S²: elements of one block's attention probabilities on one rank."""
+        heads = self.local.query // self.model.head_dim
+        return heads * self.tokens * self.config.train.sequence_length
+
+    @property
+    def predicted(self) -> int:
+        """Tokens that are predicted: T, or the P·B masked ones of BERT."""
+        if not isinstance(self.model, BertConfig):
+            return self.tokens
+        return self.config.data.predictions(self.config.train.sequence_length) * self.config.train.micro_batch
+
+    @property
+    def drops_hidden(self) -> bool:
+        """Whether training drops some of what attention and MLP add to x."""
+        return self.model.hidden_dropout_p > 0
+
+    @property
+    def mask_elements(self) -> int:
+        """T/s·H: elements of a dropout mask on what attention or MLP adds to x, one byte each; 0 without dropout."""
+        return self.x_elements if self.drops_hidden else 0
+
+    @property
+    def inner_mask_elements(self) -> int:
+        """T·F/t: elements of a dropout mask inside the MLP, one byte each; 0 without dropout there."""
+        return self.tokens * self.local.intermediate if self.model.ffn_dropout_p else 0
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether a mask [B, S, S] keeps documents within a sample apart: see `models/documents.py`."""
+        eager = self.accelerator and not self.config.compile.enabled
+        return self.config.data.reset_attention_mask and (eager or self.model.attention_dropout_p > 0)
+
+    @property
+    def attends_step_by_step(self) -> bool:
+        """Whether attention computes and keeps its probabilities, because no fused kernel does their dropout."""
+        invariant = self.config.train.dropout_mode == "invariant"
+        return self.model.attention_dropout_p > 0 and (invariant or not self.accelerator)
+
+
+def flops_per_token(
+    model: ModelConfig, sequence_length: int, predictions: int | None = None, *, count_masked: bool = False
+) -> float | None:
+    """Model FLOPs of one training token: forward and backward, without recompute. None for a model of your own.
+
+    6·N + 12·L·q·S / 2, where N are the parameters in matrix products (`matmul_parameter_count`), q = heads · head_dim
+    and S the sequence length: two FLOPs a multiply-add, the backward pass twice the forward. The causal mask halves the
+    second term; BERT's tokens attend to all S, so its is not halved. `models/parameter_counts.py` says how BERT's heads
+    count.
+
+    Args:
+        predictions: positions that BERT predicts (default: ⌈0.15·S⌉); other families predict at every position.
+        count_masked: leave the halving out. That is the convention of PaLM (arXiv:2204.02311, appendix B) and of most
+            published figures; it reports a higher utilisation for the same speed.
+    """
+    if isinstance(model, OwnConfig):
+        return None
+    blocks = model.num_hidden_layers * block_work(model, sequence_length, count_masked=count_masked)
+    return 6.0 * (blocks + head_work(model, sequence_length, predictions))
+
+
+def recomputed_flops_per_token(model: ModelConfig, sequence_length: int, recompute: Recompute) -> float | None:
+    """FLOPs a token that recompute adds: the forward pass of the attention cores, or of whole blocks.
+
+    They are work of the hardware, not of the model: no part of its FLOPs or of MFU. None for a model of your own.
+    """
+    if isinstance(model, OwnConfig):
+        return None
+    if recompute == "none":
+        return 0.0
+    core = 2.0 * model.num_hidden_layers * attention_work(model, sequence_length)
+    return core if recompute == "selective" else core + 2.0 * matmul_parameter_count(model, "token")
+
+
+def model_flops_utilization(
+    token_flops: float | None, tokens_per_second: float, ranks: int, peak_flops: float | None
+) -> float | None:
+    """Model FLOPs done per second over the peak of all ranks' devices, in [0, 1]; None where either is unknown."""
+    if token_flops is None or peak_flops is None:
+        return None
+    return token_flops * tokens_per_second / (ranks * peak_flops)

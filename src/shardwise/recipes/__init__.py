@@ -1,1 +1,0 @@
-"""The shipped recipes, as commented YAML."""

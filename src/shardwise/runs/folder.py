@@ -1,0 +1,456 @@
+"""A run's folder: its layout on disk and the only code that writes its shared files.
+
+    runs/NAME/
+        config.yaml          as resolved; config-0001.yaml is the first one of a run that was continued
+        environment.json     versions, commit, command line, devices; environment-0001.json likewise
+        run.json             the run's id, which its checkpoints have too, and the format of this folder (`FORMAT`)
+        metrics.jsonl        one event a line
+        ranks/rank-0000.jsonl
+        traces/rank-0000.json of the steps of log.profile
+        tensorboard/
+        checkpoints/step-00000100/
+        logs/rank-0000.log
+        results.json         of a run that reached its end; results-0001.json is that before it was continued
+        stop.json            a request to stop
+        restarts.jsonl       how each start of a submitted job ended
+        jobs.jsonl           the jobs that were submitted for it
+        recipe.yaml, job.sh  what was submitted
+        .lock                held by the one process that runs here
+    runs/latest -> NAME
+
+Whole files are replaced atomically. JSON has no NaN or Infinity: a non-finite float is written as the string "nan",
+"inf" or "-inf", which Python's `float()` reads back (null stays free to mean "unknown").
+"""
+
+import contextlib
+import errno
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.errors import ConfigError, see
+from shardwise.base.files import free_bytes, lock, open_own, open_plain, reason_of, require_trusted, write_atomic
+from shardwise.base.parsing import count_of, read_record, record_of
+from shardwise.base.redaction import recorded_variables, redacted_arguments
+from shardwise.base.units import size
+
+RUNS = Path("runs")
+EVENTS = ("start", "resume", "step", "eval", "checkpoint", "compile", "warning", "stop")
+"""What the lines of metrics.jsonl tell of."""
+FORMAT = 1
+"""Of a run's folder. It grows when those who read the folder of an earlier one would misread that of a later one."""
+_LOCK = ".lock"
+
+
+def json_text(value: Any, *, indent: int | None = None, ascii: bool = False) -> str:
+    """`value` as strictly valid JSON; non-finite floats become the strings "nan", "inf" and "-inf"."""
+    text = json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=ascii)
+    # As `write_atomic` does: these are lines of files too.
+    return text.encode(errors="replace").decode()
+
+
+def now() -> str:
+    """The time as the run's files have it: UTC, ISO 8601, with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None) -> Path:
+    """Reserves and returns `root`/RECIPE-YYYYMMDD-HHMMSS, local time; runs of the same second get -2, -3, …
+
+    `recipe` is a shipped recipe's name or a YAML file, of which the stem counts. The folder is made here, so that two
+    launches at once cannot take the same name.
+    """
+    stamp = (now or datetime.now().astimezone()).strftime("%Y%m%d-%H%M%S")
+    name = re.sub(r"[^A-Za-z0-9._+-]+", "-", Path(recipe).name.removesuffix(".yaml").removesuffix(".yml"))
+    with _making(root):
+        root.mkdir(parents=True, exist_ok=True)
+    for attempt in itertools.count(1):
+        path = root / (f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}")
+        with _making(path), contextlib.suppress(FileExistsError):
+            path.mkdir()
+            break
+    return path
+
+
+@contextlib.contextmanager
+def _making(path: Path) -> Iterator[None]:
+    """Turns a failure to make `path` into a sentence for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be made: {reason_of(error)}; start in a folder that can be written, with --run-dir "
+            "in one too"
+            f"{see('runs#folder-not-writable')}"
+        ) from None
+
+
+class AppendedFile:
+    """An append-only file. While the disk is full, what is written waits in memory.
+
+    A checkpoint that fills the disk, and is then removed, must not end the run that it was to protect.
+
+    Raises:
+        ConfigError: it cannot be opened: it is a folder, or must not be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with _making(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.path = path
+            self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+
+    def write(self, content: bytes) -> None:
+        self._waiting += content
+        self.flush()
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+    def flush(self) -> None:
+        """Write what waits, as far as the disk takes it."""
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one a line; each line reaches the file in one write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = AppendedFile(path)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(f"{json_text(record)}\n".encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+class RunDirectory:
+    """The paths and writers of one run. Making the object touches nothing; `create` makes the folders."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.environment = self.path / "environment.json"
+        self.identity = self.path / "run.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.results = self.path / "results.json"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+
+    def rank_metrics(self, rank: int) -> Path:
+        return self.path / "ranks" / f"rank-{rank:04d}.jsonl"
+
+    def trace(self, rank: int) -> Path:
+        return self.path / "traces" / f"rank-{rank:04d}.json"
+
+    def log(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank-{rank:04d}.log"
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run was started here: an empty or merely reserved folder holds none.
+
+        Raises:
+            ConfigError: the folder cannot be read.
+        """
+        try:
+            return self.config.exists() or self.metrics.exists() or self.results.exists()
+        except OSError as error:
+            raise ConfigError(
+                f"the run's folder {self.path} must be readable, and it cannot be read: {reason_of(error)}"
+            ) from None
+
+    def create(self) -> "RunDirectory":
+        """Makes the folders that are not there yet. ConfigError when the path is no folder or cannot be written."""
+        self.require_folder()
+        with _making(self.path):
+            require_trusted(self.path)
+            for folder in ("ranks", "logs"):
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
+        return self
+
+    def require_folder(self) -> None:
+        """ConfigError when the path is something else than a folder."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"--run-dir ({self.path}) must be a folder, it is a file: choose another path")
+
+    def stored_id(self) -> str | None:
+        """The id of the run that is here; None where it has none yet, or its file is damaged."""
+        with contextlib.suppress(ValueError):
+            return uuid.UUID(str(_value(self.identity, "id"))).hex
+        return None
+
+    def id(self, known: str | None = None) -> str:
+        """The id of the run that is here; it gets one at the first call. `known`: which it is to have from now on."""
+        run = self.stored_id()
+        if run is None or known not in (None, run):
+            run = known or uuid.uuid4().hex
+            with _making(self.identity):
+                write_atomic(self.identity, json_text({"id": run, "format": FORMAT}) + "\n")
+        return run
+
+    def key(self) -> str:
+        """What tells this folder from a copy of it, and stays when it is renamed; it needs `id` before.
+
+        A copy is another folder, and a folder that is restored from a backup has a new file. Device numbers are left
+        out: on a network disk they differ from node to node.
+        """
+        return f"{self.path.stat().st_ino:x}-{self.identity.stat().st_ctime_ns:x}"
+
+    def finished_steps(self) -> int | None:
+        """The steps in results.json; None where no run has reached its end here."""
+        return count_of(_value(self.results, "steps"))
+
+    def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
+        """The events of some kinds that metrics.jsonl has, in their order; a line that a crash cut is left out."""
+        if not self.metrics.exists():
+            return
+        marks = [f'"event": "{kind}"'.encode() for kind in kinds]
+        try:
+            file = open_plain(self.metrics)
+        except OSError as error:
+            raise ConfigError(f"{self.metrics} cannot be read: {reason_of(error)}") from None
+        with file:
+            for line in file:
+                if any(mark in line for mark in marks):
+                    with contextlib.suppress(ValueError):
+                        event = record_of(line)
+                        if event.get("event") in kinds:
+                            yield event
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The steps that metrics.jsonl has, each once as it counts, without those that were undone."""
+        found: list[dict[str, Any]] = []
+        for event in self.events("step", "resume"):
+            kept = last_that_counts(event)
+            while kept is not None and found and found[-1]["step"] > kept:
+                found.pop()
+            if kept is not None and event["event"] == "step":
+                found.append(event)
+        return found
+
+    def require_room(self, needed: int) -> None:
+        """ConfigError when the disk under the folder has fewer than `needed` bytes left."""
+        free = free_bytes(self.path)
+        if free < needed:
+            raise ConfigError(
+                f"the free disk space under {self.path} ({size(free)}) must be at least what one checkpoint takes "
+                f"({size(needed)}): make room, or set --run-dir to another disk"
+                f"{see('runs#no-room-for-a-checkpoint')}"
+            )
+
+    def mark_latest(self, root: Path = RUNS) -> None:
+        """Points `root`/latest to this run, atomically; the link is relative when the run lies in `root`."""
+        link = root / "latest"
+        if link.exists() and not link.is_symlink():
+            raise ConfigError(f"{link} must be a symbolic link, which each run replaces: move what is there away")
+        inside = self.path.resolve().parent == root.resolve()
+        temporary = root / f".latest.{os.getpid()}.tmp"
+        with _making(link):
+            root.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(self.path.name if inside else self.path.resolve(), target_is_directory=True)
+            temporary.replace(link)
+
+    def write_config(self, yaml_text: str) -> None:
+        with _making(self.config):
+            _keep_former(self.config)
+            write_atomic(self.config, yaml_text)
+
+    def write_environment(
+        self,
+        versions: Mapping[str, str | None],
+        devices: Iterable[str],
+        cpus: int,
+        command_line: Iterable[str] | None = None,
+    ) -> None:
+        """Records where and how this run was started; secrets are redacted, and only listed variables are recorded.
+
+        Args:
+            versions: of the packages that matter.
+            devices: their names.
+            cpus: the number that the process may use.
+            command_line: as the user typed it, where a launcher started this process (default: its own).
+        """
+        facts = {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "time_zone": time.strftime("%Z"),
+            "command": redacted_arguments(sys.argv if command_line is None else command_line),
+            "directory": str(Path.cwd()),
+            "host": platform.node(),
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "versions": dict(versions),
+            "git": git_state(Path.cwd()),
+            "cpus": cpus,
+            "devices": list(devices),
+            "variables": recorded_variables(os.environ),
+        }
+        with _making(self.environment):
+            _keep_former(self.environment)
+            write_atomic(self.environment, json_text(facts, indent=2) + "\n")
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        write_atomic(self.results, json_text(results, indent=2) + "\n")
+
+    def set_results_aside(self) -> None:
+        """Keeps the results of a run that is being continued under a number: until it ends again, it has none."""
+        if self.results.exists():
+            self.results.rename(_numbered(self.results))
+
+
+def last_that_counts(event: Mapping[str, Any]) -> int | None:
+    """The last of the steps recorded before an event that it does not undo; None of an event that undoes none.
+
+    A run that resumes from a checkpoint undoes the steps after that one. A step that is recorded again undoes what was
+    recorded from its number on: the run began again there.
+    """
+    step, kind = event.get("step"), event.get("event")
+    if type(step) is not int or kind not in ("step", "resume"):
+        return None
+    return step if kind == "resume" else step - 1
+
+
+def _keep_former(path: Path) -> None:
+    """Keeps a copy of a file that is about to be replaced, under the next number: config-0001.yaml, …"""
+    if path.is_file():
+        shutil.copy2(path, _numbered(path))
+
+
+def _numbered(path: Path) -> Path:
+    names = (path.with_name(f"{path.stem}-{number:04d}{path.suffix}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def _value(path: Path, key: str) -> Any:
+    """A value of the record in a file; None where the file cannot be read, or is damaged."""
+    try:
+        return read_record(path).get(key)
+    except (OSError, ValueError):
+        return None
+
+
+class RunLock:
+    """The right to run in a folder: one process of one host has it, until it ends in whatever way.
+
+    A context manager. Entering it raises ConfigError, which names the holder, where another process has the lock. The
+    kernel releases it when the process ends. The file stays: if it were removed, two processes could lock two files.
+
+    Attributes:
+        problem: why the file system gives no locks, so that a second process would not be refused; None where it does.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._descriptor: int | None = None
+        self.problem: str | None = None
+
+    def __enter__(self) -> "RunLock":
+        with _making(self._run):
+            descriptor = open_own(self._run / _LOCK, os.O_RDWR | os.O_CREAT)
+        is_taken = False
+        try:
+            # `is_held` takes the lock for a moment, so a single refusal does not count.
+            for pause in (0, 0.05, 0.1, 0.2):
+                time.sleep(pause)
+                if is_taken := lock(descriptor, wait=False):
+                    break
+        except OSError as error:
+            is_taken, self.problem = True, error.strerror
+        if not is_taken:
+            os.close(descriptor)
+            other = self.holder(self._run)
+            who = f" (process {other['pid']} on {other['host']}, since {other['started']})" if other else ""
+            raise ConfigError(
+                f"--run-dir ({self._run}) is in use by another run{who}: wait for its end, stop it by "
+                f"`shardwise stop {self._run}`, or choose another folder"
+                f"{see('runs#run-folder-in-use')}"
+            )
+        holder = {"host": platform.node(), "pid": os.getpid(), "started": datetime.now(UTC).isoformat("T", "seconds")}
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, json_text(holder).encode(), 0)
+        self._descriptor = descriptor
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        assert self._descriptor is not None
+        os.truncate(self._descriptor, 0)
+        os.close(self._descriptor)
+
+    @staticmethod
+    def holder(run: Path) -> dict[str, Any] | None:
+        """Host, pid and start time of the process that has the lock, or was killed while it had it."""
+        try:
+            holder = read_record(run / _LOCK)
+        except (OSError, ValueError):
+            return None
+        return holder if None not in map(holder.get, ("host", "pid", "started")) else None
+
+    @staticmethod
+    def is_held(run: Path) -> bool:
+        """Whether a process runs in this folder; True also where the file system cannot tell."""
+        try:
+            descriptor = os.open(run / _LOCK, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)
+        try:
+            return not lock(descriptor, wait=False, shared=True)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the repository that holds `folder` and whether tracked files differ from it; None outside of one."""
+    import subprocess  # costly to import, for the start of a run alone
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None

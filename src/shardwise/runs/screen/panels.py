@@ -1,0 +1,254 @@
+"""The panels of the overview. Each is a function of a frame, a width and a height, and gives lines."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from shardwise.base import units
+from shardwise.runs.lost_time import CAUSES, seconds_of
+from shardwise.runs.screen import drawing
+from shardwise.runs.screen.drawing import ACCENT, BAD, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN, plot
+from shardwise.runs.screen.frame import Frame, Span
+
+_SPAN_NAMES: Mapping[Span, str] = {"whole": "all steps", "tenth": "last tenth", "hundredth": "last hundredth"}
+_LOST = "#a9834d"
+
+
+def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
+    """Which run this is, how it is doing, and how far it is."""
+    colour = drawing.STATE_COLOURS[frame.state]
+    name = Text.assemble((f" {frame.name}", f"bold {TEXT}"))
+    state = Text.assemble(("● ", colour), (frame.state, f"bold {colour}"))
+    if frame.state in ("failed", "stopped") and frame.reason:
+        state.append(f"  {frame.reason.removeprefix('failed: ')}", colour)
+    if paused:
+        state.append("  ❚❚ paused", f"bold {WARN}")
+    heard = "" if frame.heard is None else f"heard {units.duration(round(max(0.0, frame.now - frame.heard)))} ago"
+    if frame.heard is not None and frame.now - frame.heard < 1:
+        heard = "heard just now"
+    first = _between(width, Text.assemble(name, "  ", state), Text(f"{heard}  {_clock(frame.now)} ", FAINT))
+    if frame.problem:
+        return [first, drawing.fitted(Text(f" {frame.problem}", f"bold {BAD}"), width)]
+    done = frame.step / frame.steps if frame.steps else 0.0
+    total = f" of {frame.steps:,}" if frame.steps else ""
+    told = Text.assemble((f"step {frame.step:,}", f"bold {TEXT}"), (total, TEXT))
+    told.append(f"  {drawing.percent(done)}" if frame.steps else "", TEXT)
+    told.append("" if frame.step_seconds is None else f"  {drawing.seconds(frame.step_seconds)}/step", FAINT)
+    if frame.eta_seconds is not None:
+        told.append("  ETA ", FAINT)
+        told.append(drawing.seconds(frame.eta_seconds), f"bold {ACCENT}")
+    room = max(4, width - told.cell_len - 4)
+    return [first, Text.assemble(" ", drawing.progress(done, room, colour), "  ", told)]
+
+
+def loss(frame: Frame, width: int, height: int, span: Span = "whole") -> list[Text]:
+    value = frame.last.get("loss")
+    right = _SPAN_NAMES[span] if frame.has_history else "reading all steps…"
+    head = drawing.heading(width, "loss", Text(drawing.plain(value, ".4f"), f"bold {ACCENT}"), right)
+    return [head, *_curve(frame, "loss", width, height - 1, ACCENT, lambda value: f"{value:.4g}")]
+
+
+def throughput(frame: Frame, width: int, height: int, span: Span = "whole") -> list[Text]:
+    told = Text(drawing.rate(frame.last.get("tokens_per_second")), f"bold {GOOD}")
+    head = drawing.heading(width, "tokens/s", told, _SPAN_NAMES[span])
+    return [head, *_curve(frame, "tokens_per_second", width, height - 1, GOOD, drawing.rate)]
+
+
+def gradient(frame: Frame, width: int, height: int, span: Span = "whole") -> list[Text]:
+    told = Text(drawing.plain(frame.last.get("grad_norm"), ".3g"), "bold #b48ead")
+    return [
+        drawing.heading(width, "gradient norm", told, _SPAN_NAMES[span]),
+        *_curve(frame, "grad_norm", width, height - 1, "#b48ead", lambda value: f"{value:.3g}"),
+    ]
+
+
+def speed(frame: Frame, width: int, height: int) -> list[Text]:
+    """The numbers of the last step."""
+    last, terms = frame.last, frame.start.get("mfu_terms") or {}
+    kind = f" {terms['attention']}" if last.get("mfu") is not None and "attention" in terms else ""
+    memory: Mapping[str, Any] = last.get("memory_bytes") or {}
+    used = sum(memory.values()) if memory else last.get("peak_memory_bytes")
+    sent: Mapping[str, Any] = last.get("communication_bytes") or {}
+    rows = [
+        ("tokens/s", drawing.rate(last.get("tokens_per_second")), f"bold {GOOD}"),
+        ("of one device", drawing.rate(last.get("tokens_per_second_per_device")), TEXT),
+        ("peak", drawing.rate(last.get("peak_tokens_per_second")), TEXT),
+        (f"MFU{kind}", drawing.percent(last.get("mfu")), f"bold {ACCENT}"),
+        ("tokens", drawing.rate(last.get("tokens")), TEXT),
+        ("learning rate", drawing.plain(last.get("lr"), ".2e"), TEXT),
+        ("gradient norm", drawing.plain(last.get("grad_norm"), ".3g"), TEXT),
+        ("memory, rank 0", drawing.size(used), TEXT),
+        *((f"  {name}", drawing.size(amount), FAINT) for name, amount in memory.items()),
+        *((f"sent over {axis}", f"{drawing.size(amount)}/step", FAINT) for axis, amount in sent.items()),
+        ("samples", drawing.rate(last.get("samples")), TEXT),
+        ("parameter norm", drawing.plain(last.get("param_norm"), ".4g"), TEXT),
+    ]
+    lines = [drawing.heading(width, "speed")]
+    for name, value, style in rows[: height - 1]:
+        lines.append(_between(width, Text(f" {name}", FAINT), Text(f"{value} ", style)))
+    return lines
+
+
+def split(frame: Frame, width: int, height: int) -> list[Text]:
+    """Where the time of a step goes, on rank 0: a bar, and what its parts are."""
+    told = "" if frame.step_seconds is None else drawing.seconds(frame.step_seconds)
+    head = drawing.heading(width, "step", Text(told, f"bold {TEXT}"), "rank 0, mean of 20 steps")
+    if not frame.split:
+        return [head, Text(" this run has not recorded where the time of a step goes", FAINT)]
+    whole = sum(frame.split.values()) or 1.0
+    bar = Text.assemble(" ", drawing.segments(frame.split, width - 2))
+    shares = {name: amount / whole for name, amount in frame.split.items()}
+    legend = _legend(shares, "  ")
+    if legend.cell_len > width:  # the names of larger parts are in the bar
+        legend = _legend({name: share for name, share in shares.items() if share >= 0.005}, " ")
+    return [head, bar, legend]
+
+
+def _legend(shares: Mapping[str, float], gap: str) -> Text:
+    line = Text()
+    for name, share in shares.items():
+        shown = "comm." if name == "communication" and len(gap) < 2 else name
+        line.append_text(Text.assemble(" " if not line else gap, ("■ ", PART_COLOURS[name])))
+        line.append(f"{shown} ", FAINT).append(drawing.percent(share, 0), TEXT)
+    return line
+
+
+def lost(frame: Frame, width: int, height: int) -> list[Text]:
+    """The share of the run's time in which steps were taken that count, and the causes of the rest, largest first."""
+    goodput = frame.lost.goodput
+    colour = FAINT if goodput is None else GOOD if goodput >= 0.9 else WARN if goodput >= 0.7 else BAD
+    told = Text.assemble(("goodput ", FAINT), (drawing.percent(goodput), f"bold {colour}"))
+    head = drawing.heading(width, "lost time", told)
+    causes = sorted(frame.lost.by_cause.items(), key=lambda pair: -pair[1])
+    if height - 1 >= len(causes):
+        causes = list(frame.lost.by_cause.items())
+    most = max((seconds for _, seconds in causes), default=0.0) or 1.0
+    longest = max(map(len, CAUSES)) + (8 if width >= 50 else 0)
+    rows = []
+    for cause, seconds in causes[: height - 1]:
+        count = f" ({frame.lost.steps:,})" if cause == "lost steps" and frame.lost.steps and width >= 50 else ""
+        told = Text(f"{drawing.seconds(seconds) if seconds else '–'} ", TEXT if seconds else FAINT)
+        name = Text(f" {cause}{count}".ljust(longest + 2), FAINT)
+        bar = width - name.cell_len - 15
+        line = Text.assemble(name, drawing.meter(seconds / most, bar, _LOST, "") if bar > 3 else "")
+        rows.append(_between(width, line, told))
+    return [head, *rows]
+
+
+def events(frame: Frame, width: int, height: int) -> list[Text]:
+    """The newest events, the newest last; of checkpoints that follow each other only the last."""
+    kept: list[Mapping[str, Any]] = []
+    for event in frame.events:
+        if kept and kept[-1].get("event") == event.get("event") == "checkpoint":
+            kept.pop()
+        kept.append(event)
+    told = [told_event(event, frame.now, width) for event in kept[-(height - 1) :]]
+    return [_events_heading(frame, width), *(told or [Text(" none yet", FAINT)])]
+
+
+def all_events(frame: Frame, width: int, height: int, skip: int = 0) -> list[Text]:
+    """The same in lines that are long enough, without the newest `skip` events."""
+    room, lines = height - 1, list[Text]()
+    for event in reversed(frame.events[: len(frame.events) - skip]):
+        begin, told = told_event(event, None).divide([_BEGIN])
+        first, *rest = told.wrap(_PLAIN, width - _BEGIN - 1)
+        own = [Text.assemble(begin, first), *(Text.assemble(" " * _BEGIN, line) for line in rest)]
+        lines = own + lines
+        if len(lines) >= room:
+            break
+    lines = [drawing.fitted(line, width) for line in lines[-room:]]
+    return [_events_heading(frame, width, "↑↓"), *(lines or [Text(" none yet", FAINT)])]
+
+
+_BEGIN = len(" 01-31 23:59 ▌")
+_PLAIN = Console(file=io.StringIO(), width=200)
+"""`Text.wrap` asks for one."""
+
+
+def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:
+    warnings = sum(event.get("event") == "warning" for event in frame.events)
+    told = [units.counted(warnings, "warning")] if warnings else []
+    told += [units.counted(frame.lost.starts - 1, "restart")] if frame.lost.starts > 1 else []
+    return drawing.heading(
+        width, "events", right=Text(", ".join(told), WARN).append(f"  {keys}" if keys else "", FAINT)
+    )
+
+
+def told_event(event: Mapping[str, Any], now: float | None, width: int | None = None) -> Text:
+    """An event in a line; with a `now` its day or its time are left out."""
+    kind, step = str(event.get("event")), event.get("step")
+    style = {"warning": WARN, "resume": ACCENT, "start": TEXT, "checkpoint": TEXT}.get(kind, TEXT)
+    match kind:
+        case "warning":
+            what = str(event.get("text", ""))
+        case "start":
+            ranks = (event.get("layout") or {}).get("ranks")
+            what = "start" if ranks is None else f"start on {units.counted(ranks, 'rank')}"
+        case "resume":
+            what = f"resumed from step {step or 0:,}"
+        case "checkpoint":
+            what = f"checkpoint of step {step or 0:,}, {drawing.size(event.get('bytes'))}"
+            what += f", training waited {drawing.seconds(event.get('blocked_seconds'))}"
+        case "compile":
+            what = f"{event.get('graphs', 0)} graphs: {event.get('hits', 0)} from the cache"
+            what += f", {event.get('misses', 0)} compiled in {drawing.seconds(event.get('seconds'))}"
+        case "ended":
+            style = BAD if event.get("how") == "failed" else WARN
+            text = str(event.get("text") or "").partition("\n")[0]
+            what = f"job {event.get('job', '')} ended at step {step or 0:,}: {event.get('how', '')}"
+            what += f", {text}" if text else ""
+        case "stop":
+            reason = str(event.get("reason", ""))
+            style = BAD if reason.startswith("failed") else GOOD if reason == "finished" else WARN
+            what = reason if reason == "finished" else f"stopped: {reason.removeprefix('failed: ')}"
+        case _:
+            what = " ".join([kind, *(f"{name} {value}" for name, value in event.items() if name not in _KNOWN)])
+    line = Text.assemble((f" {_moment(event, now)} ", FAINT), ("▌", style if style != TEXT else RULE))
+    line.append(clean(what), style)
+    if width is not None:
+        line.truncate(width, overflow="ellipsis")
+    return line
+
+
+_KNOWN = ("event", "time")
+
+
+def clean(text: str) -> str:
+    """`text` in one line, without characters that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _curve(frame: Frame, name: str, width: int, height: int, style: str, shown: Callable[[float], str]) -> list[Text]:
+    curve = frame.curves.get(name)
+    lines = [] if curve is None else plot(curve, width, height, style, shown)
+    return lines or [Text(" no step is recorded yet" if not frame.step else " not recorded", FAINT)]
+
+
+def _between(width: int, left: Text, right: Text) -> Text:
+    """Two texts at both ends of a line; the left one is cut where they do not fit."""
+    left = drawing.fitted(left, max(0, width - right.cell_len))
+    left.append_text(right)
+    return left
+
+
+def _clock(now: float) -> str:
+    return datetime.fromtimestamp(now).astimezone().strftime("%H:%M:%S")
+
+
+def _moment(event: Mapping[str, Any], now: float | None) -> str:
+    """When an event was recorded, in local time; with a `now` the time of that day, or the day."""
+    seconds = seconds_of(event)
+    if math.isnan(seconds):
+        return "–".rjust(5 if now is not None else 11)
+    moment = datetime.fromtimestamp(seconds).astimezone()
+    if now is None:
+        return moment.strftime("%m-%d %H:%M")
+    is_today = moment.date() == datetime.fromtimestamp(now).astimezone().date()
+    return moment.strftime("%H:%M" if is_today else "%m-%d")

@@ -1,0 +1,434 @@
+"""The views of the pipeline, of the nodes and of the keys, as lines.
+
+Heat strips of all ranks, in which a slow, a full or a silent one is seen, and the list of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from rich.text import Text
+
+from shardwise.base import units
+from shardwise.config import ParallelConfig
+from shardwise.pipeline.schedule_picture import MOST_ROWS, schedule_picture
+from shardwise.runs.json_lines import PARTS
+from shardwise.runs.rank_groups import PipelineView
+from shardwise.runs.run import NodeView, RankView
+from shardwise.runs.screen import drawing
+from shardwise.runs.screen.drawing import ACCENT, BAD, FAINT, GOOD, PART_COLOURS, RAISED, RULE, TEXT, WARN
+from shardwise.runs.screen.frame import Frame
+
+KEYS = (
+    ("1 … 5, tab", "overview, ranks, pipeline, nodes, events; tab: the next one"),
+    ("↑ ↓", "choose a rank or a node, go through the events"),
+    ("PgUp PgDn", "the same by ten"),
+    ("← →", "what the cells of the ranks show: work, memory, use"),
+    ("z", "curves of all steps, of the last tenth, of the last hundredth"),
+    ("p", "pause: nothing is read until it is pressed again"),
+    ("?", "this page"),
+    ("q", "quit; the run goes on"),
+)
+
+
+def schedule(frame: Frame, width: int, height: int) -> list[Text]:
+    """The planned order of a step, as the dry run prints it."""
+    parallel = _section(frame, "parallel")
+    degree = parallel.get("pipeline", 1)
+    head = drawing.heading(width, "schedule", "" if degree == 1 else str(parallel.get("schedule", "1f1b")))
+    if degree == 1:
+        return [head, Text(" this run has no pipeline: all its ranks hold the whole depth of the model", FAINT)]
+    train, data = _section(frame, "train"), (frame.start.get("layout") or {}).get("data")
+    try:
+        micro_batches = train["global_batch"] // (train["micro_batch"] * data)
+        *picture, told = _picture(
+            repr(parallel), micro_batches, train.get("recompute", "none"), width - 2, max(2, height - 2)
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, AssertionError):
+        return [head, Text(" config.yaml and the start of the run do not tell the schedule", FAINT)]
+    lines = [Text.assemble(" ", line) for line in picture]
+    for line in lines:
+        line.truncate(width)
+    numbers, with_, assumed = told.plain.partition(" with ")
+    return [drawing.heading(width, "schedule", numbers, f"{with_}{assumed}".strip()), *lines][:height]
+
+
+def _section(frame: Frame, name: str) -> Mapping[str, Any]:
+    section = frame.config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def schedule_height(frame: Frame) -> int:
+    """The lines that `schedule` needs."""
+    return min(MOST_ROWS + 1, len(frame.pipeline)) + 4
+
+
+@lru_cache(maxsize=4)
+def _picture(parallel: str, micro_batches: int, recompute: str, width: int, most_rows: int) -> list[Text]:
+    """The picture of a schedule, whose section is given by its text: to simulate one takes time."""
+    import ast
+
+    section = ParallelConfig.model_validate(ast.literal_eval(parallel))
+    return schedule_picture(section, micro_batches, recompute, width, most_rows)  # type: ignore[arg-type]
+
+
+def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
+    """What each pipeline rank does in a step and how long it waits, as measured."""
+    measured = frame.last.get("bubble")
+    told = (
+        Text.assemble(("bubble ", FAINT), (drawing.percent(measured), f"bold {ACCENT}")) if measured is not None else ""
+    )
+    head = drawing.heading(width, "measured", told, "means over the ranks of a pipeline rank")
+    views = [view for view in frame.pipeline if view.bubble is not None or view.work_seconds is not None]
+    if not views:
+        return [head, Text(" no rank has recorded the seconds of its stages", FAINT)]
+    rows = [
+        (
+            ("", FAINT),
+            ("ranks", FAINT),
+            ("forward", PART_COLOURS["forward"]),
+            ("backward", PART_COLOURS["backward"]),
+            ("work", FAINT),
+            ("bubble", FAINT),
+        )
+    ]
+    left_out = max(0, len(views) - (height - 2))
+    shown = views[: len(views) - left_out - 1] if left_out else views
+    for view in shown:
+        first, last = min(view.ranks), max(view.ranks)
+        style = BAD if (view.bubble or 0) > 0.3 else WARN if (view.bubble or 0) > 0.15 else TEXT
+        rows.append(
+            (
+                (f"pp {view.rank}", TEXT),
+                (f"{first}" if first == last else f"{first}–{last}", FAINT),
+                (drawing.seconds(view.forward_seconds), TEXT),
+                (drawing.seconds(view.backward_seconds), TEXT),
+                (drawing.seconds(view.work_seconds), TEXT),
+                (drawing.percent(view.bubble), style),
+            )
+        )
+    lines = drawing.columns(rows, right=(2, 3, 4, 5), gap=3)
+    room = width - max(line.cell_len for line in lines) - 4
+    for line, view in zip(lines[1:], shown, strict=True):
+        if room > 8:
+            line.append("   ").append_text(_work_and_wait(view, min(room, 80)))
+    if left_out:
+        lines.append(Text(f" … {left_out + 1} pipeline ranks left out", FAINT))
+    return [head, *lines][:height]
+
+
+def _work_and_wait(view: PipelineView, width: int) -> Text:
+    """The step of a pipeline rank as a bar: forward, backward, and points where it waits."""
+    forward, backward = view.forward_seconds or 0.0, view.backward_seconds or 0.0
+    busy = round((1 - (view.bubble or 0.0)) * width)
+    worked = {"forward": forward, "backward": backward}
+    line = drawing.segments(worked, busy, are_named=False) if forward + backward else Text()
+    return line.append("·" * (width - line.cell_len), FAINT)
+
+
+def graphs(frame: Frame, width: int) -> Text:
+    """The heading that tells of compiled graphs."""
+    found = frame.graphs
+    if not found:
+        return drawing.heading(width, "compiled graphs", Text("none", FAINT))
+    missed = int(found["misses"])
+    told = Text.assemble((f"{found['graphs']:.0f}", f"bold {TEXT}"), ("  hits ", FAINT), (f"{found['hits']:.0f}", GOOD))
+    told.append("  misses ", FAINT)
+    told.append(f"{missed}", WARN if missed else TEXT)
+    told.append(f"  {drawing.seconds(found['seconds'])}", FAINT)
+    return drawing.heading(width, "compiled graphs", told)
+
+
+def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
+    """Each machine of the run: its processors, its memory, its devices, and its slowest rank."""
+    head = drawing.heading(
+        width, units.counted(len(frame.nodes), "node"), right="↑↓" if len(frame.nodes) > height else ""
+    )
+    if not frame.nodes:
+        return [head, Text(" no rank has a file yet", FAINT), Text(), graphs(frame, width)]
+    views = {view.rank: view for view in frame.ranks}
+    found = sorted((_need(views, frame.silent, node) for node in frame.nodes), key=lambda need: (need[0], need[1].host))
+    rows = height - 5
+    begin = max(0, min(cursor - rows // 2, len(found) - rows))
+    wide = 24 if width >= 120 else 7
+    name = max(4, min(24 if width >= 120 else 12, max(len(node.host) for node in frame.nodes)))
+    titles = Text(
+        f" {'host':<{name}}  {'ranks':<10}  {'CPU':<{wide + 5}}  {'RAM':<{wide + (14 if width >= 100 else 5)}}", FAINT
+    )
+    titles.append("  devices      slowest work", FAINT)
+    lines = [_node(*need, width, name, wide) for need in found[begin : begin + rows]]
+    return [head, titles, *lines, Text(), graphs(frame, width), *_host_note(frame)]
+
+
+def _need(
+    views: Mapping[int, RankView], silent_ranks: frozenset[int], node: NodeView
+) -> tuple[tuple[int, float], NodeView, RankView | None, int]:
+    """Its place in the list, by how much it needs a look; itself, its slowest rank, and how many are silent."""
+    own = [views[rank] for rank in node.ranks if rank in views]
+    slowest = max((view for view in own if view.relative), key=lambda view: view.relative or 0.0, default=None)
+    relative = slowest.relative if slowest is not None and slowest.relative else 0.0
+    silent = len(silent_ranks.intersection(node.ranks))
+    return (-silent, -relative if relative >= 1.15 else 0.0), node, slowest, silent
+
+
+def _node(_: object, node: NodeView, slowest: RankView | None, silent: int, width: int, name: int, wide: int) -> Text:
+    total = node.memory_total_bytes
+    ram = node.memory_bytes / total if node.memory_bytes is not None and total else None
+    line = Text.assemble((f" {(node.host or '–')[:name]:<{name}}", f"bold {TEXT}"), (f"  {_ranks(node.ranks)}", FAINT))
+    line.append("  ").append_text(_gauge(node.cpu, wide))
+    line.append("  ").append_text(_gauge(ram, wide))
+    line.append(f" {drawing.size(node.memory_bytes):>8}" if width >= 100 else "", FAINT)
+    line.append(f"  {f'{len(node.devices)} × {_device(node.devices)}':<11.11}", TEXT)
+    if slowest is not None and slowest.relative is not None:
+        style = drawing.work_style(slowest.relative)
+        line.append(f"  ×{slowest.relative:.2f}", style)
+        line.append(f" rank {slowest.rank}" if slowest.relative >= 1.15 else "", style)
+    line.append(f"  {drawing.SILENT} {silent} silent" if silent else "", f"bold {BAD}")
+    return drawing.fitted(line, width)
+
+
+def _host_note(frame: Frame) -> list[Text]:
+    device = frame.start.get("device")
+    return [Text(f" device {device}", FAINT)] if device else []
+
+
+def _gauge(share: float | None, wide: int) -> Text:
+    if share is None:
+        return Text("–".ljust(wide + 5), RULE)
+    style = BAD if share > 0.95 else WARN if share > 0.8 else "#5f9db8"
+    return drawing.progress(share, wide, style).append(f" {share:>4.0%}", TEXT)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    first, last = min(ranks), max(ranks)
+    is_row = last - first + 1 == len(ranks) and len(ranks) > 1
+    return (f"{first}–{last}" if is_row else ", ".join(map(str, ranks)))[:10].ljust(10)
+
+
+def _device(devices: tuple[str, ...]) -> str:
+    return ", ".join(sorted({drawing.model(device) for device in devices}))
+
+
+def keys(width: int, height: int) -> list[Text]:
+    """What the keys do, and what the screen shows."""
+    lines = [drawing.heading(width, "keys"), Text()]
+    for key, what in KEYS:
+        lines.append(drawing.fitted(Text.assemble((f"  {key:<14}", ACCENT), (what, TEXT)), width))
+    lines += [Text(), drawing.heading(width, "reading the screen"), Text()]
+    for sentence in (
+        "A cell of a heat strip stands for one rank or for several, of which it shows the worst; its height tells the "
+        "same as its colour.",
+        "Work is what a rank does by itself, without waiting for others: the rank that all wait for stands out.",
+        "A rank that has written nothing for long is marked × and named.",
+        "A column of a curve reaches from the least to the largest value of its steps, so that no spike is lost; ◆ is "
+        "an evaluation. The steep beginning is cut off where it would hide the rest.",
+    ):
+        lines += drawing.sentences(width - 1, sentence, TEXT)
+    return lines[:height]
+
+
+Metric = Literal["work", "memory", "use"]
+METRICS: tuple[Metric, ...] = ("work", "memory", "use")
+
+
+class _Look(NamedTuple):
+    """How a number of the ranks is shown.
+
+    Attributes:
+        value: of a rank.
+        least_high: the number of the highest cell is at least this one, so that small differences stay small.
+    """
+
+    title: str
+    value: Callable[[RankView], float | None]
+    style: Callable[[float], str]
+    shown: Callable[[float], str]
+    low: float
+    least_high: float
+    worst: Callable[[Sequence[float]], float] = max
+
+
+_LOOKS: Mapping[Metric, _Look] = {
+    "work": _Look(
+        "work over the best",
+        lambda view: view.relative,
+        drawing.work_style,
+        lambda value: f"×{value:.2f}",
+        1.0,
+        1.5,
+    ),
+    "memory": _Look("memory", lambda view: view.memory_bytes, drawing.memory_style, units.size, 0.0, 1.0),
+    "use": _Look(
+        "busy devices",
+        lambda view: view.utilization,
+        drawing.use_style,
+        lambda value: f"{value:.0%}",
+        0.0,
+        1.0,
+        min,
+    ),
+}
+_LABEL = 8
+
+
+def strips(frame: Frame, width: int, height: int) -> list[Text]:
+    """The panel of the overview: a strip for each number; work has the lines that are left."""
+    lines = [drawing.heading(width, f"{units.counted(len(frame.ranks), 'rank')}", worst(frame))]
+    known = [name for name in METRICS if any(_LOOKS[name].value(view) is not None for view in frame.ranks)]
+    if not known:
+        return [*lines, Text(" no rank has recorded a step yet", FAINT)]
+    rows = height - 1
+    for name in known:
+        others = len(known) - 1
+        share = max(1, rows - others) if name == known[0] else 1
+        lines += _strip(frame, name, width, share)
+    return lines[:height]
+
+
+def worst(frame: Frame) -> Text:
+    """The slowest rank, and those that are silent."""
+    told, slowest, silent = Text(), frame.slowest, sorted(frame.silent)
+    if slowest is not None and slowest.relative is not None:
+        style = drawing.work_style(slowest.relative)
+        is_slow = style.endswith((BAD, WARN))
+        told.append("slowest ", FAINT)
+        told.append(f"rank {slowest.rank} ×{slowest.relative:.2f}", f"bold {style}" if is_slow else TEXT)
+        told.append(f"{' on ' if slowest.host else ''}{slowest.host}", TEXT if is_slow else FAINT)
+    if silent:
+        told.append("  " if told else "")
+        named = ", ".join(map(str, silent[:4])) + ("…" if len(silent) > 4 else "")
+        told.append(f"{drawing.SILENT} silent: {named}", f"bold {BAD}")
+    return told
+
+
+def _strip(frame: Frame, name: Metric, width: int, rows: int) -> list[Text]:
+    """Ranks in their order, in `rows` lines, with what the number ranges over at the right of the first."""
+    look = _LOOKS[name]
+    values = [look.value(view) for view in frame.ranks]
+    known = [value for value in values if value is not None]
+    high = max(look.least_high, *known)
+    span = f"{look.shown(min(known))} – {look.shown(max(known))}"
+    if name == "work":
+        span = f"max {look.shown(max(known))}"
+    ending = 22 if width > 60 else 0
+    room = width - _LABEL - ending
+    rows = min(rows, -(-len(values) // room))
+    parts = _rows(frame, rows) if rows > 1 else [("", list(range(len(values))))]
+    gutter = _LABEL + (6 if rows > 1 else 0)
+    lines = []
+    for row, (label, ranks) in enumerate(parts):
+        part = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].rank in frame.silent)
+        numbers = [values[at] for at in ranks]
+        cells = drawing.heat(numbers, width - gutter - ending, look.low, high, look.style, part, look.worst)
+        begin = f" {name if row == 0 else '':<7}{label}".ljust(gutter)
+        line = Text.assemble((begin, FAINT), drawing.fitted(cells, width - gutter - ending))
+        line.append((span if row == 0 else "").rjust(ending - 1), FAINT)
+        lines.append(line)
+    return lines
+
+
+def grid(frame: Frame, width: int, height: int, metric: Metric, cursor: RankView | None) -> list[Text]:
+    """All ranks by one number: a line for each pipeline rank, or several ranks in each line and cell."""
+    look = _LOOKS[metric]
+    names = Text("←→", FAINT)
+    for name in METRICS:
+        names.append(f" {name}", f"bold {ACCENT}" if name == metric else FAINT)
+    lines = [drawing.heading(width, look.title, worst(frame) if metric == "work" else "", names)]
+    values = [look.value(view) for view in frame.ranks]
+    known = [value for value in values if value is not None]
+    if not known:
+        return [*lines, Text(" no rank has recorded this", FAINT)]
+    high, rows = max(look.least_high, *known), _rows(frame, height - 2)
+    for label, ranks in rows:
+        room = width - _LABEL - 1
+        silent = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].rank in frame.silent)
+        cells = drawing.heat([values[at] for at in ranks], room, look.low, high, look.style, silent, look.worst)
+        line = Text.assemble((f" {label}".ljust(_LABEL), FAINT), cells)
+        is_here = cursor is not None and any(frame.ranks[at].rank == cursor.rank for at in ranks)
+        line.append(" ◂" if is_here and line.cell_len + 2 <= width else "", ACCENT)
+        lines.append(line)
+    per_cell = -(-max(len(ranks) for _, ranks in rows) // (width - _LABEL - 1))
+    which = "lowest" if look.worst is min else "highest"
+    meaning = f"a cell: the {which} of up to {per_cell} ranks" if per_cell > 1 else "a cell: a rank"
+    span = f"{look.shown(min(known))} to {look.shown(max(known))}"
+    lines.append(Text(f" {meaning}; {span}; {drawing.SILENT} silent, {drawing.NOTHING} not recorded", FAINT))
+    return lines
+
+
+def grid_height(frame: Frame, most: int) -> int:
+    """The lines that `grid` needs."""
+    return min(most, len(_rows(frame, most - 2)) + 2)
+
+
+def _rows(frame: Frame, most: int) -> list[tuple[str, list[int]]]:
+    """Labels and indices of ranks in at most that many lines, by pipeline rank where these are several and fit."""
+    stages: dict[int, list[int]] = {}
+    for at, view in enumerate(frame.ranks):
+        stages.setdefault(view.place.get("pp", 0), []).append(at)
+    if 1 < len(stages) <= most:
+        return [(f"pp {stage}", ranks) for stage, ranks in sorted(stages.items())]
+    count = len(frame.ranks)
+    lines = max(1, min(most, -(-count // 64)))
+    per_line = max(1, -(-count // lines))
+    starts = range(0, count, per_line)
+    return [(f"{frame.ranks[at].rank}", list(range(at, min(count, at + per_line)))) for at in starts]
+
+
+def ordered(frame: Frame, metric: Metric) -> list[RankView]:
+    """The ranks, those first that need a look: silent ones, then by the number, the worst first."""
+    look, sign = _LOOKS[metric], 1 if metric == "use" else -1
+
+    def place(view: RankView) -> tuple[bool, float, int]:
+        value = look.value(view)
+        return (view.rank not in frame.silent, float("inf") if value is None else sign * value, view.rank)
+
+    return sorted(frame.ranks, key=place)
+
+
+def listing(
+    frame: Frame, width: int, height: int, views: Sequence[RankView], cursor: int, metric: Metric
+) -> list[Text]:
+    """The ranks in order of need, with that at `cursor` marked."""
+    head = drawing.heading(width, "ranks", right=f"{'least' if metric == 'use' else 'most'} {metric} first, ↑↓ choose")
+    if not views:
+        return [head, Text(" no rank has a file yet", FAINT)]
+    rows = max(1, height - 2)
+    begin = max(0, min(cursor - rows // 2, len(views) - rows))
+    names = ("rank", "pp", "dp", "tp", "host", "device", "step", "work", "×best", "memory", "busy", "heard")
+    parts = PARTS if width >= 150 else ()
+    cells = [tuple((name, FAINT) for name in (*names, *parts))]
+    cells += [(*_cells(frame, view), *_parts(view, parts)) for view in views[begin : begin + rows]]
+    right = [at for at in range(len(cells[0])) if at not in (4, 5)]
+    lines = drawing.columns(cells, right=right, gap=1 if width < 100 else 2)
+    for at, line in enumerate(lines[1:], begin):
+        if at == cursor:
+            line.plain = f"▸{line.plain[1:]}"
+            line.pad_right(max(0, width - line.cell_len))
+            line.stylize(f"bold on {RAISED}")
+    return [head, *(drawing.fitted(line, width) for line in lines)]
+
+
+def _parts(view: RankView, names: Sequence[str]) -> list[tuple[str, str]]:
+    """The parts of the rank's last step."""
+    split = view.last.get("split_seconds") or {}
+    return [(drawing.seconds(split.get(name)), FAINT) for name in names]
+
+
+def _cells(frame: Frame, view: RankView) -> tuple[tuple[str, str], ...]:
+    relative = "–" if view.relative is None else f"×{view.relative:.2f}"
+    heard = units.duration(round(max(0.0, frame.now - view.heard)))
+    busy = WARN if view.utilization is not None and view.utilization < 0.7 else TEXT
+    return (
+        (str(view.rank), f"bold {TEXT}"),
+        *((str(view.place.get(axis, "–")), FAINT) for axis in ("pp", "dp", "tp")),
+        (view.host[:20] or "–", TEXT),
+        (drawing.model(view.device)[:10], FAINT),
+        ("–" if view.step is None else f"{view.step:,}", TEXT),
+        (drawing.seconds(view.work_seconds), TEXT),
+        (relative, FAINT if view.relative is None else drawing.work_style(view.relative)),
+        (drawing.size(view.memory_bytes), TEXT),
+        (drawing.percent(view.utilization, 0), busy),
+        (heard, f"bold {BAD}" if view.rank in frame.silent else FAINT),
+    )

@@ -1,0 +1,98 @@
+"""What `ls` and `monitor` tell of a run, as values of JSON: the names are stable within `SCHEMA`."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from shardwise.runs.json_lines import NUMBERS
+from shardwise.runs.run import NodeView, RankView, Run, Unreadable
+
+_ROW = (
+    *("run", "path", "state", "reason", "step", "steps", "loss", "tokens_per_second", "mfu", "eta_seconds"),
+    *("goodput", "heard"),
+)
+SCHEMA = 1
+"""It grows when a field is renamed, removed or changes its meaning; new fields leave it as it is."""
+
+
+def row(run: Run | Unreadable) -> dict[str, Any]:
+    """A run in a line of `ls`; of one that cannot be read, the reason."""
+    if isinstance(run, Unreadable):
+        unknown = dict.fromkeys(_ROW)
+        known = {"run": run.name, "path": str(run.path.absolute()), "state": "unreadable", "reason": run.reason}
+        return {**unknown, **known, "heard": _stamp(run.heard)}
+    return {
+        "run": run.name,
+        "path": str(run.path.resolve()),
+        "state": run.state,
+        "reason": run.reason or None,
+        "step": run.step,
+        "steps": run.steps,
+        "loss": run.last.get("loss"),
+        "tokens_per_second": run.last.get("tokens_per_second"),
+        "mfu": run.last.get("mfu"),
+        "eta_seconds": run.eta_seconds,
+        "goodput": run.goodput,
+        "heard": _stamp(run.heard),
+    }
+
+
+def snapshot(run: Run) -> dict[str, Any]:
+    """All of a run at this moment, as `monitor` prints it."""
+    last, lost, ranks = run.last, run.lost, run.ranks()
+    evaluation = run.evaluations[-1] if run.evaluations else None
+    warnings = [event for event in run.events if event.get("event") == "warning"]
+    return {
+        "schema": SCHEMA,
+        "time": _stamp(time.time()),
+        "id": run.id,
+        **row(run),
+        "train": {name: last.get(name) for name in NUMBERS},
+        "split_seconds": last.get("split_seconds"),
+        "communication_bytes": last.get("communication_bytes"),
+        "memory_bytes": last.get("memory_bytes"),
+        "straggler": last.get("straggler"),
+        "eval": evaluation and {name: evaluation.get(name) for name in ("step", "loss", "perplexity")},
+        "starts": lost.starts,
+        "lost_steps": lost.steps,
+        "lost_seconds": lost.by_cause,
+        "seconds": lost.whole,
+        "warnings": len(warnings),
+        "last_warning": warnings[-1].get("text") if warnings else None,
+        "ranks": [_rank(view) for view in ranks],
+        "nodes": [_node(view) for view in run.nodes(ranks)],
+    }
+
+
+def _rank(view: RankView) -> dict[str, Any]:
+    return {
+        "rank": view.rank,
+        "host": view.host,
+        "pid": view.pid,
+        "device": view.device,
+        "place": dict(view.place),
+        "step": view.step,
+        "step_seconds": view.last.get("step_seconds"),
+        "work_seconds": view.work_seconds,
+        "relative": view.relative,
+        "memory_bytes": view.memory_bytes,
+        "utilization": view.utilization,
+        "heard": _stamp(view.heard),
+    }
+
+
+def _node(view: NodeView) -> dict[str, Any]:
+    return {
+        "host": view.host,
+        "ranks": len(view.ranks),
+        "cpu": view.cpu,
+        "cores": view.cores,
+        "memory_bytes": view.memory_bytes,
+        "memory_total_bytes": view.memory_total_bytes,
+    }
+
+
+def _stamp(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

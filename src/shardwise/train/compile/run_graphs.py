@@ -1,0 +1,272 @@
+"""A run's graphs between the shared cache and the folder on each machine that the compiler works in.
+
+The compiler has a folder of its own for each job and machine, where all ranks of the machine share what one of them
+compiles. Before the first step the graphs of the cache are unpacked there. What was compiled in spite of that is added
+to the cache after the first step, and after the first evaluation.
+
+The folders that compilers work in: among temporary files, each held by a process that keeps a lock on it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shardwise.base.errors import ConfigError, see
+from shardwise.base.files import cache_root, open_own, reason_of
+from shardwise.config import Config, Layout
+from shardwise.distributed import collectives
+from shardwise.distributed.agreement import agree, union
+from shardwise.distributed.mesh import Mesh
+from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of, not_written
+from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
+from shardwise.train.compile.units import Compilation, Graph
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_SHOWN = 3
+"""Facts that differ from those of the nearest graph: so many are listed, or the graph is called another model's."""
+_HASHED = {"code": "the code of shardwise or of the model", "processor": "what the processor can do"}
+
+
+def cache_of(config: Config) -> GraphCache:
+    """The cache that the configuration names."""
+    return GraphCache(config.compile.cache_dir or cache_root() / "compile")
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a run captured since it was asked last, on all ranks.
+
+    Attributes:
+        graphs: of all ranks; each rank captures its own.
+        problem: why what was compiled could not be kept; None: it was, or there was nothing.
+    """
+
+    graphs: list[Graph]
+    problem: str | None
+
+
+class Keeper:
+    """The graphs of one run, on one rank, until the end of a `with` statement. All methods are collective.
+
+    Args:
+        announce: shows the user a line; called on the first rank.
+
+    Raises:
+        ConfigError: on every rank: with `compile.require_cached` a graph is not in the cache, and what differs; or
+            there is no C++ compiler.
+    """
+
+    def __init__(
+        self, config: Config, layout: Layout, mesh: Mesh, compilation: Compilation, announce: Callable[[str], None]
+    ) -> None:
+        self._config, self._mesh, self._compilation = config, mesh, compilation
+        self._cache = cache_of(config)
+        self._reported = 0
+        problems, self._facts = list[str](), dict[tuple[str, bool], Facts]()
+        try:
+            for unit, training in planned_graphs(config):
+                self._facts[unit, training] = graph_facts(config, layout, mesh.device, unit, training)
+        except ConfigError as error:
+            problems = error.problems
+        agree(problems, mesh.world)
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._machine = mesh.world.rank - local_rank  # its first rank: the ranks of a machine are neighbours
+        self._folder: WorkFolder | None = None
+        missing, problems = list[str](), list[str]()
+        try:
+            if local_rank == 0:
+                try:
+                    self._cache.require_trusted()
+                    self._folder = self._unpacked(missing)
+                except ConfigError as error:
+                    problems += error.problems
+                except OSError as error:
+                    problems.append(
+                        f"the folder for temporary files ({tempfile.gettempdir()}) cannot be written: "
+                        f"{reason_of(error)}; set TMPDIR to a folder with room"
+                        f"{see('training#folder-for-temporary-files')}"
+                    )
+            agree(problems + missing * config.compile.require_cached, mesh.world)
+            made = None if self._folder is None else self._folder.path
+            everywhere = collectives.all_gather_objects((made, missing), mesh.world)
+        except BaseException:
+            self._remove()
+            raise
+        for line in dict.fromkeys(line for _, lines in everywhere for line in lines):
+            announce(line)
+        work = everywhere[self._machine][0]
+        assert work is not None, "the first rank of each machine has made it"
+        self._work: Path = work
+        self._former = os.environ.get(_VARIABLE)
+        os.environ[_VARIABLE] = str(self._work)
+        self._before = compiled_files(self._work)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            collectives.barrier(
+                self._mesh.world
+            )  # another rank may still compile; after an error none waits for the others
+        if self._former is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = self._former
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
+
+    def _unpacked(self, missing: list[str]) -> WorkFolder:
+        """A new folder with the graphs that the cache has; `missing` gets a line for each that it has not."""
+        remove_left_over()
+        folder = WorkFolder()
+        try:
+            for facts in self._facts.values():
+                entry = self._cache.find(facts)
+                if entry is None or not self._cache.unpack(entry, folder.path):
+                    missing.append(_missing(self._cache, facts, is_damaged=entry is not None))
+        except BaseException:
+            folder.remove()
+            raise
+        return folder
+
+    def settle(self) -> Settled:
+        """What was captured since the last call; what was not in the cache is added to it.
+
+        Raises:
+            ConfigError: with `compile.require_cached`, on every rank: a graph was compiled.
+        """
+        graphs = self._compilation.graphs[self._reported :]
+        self._reported += len(graphs)
+        everywhere = collectives.all_gather_objects((self._machine, graphs), self._mesh.world)
+        compiled = {
+            (machine, (graph.unit, graph.training))
+            for machine, those in everywhere
+            for graph in those
+            if not graph.is_hit
+        }
+        problem = None
+        if compiled and self._config.compile.require_cached:
+            keys = {key for _, key in compiled}
+            if self._folder is not None:
+                for key in keys & self._facts.keys():
+                    self._cache.remove(self._facts[key])
+            listed = ", ".join(sorted(name_of(*key) for key in keys))
+            raise ConfigError(
+                "compile.require_cached (true) allows no compilation, and the cached code did not fit and was removed: "
+                f"{listed}; run shardwise compile again, on a machine like this one"
+                f"{see('training#cached-code-does-not-fit')}"
+            )
+        if self._folder is not None:
+            problem = self._keep({key for machine, key in compiled if machine == self._machine})
+        problems = union([] if problem is None else [problem], self._mesh.world)
+        return Settled([graph for _, those in everywhere for graph in those], problems[0] if problems else None)
+
+    def _keep(self, compiled: set[tuple[str, bool]]) -> str | None:
+        """Add graphs that ranks of this machine have compiled to the cache; why it could not be, if so.
+
+        Each gets all files that were compiled since the last call: the compiler does not say which are whose.
+        """
+        keys = compiled & self._facts.keys()
+        if not keys:
+            return None
+        files = compiled_files(self._work)
+        new, self._before = sorted(files - self._before), files
+        try:
+            for key in keys:
+                self._cache.store(self._facts[key], self._work, new)
+            self._cache.prune(self._config.compile.cache_gib * 2**30, kept=self._facts.values())
+        except OSError as error:
+            return f"compiled graphs are not kept: {not_written(self._cache.root, error)}"
+        return None
+
+
+def _missing(cache: GraphCache, facts: Facts, *, is_damaged: bool) -> str:
+    """Why a graph has to be compiled, with the facts in which the nearest one of the cache differs."""
+    name = name_of(facts["unit"], facts["training"])
+    again = "`shardwise compile` puts it there"
+    if is_damaged:
+        return f"compile: the file of {name} in {cache.root} cannot be read or is damaged; {again}"
+    nearest = cache.nearest(facts)
+    if nearest is None:
+        return f"compile: {name} is not in {cache.root}; {again}"
+    entry, keys = nearest
+    if any(key.startswith("model.") for key in keys[:_SHOWN]) and len(keys) > _SHOWN:
+        return f"compile: {name} is not in {cache.root}, which has graphs of other models; {again}"
+    listed = [_difference(key, facts.get(key), entry.facts.get(key)) for key in keys[:_SHOWN]]
+    more = f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return f"compile: {name} is not in {cache.root}; the nearest graph there differs: {'; '.join(listed)}{more}"
+
+
+def _difference(key: str, here: object, there: object) -> str:
+    if key in _HASHED:
+        return f"{_HASHED[key]} is another"
+    option = f" (`shardwise compile --threads {here}` is for this run)" if key == "threads" else ""
+    return f"{key} is {here} here, and {there} there{option}"
+
+
+_PREFIX = f"shardwise-graphs-{os.getuid()}-"
+_LOCK = "owner.lock"
+_HOUR = 3600.0
+
+
+class WorkFolder:
+    """A folder of this process, until `remove`.
+
+    Its lock tells other processes, in other containers and on other machines that share the disk too, that it is in
+    use. The lock ends with the process, even one that is killed.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        """Remove it with all that it holds."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def compiled_files(folder: Path) -> set[Path]:
+    """What a compiler has written into a folder and another process can use."""
+    return {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".lock", ".tmp")}
+
+
+def remove_left_over() -> None:
+    """Remove the folders of this user's processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            if folder.lstat().st_uid == os.getuid() and not _is_held(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue  # another user's, or removed meanwhile by its process or by another that looks for what is left
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        lock = open_own(folder / _LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return time.time() - folder.stat().st_mtime < _HOUR  # it may be a new one, whose lock is made next
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False

@@ -1,0 +1,243 @@
+"""The units of a model that are compiled: its blocks, and the loss of its output head.
+
+Each kind of unit is one function with one graph for training and one for evaluation, whatever the number of blocks,
+pipeline stages and ranks: what differs between them enters as a tensor. The rest of a model stays eager: an embedding
+is one lookup, and the optimizer's update one fused kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.errors import ConfigError, listing, nearest_name, see
+from shardwise.base.hardware import cpu_count
+from shardwise.config import CompileConfig
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import placements
+from shardwise.distributed.torch_private import (
+    compiler_counts,
+    inductor_options_problem,
+    prepare_compiler,
+    trace_problem,
+)
+from shardwise.layers.dropout import DropoutKey, Place, define_dropout
+from shardwise.layers.embedding import ParallelLMHead
+from shardwise.layers.loss import VocabularyShard, chunk_losses
+from shardwise.layers.matmul import define_linear
+from shardwise.models.attention import Attention
+from shardwise.models.blocks import Context
+from shardwise.models.causal import CausalLM
+
+BLOCK, UNROTATED, HEAD = "block", "block without rotary positions", "loss of the head"
+"""Names of units. Some models rotate queries and keys in a part of their blocks only."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph that this process has captured.
+
+    Attributes:
+        unit: what it computes.
+        training: whether it has a backward pass.
+        is_hit: whether its code was in the cache.
+        seconds: of the call that captured it.
+    """
+
+    unit: str
+    training: bool
+    is_hit: bool
+    seconds: float
+
+
+@dataclass
+class Compilation:
+    """The compiled units of a model.
+
+    Attributes:
+        units: their names; several blocks of one kind are one unit.
+        graphs: what was captured so far, in order.
+    """
+
+    units: list[str] = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
+
+    @contextmanager
+    def watched(self, unit: str, where: str, training: bool) -> Iterator[None]:
+        """Record the graph that a call of a unit captures, if it does.
+
+        Raises:
+            ConfigError: the unit cannot be captured as one graph.
+        """
+        before, start = compiler_counts(), time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            problem = trace_problem(error)
+            if problem is None:
+                raise
+            raise ConfigError(
+                f"compile.enabled (true) needs a model that torch.compile takes as one graph, and {where} is not: "
+                f"{problem}; change that line, or set compile.enabled=false"
+                f"{see('training#graph-break')}"
+            ) from error
+        after = compiler_counts()
+        if after.graphs > before.graphs:
+            seconds = time.perf_counter() - start
+            self.graphs.append(Graph(unit, training, after.hits > before.hits, seconds))
+
+
+def backend_of(settings: CompileConfig, device: torch.device) -> str:
+    """The backend of `torch.compile`: the configuration's, or the device's own."""
+    return settings.backend or ("neuron" if device.type == "neuron" else "inductor")
+
+
+def check_backend(settings: CompileConfig, device: torch.device) -> None:
+    """Refuse a backend, or options of the default one, that torch does not know.
+
+    Raises:
+        ConfigError: with the nearest name.
+    """
+    backend = backend_of(settings, device)
+    if backend not in (valid := torch.compiler.list_backends(())):
+        near = nearest_name(backend, valid)
+        hint = f"did you mean {near}?" if near else f"one of {listing(torch.compiler.list_backends(), 'or')}"
+        raise ConfigError(f"compile.backend ({backend}) must be a backend that torch has: {hint}")
+    if backend == "inductor" and (problem := inductor_options_problem(settings.options)) is not None:
+        raise ConfigError(f"compile.options: {problem}")
+
+
+def compile_units(
+    model: nn.Module, settings: CompileConfig, device: torch.device, *, only: str | None = None
+) -> Compilation:
+    """Let each block and head of a model, or of its pipeline stages, call its compiled function. Nothing runs yet.
+
+    Args:
+        only: the unit that is compiled; None: all.
+
+    Raises:
+        ConfigError: the model has no block, or torch has no such backend or option.
+    """
+    check_backend(settings, device)
+    prepare_compiler(threads=max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    define_linear()
+    define_dropout()
+    for module in model.modules():
+        if isinstance(group := getattr(module, "group", None), Group):
+            group.share_graphs()
+    made, functions = Compilation(), dict[Any, Callable[..., Any]]()
+
+    def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+        if function not in functions:
+            functions[function] = torch.compile(
+                function,
+                fullgraph=True,
+                dynamic=False,
+                backend=backend_of(settings, device),
+                options=settings.options or None,
+            )
+        return functions[function]
+
+    has_rotary = any(getattr(module, "rotary", None) is not None for module in model.modules())
+    for name, block in _blocks(model):
+        kind = UNROTATED if has_rotary and not _rotates(block) else BLOCK
+        made.units.append(kind)
+        if only is None or only == kind:
+            block.forward = MethodType(_call_of_block(made, kind, name, block, traced(type(block).forward)), block)
+    if not made.units and only is None:
+        raise ConfigError(
+            "compile.enabled (true) needs a model with blocks, and model.family has none: put its blocks into a "
+            "torch.nn.ModuleList, or set compile.enabled=false"
+        )
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and (only is None or only == HEAD):
+            made.units.append(HEAD)
+            module.chunk_losses = _call_of_head(made, traced(_chunk_losses))
+        if isinstance(module, CausalLM):
+            module.is_compiled = only in (None, BLOCK, UNROTATED)
+    made.units = list(dict.fromkeys(made.units))
+    return made
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of each `ModuleList` that holds no other, with their canonical names, or names in the model."""
+    for name, module in model.named_modules():
+        holds_lists = any(isinstance(inside, nn.ModuleList) for inside in list(module.modules())[1:])
+        if isinstance(module, nn.ModuleList) and not holds_lists:
+            for number, block in module.named_children():
+                yield _canonical(block) or f"{name}.{number}", block
+
+
+def _canonical(block: nn.Module) -> str:
+    """What the canonical names of a block's tensors have in common."""
+    names = [piece.name.split(".") for _, _, record in placements(block) for piece in record.pieces]
+    common = list[str]()
+    for parts in zip(*names, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _rotates(module: nn.Module) -> bool:
+    return any(isinstance(each, Attention) and each.rotates for each in module.modules())
+
+
+def _call_of_block(
+    made: Compilation, kind: str, name: str, block: nn.Module, traced: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`forward` of a block: its key of dropout, which has numbers of the step and the block, becomes tensors."""
+    found = [getattr(module, "place", None) for module in block.modules()]
+    places = [place for place in found if isinstance(place, Place)]
+    parameters = list(block.parameters())
+
+    eager = block.forward
+
+    def forward(self: nn.Module, *args: Any, **options: Any) -> Any:
+        if len(args) == 2 and isinstance(context := args[1], Context):
+            if context.cache is not None:  # a prompt has any length, and a graph one
+                return eager(*args)
+            if isinstance(context.dropout, DropoutKey):
+                args = (args[0], replace(context, dropout=context.dropout.of_block(places)))
+        with made.watched(kind, name, torch.is_grad_enabled()), _without_wider_gradients(parameters):
+            return traced(self, *args, **options)
+
+    return forward
+
+
+@contextmanager
+def _without_wider_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Hide gradients in another dtype than their parameters', such as float32 ones of bfloat16.
+
+    torch.compile describes a parameter with its gradient, and takes them to have one dtype.
+    """
+    hidden = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
+    for p, _ in hidden:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in hidden:
+            p.grad = gradient
+
+
+def _chunk_losses(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return chunk_losses(logits.clone(), *args)  # a graph that overwrites its input would copy it back
+
+
+def _call_of_head(made: Compilation, traced: Callable[..., Any]) -> Callable[..., Any]:
+    def losses(
+        logits: Tensor, bias: Tensor | None, target: Tensor, shard: VocabularyShard, with_gradient: bool, *args: bool
+    ) -> Any:
+        with made.watched(HEAD, HEAD, with_gradient):
+            return traced(logits, bias, target, shard.in_tensors(logits.device), with_gradient, *args)
+
+    return losses

@@ -1,0 +1,110 @@
+"""Captures and compiles one graph: `python -m shardwise.train.compile.worker` reads a job from its standard input.
+
+It plays one rank of the training under torch's fake process group, whose collectives return at once: the unit of the
+model alone, with weights and one micro-batch of the training's shapes, forward and backward.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.config import Config, Layout, OwnConfig, check_layout, config_from
+from shardwise.data.formats.common import make_batches
+from shardwise.data.random_text import random_text
+from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.torch_private import fake_process_group, fake_tensors
+from shardwise.launch.local import die_with_parent
+from shardwise.layers.dropout import DropoutKey
+from shardwise.models.blocks import Part
+from shardwise.models.build import build_model
+from shardwise.train.compile.ahead_of_time import Job
+from shardwise.train.compile.graph_facts import unit_of_layer
+from shardwise.train.compile.units import HEAD, Compilation, compile_units
+from shardwise.train.micro_batch import MicroBatch
+
+CAPTURING = "aot_eager"
+"""A backend that captures forward and backward graphs and compiles nothing."""
+
+
+def main() -> None:
+    die_with_parent()
+    job = Job.load(sys.stdin.read())
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = job.folder
+    config = config_from(job.config)
+    device = torch.device("cpu" if job.device == "cpu" else f"{job.device}:0")
+    if job.world > 1:
+        fake_process_group(job.rank, job.world)
+    layout = check_layout(config, job.world)
+    compilation = play(config, layout, device, job.unit, training=job.training, only_capture=job.only_capture)
+    if not compilation.graphs:
+        raise RunError(f"{job.unit} was not called: a forward pass of the model must call each of its blocks")
+
+
+def play(
+    config: Config, layout: Layout, device: torch.device, unit: str, *, training: bool, only_capture: bool
+) -> Compilation:
+    """Run one unit of the model on a micro-batch, so that its graph is captured; its name and mode choose the graph."""
+    mesh = Mesh(tensor=layout.tensor, pipeline=layout.pipeline, device=device)
+    mesh.tp.scatter_by_all_to_all = device.type == "cpu"  # as gloo has it, whose ranks will run the graph
+    dtype: torch.dtype = getattr(torch, config.precision.resolved(device.type != "cpu").parameter)
+    part = None if isinstance(config.model, OwnConfig) else _part(config, unit)
+    settings, batch = config.compile, _batch(config, torch.device("cpu") if only_capture else device)
+    with fake_tensors() if only_capture else nullcontext():
+        model = build_model(config, mesh.tp, sequence_parallel=layout.sequence, device=device, dtype=dtype, part=part)
+        if only_capture:
+            settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})
+            batch = batch.empty_on(device)
+        compilation = compile_units(model, settings, device, only=unit)
+        x, first = _input(config, layout, device, dtype, training), int(batch.samples[0])
+        key = DropoutKey(config.train.seed, 1, batch.samples_B, first, config.train.dropout_mode) if training else None
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            out: Tensor = model(**batch.arguments(model, x, key))
+        if training and not only_capture:  # the graph of the backward pass is captured with the forward pass
+            out.sum().backward()
+    return compilation
+
+
+def _part(config: Config, unit: str) -> Part:
+    """The least part of a family's model that has the unit; its input is that of a later pipeline stage."""
+    if unit == HEAD:
+        return Part(range(0), is_first=False, is_last=True)
+    assert not isinstance(config.model, OwnConfig), "it has no parts"
+    model = config.model
+    layer = next(layer for layer in range(model.num_hidden_layers) if unit_of_layer(model, layer) == unit)
+    return Part(range(layer, layer + 1), is_first=False, is_last=False)
+
+
+def _batch(config: Config, device: torch.device) -> MicroBatch:
+    """A micro-batch with the arrays of the training's, which counts nothing."""
+    data, train = config.data, config.train
+    if data.document_options and data.eod_token is None:
+        config = config.model_copy(update={"data": data.model_copy(update={"eod_token": 0})})
+    pairs = "nsp" in config.model.objectives
+    text = random_text(config.model.vocab_size, train.micro_batch + 4, train.sequence_length, pairs=pairs)
+    batches = make_batches(config, text, "train")
+    assert batches is not None, "it has samples"
+    return MicroBatch.on(device, batches.blank(train.micro_batch))
+
+
+def _input(config: Config, layout: Layout, device: torch.device, dtype: torch.dtype, training: bool) -> Tensor | None:
+    """x as the stage before would send it."""
+    if isinstance(config.model, OwnConfig):
+        return None
+    rows = config.train.sequence_length // (layout.tensor if layout.sequence else 1)
+    shape = rows, config.train.micro_batch, config.model.hidden_size
+    return torch.zeros(shape, device=device, dtype=dtype, requires_grad=training)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)

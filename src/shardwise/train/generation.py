@@ -1,0 +1,238 @@
+"""Draws text from a causal language model, token by token, at any layout.
+
+Legend, per rank: S tokens read at once, V vocabulary.
+
+Draws the next token from logits.
+
+Turns tokens into text, one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.config import ParallelConfig
+from shardwise.config.stages import rank_of
+from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.distributed import collectives
+from shardwise.distributed.devices import to_device
+from shardwise.distributed.mesh import Mesh
+from shardwise.models.blocks import Stages
+from shardwise.models.causal import CausalLM
+from shardwise.models.key_value_cache import KeyValueCache
+from shardwise.pipeline.forward import relay
+
+PREFILL_CHUNK = 1024
+"""Tokens of a prompt that are read at once: it bounds the memory of their activations."""
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """A causal language model; of a model of the user's own no more is required."""
+
+    def logits(self, ids_SB: Tensor) -> Tensor:
+        """Token ids `[S, B]` → `[S, B, V]`, on every rank."""
+        ...
+
+
+def generate(
+    model: Generator | Stages,
+    mesh: Mesh,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampler: Sampler,
+    *,
+    stop: Collection[int] = (),
+    chunk: int = PREFILL_CHUNK,
+    parallel: ParallelConfig | None = None,
+) -> Iterator[int]:
+    """Yield tokens that follow `prompt`: `max_tokens`, or up to the first that is in `stop`, which is included.
+
+    Collective over the tensor- and pipeline-parallel ranks, which all get the same tokens: the first tensor-parallel
+    rank of the last stage draws them. The model reads the prompt once, `chunk` tokens at a time, and then each new
+    token; a `KeyValueCache` has room for the prompt and `max_tokens`. A model of the user's own, which has no cache,
+    reads all tokens again for each new one.
+
+    Args:
+        chunk: tokens of the prompt that are read at once.
+        parallel: how a model in pipeline stages is cut.
+    """
+    if max_tokens < 1:
+        return
+    assert prompt, "there is nothing to continue"
+    tokens = list(prompt)
+    reader: _Cached | _Uncached
+    if isinstance(model, CausalLM | Stages):
+        room = len(tokens) + max_tokens - 1  # the model never reads the last token
+        reader = _Cached(model, mesh, room, chunk, parallel)
+    else:
+        reader = _Uncached(model, mesh)
+    source = 0 if parallel is None else rank_of(parallel, parallel.pipeline * parallel.stages_per_rank - 1)
+    for _ in range(max_tokens):
+        logits_V = reader.next_logits(tokens)
+        token = 0 if logits_V is None else sampler.draw(logits_V)
+        if mesh.pp.size * mesh.tp.size > 1:
+            drawn = to_device(torch.tensor([token], device="cpu"), mesh.device)
+            token = int(collectives.broadcast_(collectives.broadcast_(drawn, mesh.pp, source=source), mesh.tp))
+        tokens.append(token)
+        yield token
+        if token in stop:
+            return
+
+
+class _Cached:
+    """Reads only new tokens; each stage of a pipeline keeps the keys and values of its own blocks."""
+
+    def __init__(
+        self, model: CausalLM[Any] | Stages, mesh: Mesh, room: int, chunk: int, parallel: ParallelConfig | None
+    ) -> None:
+        self._model, self._mesh, self._chunk, self._parallel = model, mesh, chunk, parallel
+        parts = model if isinstance(model, Stages) else [model]
+        self._caches = {part: KeyValueCache(room) for part in parts}
+
+    def next_logits(self, tokens: list[int]) -> Tensor | None:
+        """Logits `[V]` of the token that follows; None on a rank that lacks the last stage."""
+        (part, cache), *_ = self._caches.items()
+        assert isinstance(part, CausalLM), "only a causal model continues a text"
+        if part.outdates(cache.length, len(tokens)):
+            for outdated in self._caches.values():
+                outdated.length = 0
+        new = to_device(torch.tensor(tokens[cache.length :], device="cpu"), self._mesh.device).unsqueeze(1)
+        # Where keys change with the length, all must be computed in one pass.
+        chunks = new.split(len(new) if part.outdates(1, len(tokens)) else self._chunk)
+        logits_BV: Tensor | None = None
+
+        def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
+            nonlocal logits_BV
+            assert isinstance(part, CausalLM), "only a causal model continues a text"
+            out = part.next_logits(chunks[number], self._caches[part], x)
+            if part.part.is_last:
+                logits_BV = out
+            return out
+
+        with _whole_sequences(self._model):
+            relay(self._model, self._parallel, self._mesh, compute, [(len(ids), 1) for ids in chunks])
+        return None if logits_BV is None else logits_BV[0].float()
+
+
+class _Uncached:
+    """Reads all tokens again for each new one."""
+
+    def __init__(self, model: Generator, mesh: Mesh) -> None:
+        self._model, self._mesh = model, mesh
+
+    @torch.no_grad()
+    def next_logits(self, tokens: list[int]) -> Tensor:
+        """Logits `[V]` of the token that follows."""
+        padding = [0] * (-len(tokens) % self._mesh.tp.size)  # sequence parallelism needs equal parts
+        ids_S = to_device(torch.tensor(tokens + padding, device="cpu"), self._mesh.device)
+        return self._model.logits(ids_S.unsqueeze(1))[len(tokens) - 1, 0].float()
+
+
+@contextmanager
+def _whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Switch sequence parallelism off inside: one token cannot be cut. The weights are the same either way."""
+    cut: list[Any] = [layer for layer in model.modules() if getattr(layer, "sequence_parallel_enabled", False)]
+    try:
+        for layer in cut:
+            layer.sequence_parallel_enabled = False
+        yield
+    finally:
+        for layer in cut:
+            layer.sequence_parallel_enabled = True
+
+
+class Sampler:
+    """Draws tokens from `softmax(logits / temperature)`, cut to the likeliest.
+
+    A draw is `argmax(log p + g)`, where g has one number from a Gumbel distribution for each token of the vocabulary
+    (Maddison et al. 2014, arXiv:1411.0030, section 2). Two layouts whose logits differ in the last bits draw the same
+    token unless the two largest sums differ by as little. In a draw by cumulated probabilities the rounding errors of
+    all tokens would add up.
+
+    Args:
+        temperature: at 0 the likeliest token is taken, and no number is drawn.
+        top_p: only the likeliest tokens are kept: the fewest whose probabilities reach this sum (nucleus sampling,
+            arXiv:1904.09751).
+        seed: tokens are a function of (seed, logits so far), on any device.
+
+    Raises:
+        ConfigError: a temperature below 0, or a top_p outside of (0, 1].
+    """
+
+    def __init__(self, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> None:
+        problems = []
+        if not 0 <= temperature < math.inf:
+            problems.append(f"the temperature ({temperature}) must be at least 0 and finite; at 0 nothing is random")
+        if not 0 < top_p <= 1:
+            problems.append(f"top-p ({top_p}) must be above 0 and at most 1; at 1 every token may come")
+        if problems:
+            raise ConfigError(problems)
+        self.temperature, self.top_p = temperature, top_p
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def draw(self, logits_V: Tensor) -> int:
+        """The next token's id.
+
+        Raises:
+            RunError: some logits are NaN.
+        """
+        logits_V = logits_V.detach().cpu()  # the one wait for the device
+        if torch.isnan(logits_V).any():
+            raise RunError("the logits of the next token must be numbers, and some are NaN: the weights are damaged")
+        if self.temperature == 0:
+            return int(logits_V.argmax())
+        log_p_V = torch.log_softmax(logits_V.double() / self.temperature, dim=0)
+        if self.top_p < 1:
+            log_p_V = self._likeliest(log_p_V)
+        uniform_V = torch.rand(len(log_p_V), generator=self._generator, dtype=torch.float64, device="cpu")
+        return int((log_p_V - torch.log(-torch.log(uniform_V))).argmax())
+
+    def _likeliest(self, log_p_V: Tensor) -> Tensor:
+        sorted_V, order_V = log_p_V.sort(descending=True, stable=True)
+        before_V = sorted_V.exp().cumsum(0) - sorted_V.exp()
+        left_out_V = before_V >= self.top_p
+        left_out_V[0] = False
+        return log_p_V.index_fill(0, order_V[left_out_V], float("-inf"))
+
+
+_UNFINISHED = "\ufffd"
+_CONTEXT = 8
+
+
+class Detokenizer:
+    """The text that tokens add to a prompt, piece by piece.
+
+    A character whose bytes lie in several tokens is shown with the last of them. The text of a token may depend on the
+    one before (a leading space): so the last few tokens are decoded together, and a piece is what their text gained.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt[-_CONTEXT:])
+        self._shown = tokenizer.decode(self._ids)
+
+    def push(self, token: int) -> str:
+        """The text that is complete with one more token; empty while a character is incomplete."""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith(_UNFINISHED) or len(text) <= len(self._shown):
+            return ""
+        return self._show(text)
+
+    def finish(self) -> str:
+        """The rest of the text, complete or not."""
+        return self._show(self._tokenizer.decode(self._ids))
+
+    def _show(self, text: str) -> str:
+        piece = text[len(self._shown) :]
+        self._ids = self._ids[-_CONTEXT:]
+        self._shown = self._tokenizer.decode(self._ids)
+        return piece

@@ -1,0 +1,89 @@
+"""What to change where a training needs more memory than a device or a machine has. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.units import size
+from shardwise.config import Config, Layout, OwnConfig, check_layout
+from shardwise.planner.memory import expected_memory, memory_of_machine
+
+
+def remedies_of_machine(config: Config, layout: Layout, ranks: range) -> str:
+    """Settings that keep the number of ranks, and the bytes that they save on one machine, which has these ranks."""
+
+    def needed(changed: Config, layout: Layout) -> int | None:
+        memory = memory_of_machine(changed, layout, ranks)
+        return None if memory is None else memory[1]
+
+    same_world = (alternative for alternative in _alternatives(config, layout, False) if alternative[2] == layout.world)
+    return _listed(config, layout, same_world, needed)
+
+
+def remedies_of_rank(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int) -> str:
+    """Settings that save memory on `pipeline_rank`, or where the pipeline changes, on the rank that then needs most."""
+
+    def needed(changed: Config, other: Layout) -> int | None:
+        rank = pipeline_rank if other.pipeline == layout.pipeline else None
+        memory = expected_memory(changed, other, accelerator, pipeline_rank=rank)
+        return None if memory is None else memory.total
+
+    alternatives = _alternatives(config, layout, accelerator)
+    return _listed(config, layout, alternatives, needed)
+
+
+def _listed(
+    config: Config,
+    layout: Layout,
+    alternatives: Iterable[tuple[str, Config, int]],
+    needed: Callable[[Config, Layout], int | None],
+) -> str:
+    """Settings that train the same model and batch in less memory, the one that saves most first.
+
+    Args:
+        alternatives: settings as text, the configuration with them, and its number of ranks.
+        needed: the bytes that a configuration takes; None where no formula knows them.
+    """
+    now = needed(config, layout)
+    remedies = []
+    for setting, changed, world in alternatives:
+        try:
+            then = needed(changed, check_layout(changed, world))
+        except ConfigError:
+            continue
+        if now is None or then is None:
+            remedies.append((0, setting))
+        elif then < now:
+            remedies.append((now - then, f"{setting} ({size(now - then)} less)"))
+    return "; ".join(text for _, text in sorted(remedies, key=lambda remedy: -remedy[0])) or "a smaller model"
+
+
+def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator[tuple[str, Config, int]]:
+    """Yield settings as text, the configuration with them, and its number of ranks; some may be invalid."""
+
+    def changed(section: str, **values: object) -> Config:
+        return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+    micro, tensor, pipeline, world = config.train.micro_batch, layout.tensor, layout.pipeline, layout.world
+    is_own = isinstance(config.model, OwnConfig)  # it may have no recompute, and is never cut into stages
+    if micro > 1:
+        smaller = max(part for part in range(1, micro // 2 + 1) if micro % part == 0)
+        yield f"train.micro_batch={smaller}", changed("train", micro_batch=smaller), world
+    if config.train.recompute != "full" and not is_own:
+        yield "train.recompute=full", changed("train", recompute="full"), world
+    if tensor > 1 and not layout.sequence:
+        yield "parallel.sequence=true", changed("parallel", sequence=True), world
+    if layout.data > 1 and not config.optimizer.zero:
+        yield "optimizer.zero=1", changed("optimizer", zero=1), world
+    if config.precision.resolved(accelerator).parameter == "float32":
+        yield "precision.mode=mixed", changed("precision", mode="mixed"), world
+    if pipeline > 1 and config.parallel.schedule != "1f1b":
+        one_stage = changed("parallel", schedule="1f1b", virtual_stages=None, stages=None)
+        yield "parallel.schedule=1f1b", one_stage, world
+    if not is_own:
+        deeper = changed("parallel", pipeline=2 * pipeline, stages=None)
+        yield f"parallel.pipeline={2 * pipeline} on {2 * world} ranks", deeper, 2 * world
+    yield f"parallel.tensor={2 * tensor} on {2 * world} ranks", changed("parallel", tensor=2 * tensor), 2 * world
+    if config.optimizer.zero:
+        yield f"{2 * world} ranks, which share the optimizer state", config, 2 * world

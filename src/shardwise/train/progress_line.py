@@ -1,0 +1,109 @@
+"""The progress line of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.base import units
+from shardwise.train.record import StepRecord
+
+_LINES_PER_RUN = 20
+_LONGEST_SILENCE = 300.0
+"""Seconds after which a line is printed even if it is one more than these."""
+_BAR_MINIMUM, _BAR_MAXIMUM = 10, 40
+"""Characters of the progress bar; where fewer are free there is none."""
+_GAP = "  "
+
+
+class ProgressLine:
+    """Progress on one console: a line that is redrawn in place on a terminal, a line now and then elsewhere.
+
+    Args:
+        every_update: print a line at each `update` where there is no terminal, not only about twenty in a run.
+        first: steps done before the run.
+        end: the run's last step.
+        now: `time.perf_counter` at the start of the run.
+    """
+
+    def __init__(self, console: Console, first: int, end: int, now: float, *, every_update: bool) -> None:
+        self._console, self._first, self._end, self._every_update = console, first, end, every_update
+        self._started = self._printed_at = now
+        self._next_line = first + 1
+        self._record: StepRecord | None = None
+        self._step_seconds = self._tokens_per_second = 0.0
+        self._display: Live | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._display = Live(self, console=console, refresh_per_second=2)
+            self._display.start()
+
+    def update(self, record: StepRecord, step_seconds: float, tokens_per_second: float, now: float) -> None:
+        """Show a finished step, with the recent means of its duration and throughput."""
+        self._record, self._step_seconds, self._tokens_per_second = record, step_seconds, tokens_per_second
+        if self._display is not None:
+            return
+        overdue = now - self._printed_at >= _LONGEST_SILENCE
+        if self._every_update or record.step >= self._next_line or record.step == self._end or overdue:
+            progress, (loss, *numbers) = self._parts(now)
+            smoothed = f"{record.mean_steps}-step mean {record.mean_loss:.4f}"
+            self._console.print(Text(_GAP.join([*progress, loss, smoothed, *numbers])), soft_wrap=True)
+            self._printed_at = now
+            every = max(1, (self._end - self._first) // _LINES_PER_RUN)
+            self._next_line = self._first + ((record.step - self._first) // every + 1) * every
+
+    def stop(self) -> None:
+        if self._display is not None:
+            self._display.refresh()
+            self._display.stop()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw one line, or two on a narrow terminal: progress with a bar, then the numbers of the last step."""
+        progress, numbers = self._parts(time.perf_counter())
+        bar = _BAR_MINIMUM + len(_GAP)
+        lines = [[*progress, *numbers]]
+        if numbers and bar + len(_GAP.join(lines[0])) > options.max_width:
+            lines = [progress, numbers]
+        for line in lines:
+            head, *rest = line
+            room = min(options.max_width - len(_GAP.join(line)) - len(_GAP), _BAR_MAXIMUM)
+            row: list[Text | ProgressBar] = [Text(head, style="bold")]
+            if line is lines[0] and room >= _BAR_MINIMUM:
+                done = self._record.step - self._first if self._record else 0
+                row.append(ProgressBar(total=max(self._end - self._first, 1), completed=done, width=room))
+            row.append(Text(_GAP.join(rest), no_wrap=True, overflow="ellipsis"))
+            grid = Table.grid(padding=(0, len(_GAP)))
+            grid.add_row(*row)
+            yield grid
+
+    def _parts(self, now: float) -> tuple[list[str], list[str]]:
+        """How far the run is, and the numbers of its last step."""
+        elapsed = f"{units.duration(round(now - self._started, 1))} elapsed"
+        record = self._record
+        if record is None:
+            return [f"step {self._first:,}/{self._end:,}", elapsed, "first step under way"], []
+        left = (self._end - record.step) * self._step_seconds
+        width = len(f"{self._end:,}")
+        return [
+            f"step {record.step:>{width},}/{self._end:,}",
+            elapsed,
+            f"{units.duration(left)} left" if record.step < self._end else "done",
+            f"{units.duration(self._step_seconds)}/step",
+        ], [
+            f"loss {record.loss:.4f}" + (f" ({parts_of_loss(record.losses)})" if record.losses else ""),
+            f"lr {record.lr:.2e}",
+            f"grad norm {record.grad_norm:.3f}",
+            f"{units.count(self._tokens_per_second)} tokens/s",
+            f"{record.samples:,} samples",
+            *([] if record.timing is None else [f"bubble {record.timing.mean_bubble:.1%}"]),
+        ]
+
+
+def parts_of_loss(losses: Mapping[str, float]) -> str:
+    """The loss of each objective as text: `MLM 6.2146, NSP 0.6931`."""
+    return ", ".join(f"{name.upper()} {loss:.4f}" for name, loss in losses.items())

@@ -1,0 +1,129 @@
+"""Curves of a run for the programs that show them: TensorBoard, Weights & Biases, trackio."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.redaction import redacted
+from shardwise.config import Config
+from shardwise.runs.folder import AppendedFile, RunDirectory
+
+_PROJECT = "shardwise"
+
+
+def require_trackers(config: Config) -> None:
+    """Raise ConfigError where a package of `log.trackers` is not installed."""
+    for name in config.log.trackers:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"log.trackers ({name}) needs the package {name}: pip install 'shardwise[{name}]'")
+
+
+class EventFile:
+    """TensorBoard's event file: records of its protocol buffers. Torch's writer ends with a traceback on a full disk.
+
+    Args:
+        folder: of the run's event files.
+        first_step: steps from this one on that are in earlier files are no longer shown.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        names = ("compat.proto.event_pb2", "compat.proto.summary_pb2", "summary.writer.record_writer")
+        modules: list[Any] = [importlib.import_module(f"tensorboard.{name}") for name in names]
+        self._events, self._summaries, records = modules
+        name = f"events.out.tfevents.{time.time():.0f}.{platform.node()}.{os.getpid()}"
+        self._records = records.RecordWriter(AppendedFile(folder / name))
+        self._write(file_version="brain.Event:2")
+        start = self._events.SessionLog(status=self._events.SessionLog.SessionStatus.START)
+        self._write(step=first_step, session_log=start)
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Write values by their names."""
+        kinds = self._summaries.Summary
+        shown = [kinds.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=kinds(value=shown))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _write(self, **facts: Any) -> None:
+        self._records.write(self._events.Event(wall_time=time.time(), **facts).SerializeToString())
+
+
+class Scalars:
+    """Writes numbers to TensorBoard's event file and to the trackers of `log.trackers`.
+
+    A tracker that fails is told once and left out from then on: it must not end a training.
+
+    Args:
+        id_: of the run, by which a tracker continues the same run after a resume.
+        first_step: of this run; later ones that were recorded before are replaced in TensorBoard.
+        warn: tells the user.
+    """
+
+    def __init__(
+        self, config: Config, run: RunDirectory, id_: str | None, first_step: int, warn: Callable[[str], None]
+    ) -> None:
+        self._warn = warn
+        self._tensorboard = EventFile(run.tensorboard, first_step) if config.log.tensorboard else None
+        self._trackers: dict[str, Any] = {}
+        for name in config.log.trackers:
+            with self._told(name):
+                self._trackers[name] = _begun(name, config, run, id_)
+
+    def add(self, step: int, values: Mapping[str, Mapping[str, float | None]]) -> None:
+        """Write the values that are known, by prefix and name, as `prefix/name`: as one event, as each takes time."""
+        known = {
+            f"{prefix}/{name}": value
+            for prefix, named in values.items()
+            for name, value in named.items()
+            if value is not None
+        }
+        if self._tensorboard is not None:
+            self._tensorboard.add(known, step)
+        for name, tracker in list(self._trackers.items()):
+            with self._told(name):
+                tracker.log(known, step=step)
+
+    def close(self) -> None:
+        """Write what is left and close the files."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        for name, tracker in list(self._trackers.items()):
+            with self._told(name):
+                tracker.finish()
+        self._trackers.clear()
+
+    @contextlib.contextmanager
+    def _told(self, name: str) -> Any:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # trackio prints
+                yield
+        except Exception as error:  # noqa: BLE001  whatever a tracker raises
+            self._trackers.pop(name, None)
+            text = redacted(str(error)).strip().partition("\n")[0] or type(error).__name__
+            self._warn(f"log.trackers: {name} failed and records no more of this run ({text})")
+
+
+def _begun(name: str, config: Config, run: RunDirectory, id_: str | None) -> Any:
+    """A tracker's module with a run begun, which has the configuration without secrets and nothing of the machine."""
+    tracker = importlib.import_module(name)
+    settings = {name: section for name, section in config.recorded().items() if name != "launch"}
+    facts: dict[str, Any] = {"project": _PROJECT, "name": run.path.resolve().name, "config": settings}
+    if name == "trackio":
+        tracker.init(**facts, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        return tracker
+    quiet = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
+    private = {"x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False}
+    options = {"id": id_, "resume": "allow"} if id_ is not None else {}
+    tracker.init(**facts, **options, dir=str(run.path), settings=tracker.Settings(**quiet, **private))
+    return tracker

@@ -1,0 +1,207 @@
+"""The machine: devices, network, threads, memory, limits, and the disk of the runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.files import NoLocksError, cache_root, free_bytes, lock, reason_of
+from shardwise.base.hardware import accelerators, available_memory, cpu_count
+from shardwise.base.units import counted, size
+from shardwise.launch.environment import joined, unjoined
+from shardwise.launch.tasks import task_of
+from shardwise.verify.doctor.check import Check, ok
+
+if TYPE_CHECKING:
+    from shardwise.runs.local_devices import Device
+
+_LITTLE_DISK, _LITTLE_MEMORY, _LITTLE_SHARED = 2 * 2**30, 2**30, 64 * 2**20
+_FEW_FILES = 4096
+"""gloo keeps two sockets for each pair of ranks in each group."""
+_INTERFACE_KEYS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def machine(run_path: Path, variables: Mapping[str, str] = os.environ) -> Iterator[Check]:
+    """All of the machine, for runs in the folder `run_path`."""
+    yield from devices()
+    yield from fabric(variables)
+    yield threads(variables, cpu_count(), _cpu_limit())
+    yield memory(available_memory())
+    yield from limits()
+    yield from place("run folder", run_path)
+    yield from place("cache", cache_root())
+    yield launcher(variables)
+
+
+def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
+    """The accelerators that a run would use, and those that it could not."""
+    from shardwise.runs.local_devices import devices as listed
+
+    found = listed({})
+    for problem in found.problems:
+        yield Check(
+            "devices", "warning", problem, "ask the vendor's tool (nvidia-smi, neuron-ls), or restart the driver"
+        )
+    shown = "; ".join(map(_described, found.devices))
+    kind, count = accelerators()
+    present = [one for one in found.devices if one.kind != "cpu"]
+    files = any(dev.glob("nvidia[0-9]*")) or any(dev.glob("neuron[0-9]*"))
+    if count == 0 and (present or files):
+        yield Check(
+            "devices",
+            "warning",
+            f"{shown}: trainings here run on the CPU, as torch {_torch_version()} or the environment hides them",
+            "install a torch that is built for them, or unset CUDA_VISIBLE_DEVICES or NEURON_RT_VISIBLE_CORES",
+        )
+    else:
+        yield ok("devices", f"{shown}: {f'{count} × {kind}' if count else 'no accelerator, so ranks run on the CPU'}")
+
+
+def _described(device: Device) -> str:
+    memory = [] if device.memory_total_bytes is None else [size(device.memory_total_bytes)]
+    cores = [] if device.cores is None else [counted(device.cores, "core")]
+    return ", ".join([device.name, *memory, *cores, *device.links])
+
+
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def fabric(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
+    """The network: interfaces, RDMA ports, and whether this machine's own name leads to it."""
+    import psutil
+
+    addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    up = [name for name in addresses if name in states and states[name].isup]
+    speeds = {name: f" ({states[name].speed:,} Mbit/s)" if states[name].speed > 0 else "" for name in up}
+    yield ok("network", ", ".join(f"{name}{speeds[name]}" for name in up) or "no interface is up")
+    for key in _INTERFACE_KEYS:
+        value = variables.get(key, "")
+        names = [name.strip() for name in value.lstrip("=").split(",") if name.strip()]
+        if names and not value.startswith("^") and not any(one.startswith(name) for one in up for name in names):
+            yield Check("network", "wrong", f"{key} ({value}) must name an interface that is up", f"unset {key}")
+    for port in sorted(infiniband.glob("*/ports/*/state")):
+        state = port.read_text(encoding="ascii", errors="replace").strip()
+        name = f"{port.parents[2].name} port {port.parent.name}"
+        if state.endswith("ACTIVE"):
+            yield ok("RDMA", f"{name} is active")
+        else:
+            mend = "connect it, or set NCCL_IB_HCA to the ports that are"
+            yield Check("RDMA", "warning", f"{name} ({state}) must be active", mend)
+    host = socket.gethostname()
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        yield Check(
+            "network",
+            "warning",
+            f"the name of this machine ({host}) leads nowhere: {reason_of(error)}",
+            "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface that ranks use",
+        )
+
+
+def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Check:
+    """Threads of a rank; `cpus`: that the process may run on. `limit`: CPUs of its container, None without one."""
+    value = variables.get("OMP_NUM_THREADS")
+    usable = cpus if limit is None else min(cpus, max(1, int(limit)))
+    here = f"{counted(cpus, 'CPU')}" + ("" if limit is None or limit >= cpus else f", limited to {limit:g} by cgroup")
+    fix = f"set OMP_NUM_THREADS to the CPUs of a rank, at most {usable}"
+    if value is None:
+        if usable < cpus:
+            found = f"{here}: each rank would start a thread on every CPU"
+            return Check("threads", "warning", found, fix)
+        return ok("threads", f"{here}; the ranks share them, as OMP_NUM_THREADS is not set")
+    if not value.isdecimal() or int(value) < 1:
+        return Check("threads", "warning", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
+    if int(value) > usable:
+        return Check("threads", "warning", f"OMP_NUM_THREADS ({value}) must be at most the CPUs ({usable})", fix)
+    return ok("threads", f"{here}; OMP_NUM_THREADS {value}")
+
+
+def _cpu_limit(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
+    """CPUs that the container may use at once; None where nothing limits them."""
+    try:
+        quota, period = path.read_text(encoding="ascii").split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def memory(free: int | None) -> Check:
+    if free is None:
+        return ok("memory", "the system does not tell how much is free")
+    if free < _LITTLE_MEMORY:
+        mend = "end other processes, or choose a machine with more"
+        return Check("memory", "warning", f"free memory ({size(free)}) must be at least {size(_LITTLE_MEMORY)}", mend)
+    return ok("memory", f"{size(free)} free")
+
+
+def limits(shared: Path = Path("/dev/shm")) -> Iterator[Check]:
+    """Open files, and on machines with accelerators the shared memory that NCCL uses."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= most < _FEW_FILES:
+        mend = f"raise it: ulimit -Hn {_FEW_FILES}, or LimitNOFILE of the service"
+        yield Check(
+            "open files", "warning", f"the limit ({most:,}) must be at least {_FEW_FILES:,} for many ranks", mend
+        )
+    else:
+        yield ok("open files", "no limit" if most < 0 else f"up to {most:,}")
+    if accelerators()[1] and shared.is_dir() and free_bytes(shared) < _LITTLE_SHARED:
+        found = f"{shared} ({size(free_bytes(shared))} free) must have at least {size(_LITTLE_SHARED)} for NCCL"
+        yield Check("shared memory", "wrong", found, "start the container with --shm-size=1g or --ipc=host")
+
+
+def place(name: str, folder: Path) -> Iterator[Check]:
+    """A folder in which runs write: a file is written to the disk, locked and removed. Nothing stays there."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".shardwise-doctor-") as file:
+            file.write(b"x" * 2**16)
+            file.flush()
+            os.fsync(file.fileno())
+            try:
+                lock(file.fileno(), wait=False)
+            except NoLocksError:
+                found = f"the disk of {folder} has no locks: a second run in one folder is not refused"
+                yield Check(name, "warning", found, "start one run in a folder, or choose another disk by --run-dir")
+    except OSError as error:
+        mend = "make it writable, or choose another by " + ("--run-dir" if name == "run folder" else "SHARDWISE_CACHE")
+        yield Check(name, "wrong", f"{folder} cannot be written: {reason_of(error)}", mend)
+        return
+    free = free_bytes(there)
+    if free < _LITTLE_DISK:
+        found = f"free disk space under {folder} ({size(free)}) must be at least {size(_LITTLE_DISK)}"
+        yield Check(name, "warning", found, "make room: `shardwise checkpoint prune` removes old checkpoints")
+    else:
+        yield ok(name, f"{folder} can be written, {size(free)} free")
+
+
+def launcher(variables: Mapping[str, str]) -> Check:
+    """Whether variables of a launcher are set where no launcher started this process."""
+    problem = unjoined(variables)
+    place_in_job = joined(variables)
+    if problem is not None:
+        mend = "unset RANK and WORLD_SIZE, which a launcher sets for its ranks"
+        return Check("launcher", "wrong", problem, mend)
+    if place_in_job is not None:
+        return ok("launcher", f"this is rank {place_in_job.rank} of {place_in_job.world}")
+    try:
+        task = task_of(variables)
+    except ConfigError as error:
+        return Check("launcher", "wrong", str(error), "start it as the message says, or unset these variables")
+    if task is not None:
+        return ok("launcher", "this is one of several tasks of srun or mpirun, which `shardwise train` joins")
+    return ok("launcher", "none: `shardwise train` starts the local ranks itself")

@@ -1,0 +1,57 @@
+"""Weights and gradients in canonical form, for comparisons of layouts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.canonical import canonical_tensors
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Group
+from shardwise.optim.zero import ZeroRedundancyOptimizer
+from shardwise.train.record import StepRecord
+from shardwise.train.trainer import Trainer
+
+
+def canonical_weights(model: nn.Module, pipeline: Group | None = None) -> dict[str, Tensor]:
+    """All canonical weights, on every rank; without `pipeline` those of this rank's stages."""
+    return {name: tensor.clone() for name, tensor in canonical_tensors(model, pipeline=pipeline)}
+
+
+def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Tensor]:
+    """All canonical gradients of the present step on every rank: sums over data parallelism, not averages."""
+    optimizer.reduce_gradients()
+    for bucket in optimizer.buckets:
+        if bucket.sharded:
+            collectives.all_gather(bucket.gradient, bucket.group, out=bucket.gradients)
+    return {name: tensor.clone() for name, tensor in canonical_tensors(model, _gradient)}
+
+
+def step_with_gradients(trainer: Trainer) -> tuple[StepRecord, dict[str, Tensor]]:
+    """One step, and its gradients by canonical name, of this rank's stages, as they were before the update."""
+    gradients: dict[str, Tensor] = {}
+    optimizer = trainer.optimizer
+
+    def keep(*_: object) -> None:
+        gradients.update(canonical_gradients(trainer.model, optimizer))
+        for bucket in optimizer.buckets:
+            bucket.note_gradients()  # it was filled with other ranks' parts, which is no change
+
+    hook = optimizer.register_step_pre_hook(keep)
+    try:
+        return trainer.step(), gradients
+    finally:
+        hook.remove()
+
+
+def gradient_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """By canonical name `‖Δ‖ / max(‖g‖, 1e-3 · ‖all g‖ / √tensors)`: the model's scale bounds small g from below."""
+    scale = torch.stack([g.norm() for g in expected.values()]).norm() / len(expected) ** 0.5
+    return {
+        name: float((actual[name] - g).norm() / torch.maximum(g.norm(), 1e-3 * scale)) for name, g in expected.items()
+    }
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -1,0 +1,130 @@
+"""A pool of real ranks that stay alive between tests, since starting them costs more than most tests do."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from shardwise.distributed import devices
+from shardwise.launch.local import die_with_parent
+
+_LOADED_ONCE = [__name__, "shardwise.pipeline.schedule", "shardwise.train.build"]
+"""Modules that the server process imports from which ranks are forked; with them come torch and its compiler."""
+
+
+class RankError(AssertionError):
+    """A function failed on a rank; the message holds that rank's traceback."""
+
+
+class RankPool:
+    """`size` processes joined in one process group, over the backend of their device: gloo on CPUs.
+
+    `pool.run(function, *args)` calls a module-level `function(*args)` on every rank and returns the results in rank
+    order. After a failure or time-out the next call starts new ranks.
+
+    Args:
+        size: the number of ranks.
+        device_type: `cpu`, or that of an accelerator with a device for each rank.
+        prepare: a module-level function that each rank calls first, such as one that registers a device with torch.
+    """
+
+    def __init__(self, size: int, *, device_type: str = "cpu", prepare: Callable[[], None] | None = None) -> None:
+        self.size, self.device_type, self._prepare = size, device_type, prepare
+        self._processes: list[Any] = []
+        self._tasks: list[Any] = []
+        self._results: Any = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        if not self._processes:
+            self._start()
+        for tasks in self._tasks:
+            tasks.put((function, args))
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while len(results) + len(failures) < self.size:
+            try:
+                rank, value, failure = self._results.get(timeout=timeout if not failures else 5.0)
+            except queue.Empty:
+                missing = sorted(set(range(self.size)) - set(results) - set(failures))
+                failures.setdefault(-1, f"ranks {missing} gave no answer within {timeout:.0f} s")
+                break
+            if failure is None:
+                results[rank] = pickle.loads(value)
+            else:
+                failures[rank] = failure
+        if failures:
+            self.close()
+            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+        return [results[rank] for rank in range(self.size)]
+
+    def _start(self) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_LOADED_ONCE)
+        self._results = context.Queue()
+        rendezvous = str(Path(tempfile.mkdtemp(prefix="shardwise-ranks-")) / "rendezvous")
+        for rank in range(self.size):
+            tasks = context.Queue()
+            process = context.Process(
+                target=_serve,
+                args=(rank, self.size, self.device_type, self._prepare, rendezvous, tasks, self._results),
+                daemon=True,
+            )
+            process.start()
+            self._tasks.append(tasks)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        """End the ranks."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._tasks = [], []
+
+
+def _serve(
+    rank: int,
+    size: int,
+    device_type: str,
+    prepare: Callable[[], None] | None,
+    rendezvous: str,
+    tasks: Any,
+    results: Any,
+) -> None:
+    die_with_parent()
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    if prepare is not None:
+        prepare()
+    device = torch.device(device_type) if device_type == "cpu" else devices.local_device()
+    dist.init_process_group(
+        devices.backend(device),
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    while True:
+        function, args = tasks.get()
+        value = failure = None
+        try:
+            value = _pickled(function(*args))
+        except BaseException:  # noqa: BLE001  run() raises it in the test
+            failure = traceback.format_exc()
+        results.put((rank, value, failure))
+
+
+def _pickled(value: Any) -> bytes:
+    """A function's result; what cannot be sent is an error here, and not in the queue's thread, which nobody hears."""
+    return bytes(ForkingPickler.dumps(value))
