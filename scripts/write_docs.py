@@ -1,7 +1,7 @@
 """Write the documentation that comes from the code and from results.
 
-That is docs/configuration.md, from the configuration's own schema, the table of docs/devices.md, and the lists of
-messages in docs/troubleshooting (`message_pages.py`).
+These are docs/configuration.md and docs/model-keys.md, from the schema of the configuration, and the table of
+docs/devices.md.
 """
 
 import inspect
@@ -14,7 +14,6 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from scripts import message_pages
 from shardwise.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,4 +158,3 @@ if __name__ == "__main__":
     DEVICES.write_text(devices_page(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     MODEL_PAGE.write_text(model_page(), encoding="utf-8")
-    message_pages.write()

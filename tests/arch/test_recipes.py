@@ -20,7 +20,7 @@ from tests.arch.source import PACKAGE
 from tests.e2e.command import within
 from tests.unit.config.hub import FILES
 
-RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.yaml"))
+RECIPES = sorted(path.stem for path in (PACKAGE / "config/recipes").glob("*.yaml"))
 TINY = [name for name in RECIPES if name.endswith("-tiny")]
 # Heads that no even degree divides, as in the model that it is named after.
 ODD_HEADED = {"gpt2-xl-tiny"}
@@ -192,7 +192,7 @@ def test_gpt3_tiny_runs_on_eight_ranks() -> None:
 def test_printed_recipe_is_the_shipped_file(recipe: str, tmp_path: Path) -> None:
     result = within("recipes", recipe, at=tmp_path)
     assert result.code == 0, result.err
-    assert result.out == (PACKAGE / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8")
+    assert result.out == (PACKAGE / "config/recipes" / f"{recipe}.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("accelerators", [1, 2, 3, 4, 6, 8, 16])

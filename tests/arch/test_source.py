@@ -17,7 +17,7 @@ from tests.arch.source import (
     tree,
 )
 
-MAX_LINES = 500
+MAX_LINES = 600
 
 
 def is_private_torch(name: str) -> bool:
@@ -28,7 +28,7 @@ def is_private_torch(name: str) -> bool:
 def test_private_torch_names_have_one_home() -> None:
     found = []
     for path in package_files():
-        if path.name == "distributed/torch_private.py":
+        if path.relative_to(PACKAGE).as_posix() == "distributed/torch_private.py":
             continue
         names = list(imported_names(path))
         for node in ast.walk(tree(path)):
@@ -44,7 +44,7 @@ def test_collectives_have_one_home() -> None:
     called = re.compile(rf"(dist|distributed)\.({'|'.join(verbs)})(_\w+)?$")
     found = []
     for path in package_files():
-        if path.relative_to(PACKAGE).parts[0] in ("distributed/collectives.py", "comm"):
+        if path.relative_to(PACKAGE).as_posix() == "distributed/collectives.py":
             continue
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and (name := dotted(node.func)) and called.search(name):
@@ -56,7 +56,11 @@ def test_no_vendor_outside_device() -> None:
     """`torch.accelerator` decides: one file writes `cuda`, and base/hardware.py reads the device files of vendors."""
     found = []
     for path in package_files():
-        if path.name in ("distributed/devices.py", "base/hardware.py", "distributed/torch_private.py"):
+        if path.relative_to(PACKAGE).as_posix() in (
+            "distributed/devices.py",
+            "base/hardware.py",
+            "distributed/torch_private.py",
+        ):
             continue
         for node in ast.walk(tree(path)):
             name = node.attr if isinstance(node, ast.Attribute) else None

@@ -11,8 +11,7 @@ from shardwise.runs.folder import EVENTS
 from tests.arch.source import ROOT, config_fields
 
 FOLDER = ROOT / "docs/troubleshooting"
-PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("[!m]*.md"))}
-"""Those with entries; the others list all messages (test_messages.py)."""
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
 ENTRIES = {
     f"{page}#{name}": body
     for page, text in PAGES.items()

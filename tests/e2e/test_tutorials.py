@@ -79,7 +79,9 @@ def test_llama2_7b(pages: Any) -> None:
     assert load_config(str(followed.run("llama2-7b") / "config.yaml"), []).train.recompute == "selective"
     assert followed.results("ten-steps")["layout"]["ranks"] == 1
     assert followed.losses("ten-steps") == pytest.approx(followed.losses("llama2-7b"), rel=1e-5)
-    assert (followed.at / "llama.yaml").read_text() == (ROOT / "src/shardwise/recipes/llama2-7b.yaml").read_text()
+    assert (followed.at / "llama.yaml").read_text() == (
+        ROOT / "src/shardwise/config/recipes/llama2-7b.yaml"
+    ).read_text()
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ parallel.tensor=8, keeps that value. docs/planner.md says how far predictions ha
 
 --calibrate measures this machine and writes a device file, which --device takes. With a run's folder instead of a
 recipe, the run is compared with its prediction, and --write FILE writes the device with constants that explain the run.
-
-The picture of `shardwise plan --plot`: time against memory of the best layouts, and the best one's step in time.
 """
 
 from __future__ import annotations

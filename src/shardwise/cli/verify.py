@@ -9,8 +9,6 @@ optimizer.zero, with the recipe's parallel.schedule and train.recompute. --layou
 limits a key to these values, KEY=all allows all, and keys that are not named stay as said; `all` allows everything.
 
 Exit code 0: every layout keeps the contract; 1: one breaks it or fails; 2: the input is wrong.
-
-What `shardwise verify` found, as text for a terminal of 80 columns and as JSON.
 """
 
 from __future__ import annotations

@@ -17,10 +17,6 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.units import count, counted, size
-from shardwise.checkpoint.importing.foreign_model import open_hugging_face
-from shardwise.checkpoint.importing.megatron import open_megatron
-from shardwise.checkpoint.importing.nemo import open_nemo
-from shardwise.checkpoint.importing.neuronx import open_neuronx
 from shardwise.checkpoint.storage.locate import reached
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
@@ -126,6 +122,10 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
 
 
 def _open(arguments: argparse.Namespace) -> ForeignModel:
+    from shardwise.checkpoint.importing.foreign_model import open_hugging_face
+    from shardwise.checkpoint.importing.megatron import open_megatron
+    from shardwise.checkpoint.importing.nemo import open_nemo
+    from shardwise.checkpoint.importing.neuronx import open_neuronx
     from shardwise.checkpoint.storage.root import Root
 
     ignore = _names(arguments.ignore)
