@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
-from shardwise.data.reading.megatron import MAGIC
+from shardwise.data.reading.megatron_files import MAGIC
 from tests.arch.source import ROOT
 from tests.e2e import processes
 from tests.e2e.command import Outcome, metrics, miniature, shardwise, within

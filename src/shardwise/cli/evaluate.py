@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         layout = check_layout(config, world)
         if not is_launched():
             from shardwise.data.opening import prepare
-            from shardwise.data.reading.datasets import fetch_dataset
+            from shardwise.data.reading.dataset_tables import fetch_dataset
 
             if config.data.tokenizer is not None:
                 open_tokenizer(config, folder, announce=announce)

@@ -21,7 +21,7 @@ from shardwise.data.formats.common import (
     without_tokenizer,
 )
 from shardwise.data.formats.inspection import Inspection
-from shardwise.data.reading.datasets import is_saved
+from shardwise.data.reading.dataset_tables import is_saved
 from shardwise.data.reading.detect import DataFormat, detect
 from shardwise.data.samples.sentence_pairs import chunk_room
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.prepare import hdf5, tokens, work_folder
-from shardwise.data.prepare import tokens as batches
+from shardwise.data.prepare import to_hdf5, tokenizing, work_folder
+from shardwise.data.prepare import tokenizing as batches
+from shardwise.data.prepare.from_text import _Conversion
 from shardwise.data.prepare.outputs import Format, Output
-from shardwise.data.prepare.text import _Conversion
-from shardwise.data.reading.hdf5 import Shard, ShardRows, in_list
-from shardwise.data.reading.megatron import IndexedFile, IndexedWriter
+from shardwise.data.reading.hdf5_files import Shard, ShardRows, in_list
+from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer
 from tests.unit.prepare.jobs import Folder, Told, write_jsonl
@@ -32,8 +32,8 @@ FORMATS: tuple[Format, ...] = ("megatron", "arrow", "hdf5")
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Batches of a few documents, each of them durable; pieces that end within a document."""
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 400)
-    monkeypatch.setattr(tokens, "COMMIT_SECONDS", 0.0)
-    monkeypatch.setattr("shardwise.data.reading.sources.PIECE_CHARACTERS", 150)
+    monkeypatch.setattr(tokenizing, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr("shardwise.data.reading.text_sources.PIECE_CHARACTERS", 150)
     monkeypatch.setattr("shardwise.data.tokens.encoding.MARGINS", (60,))
     monkeypatch.setattr("shardwise.data.tokens.encoding.SHIFT", 13)
     monkeypatch.setattr("os.fsync", lambda _file: None)  # nothing here loses power, and a busy disk takes its time
@@ -99,7 +99,7 @@ def test_arrow_blocks_are_the_tokens_in_their_order(folder: Folder) -> None:
 
 def test_hdf5_samples_are_pairs_of_the_text(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without masks the samples are runs of the text; each section of it is there as often as `dupe_factor` says."""
-    monkeypatch.setattr(hdf5, "SECTION_TOKENS", 1000)
+    monkeypatch.setattr(to_hdf5, "SECTION_TOKENS", 1000)
     outcome = folder.run(folder.job("hdf5", "made", dupe_factor=3))
     paths = sorted((folder.at / "made").glob("made_training_*.hdf5"))
     assert len(paths) == outcome.manifest["shards"] == 3 * (len(paths) // 3) > 3
@@ -138,8 +138,8 @@ def test_sections_are_whole_documents_of_about_a_size(folder: Folder, monkeypatc
         for size in (3, 900, 1, 40, 40, 5, 60, 30, 2):
             writer.add([1] * size)
     index = IndexedFile.open(folder.at / "many")
-    monkeypatch.setattr(hdf5, "SECTION_TOKENS", 100)
-    found = hdf5.sections(index)
+    monkeypatch.setattr(to_hdf5, "SECTION_TOKENS", 100)
+    found = to_hdf5.sections(index)
     assert [first for first, _ in found[1:]] == [after for _, after in found[:-1]], "each document once"
     assert (found[0][0], found[-1][1]) == (0, 9)
     held = [int(np.diff(index.starts(np.array(bounds)))[0]) for bounds in found]
@@ -157,7 +157,7 @@ def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(
 ) -> None:
     if format_ == "arrow":
         pytest.importorskip("datasets")
-    monkeypatch.setattr(hdf5, "SECTION_TOKENS", 1000)
+    monkeypatch.setattr(to_hdf5, "SECTION_TOKENS", 1000)
     size = sum(len(text.encode()) for text in folder.documents)
     replace = Path.replace
     seen = 0
@@ -457,8 +457,8 @@ def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
 
 def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.run(folder.job("megatron", "alone"))
-    monkeypatch.setattr("shardwise.data.prepare.text._SMALL_BYTES", 0)
-    monkeypatch.setattr("shardwise.data.prepare.tokens.CORES_OF_A_PROCESS", 0)
+    monkeypatch.setattr("shardwise.data.prepare.from_text._SMALL_BYTES", 0)
+    monkeypatch.setattr("shardwise.data.prepare.tokenizing.CORES_OF_A_PROCESS", 0)
     folder.run(folder.job("megatron", "several"))
     for suffix in (".bin", ".idx"):
         assert (folder.at / f"several{suffix}").read_bytes() == (folder.at / f"alone{suffix}").read_bytes()

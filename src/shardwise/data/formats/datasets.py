@@ -38,10 +38,10 @@ from shardwise.data.formats.inspection import (
 )
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.reading.content import first_line
-from shardwise.data.reading.datasets import TOKENS, DataSet, library, require_library
+from shardwise.data.reading.dataset_tables import TOKENS, DataSet, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
-from shardwise.data.reading.sources import ColumnSource
-from shardwise.data.reading.text import require_sound
+from shardwise.data.reading.text_files import require_sound
+from shardwise.data.reading.text_sources import ColumnSource
 from shardwise.data.tokens.encoding import Split, plan_split, token_writers
 
 _ARROW_ROWS = 1024

@@ -25,7 +25,7 @@ from shardwise.data.formats.common import (
 from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
 from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.reading.content import readable
-from shardwise.data.reading.hdf5 import Shard, ShardRows, in_list, library, shard_paths, unpack
+from shardwise.data.reading.hdf5_files import Shard, ShardRows, in_list, library, shard_paths, unpack
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.sentence_pairs import ShardBatches

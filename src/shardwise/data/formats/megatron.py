@@ -28,7 +28,7 @@ from shardwise.data.formats.common import (
 from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
 from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.reading.manifest import of_prefix, read_manifest
-from shardwise.data.reading.megatron import IndexedFile, count_sequences, prefix_of
+from shardwise.data.reading.megatron_files import IndexedFile, count_sequences, prefix_of
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import BlendedBatches, DocumentBatches, DocumentEnds, Documents
 from shardwise.data.samples.order import mix_integer

@@ -25,8 +25,16 @@ from shardwise.data.formats.common import (
 )
 from shardwise.data.parts import PARTS, Part, describe_sizes
 from shardwise.data.reading.content import readable
-from shardwise.data.reading.sources import ColumnSource, FileSource, PythonSource, TextPiece, open_source
-from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
+from shardwise.data.reading.text_sources import (
+    BLOCK_CHARACTERS,
+    ColumnSource,
+    FileSource,
+    PythonSource,
+    Shard,
+    TextPiece,
+    open_shard,
+    open_source,
+)
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches
 from shardwise.data.samples.streaming import HeldOut, Stream, StreamBatches, read_documents

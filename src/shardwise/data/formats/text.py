@@ -29,7 +29,7 @@ from shardwise.data.formats.common import (
 )
 from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, InspectedSample, Inspection, Lengths
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
-from shardwise.data.reading.sources import ColumnSource, FileSource, Source, TextPiece, open_source
+from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, open_source
 from shardwise.data.samples.order import mix_integer
 from shardwise.data.tokens.encoding import RULE, ContentDigest, Split, encode_documents, encode_sentences, plan_split
 from shardwise.data.tokens.tokenizer import (

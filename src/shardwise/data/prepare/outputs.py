@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import sync_folder, to_disk
-from shardwise.data.prepare.tokens import PREFIX
+from shardwise.data.prepare.tokenizing import PREFIX
 from shardwise.data.prepare.work_folder import WorkFolder
 from shardwise.data.reading import manifest
 from shardwise.data.tokens.tokenizer import Tokenizer

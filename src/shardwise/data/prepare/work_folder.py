@@ -29,7 +29,7 @@ from shardwise.base.parsing import json_value
 from shardwise.base.units import size
 from shardwise.config import DataConfig
 from shardwise.data.reading.content import UTF_8
-from shardwise.data.reading.sources import PIECE_CHARACTERS, FileSource, Source
+from shardwise.data.reading.text_sources import PIECE_CHARACTERS, FileSource, Source
 from shardwise.data.tokens.encoding import ContentDigest, batches, cut_sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.config import DataConfig
-from shardwise.data.reading import datasets, hdf5, megatron
+from shardwise.data.reading import dataset_tables, hdf5_files, megatron_files
 
 DataFormat = Literal["megatron", "hdf5", "datasets", "text"]
 
@@ -26,11 +26,11 @@ def detect(data: DataConfig) -> DataFormat:
         return "text"
     path = Path(data.path).expanduser()
     try:
-        if megatron.is_indexed(path):
+        if megatron_files.is_indexed(path):
             return "megatron"
-        if hdf5.names_shards(path):
+        if hdf5_files.names_shards(path):
             return "hdf5"
-        if datasets.is_saved(path):
+        if dataset_tables.is_saved(path):
             return "datasets"
     except OSError:
         pass

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.units import counted
 from shardwise.config import Config
-from shardwise.data.reading.megatron import IndexedFile
+from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens, joined, shown_epochs
 from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
 from shardwise.data.samples.sentences import Sentences

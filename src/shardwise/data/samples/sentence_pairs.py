@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError
-from shardwise.data.reading.hdf5 import ShardRows, in_list
+from shardwise.data.reading.hdf5_files import ShardRows, in_list
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
 from shardwise.data.samples.order import Draws, IntArray, below
 from shardwise.data.samples.sentences import ChunkIndex, Sentences

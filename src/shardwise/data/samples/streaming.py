@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError
-from shardwise.data.reading.sources import TextPiece, cut_document
-from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard
+from shardwise.data.reading.text_sources import BLOCK_CHARACTERS, Shard, TextPiece, cut_document
 from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
 from shardwise.data.tokens.encoding import DocumentMarks, batches, encode_windows, text_windows

@@ -37,7 +37,7 @@ import numpy.typing as npt
 from shardwise.base.errors import DataError
 from shardwise.data.cache import BOUNDS, BOUNDS_DTYPE, ArrayWriter, TokenWriter, token_dtype
 from shardwise.data.parts import PARTS, Part
-from shardwise.data.reading.sources import PIECE_CHARACTERS, TextPiece
+from shardwise.data.reading.text_sources import PIECE_CHARACTERS, TextPiece
 from shardwise.data.samples.order import mix
 from shardwise.data.tokens.tokenizer import Tokenizer
 

@@ -16,10 +16,9 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, DataConfig
 from shardwise.data.formats.common import PreparedText, make_batches
 from shardwise.data.opening import inspect, prepare
-from shardwise.data.reading.datasets import DataSet, _OnHub, fetch_dataset
+from shardwise.data.reading.dataset_tables import DataSet, _OnHub, fetch_dataset
 from shardwise.data.reading.detect import detect
-from shardwise.data.reading.sources import open_source
-from shardwise.data.reading.streams import TableShard
+from shardwise.data.reading.text_sources import TableShard, open_source
 from tests.unit.data.formats.test_text import sized, stories, text_of
 from tests.unit.data.reading.test_sources import documents
 

@@ -15,9 +15,9 @@ from shardwise.config import Config
 from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.hdf5 import PreparedShards
 from shardwise.data.opening import prepare
-from shardwise.data.reading import hdf5
+from shardwise.data.reading import hdf5_files
 from shardwise.data.reading.detect import detect
-from shardwise.data.reading.hdf5 import Shard, ShardRows
+from shardwise.data.reading.hdf5_files import Shard, ShardRows
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, ShardBatches
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
@@ -174,7 +174,7 @@ def test_evaluation_counts_each_sample_once(dp_size: int, micro_batch: int, coun
 
 def test_few_shards_are_mapped_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = numbers(all_of(folder).global_batch(0, 15))
-    monkeypatch.setattr(hdf5, "_SHARDS_KEPT", 1)
+    monkeypatch.setattr(hdf5_files, "_SHARDS_KEPT", 1)
     batches = all_of(folder)
     assert batches.shards._arrays.cache_info().currsize == 0, "mapped when they are read"
     assert numbers(batches.global_batch(0, 15)) == expected

@@ -11,7 +11,7 @@ from shardwise.base.errors import DataError
 from shardwise.data.formats import megatron, text
 from shardwise.data.formats.inspection import Inspection, Lengths, spread
 from shardwise.data.opening import inspect
-from shardwise.data.reading.megatron import IndexedWriter
+from shardwise.data.reading.megatron_files import IndexedWriter
 from tests.unit.prepare.jobs import Folder, write_jsonl
 
 

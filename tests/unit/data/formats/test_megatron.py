@@ -14,7 +14,7 @@ from shardwise.data.formats.megatron import PreparedDocuments
 from shardwise.data.opening import prepare
 from shardwise.data.parts import part_bounds
 from shardwise.data.reading.detect import detect
-from shardwise.data.reading.megatron import IndexedWriter
+from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.causal import BlendedBatches, DocumentBatches, TokenBatches
 from shardwise.data.samples.sentence_pairs import SentencePairBatches

@@ -23,9 +23,9 @@ from shardwise.data.formats import stream as prepared_stream
 from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.stream import PreparedStream
 from shardwise.data.opening import prepare
-from shardwise.data.reading import streams as shards_module
-from shardwise.data.reading import text as text_files
-from shardwise.data.reading.streams import FileShard
+from shardwise.data.reading import text_files
+from shardwise.data.reading import text_sources as shards_module
+from shardwise.data.reading.text_sources import FileShard
 from shardwise.data.samples import streaming as streaming_module
 from shardwise.data.samples.batch import Batch
 from shardwise.data.samples.streaming import StreamBatches, StreamPosition

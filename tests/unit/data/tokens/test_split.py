@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.reading.sources import TextPiece
+from shardwise.data.reading.text_sources import TextPiece
 from shardwise.data.tokens.encoding import plan_split
 
 

@@ -30,8 +30,8 @@ from shardwise.base.files import to_disk
 from shardwise.base.hardware import cpu_count
 from shardwise.data.parts import Part
 from shardwise.data.prepare.work_folder import WorkFolder
-from shardwise.data.reading.megatron import UnfinishedIndex, written_dtype
-from shardwise.data.reading.sources import Source, TextPiece
+from shardwise.data.reading.megatron_files import UnfinishedIndex, written_dtype
+from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.samples.order import IntArray
 from shardwise.data.tokens.encoding import (
     ContentDigest,

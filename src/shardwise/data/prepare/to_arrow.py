@@ -13,8 +13,8 @@ import numpy as np
 from shardwise.base.errors import DataError
 from shardwise.base.files import sync_folder, to_disk
 from shardwise.data.reading.content import optional_library
-from shardwise.data.reading.datasets import TOKENS
-from shardwise.data.reading.megatron import IndexedFile
+from shardwise.data.reading.dataset_tables import TOKENS
+from shardwise.data.reading.megatron_files import IndexedFile
 
 _SHARD_TOKENS = 1 << 27
 _BATCH_TOKENS = 1 << 21

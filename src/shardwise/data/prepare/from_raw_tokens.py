@@ -17,8 +17,8 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import reason_of, to_disk
 from shardwise.data.prepare import work_folder
 from shardwise.data.prepare.outputs import ANY_VOCABULARY, Outcome, Output, check_name
-from shardwise.data.prepare.tokens import WrittenCounts, finish_index, open_index
-from shardwise.data.reading.megatron import UnfinishedIndex, prefix_of, written_dtype
+from shardwise.data.prepare.tokenizing import WrittenCounts, finish_index, open_index
+from shardwise.data.reading.megatron_files import UnfinishedIndex, prefix_of, written_dtype
 from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
 
 DTYPES = ("uint16", "uint32")

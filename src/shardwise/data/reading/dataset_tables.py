@@ -25,7 +25,7 @@ from shardwise.base.parsing import json_value
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import hub
 from shardwise.data.reading.content import first_line, optional_library, readable
-from shardwise.data.reading.text import require_sound
+from shardwise.data.reading.text_files import require_sound
 
 TOKENS = "input_ids"
 """The column that is read where there is no text."""

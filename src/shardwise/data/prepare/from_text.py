@@ -19,9 +19,9 @@ from shardwise.base.files import cache_root, sync_folder
 from shardwise.config import DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats.common import announce_note
-from shardwise.data.prepare import arrow, hdf5, work_folder
+from shardwise.data.prepare import to_arrow, to_hdf5, work_folder
 from shardwise.data.prepare.outputs import ANY_VOCABULARY, Format, Outcome, Output, check_name
-from shardwise.data.prepare.tokens import (
+from shardwise.data.prepare.tokenizing import (
     PREFIX,
     ChangedError,
     SequenceOptions,
@@ -29,10 +29,10 @@ from shardwise.data.prepare.tokens import (
     Workers,
     write_tokens,
 )
-from shardwise.data.reading.datasets import fetch_dataset
-from shardwise.data.reading.hdf5 import library as hdf5_library
-from shardwise.data.reading.megatron import IndexedFile, written_dtype
-from shardwise.data.reading.sources import FileSource, open_source
+from shardwise.data.reading.dataset_tables import fetch_dataset
+from shardwise.data.reading.hdf5_files import library as hdf5_library
+from shardwise.data.reading.megatron_files import IndexedFile, written_dtype
+from shardwise.data.reading.text_sources import FileSource, open_source
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, chunk_room
 from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
@@ -153,11 +153,11 @@ class _Conversion:
         needed = expected.tokens * itemsize + 32 * (expected.sentences + expected.documents)
         if job.format == "arrow":
             length = job.options["sequence_length"]
-            needed += expected.tokens // length * arrow.row_bytes(length)
+            needed += expected.tokens // length * to_arrow.row_bytes(length)
         if job.format == "hdf5":
             length, predictions = job.options["sequence_length"], job.options["max_predictions"]
             rows = expected.tokens // chunk_room(length) + expected.documents
-            needed += rows * job.options["dupe_factor"] * hdf5.row_bytes(length, predictions)
+            needed += rows * job.options["dupe_factor"] * to_hdf5.row_bytes(length, predictions)
         written = work_folder.bytes_below(self.work.folder)
         work_folder.check_room(needed, written, job.output, self.announce, packed=expected.packed)
         return expected
@@ -210,7 +210,7 @@ class _Conversion:
             self.work.remove_output()
             tokens, length = IndexedFile.open(prefix), options["sequence_length"]
             with self._bar("writing blocks", tokens.tokens.nbytes) as advance:
-                blocks = arrow.write_blocks(tokens, length, self.work.output, progress.read.digest[:16], advance)
+                blocks = to_arrow.write_blocks(tokens, length, self.work.output, progress.read.digest[:16], advance)
             return {"dtype": "int32", "sequences": blocks, "tokens": blocks * length}
         shards, rows = self._write_shards(prefix)
         return {"dtype": "int32", "sequences": rows, "tokens": written.tokens, "shards": shards}
@@ -228,8 +228,8 @@ class _Conversion:
             continuations=self.continuations,
         )
         folder.mkdir(exist_ok=True)
-        shards = hdf5.plan_shards(prefix, folder, self.job.output.name, options["dupe_factor"], options["seed"])
-        write = functools.partial(hdf5.write_shard, vocab_size=vocab_size, pairs=pairs)
+        shards = to_hdf5.plan_shards(prefix, folder, self.job.output.name, options["dupe_factor"], options["seed"])
+        write = functools.partial(to_hdf5.write_shard, vocab_size=vocab_size, pairs=pairs)
         total, rows = sum(shard.bytes for shard in shards), 0
         small = total < _SMALL_BYTES
         with self._bar("masking", total) as advance, Workers.for_masking(len(shards), small=small) as workers:
@@ -251,7 +251,7 @@ def _check_options(job: TextJob) -> None:
     if options.get("prepend_bos") and options.get("split_sentences"):
         problems.append("--prepend-bos must be left out with --split-sentences, whose pairs have [CLS] and [SEP]")
     if job.format == "arrow":
-        arrow.library()
+        to_arrow.library()
         if options["sequence_length"] < 1:
             problems.append(f"--sequence-length ({options['sequence_length']}) must be at least 1")
     if job.format == "hdf5":

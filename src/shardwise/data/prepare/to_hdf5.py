@@ -1,4 +1,4 @@
-"""Sentence pairs with masked tokens, as the HDF5 shards that `shardwise.data.reading.hdf5` reads."""
+"""Sentence pairs with masked tokens, as the HDF5 shards that `shardwise.data.reading.hdf5_files` reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.base.files import to_disk
-from shardwise.data.reading.hdf5 import library
-from shardwise.data.reading.megatron import IndexedFile
+from shardwise.data.reading.hdf5_files import library
+from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.samples.causal import Documents
 from shardwise.data.samples.order import mix_integer
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
