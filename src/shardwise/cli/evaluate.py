@@ -35,7 +35,7 @@ from shardwise.launch.environment import is_launched
 from shardwise.launch.rank import as_rank, check_accelerators, enter_job
 
 if TYPE_CHECKING:
-    from shardwise.data.parts import Part
+    from shardwise.data.split import Part
     from shardwise.train.evaluation import Evaluation
 
 _KEYS = (

@@ -38,9 +38,9 @@ from shardwise.base.files import (
     write_atomic,
 )
 from shardwise.base.parsing import json_value
-from shardwise.data.parts import PARTS, Part
 from shardwise.data.samples.batch import TokenArray
 from shardwise.data.samples.sentences import Sentences
+from shardwise.data.split import PARTS, Part
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 2

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.data.formats.common import PreparedText
-from shardwise.data.parts import Part
 from shardwise.data.samples.sentences import Sentences
+from shardwise.data.split import Part
 from shardwise.data.tokens.tokenizer import PairTokens
 
 

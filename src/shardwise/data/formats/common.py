@@ -11,12 +11,12 @@ from shardwise.base.errors import DataError
 from shardwise.base.units import counted
 from shardwise.config import BertConfig, Config, DataConfig
 from shardwise.data import cache
-from shardwise.data.parts import PART_NAMES, Part
 from shardwise.data.reading.manifest import tokenizer_problems
 from shardwise.data.samples.batch import Batches, TokenArray, Tokens
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches, without_end
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, chunk_room
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
+from shardwise.data.split import PART_NAMES, Part
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
     PairTokens,

@@ -36,13 +36,13 @@ from shardwise.data.formats.inspection import (
     spread,
     with_tokens,
 )
-from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.reading.content import first_line
 from shardwise.data.reading.dataset_tables import TOKENS, DataSet, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.text_files import require_sound
 from shardwise.data.reading.text_sources import ColumnSource
-from shardwise.data.tokens.encoding import Split, plan_split, token_writers
+from shardwise.data.split import PART_NAMES, PARTS, Part, TextSplit, describe_sizes, plan_split
+from shardwise.data.tokens.encoding import token_writers
 
 _ARROW_ROWS = 1024
 """Rows that an inspection looks at, at most."""
@@ -105,13 +105,13 @@ def _build(folder: Path, dataset: DataSet, config: Config) -> dict[str, Any]:
     }
 
 
-def _plan(dataset: DataSet, config: Config) -> Split:
+def _plan(dataset: DataSet, config: Config) -> TextSplit:
     lengths = [_lengths(array) for name in dataset.splits for array in dataset.rows(name)]
     return plan_split(np.concatenate(lengths or [np.empty(0, dtype=np.int64)]), config.data.split_weights)
 
 
 def _parts(
-    dataset: DataSet, vocab_size: int, split: Split | None
+    dataset: DataSet, vocab_size: int, split: TextSplit | None
 ) -> Iterator[tuple[Part, int, npt.NDArray[np.integer[Any]]]]:
     """Rows of a part: how many begin, and their tokens, joined with nothing between them.
 
@@ -126,8 +126,8 @@ def _parts(
             if split is None:
                 yield part, len(array), tokens
             else:
-                if split.documents is not None:
-                    rows = split.documents[first : first + len(array)]
+                if split.held_out is not None:
+                    rows = split.held_out[first : first + len(array)]
                     held = np.repeat(rows, lengths)
                 else:
                     rows = start + np.cumsum(lengths) - lengths >= split.boundary

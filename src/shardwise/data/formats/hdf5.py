@@ -23,12 +23,12 @@ from shardwise.data.formats.common import (
     tokenizer_of_tokens,
 )
 from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
-from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.hdf5_files import Shard, ShardRows, in_list, library, shard_paths, unpack
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.sentence_pairs import ShardBatches
+from shardwise.data.split import PART_NAMES, Part, describe_sizes, part_bounds
 
 # Of all shards together; of each the first and the last one at least.
 _CHECKED_BLOCKS = 256

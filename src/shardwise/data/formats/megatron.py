@@ -26,12 +26,12 @@ from shardwise.data.formats.common import (
     without_tokenizer,
 )
 from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
-from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.reading.manifest import of_prefix, read_manifest
 from shardwise.data.reading.megatron_files import IndexedFile, count_sequences, prefix_of
-from shardwise.data.samples.batch import Batches
-from shardwise.data.samples.causal import BlendedBatches, DocumentBatches, DocumentEnds, Documents
+from shardwise.data.samples.batch import Batches, BlendedBatches
+from shardwise.data.samples.causal import DocumentBatches, DocumentEnds, Documents
 from shardwise.data.samples.order import mix_integer
+from shardwise.data.split import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.tokens.tokenizer import PairTokens
 
 _LENGTHS = 1 << 20
@@ -104,7 +104,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     if not any_size and (problems := _too_short(parts, config)):
         raise DataError(problems)
     weights = tuple(weight for weight, _ in config.data.weighted_prefixes)
-    bounds = {part: [(chosen.first, chosen.after) for chosen in documents] for part, documents in parts.items()}
+    bounds = {part: [(chosen.first, chosen.stop) for chosen in documents] for part, documents in parts.items()}
     return PreparedDocuments(
         tokenizer_path=tokenizer_in_cache(config, tokenizer, root),
         weights=weights,

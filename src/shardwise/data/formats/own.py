@@ -20,10 +20,10 @@ from shardwise.base.user_code import RAISED, accepts, error_text, load
 from shardwise.config import Config
 from shardwise.data.cache import digest_of
 from shardwise.data.formats.common import Announce, PreparedData, needed_parts, tokenizer_in_cache, tokenizer_of_tokens
-from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.samples.batch import Batch, Batches
 from shardwise.data.samples.causal import DocumentEnds, causal_batch
 from shardwise.data.samples.order import IntArray
+from shardwise.data.split import PART_NAMES, PARTS, Part, describe_sizes
 
 
 class Samples(Protocol):

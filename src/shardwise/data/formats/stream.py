@@ -23,7 +23,6 @@ from shardwise.data.formats.common import (
     entry_problems,
     needed_parts,
 )
-from shardwise.data.parts import PARTS, Part, describe_sizes
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.text_sources import (
     BLOCK_CHARACTERS,
@@ -38,6 +37,7 @@ from shardwise.data.reading.text_sources import (
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches
 from shardwise.data.samples.streaming import HeldOut, Stream, StreamBatches, read_documents
+from shardwise.data.split import PARTS, Part, describe_sizes
 from shardwise.data.tokens.encoding import encode_documents
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest
 

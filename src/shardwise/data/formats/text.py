@@ -28,10 +28,10 @@ from shardwise.data.formats.common import (
     padding_problems,
 )
 from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, InspectedSample, Inspection, Lengths
-from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, open_source
 from shardwise.data.samples.order import mix_integer
-from shardwise.data.tokens.encoding import RULE, ContentDigest, Split, encode_documents, encode_sentences, plan_split
+from shardwise.data.split import PART_NAMES, PARTS, Part, TextSplit, describe_sizes, plan_split
+from shardwise.data.tokens.encoding import RULE, ContentDigest, encode_documents, encode_sentences
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
     Tokenizer,
@@ -43,7 +43,7 @@ from shardwise.data.tokens.tokenizer import (
 
 # More text changes the merges of a small vocabulary little and costs memory and time.
 _TOKENIZER_CHARACTERS = 1 << 25
-_ALL = Split(None, sys.maxsize)
+_ALL = TextSplit(None, sys.maxsize)
 """One part."""
 _TEXT_BYTES, _TEXT_ENCODED = 1 << 26, 1 << 20
 """Bytes that an inspection reads and encodes, at most."""
@@ -106,7 +106,7 @@ def _scan(source: Source) -> _Scan:
     return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
-def _parts(source: Source, split: Split, digest: ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
+def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
     """All pieces of a text with their parts, which are the data set's own where it has them, else those of `split`."""
     if not isinstance(source, ColumnSource) or not source.data.split_names:
         yield from split.parts(digest.watch(source.pieces()))

@@ -28,21 +28,14 @@ import numpy.typing as npt
 from shardwise.base.errors import DataError, RunError, see
 from shardwise.base.files import to_disk
 from shardwise.base.hardware import cpu_count
-from shardwise.data.parts import Part
 from shardwise.data.prepare.work_folder import WorkFolder
 from shardwise.data.reading.megatron_files import UnfinishedIndex, written_dtype
 from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.samples.order import IntArray
-from shardwise.data.tokens.encoding import (
-    ContentDigest,
-    DocumentMarks,
-    PieceTexts,
-    TextWindow,
-    batches,
-    sentence_pieces,
-    text_windows,
-)
+from shardwise.data.split import Part
+from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks, PieceTexts, batches, sentence_pieces
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.windows import TextWindow, text_windows
 from shardwise.launch.environment import PARENT_PID
 from shardwise.launch.local import die_with_parent
 

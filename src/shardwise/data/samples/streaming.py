@@ -24,8 +24,9 @@ from shardwise.base.errors import DataError
 from shardwise.data.reading.text_sources import BLOCK_CHARACTERS, Shard, TextPiece, cut_document
 from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
-from shardwise.data.tokens.encoding import DocumentMarks, batches, encode_windows, text_windows
+from shardwise.data.tokens.encoding import DocumentMarks, batches
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.windows import encode_windows, text_windows
 
 # Keys of what is drawn, the ASCII codes of "shards", "docs", "samples" and "held": they keep the draws independent.
 _SHARDS, _DOCUMENTS, _SAMPLES, _HELD = 0x736861726473, 0x646F6373, 0x73616D706C6573, 0x68656C64

@@ -12,12 +12,12 @@ from shardwise.config import Config, config_from
 from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.megatron import PreparedDocuments
 from shardwise.data.opening import prepare
-from shardwise.data.parts import part_bounds
 from shardwise.data.reading.detect import detect
 from shardwise.data.reading.megatron_files import IndexedWriter
-from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.causal import BlendedBatches, DocumentBatches, TokenBatches
+from shardwise.data.samples.batch import IGNORE, BlendedBatches
+from shardwise.data.samples.causal import DocumentBatches, TokenBatches
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
+from shardwise.data.split import part_bounds
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXT = "The ring of keys was lost in spring. A song went with it! Who sang it? Nobody knows.\n" * 4

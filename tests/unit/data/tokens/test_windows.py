@@ -17,8 +17,8 @@ from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.reading.text_sources import cut_document, slices
 from shardwise.data.tokens import encoding
-from shardwise.data.tokens.encoding import TextWindow, encode_windows, text_windows
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.windows import TextWindow, encode_windows, text_windows
 from tests.unit.data.tokens.test_tokenizer_files import TEXT, piece_model
 from tests.unit.prepare.jobs import Told
 
