@@ -11,8 +11,7 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.opening import inspect
 from shardwise.data.prepare import from_raw_tokens
 from shardwise.data.prepare.from_raw_tokens import RawJob, convert_raw
-from shardwise.data.reading.detect import is_raw_tokens
-from shardwise.data.reading.megatron_files import IndexedFile
+from shardwise.data.reading.megatron_files import IndexedFile, is_raw_tokens
 from shardwise.data.tokens.tokenizer import train_tokenizer
 
 END = 9

@@ -83,8 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from shardwise.data.prepare.from_raw_tokens import RawJob, convert_raw
     from shardwise.data.prepare.from_text import TextJob, convert_text
-    from shardwise.data.reading.detect import is_raw_tokens
-    from shardwise.data.reading.megatron_files import prefix_of
+    from shardwise.data.reading.megatron_files import is_raw_tokens, prefix_of
 
     source, target = (Path(path).expanduser() for path in (arguments.input, arguments.output))
     is_raw = arguments.token_dtype is not None or is_raw_tokens(source)

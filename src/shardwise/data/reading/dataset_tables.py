@@ -357,6 +357,17 @@ def is_saved(path: Path, *, damaged: bool = False) -> bool:
     return (path / _SPLITS).is_file() or ((path / _STATE).is_file() and (damaged or (path / _INFO).is_file()))
 
 
+def names_data_set(data: DataConfig) -> bool:
+    """True if the `data` section names a data set of the library: on the hub, by `data.format` or by its files."""
+    if data.path is None:
+        return data.is_hub_dataset
+    if data.format != "auto":
+        return data.format == "datasets"
+    with contextlib.suppress(OSError):  # opening the path as text will report it
+        return is_saved(Path(data.path).expanduser())
+    return False
+
+
 def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> None:
     """Looks up and stores the commit of a hub's data set that all processes of this machine read.
 

@@ -64,6 +64,11 @@ def is_indexed(path: str | Path) -> bool:
     return not named.exists() and any(file.is_file() for file in _files(named))
 
 
+def is_raw_tokens(path: Path) -> bool:
+    """True if `path` is named as raw token ids are: a .bin without the .idx of a Megatron data set."""
+    return path.suffix == ".bin" and path.is_file() and not path.with_suffix(".idx").exists()
+
+
 def _files(prefix: Path) -> tuple[Path, Path]:
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 

@@ -27,8 +27,7 @@ from typing import Any
 from shardwise.base.errors import DataError, RunError, ShardwiseError, listing
 from shardwise.config import DataConfig
 from shardwise.data.reading.content import BLOCK, HubFile, first_line, readable, unpacked_name
-from shardwise.data.reading.dataset_tables import DataSet, require_whole
-from shardwise.data.reading.detect import detect
+from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
 from shardwise.data.reading.file_kinds import LINES, Kind, Reading, chosen_kind, described, reading_of
 from shardwise.data.reading.text_files import (
     column_at,
@@ -186,7 +185,7 @@ Source = FileSource | ColumnSource | PythonSource
 
 def open_source(data: DataConfig) -> Source:
     """The text that the `data` section names; DataError where it is missing or holds no files."""
-    if detect(data) == "datasets":
+    if names_data_set(data):
         return ColumnSource.open(data)
     if data.path is not None:
         path = Path(data.path).expanduser()

@@ -15,9 +15,8 @@ import pytest
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, DataConfig
 from shardwise.data.formats.common import PreparedText, make_batches
-from shardwise.data.opening import inspect, prepare
+from shardwise.data.opening import format_of, inspect, prepare
 from shardwise.data.reading.dataset_tables import DataSet, _OnHub, fetch_dataset
-from shardwise.data.reading.detect import detect
 from shardwise.data.reading.text_sources import TableShard, open_source
 from tests.unit.data.formats.test_text import sized, stories, text_of
 from tests.unit.data.reading.test_sources import documents
@@ -64,7 +63,7 @@ def failure(path: Path, **data: str) -> str:
 def test_a_column_of_text_is_prepared_as_any_text(tmp_path: Path) -> None:
     """Empty rows, as WikiText has them, are no documents; all else is as the same text from a file."""
     path = save(tmp_path / "saved", id=range(len(TEXTS) + 2), body=["", *TEXTS, ""])
-    assert detect(DataConfig(path=str(path))) == "datasets"
+    assert format_of(DataConfig(path=str(path))).name == "datasets"
     source = open_source(DataConfig(path=str(path), text_key="body"))
     assert documents(list(source.pieces())) == TEXTS
     data = prepared(path, text_key="body")
