@@ -1,11 +1,16 @@
 """A module for each format of data, with the functions of its record in `opening.FORMATS`: open, glance and inspect.
 
-common.py        prepared data, and checks that several formats share
-inspection.py    the result of an inspection
-megatron.py      Megatron's .bin and .idx, one or several in a blend
-hdf5.py          HDF5 shards of masked sentence pairs
-datasets.py      data sets of the library `datasets`
-text.py          text that is tokenized once
-stream.py        text that is tokenized while it is trained on
-own.py           samples of the object that `hooks.data` names
+Shared by all of them:
+
+    common.py         prepared data, and checks that several formats share
+    inspection.py     the result of an inspection
+
+Formats:
+
+    megatron.py       Megatron's .bin and .idx, one or several in a blend
+    hdf5.py           HDF5 shards of masked sentence pairs
+    datasets.py       data sets of the library `datasets`
+    text.py           text that is tokenized once
+    stream.py         text that is tokenized while it is trained on
+    user_samples.py   samples of the object that `hooks.data` names
 """

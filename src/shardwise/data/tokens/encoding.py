@@ -1,24 +1,7 @@
-"""Text becomes the files of a cache entry: tokens, and for sentence pairs where sentences and documents begin.
+"""Text becomes the files of a cache entry: tokens, and for sentence pairs the bounds of sentences and documents.
 
-Long documents in windows of text, whose tokens together are those of the whole document.
-
-To encode a document as a whole takes about 120 bytes of memory for each character, and one core. But tokenizers put a
-space before any text that they are given, join characters over any distance, and split a text by what follows it. So a
-document is cut only where two conditions hold:
-
-1. No token can lie on both sides: a word ends there (words are the parts of a text that a tokenizer encodes one by
-   one), or the tokenizer is a BPE whose vocabulary has no token with these two characters next to each other.
-2. The tokens on each side do not depend on where the encoded text begins and ends. Texts that overlap are encoded and
-   compared.
-
-A window begins with a little text of the window before it, whose tokens are then left out. A document without such a
-place, for example a single word of a million letters, is one window.
-
-How text is cut into sentences, and pieces of it into batches.
-
-The tokens that a document begins and ends with in the row of tokens that it is joined to.
-
-The held-out part: whole documents where that comes close to the share asked for, else the end of the text.
+`encode_documents` encodes documents in windows and puts marks around them; `encode_sentences` cuts text into sentences
+and encodes each by itself.
 """
 
 from __future__ import annotations
@@ -41,6 +24,7 @@ from shardwise.data.split import PARTS, Part
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.windows import encode_windows, text_windows
 
+# Text that is encoded at once: enough for all cores, and at about 120 bytes a character it takes 1 GB.
 _BATCH_CHARACTERS = 1 << 23
 
 
@@ -48,7 +32,7 @@ class ContentDigest:
     """A digest of all text that passes through `watch`, and of where documents and the text's own parts end.
 
     Attributes:
-        bytes: the size of that text.
+        bytes: size of that text.
     """
 
     def __init__(self) -> None:
@@ -76,7 +60,7 @@ def encode_documents(
     parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokenizer, marks: DocumentMarks, folder: Path
 ) -> dict[str, Any]:
     """Writes each part's tokens, documents with their marks; returns the manifest's records."""
-    begun = False
+    begun = False  # True if the next window continues a document
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
         for batch in batches(text_windows(parts, tokenizer), lambda item: item[1].characters, _BATCH_CHARACTERS):
@@ -93,7 +77,7 @@ def encode_documents(
 def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Writes each part's tokens and the bounds of its sentences and documents; returns the manifest's records.
 
-    Each sentence is encoded by itself. One without tokens is left out, and so is a document without sentences.
+    Each sentence is encoded by itself. Sentences without tokens are left out, and so are documents without sentences.
     """
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
@@ -107,23 +91,24 @@ def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokeniz
         for part in PARTS:
             for row in bounds[part].values():
                 row.write([0])
-        begun = dict.fromkeys(PARTS, False)
+        has_sentences = dict.fromkeys(PARTS, False)  # True for a part whose last document has some already
         for batch in batches(sentence_pieces(parts), lambda item: item[1].characters, _BATCH_CHARACTERS):
             texts = [sentence for _, piece in batch for sentence in piece.texts]
             tokens, sizes = tokenizer.encode_rows(texts, literally=True)
             cuts = np.cumsum([len(piece.texts) for _, piece in batch])[:-1]
             starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
             pieces = zip(batch, np.split(tokens, starts[cuts]), np.split(sizes, cuts), strict=True)
-            for (part, piece), own_tokens, own_sizes in pieces:
-                writer, ends = writers[part], bounds[part]
-                sentences = own_sizes[own_sizes > 0]
+            for (part, piece), piece_tokens, piece_sizes in pieces:
+                writer = writers[part]
+                ends = bounds[part]
+                sentences = piece_sizes[piece_sizes > 0]
                 ends["sentences"].write(writer.length + np.cumsum(sentences))
-                writer.write(own_tokens)
-                begun[part] = begun[part] or len(sentences) > 0
-                if piece.ends_document and begun[part]:
+                writer.write(piece_tokens)
+                has_sentences[part] = has_sentences[part] or len(sentences) > 0
+                if piece.ends_document and has_sentences[part]:
                     ends["documents"].write([ends["sentences"].length - 1])
                     writer.documents += 1
-                    begun[part] = False
+                    has_sentences[part] = False
     return {
         part: {**writer.facts(), "bounds": {name: row.facts() for name, row in bounds[part].items()}}
         for part, writer in writers.items()
@@ -138,13 +123,14 @@ def token_writers(files: ExitStack, dtype: np.dtype[Any], folder: Path) -> dict[
 RULE = 1
 """Belongs to the key of every cache entry that holds sentences: raise it when they are cut in another way."""
 
+# White space after the end of a sentence, or white space with a line end in it.
 _AFTER_A_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<!\s)[^\S\n]*\n\s*")
 _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
 class PieceTexts:
-    """Texts of a document that are each tokenized by itself: whole sentences, or one piece of it.
+    """Sentences of a document, each of which is tokenized by itself.
 
     The next texts continue the document unless `ends_document`.
     """
@@ -167,7 +153,7 @@ def cut_sentences(text: str) -> list[str]:
 
     A sentence ends before white space that follows `.`, `!` or `?`, or that contains a line end. The white space
     belongs to the sentence after it: byte-level tokenizers cut there as well, so the sentences have the same tokens as
-    the whole. There is no list of abbreviations and no rule for quotation marks: the result is the same on every
+    the text. There is no list of abbreviations and no rule for quotation marks: the result is the same on every
     machine, and right for most text.
     """
     cuts = [match.start() for match in _AFTER_A_SENTENCE.finditer(text)]
@@ -176,7 +162,7 @@ def cut_sentences(text: str) -> list[str]:
 
 
 def sentence_pieces(parts: Iterable[tuple[Part, TextPiece]]) -> Iterator[tuple[Part, PieceTexts]]:
-    """Each part's documents in sentences.
+    """The documents of each part in sentences.
 
     A sentence that is cut by the end of a piece is joined again, unless it grows beyond `PIECE_CHARACTERS`. A document
     that lies in two parts becomes two documents. Sentences of white space alone are dropped.
@@ -188,8 +174,9 @@ def sentence_pieces(parts: Iterable[tuple[Part, TextPiece]]) -> Iterator[tuple[P
             yield unfinished, _cut_piece([tail], ends_document=True)
             tail = ""
         sentences = cut_sentences(tail + piece.text)
-        keep = not piece.ends_document and sentences and len(sentences[-1]) <= PIECE_CHARACTERS
-        tail = sentences.pop() if keep else ""
+        tail = ""
+        if not piece.ends_document and sentences and len(sentences[-1]) <= PIECE_CHARACTERS:
+            tail = sentences.pop()
         yield part, _cut_piece(sentences, piece.ends_document)
         unfinished = None if piece.ends_document else part
 
@@ -210,7 +197,8 @@ def batches(items: Iterable[_Item], characters_of: Callable[[_Item], int], least
         characters += characters_of(item)
         if characters >= least:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 
@@ -224,34 +212,41 @@ class DocumentMarks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, *, append_eod: bool | None, prepend_bos: bool | None) -> Self:
-        """The tokenizer's marks that keys of `data` ask for; None: a document is closed, and nothing precedes it.
+        """The tokenizer's marks that keys of `data` ask for.
+
+        Args:
+            append_eod: False if documents are not closed; None is the default, True.
+            prepend_bos: True if a token begins each document; None is the default, False.
 
         Raises:
             DataError: the tokenizer has no token that begins a text, or none that ends a document.
         """
-        token = tokenizer.begin_of_document if prepend_bos else None
-        begin = None if token is None else tokenizer.token_id(token)
-        if prepend_bos and begin is None:
-            raise DataError(
-                "data.prepend_bos (true) needs a token that begins a text, such as <s>, and data.tokenizer has none: "
-                "name one as bos_token in a tokenizer_config.json beside it"
-            )
+        begin = None
+        if prepend_bos:
+            token = tokenizer.begin_of_document
+            if token is not None:
+                begin = tokenizer.token_id(token)
+            if begin is None:
+                raise DataError(
+                    "data.prepend_bos (true) needs a token that begins a text, such as <s>, and data.tokenizer has "
+                    "none: name one as bos_token in a tokenizer_config.json beside it"
+                )
         return cls(begin, None if append_eod is False else tokenizer.required_end())
 
     def put(
         self, tokens: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64], ends: Sequence[bool], *, begun: bool
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """The tokens of consecutive pieces with the marks between them, and how many each piece has then.
+        """The tokens of consecutive pieces with the marks between them, and the number of tokens of each piece then.
 
         Args:
-            sizes: of the pieces, [pieces].
-            ends: whether each piece is the last of its document.
-            begun: whether the first piece continues a document.
+            sizes: tokens of each piece, [pieces].
+            ends: True for each piece that is the last of its document.
+            begun: True if the first piece continues a document.
         """
-        after = np.cumsum(sizes)
+        stops = np.cumsum(sizes)
         begins = [not begun, *ends][: len(ends)]
         marked = np.stack([begins, ends], axis=1) & [self.begin is not None, self.end is not None]
         ids = np.broadcast_to(np.array([self.begin or 0, self.end or 0], dtype=np.int32), marked.shape)
-        places = np.stack([after - sizes, after], axis=1)
+        places = np.stack([stops - sizes, stops], axis=1)
         # Row by row, so that marks at one place keep the order of their documents.
         return np.insert(tokens, places[marked], ids[marked]), sizes + marked.sum(axis=1)

@@ -310,7 +310,7 @@ batches, place, texts = make_batches(chosen, data, "train"), StreamPosition(), [
 for block in range(3):
     found = batches._stream.block(place)
     texts += Tokenizer.load(tokenizer).decode(found.samples.tokens).split("<|endoftext|>")[:-1]
-    place = found.after
+    place = found.stop
 again = make_batches(chosen, data, "train")._stream.block(found.start).samples.tokens.tolist()
 assert again == found.samples.tokens.tolist(), "from where a block begins, the same is read"
 print(json.dumps({"texts": texts, "held": data.count("eval"), "summary": data.summary}))
