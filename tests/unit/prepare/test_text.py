@@ -19,7 +19,7 @@ from shardwise.data.prepare import to_hdf5, tokenizing, work_folder
 from shardwise.data.prepare import tokenizing as batches
 from shardwise.data.prepare.from_text import _Conversion
 from shardwise.data.prepare.outputs import Format, Output
-from shardwise.data.reading.hdf5_files import Shard, ShardRows, in_list
+from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer
@@ -109,7 +109,7 @@ def test_hdf5_samples_are_pairs_of_the_text(folder: Folder, monkeypatch: pytest.
     special = pair_tokens(tokenizer)
     found = 0
     for path in paths:
-        shard = Shard.open(path, 32)
+        shard = Hdf5Shard.open(path, 32)
         rows = ShardRows([shard], tokenizer.vocab_size, 2).take(np.arange(shard.rows))
         whole = rows["input_ids"].copy()
         listed = in_list(rows["masked_lm_positions"])

@@ -102,7 +102,8 @@ def make_batches(config: Config, data: PreparedData, part: Part) -> Batches | No
 def make_evaluation(config: Config, data: PreparedData, part: Part) -> Batches | None:
     """The batches of one part of `data` for an evaluation of all of it: `eval_batches` gives every token once.
 
-    The tokens after the last complete sample are a sample too. None if the part holds less than one target (two samples for sentence pairs).
+    The tokens after the last complete sample are a sample too. None if the part holds less than one target (two samples
+    for sentence pairs).
     """
     return data.batches(config, part, evaluation=True, tail=True)
 

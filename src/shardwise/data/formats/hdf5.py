@@ -24,7 +24,7 @@ from shardwise.data.formats.common import (
 )
 from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
 from shardwise.data.reading.content import readable
-from shardwise.data.reading.hdf5_files import Shard, ShardRows, in_list, library, shard_paths, unpack
+from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list, library, shard_paths, unpack
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.sentence_pairs import ShardBatches
@@ -83,7 +83,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     library()
     for path in shard_paths(data):
         try:
-            shards.append(Shard.open(path, config.train.sequence_length))
+            shards.append(Hdf5Shard.open(path, config.train.sequence_length))
         except DataError as error:
             problems += error.problems
     if len(problems) > _PROBLEMS_SHOWN:
@@ -120,7 +120,7 @@ def glance(config: Config) -> str:
     """The number of shards; the first few are opened."""
     require_bert(config)
     paths = shard_paths(config.data)
-    glanced = [Shard.open(path, config.train.sequence_length) for path in paths[:_GLANCED]]
+    glanced = [Hdf5Shard.open(path, config.train.sequence_length) for path in paths[:_GLANCED]]
     opened = f", of which {len(glanced)} were opened" if len(glanced) < len(paths) else ""
     return f"{counted(len(paths), 'HDF5 shard')}{opened}"
 
@@ -128,9 +128,9 @@ def glance(config: Config) -> str:
 def inspect(data: DataConfig, samples: int) -> Inspection:
     """Shards of masked sentence pairs."""
     paths = shard_paths(data)
-    first = Shard.open(paths[0])
+    first = Hdf5Shard.open(paths[0])
     # The model is not known, so any id passes; segments are 0 and 1 in every BERT.
-    shards = ShardRows([first, *(Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2)
+    shards = ShardRows([first, *(Hdf5Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2)
     number = len(shards)
     rows_B = np.unique(np.minimum(np.add.outer(spread(number, _RUNS), np.arange(_RUN_ROWS)), number - 1))
     values = shards.take(rows_B)

@@ -29,8 +29,8 @@ from shardwise.data.reading.text_sources import (
     ColumnSource,
     FileSource,
     PythonSource,
-    Shard,
     TextPiece,
+    TextShard,
     open_shard,
     open_source,
 )
@@ -96,7 +96,7 @@ class PreparedStream(PreparedText):
         )
         return StreamBatches(stream, self.name)
 
-    def _shards(self) -> list[Shard]:
+    def _shards(self) -> list[TextShard]:
         return [open_shard(file, self.data) for file in self.files]
 
 
@@ -220,7 +220,7 @@ class _FirstBlock:
     is_all: bool
 
 
-def _first_block(shards: Sequence[Shard], buffer: int) -> _FirstBlock:
+def _first_block(shards: Sequence[TextShard], buffer: int) -> _FirstBlock:
     """The documents that a block holds which is not shuffled: at most `buffer`, or `BLOCK_CHARACTERS`."""
     documents: list[tuple[_DocumentBegin, list[TextPiece]]] = []
     characters = 0

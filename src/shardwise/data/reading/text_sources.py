@@ -1,4 +1,4 @@
-"""Where text comes from: built-in texts, the user's files and data sets, as one stream of pieces.
+"""Sources of text: built-in texts, the user's files and data sets, as one stream of pieces.
 
 A document is a file, a JSON line, or a topic of Python's documentation. It arrives in pieces of bounded
 size, so that memory stays bounded whatever the size of a file, and so that one long file is encoded on all cores.
@@ -41,7 +41,9 @@ from shardwise.data.reading.text_files import (
 )
 
 PIECE_CHARACTERS = BLOCK
+# Characters before the end of a piece among which white space is looked for; words are much shorter.
 _BACKTRACK = 1 << 12
+# A bound, as installations differ in size: with it they give about the same amount of text.
 _PYTHON_BYTES = 12_000_000
 # Tests and installed packages differ between installations; `encodings` is tables of code pages, hardly text.
 _PYTHON_SKIPPED = frozenset(
@@ -49,14 +51,14 @@ _PYTHON_SKIPPED = frozenset(
 )
 _TOPICS = "pydoc_data/topics.py"
 _TINY = Path(__file__).parent.parent / "corpus" / "tiny.jsonl"
-# What programs leave in a folder of data: marks that a job is complete, checksums, descriptions of columns, locks.
+# Files that programs leave in a folder of data: marks that a job is complete, checksums, descriptions of columns, locks.
 _BOOKKEEPING = re.compile(
     r"_[\w-]*|.*\.(crc|md5|sha1|sha256|sha512|lock)|(md5|sha1|sha256|sha512)sums?(\.txt)?"
     r"|(dataset_info|dataset_infos|dataset_dict|state)\.json|thumbs\.db|desktop\.ini",
     re.IGNORECASE,
 )
 _BOOKKEEPING_FOLDERS = frozenset({"_delta_log", "_spark_metadata", "_temporary", "__MACOSX"})
-# What people write about data, and programs, settings and pages. Beside lines or rows these are no data; in a folder of
+# Texts of people about data, and programs, settings and pages. Next to lines or rows these are no data; in a folder of
 # texts they may be. A .txt and a file without a suffix are data in any case.
 _NO_ROWS = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors)([_-]\w+)?(\.txt)?"
@@ -86,9 +88,9 @@ class FileSource:
     """Plain texts (one document each), JSON lines and parquet files (a document a line or row), in the order given.
 
     Attributes:
-        name: the name that messages use.
-        kind: the kind of all files; None: the content of each file says its kind.
-        text_key: the field or column that holds the text.
+        name: name in messages.
+        kind: kind of all files; None: the content of each file decides.
+        text_key: field or column that holds the text.
         left_out: files of the same folder that are not read.
     """
 
@@ -100,11 +102,11 @@ class FileSource:
 
     @cached_property
     def readings(self) -> tuple[Reading, ...]:
-        """How each file is read; DataError where one holds no text."""
+        """The reading of each file; DataError if one holds no text."""
         return tuple(reading_of(path, self.kind, self.text_key) for path in self.files)
 
     def require_text(self) -> None:
-        """Raises DataError where the first line or row of a file has no text; of plain texts one is looked at."""
+        """Raises DataError if the first line or row of a file has no text; of plain texts one is looked at."""
         plain: set[Reading] = set()
         for path, reading in zip(self.files, self.readings, strict=True):
             if reading in plain:
@@ -115,12 +117,18 @@ class FileSource:
                 next(iter(blocks), None)
 
     def described(self) -> str:
-        """How the files are read, and which ones are left out; DataError where one holds no text."""
-        return described(list(zip(self.files, self.readings, strict=True))) + self.without()
+        """The readings of the files, and the files that are left out, for the user.
 
-    def without(self) -> str:
-        """Which files are left out, as the end of a sentence."""
-        return f", left out {listing((path.name for path in self.left_out), most=3)}" if self.left_out else ""
+        Raises:
+            DataError: a file holds no text.
+        """
+        return described(list(zip(self.files, self.readings, strict=True))) + self.left_out_note()
+
+    def left_out_note(self) -> str:
+        """The files that are left out, as the end of a sentence."""
+        if not self.left_out:
+            return ""
+        return f", left out {listing((path.name for path in self.left_out), most=3)}"
 
     def stamp(self) -> str | None:
         """A digest that changes when the text may have changed, without reading it; None: read it to know."""
@@ -138,7 +146,7 @@ class FileSource:
 
 
 class ColumnSource(DataSet):
-    """The texts of a data set's column: those of one split after those of another."""
+    """The texts of a data set's column, one split after another."""
 
     def pieces(self) -> Iterator[TextPiece]:
         for split in self.splits:
@@ -168,8 +176,11 @@ class PythonSource:
     name: str = "python"
 
     def stamp(self) -> str | None:
+        files = [*self.files]
         topics = self.root / _TOPICS
-        return _stamp([*self.files, *([topics] if topics.is_file() else [])], ["python", sys.version])
+        if topics.is_file():
+            files.append(topics)
+        return _stamp(files, ["python", sys.version])
 
     def pieces(self) -> Iterator[TextPiece]:
         for path in self.files:
@@ -184,7 +195,7 @@ Source = FileSource | ColumnSource | PythonSource
 
 
 def open_source(data: DataConfig) -> Source:
-    """The text that the `data` section names; DataError where it is missing or holds no files."""
+    """The text that the `data` section names; DataError if it is missing or holds no files."""
     if names_data_set(data):
         return ColumnSource.open(data)
     if data.path is not None:
@@ -207,12 +218,16 @@ def _user_source(path: Path, data: DataConfig) -> FileSource:
     if path.is_dir():
         files, left_out = _data_files(path, kind, data.text_key)
         if not files:
-            besides = f" but {listing((file.name for file in left_out), most=3)}" if left_out else ""
+            besides = ""
+            if left_out:
+                besides = f" but {listing((file.name for file in left_out), most=3)}"
             raise DataError(
                 f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none{besides}"
             )
         # As text, the tokens of a .bin would be refused at some byte, or even be read.
-        for file in (file for file in files if kind is None and file.suffix == ".bin"):
+        for file in files:
+            if kind is not None or file.suffix != ".bin":
+                continue
             if file.with_suffix(".idx").exists():
                 raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
             raise DataError(f"{file} holds raw tokens, not text: {convert_command(file)}, which runs read")
@@ -237,7 +252,8 @@ def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, 
         has_rows = any(reading_of(file, None, key).kind != "text" for file in samples.values())
     else:
         has_rows = kind != "text"
-    left_out |= about if has_rows else set()
+    if has_rows:
+        left_out |= about
     return tuple(file for file in files if file not in left_out), tuple(file for file in files if file in left_out)
 
 
@@ -288,6 +304,7 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
 
 
 def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
+    """A digest of `identity` and of the paths, sizes and times of files; None if one has just changed."""
     digest = hashlib.sha256(json.dumps(identity).encode())
     newest = 0.0
     for path in files:
@@ -296,11 +313,13 @@ def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
         newest = max(newest, status.st_mtime, status.st_ctime)
         facts = [str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         digest.update(json.dumps(facts).encode())
-    return digest.hexdigest() if newest < time.time() - _SETTLED_SECONDS else None
+    if newest >= time.time() - _SETTLED_SECONDS:
+        return None
+    return digest.hexdigest()
 
 
 def cut_document(blocks: Iterable[str]) -> Iterator[TextPiece]:
-    """One document's pieces from blocks of its text."""
+    """The pieces of one document, made of blocks of its text."""
     pending = ""
     for block in blocks:
         pending += block
@@ -316,7 +335,7 @@ def _cut_point(text: str, limit: int) -> int:
     """The last place at or before `limit` between a word and white space, else `limit`.
 
     Most tokenizers never join a word to the white space after it; after punctuation some join a line end, so a word is
-    preferred. `tokens.windows` joins the pieces again where their tokens would not be those of the whole.
+    preferred. `tokens.windows` joins the pieces again if their tokens would not be those of the document.
     """
     after_punctuation = 0
     for at in range(limit, max(limit - _BACKTRACK, 0), -1):
@@ -327,23 +346,25 @@ def _cut_point(text: str, limit: int) -> int:
     return after_punctuation or limit
 
 
+# At four characters a token the tokens of a block take 64 MiB of memory, and those of a few blocks are kept.
 BLOCK_CHARACTERS = 1 << 26
-"""Characters that a block ends with, whatever the buffer is, and the longest document of a plain text."""
+"""Characters at which a block of a stream ends, whatever the buffer is, and the longest document of a plain text."""
 
 
 @dataclass(frozen=True)
 class FileShard:
-    """A file of text, on this machine or on the hub, where lines and rows without text are left out."""
+    """A file of text that a stream reads, on this machine or on the hub; lines and rows without text are left out."""
 
     path: Path | HubFile
     kind: Kind | None
     text_key: str
 
     def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
-        """Each document from the one that begins at `start` on, as blocks of text, and where the next one begins.
+        """The documents from the one that begins at `start` on, as blocks of text, with the place of the next one.
 
         Raises:
-            DataError: naming file and line, row or byte. RunError: the hub does not answer.
+            DataError: a document cannot be read; names file and line, row or byte.
+            RunError: the hub does not answer.
         """
         on_hub = isinstance(self.path, HubFile)
         try:
@@ -358,7 +379,7 @@ class FileShard:
 
 @dataclass(frozen=True)
 class TableShard:
-    """A file of a data set's table, mapped into memory; rows without text are left out."""
+    """A file of a data set's table that a stream reads, mapped into memory; rows without text are left out."""
 
     path: Path
     column: str
@@ -381,11 +402,11 @@ class TableShard:
         return column_at(table, require_text(arrow, self.path, table.schema, self.column))
 
 
-Shard = FileShard | TableShard
+TextShard = FileShard | TableShard
 
 
-def open_shard(file: str, data: DataConfig) -> Shard:
-    """The shard of a file, or of an address on the hub; DataError where it cannot be streamed."""
+def open_shard(file: str, data: DataConfig) -> TextShard:
+    """The shard of a file, or of an address on the hub; DataError if it cannot be streamed."""
     if data.is_hub_dataset:
         if unpacked_name(file).endswith(LINES):
             return FileShard(HubFile(file), "jsonl", data.text_key)

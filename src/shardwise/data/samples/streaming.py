@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError
-from shardwise.data.reading.text_sources import BLOCK_CHARACTERS, Shard, TextPiece, cut_document
+from shardwise.data.reading.text_sources import BLOCK_CHARACTERS, TextPiece, TextShard, cut_document
 from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
 from shardwise.data.tokens.encoding import DocumentMarks, batches
@@ -50,7 +50,7 @@ class StreamPosition:
         epoch: number of the epoch, from 0.
         block: number of the block in the epoch.
         shard: number of the shard in the epoch's order.
-        offset: place in that shard at which the block's first document begins, as `Shard.documents` counts.
+        offset: place in that shard at which the block's first document begins, as `TextShard.documents` counts.
     """
 
     samples: int = 0
@@ -109,7 +109,7 @@ class TextStream:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[TextShard],
         tokenizer: Tokenizer,
         marks: DocumentMarks,
         cut: Callable[[_Tokens, int], Batches],
@@ -196,7 +196,7 @@ class TextStream:
             raise CancelledError
 
 
-def read_documents(shard: Shard, start: int) -> Iterator[tuple[int, list[TextPiece]]]:
+def read_documents(shard: TextShard, start: int) -> Iterator[tuple[int, list[TextPiece]]]:
     """The documents of a shard from the one that begins at `start` on, in pieces, with the place of the next one.
 
     Raises:

@@ -24,7 +24,7 @@ from shardwise.data.split import PARTS, Part
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.windows import encode_windows, text_windows
 
-# Text that is encoded at once: enough for all cores, and at about 120 bytes a character it takes 1 GB.
+# Text that is encoded at once: enough to keep all cores busy, in bounded memory.
 _BATCH_CHARACTERS = 1 << 23
 
 

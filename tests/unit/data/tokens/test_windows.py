@@ -16,7 +16,7 @@ from shardwise.data.prepare.from_text import TextJob, convert_text
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.reading.text_sources import cut_document, slices
-from shardwise.data.tokens import encoding
+from shardwise.data.tokens import windows as windows_module
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.windows import TextWindow, encode_windows, text_windows
 from tests.unit.data.tokens.test_tokenizer_files import TEXT, piece_model
@@ -123,7 +123,7 @@ def windows_of(text: str, tokenizer: Tokenizer) -> list[TextWindow]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_sources, "PIECE_CHARACTERS", 600)
-    monkeypatch.setattr(encoding, "MARGINS", (120, 250))
+    monkeypatch.setattr(windows_module, "MARGINS", (120, 250))
     monkeypatch.setattr(encoding, "SHIFT", 31)
 
 
