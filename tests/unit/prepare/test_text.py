@@ -18,14 +18,14 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.prepare import to_hdf5, tokenizing, work_folder
 from shardwise.data.prepare import tokenizing as batches
 from shardwise.data.prepare.from_text import _Conversion
-from shardwise.data.prepare.outputs import Format, Output
+from shardwise.data.prepare.outputs import FormatName, Output
 from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer
 from tests.unit.prepare.jobs import Folder, Told, write_jsonl
 
-FORMATS: tuple[Format, ...] = ("megatron", "arrow", "hdf5")
+FORMATS: tuple[FormatName, ...] = ("megatron", "arrow", "hdf5")
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(
-    folder: Folder, format_: Format, monkeypatch: pytest.MonkeyPatch
+    folder: Folder, format_: FormatName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if format_ == "arrow":
         pytest.importorskip("datasets")
@@ -260,7 +260,7 @@ def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, output: str) -> Non
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Folder, format_: Format) -> None:
+def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Folder, format_: FormatName) -> None:
     if format_ == "arrow":
         pytest.importorskip("datasets")
     job = folder.job(format_, "out")
@@ -284,7 +284,7 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Fo
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_what_was_not_prepared_here_is_never_removed(folder: Folder, format_: Format) -> None:
+def test_what_was_not_prepared_here_is_never_removed(folder: Folder, format_: FormatName) -> None:
     if format_ == "arrow":
         pytest.importorskip("datasets")
     mine = folder.at / ("out.json" if format_ == "megatron" else "out/mine.txt")
@@ -324,7 +324,7 @@ def test_what_a_packed_text_takes_is_a_guess_that_refuses_nothing(
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_the_estimate_is_enough(folder: Folder, format_: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_is_enough(folder: Folder, format_: FormatName, monkeypatch: pytest.MonkeyPatch) -> None:
     if format_ == "arrow":
         pytest.importorskip("datasets")
     needed = []
@@ -362,7 +362,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(folder: Folder, monkeypatch
 def test_two_at_once_do_not_meet(folder: Folder) -> None:
     job = folder.job("megatron", "out")
     with (
-        work_folder.WorkFolder(job.output).held(),
+        work_folder.WorkFolder(job.output).locked(),
         pytest.raises(ConfigError, match="is being prepared by another process"),
     ):
         folder.run(job)
@@ -405,7 +405,7 @@ def test_output_must_not_lie_in_the_text(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_output_has_a_name(folder: Folder, format_: Format) -> None:
+def test_output_has_a_name(folder: Folder, format_: FormatName) -> None:
     if format_ == "arrow":
         pytest.importorskip("datasets")
     for output in (Path(), Path("/"), Path("..")):

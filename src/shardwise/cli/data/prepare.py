@@ -22,7 +22,7 @@ from shardwise.config import data_from
 from shardwise.config.data import MASKED_FRACTION
 
 if TYPE_CHECKING:
-    from shardwise.data.prepare.outputs import Outcome
+    from shardwise.data.prepare.outputs import PreparationOutcome
 
 DTYPES = ("uint16", "uint32")
 FORMATS = ("megatron", "arrow", "hdf5")
@@ -145,7 +145,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def _show(target: Path, outcome: Outcome) -> None:
+def _show(target: Path, outcome: PreparationOutcome) -> None:
     made = outcome.manifest
     names = {
         "megatron": f"{target}.bin and {target}.idx",

@@ -1,8 +1,8 @@
-"""Text becomes data that a run reads as they are: once, in parallel, and continued where it was cut off.
+"""Text becomes data that a run reads as they are: once, in parallel, and continued after an interruption.
 
-1. text → tokens       every format begins with a Megatron data set in the work folder (`tokens.py`)
-2. tokens → format     that data set itself; blocks of arrow; shards of masked sentence pairs
-3. publication         what is complete takes its name, with a manifest beside it
+1. text → tokens       every format begins with a Megatron data set in the work folder (`tokenizing.py`)
+2. tokens → format     that data set itself; blocks of arrow; shards of masked sentence pairs (`FORMATS`)
+3. publication         complete data take their name, with a manifest next to them (`outputs.py`)
 """
 
 from __future__ import annotations
@@ -15,14 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.base.files import cache_root, sync_folder
+from shardwise.base.files import cache_root
 from shardwise.config import DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats.common import announce_note
-from shardwise.data.prepare import to_arrow, to_hdf5, work_folder
-from shardwise.data.prepare.outputs import ANY_VOCABULARY, Format, Outcome, Output, check_name
+from shardwise.data.prepare import work_folder
+from shardwise.data.prepare.outputs import (
+    ANY_VOCABULARY,
+    MEGATRON,
+    Advance,
+    FormatJob,
+    FormatName,
+    Output,
+    OutputFormat,
+    PreparationOutcome,
+    TokenizedText,
+    check_name,
+)
+from shardwise.data.prepare.to_arrow import ARROW
+from shardwise.data.prepare.to_hdf5 import HDF5
 from shardwise.data.prepare.tokenizing import (
     PREFIX,
+    SMALL_BYTES,
     ChangedError,
     SequenceOptions,
     TokenizingProgress,
@@ -30,57 +44,63 @@ from shardwise.data.prepare.tokenizing import (
     write_tokens,
 )
 from shardwise.data.reading.dataset_tables import fetch_dataset
-from shardwise.data.reading.hdf5_files import library as hdf5_library
-from shardwise.data.reading.megatron_files import IndexedFile, written_dtype
+from shardwise.data.reading.megatron_files import written_dtype
 from shardwise.data.reading.text_sources import FileSource, open_source
-from shardwise.data.samples.sentence_pairs import SentencePairBatches, chunk_room
 from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
 
-# Below that, processes take longer to start than they save.
-_SMALL_BYTES = 8 << 20
-_LONGEST_DOCUMENT = 1 << 26
+# Bytes of the files in the work folder for each sequence and document: a size (4) and a bound (8), then in the .idx a
+# size (4), a pointer (8) and a bound (8).
+_INDEX_BYTES = 32
 
-Bar = Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[int], None] | None]]
-"""Makes a progress bar of a description and a total, None where it is unknown; the bar is called with what was done."""
+Bar = Callable[[str, int | None], contextlib.AbstractContextManager[Advance | None]]
+"""Makes a progress bar of a description and a total, None if it is unknown; the bar is called with the work done."""
+
+
+FORMATS: Mapping[FormatName, OutputFormat] = {format.name: format for format in (MEGATRON, ARROW, HDF5)}
 
 
 @dataclass(frozen=True)
 class TextJob:
-    """Which text is to be converted, and into what.
+    """A text that is to be converted, and the data that it becomes.
 
     Attributes:
-        data: the section that names the text.
-        output: a prefix, or a folder for arrow and HDF5.
-        options: the options of the format, by their names.
+        data: section that names the text.
+        output: prefix, or a folder for arrow and HDF5.
+        tokenizer: tokenizer as `data.tokenizer` names it.
+        options: options of the format, by their names.
     """
 
     data: DataConfig
     output: Path
-    format: Format
+    format: FormatName
     tokenizer: str
     options: Mapping[str, Any]
 
 
-def convert_text(job: TextJob, *, force: bool, announce: Callable[[str], None], bar: Bar) -> Outcome:
-    """Makes what `job` says, unless it is there already.
+def convert_text(job: TextJob, *, force: bool, announce: Callable[[str], None], bar: Bar) -> PreparationOutcome:
+    """Makes the data of `job`, unless they are there already.
 
     Args:
-        force: replace what was prepared from another text or in another way.
+        force: True to replace data that were prepared from another text or in another way.
 
     Raises:
-        DataError: the text or the tokenizer cannot be read, something else is at the output, or the disk is too small.
+        DataError: the text or the tokenizer cannot be read, other data are at the output, or the disk is too small.
     """
-    conversion = _Conversion(job, announce, bar)
+    conversion = _TextConversion(job, announce, bar)
     return conversion.output.produce(conversion.content, conversion.make, force=force)
 
 
-class _Conversion:
+class _TextConversion:
     def __init__(self, job: TextJob, announce: Callable[[str], None], bar: Bar) -> None:
-        self.job, self.announce, self.bar = job, announce, bar
-        _check_options(job)
+        self.job = job
+        self.announce = announce
+        self.bar = bar
+        self.format = FORMATS[job.format]
+        options = job.options
+        _check_options(self.format, options)
         _check_place(job)
-        pairs = job.format == "hdf5"
+        pairs = self.format.has_pairs
         self.path = hub.resolve_tokenizer(job.tokenizer, announce=announce)
         self.tokenizer = open_user_tokenizer(job.tokenizer, ANY_VOCABULARY, pairs=pairs)
         announce_note(self.tokenizer, announce)
@@ -91,16 +111,16 @@ class _Conversion:
         stamp = self.source.stamp()
         # The prefix keeps it apart from the digest of a run, which depends on how the run divides the text into parts.
         self.stamp = None if stamp is None else f"prepared-{stamp}"
-        self.sentences = pairs or bool(job.options.get("split_sentences"))
-        append, prepend = job.options.get("append_eod", not pairs), job.options.get("prepend_bos")
-        self.marks = DocumentMarks.of(self.tokenizer, append_eod=append, prepend_bos=prepend)
-        self.continuations = self.tokenizer.continuations() if job.options.get("whole_word") else None
-        if job.options.get("whole_word") and self.continuations is None:
+        self.sentences = pairs or bool(options.get("split_sentences"))
+        self.marks = DocumentMarks.of(
+            self.tokenizer, append_eod=options.get("append_eod", not pairs), prepend_bos=options.get("prepend_bos")
+        )
+        if options.get("whole_word") and self.tokenizer.continuations() is None:
             raise ConfigError(
                 f"--whole-word needs a WordPiece tokenizer, whose tokens show whether they continue a word, and "
                 f"{job.tokenizer} is none: leave it out, or name BERT's vocab.txt"
             )
-        self.output = Output(job.output, job.format, job.tokenizer, self.tokenizer, job.options)
+        self.output = Output(job.output, self.format, job.tokenizer, self.tokenizer, options)
         self.work = self.output.work
 
     def content(self) -> str:
@@ -121,14 +141,17 @@ class _Conversion:
                 self.work.clear()
         else:
             begin = TokenizingProgress.from_state(state["progress"])
-        expected = self._check_room()
-        small = expected is not None and expected.bytes < _SMALL_BYTES
+        estimate = self._check_room()
+        small = estimate is not None and estimate.bytes < SMALL_BYTES
         with Workers.for_tokenizing(str(self.path), self.tokenizer, small=small) as workers:
-            progress = self._tokenize(workers, begin, expected)
+            progress = self._tokenize(workers, begin, estimate)
         read = progress.read
+        text = TokenizedText(self.work.folder / PREFIX, progress.written, read.digest, self.tokenizer)
         with self.work.writing():
             try:
-                counts = self._write_format(progress)
+                counts = self.format.write(
+                    FormatJob(text, self.work, self.job.output.name, self.job.options, self._bar)
+                )
             except ConfigError:
                 self.work.clear()  # there is too little text for one sample
                 raise
@@ -145,30 +168,25 @@ class _Conversion:
 
     def _check_room(self) -> work_folder.Estimate | None:
         job = self.job
-        expected = work_folder.expect(job.data, self.source, self.tokenizer, sentences=self.sentences)
-        if expected is None:
+        estimate = work_folder.estimate(job.data, self.source, self.tokenizer, sentences=self.sentences)
+        if estimate is None:
             self.announce(f"preparing {job.output}: the size of {self.source.name} is known only after it was read")
             return None
-        itemsize = written_dtype(self.tokenizer.vocab_size).itemsize
-        needed = expected.tokens * itemsize + 32 * (expected.sentences + expected.documents)
-        if job.format == "arrow":
-            length = job.options["sequence_length"]
-            needed += expected.tokens // length * to_arrow.row_bytes(length)
-        if job.format == "hdf5":
-            length, predictions = job.options["sequence_length"], job.options["max_predictions"]
-            rows = expected.tokens // chunk_room(length) + expected.documents
-            needed += rows * job.options["dupe_factor"] * to_hdf5.row_bytes(length, predictions)
+        needed = estimate.tokens * written_dtype(self.tokenizer.vocab_size).itemsize
+        needed += _INDEX_BYTES * (estimate.sentences + estimate.documents)
+        needed += self.format.disk_bytes(estimate, job.options)
         written = work_folder.bytes_below(self.work.folder)
-        work_folder.check_room(needed, written, job.output, self.announce, packed=expected.packed)
-        return expected
+        work_folder.check_room(needed, written, job.output, self.announce, packed=estimate.packed)
+        return estimate
 
     def _tokenize(
-        self, workers: Workers, begin: TokenizingProgress, expected: work_folder.Estimate | None
+        self, workers: Workers, begin: TokenizingProgress, estimate: work_folder.Estimate | None
     ) -> TokenizingProgress:
         """Step 1."""
-        total = expected.bytes if expected is not None and expected.exact else None
-        longest = _LONGEST_DOCUMENT if self.job.format == "hdf5" else None
-        sequences = SequenceOptions(self.sentences, self.marks, longest)
+        total = None
+        if estimate is not None and estimate.exact:
+            total = estimate.bytes
+        sequences = SequenceOptions(self.sentences, self.marks, self.format.longest_document)
         with self._bar(f"tokenizing {self.source.name}", total) as advance:
             write = functools.partial(
                 write_tokens,
@@ -182,98 +200,44 @@ class _Conversion:
             )
             try:
                 if begin.read.batches:
-                    after = f"{begin.read.documents:,} documents, {begin.written.tokens:,} tokens"
-                    self.announce(f"continuing after {after}")
-                done = write(begin)
+                    done = f"{begin.read.documents:,} documents, {begin.written.tokens:,} tokens"
+                    self.announce(f"continuing after {done}")
+                progress = write(begin)
             except ChangedError as error:
                 self.announce(f"{error}: it starts again from the beginning")
                 with self.work.writing():
                     self.work.clear()
-                done = write(TokenizingProgress())
-        if done != begin:
+                progress = write(TokenizingProgress())
+        if progress != begin:
             self.work.remove_output()  # it was made of less text
-        if not done.written.tokens:
+        if not progress.written.tokens:
             self.work.clear()
             raise DataError(f"{self.source.name} holds no text that becomes tokens: name another source")
-        return done
+        return progress
 
     def _save(self, progress: TokenizingProgress) -> None:
         self.work.save({"identity": self.output.identity, "complete": False, "progress": asdict(progress)})
 
-    def _write_format(self, progress: TokenizingProgress) -> dict[str, Any]:
-        """Step 2; returns what the manifest says about it."""
-        prefix, written, options = self.work.folder / PREFIX, progress.written, self.job.options
-        if self.job.format == "megatron":
-            dtype = written_dtype(self.tokenizer.vocab_size).name
-            return {"dtype": dtype, "sequences": written.sequences, "tokens": written.tokens}
-        if self.job.format == "arrow":
-            self.work.remove_output()
-            tokens, length = IndexedFile.open(prefix), options["sequence_length"]
-            with self._bar("writing blocks", tokens.tokens.nbytes) as advance:
-                blocks = to_arrow.write_blocks(tokens, length, self.work.output, progress.read.digest[:16], advance)
-            return {"dtype": "int32", "sequences": blocks, "tokens": blocks * length}
-        shards, rows = self._write_shards(prefix)
-        return {"dtype": "int32", "sequences": rows, "tokens": written.tokens, "shards": shards}
-
-    def _write_shards(self, prefix: Path) -> tuple[int, int]:
-        """Writes the HDF5 shards; returns their number, and that of their rows."""
-        options, folder, vocab_size = self.job.options, self.work.output, self.tokenizer.vocab_size
-        pairs = functools.partial(
-            SentencePairBatches,
-            sequence_length=options["sequence_length"],
-            special=self.tokenizer.pair_tokens(),
-            vocab_size=vocab_size,
-            masked_fraction=options["masked_fraction"],
-            max_predictions=options["max_predictions"],
-            continuations=self.continuations,
-        )
-        folder.mkdir(exist_ok=True)
-        shards = to_hdf5.plan_shards(prefix, folder, self.job.output.name, options["dupe_factor"], options["seed"])
-        write = functools.partial(to_hdf5.write_shard, vocab_size=vocab_size, pairs=pairs)
-        total, rows = sum(shard.bytes for shard in shards), 0
-        small = total < _SMALL_BYTES
-        with self._bar("masking", total) as advance, Workers.for_masking(len(shards), small=small) as workers:
-            for shard, written in workers.each(write, shards):
-                rows += written
-                advance(shard.bytes)
-        sync_folder(folder)
-        return len(shards), rows
-
     @contextlib.contextmanager
-    def _bar(self, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        with self.bar(what, total) as advance:
+    def _bar(self, description: str, total: int | None) -> Iterator[Advance]:
+        with self.bar(description, total) as advance:
             yield advance or (lambda _amount: None)
 
 
-def _check_options(job: TextJob) -> None:
-    options = job.options
+def _check_options(format: OutputFormat, options: Mapping[str, Any]) -> None:
     problems = []
     if options.get("prepend_bos") and options.get("split_sentences"):
         problems.append("--prepend-bos must be left out with --split-sentences, whose pairs have [CLS] and [SEP]")
-    if job.format == "arrow":
-        to_arrow.library()
-        if options["sequence_length"] < 1:
-            problems.append(f"--sequence-length ({options['sequence_length']}) must be at least 1")
-    if job.format == "hdf5":
-        hdf5_library()
-        length, predictions = options["sequence_length"], options["max_predictions"]
-        try:
-            chunk_room(length)
-        except ConfigError as error:
-            problems += [text.replace("train.sequence_length", "--sequence-length") for text in error.problems]
-        if not 1 <= predictions <= max(length, 1):
-            problems.append(f"--max-predictions ({predictions}) must be in 1 … --sequence-length ({length})")
-        if not 0 < options["masked_fraction"] <= 1:
-            problems.append(f"--masked-fraction ({options['masked_fraction']}) must be above 0 and at most 1")
-        if options["dupe_factor"] < 1:
-            problems.append(f"--dupe-factor ({options['dupe_factor']}) must be at least 1")
+    problems += format.option_problems(options)
     if problems:
         raise ConfigError(problems)
 
 
 def _check_place(job: TextJob) -> None:
     check_name(job.output)
-    text = None if job.data.path is None else Path(job.data.path).expanduser()
+    if job.data.path is None:
+        return
+    text = Path(job.data.path).expanduser()
     # Resolved, as a link may lead into the text too.
-    if text is not None and text.is_dir() and job.output.resolve().parent.is_relative_to(text.resolve()):
+    if text.is_dir() and job.output.resolve().parent.is_relative_to(text.resolve()):
         raise ConfigError(f"OUTPUT ({job.output}) must lie outside INPUT ({text}), or it would be read as text")

@@ -372,7 +372,7 @@ class DataSet:
 
 
 def _with_column(table: Any, key: str) -> Any:
-    """A table with the column `key`, if it has one, or one of that name among the fields of its columns (`meta.body`)."""
+    """A table with the column `key`, if it has one or a field of that name in another column (`meta.body`)."""
     if key in table.column_names or "." not in key:
         return table
     flat = table.flatten()

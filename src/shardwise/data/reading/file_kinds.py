@@ -239,8 +239,8 @@ def _refuse_binary(path: Path | HubFile, name: str, head: bytes) -> None:
             f"{path} holds binary data, and its name says that it is packed: unpack it, for example with {tool}, or "
             "leave it out"
         )
-    # Latin letters in UTF-16 have zeros as their high bytes. Small ids of tokens look alike, except that their low bytes
-    # are control characters too.
+    # Latin letters in UTF-16 have zeros as their high bytes. Small ids of tokens look alike, except that some of their
+    # low bytes are control characters.
     for encoding, high, low in (("UTF-16LE", head[1::2], head[::2]), ("UTF-16BE", head[::2], head[1::2])):
         if high.count(0) > len(high) // 2 and min(set(low) - set(b"\t\n\r"), default=0) >= ord(" "):
             raise DataError(

@@ -51,7 +51,7 @@ _PYTHON_SKIPPED = frozenset(
 )
 _TOPICS = "pydoc_data/topics.py"
 _TINY = Path(__file__).parent.parent / "corpus" / "tiny.jsonl"
-# Files that programs leave in a folder of data: marks that a job is complete, checksums, descriptions of columns, locks.
+# Files that programs leave in a folder of data: marks of complete jobs, checksums, descriptions of columns, locks.
 _BOOKKEEPING = re.compile(
     r"_[\w-]*|.*\.(crc|md5|sha1|sha256|sha512|lock)|(md5|sha1|sha256|sha512)sums?(\.txt)?"
     r"|(dataset_info|dataset_infos|dataset_dict|state)\.json|thumbs\.db|desktop\.ini",

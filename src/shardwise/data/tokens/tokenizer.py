@@ -352,7 +352,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
     """The tokenizer that `data.tokenizer` names, which must fit `model.vocab_size`; a hub id is opened from the cache.
 
     Raises:
-        DataError: it cannot be opened, has ids beyond the model's vocabulary, or lacks a token that sentence pairs need.
+        DataError: it cannot be opened, has ids beyond the model's vocabulary, or lacks a token that pairs need.
     """
     files = _files(path)
     tokenizer = Tokenizer._of(files)

@@ -3,8 +3,8 @@
 The readers of vocabulary files in the library `tokenizers` are not used: they strip spaces from tokens, drop ids that
 are no integers and refuse empty lines, and so can give other ids than the program that a file was made for.
 
-Settings add tokens to a tokenizer: those that transformers adds, in the same order. `tokenizer_config.json` gives tokens
-by their ids (`added_tokens_decoder`); older folders have `added_tokens.json`. Special tokens are named in
+Settings add tokens to a tokenizer: those that transformers adds, in the same order. `tokenizer_config.json` gives
+tokens by their ids (`added_tokens_decoder`); older folders have `added_tokens.json`. Special tokens are named in
 `tokenizer_config.json` and, in older folders, in `special_tokens_map.json`.
 
 Functions import `tokenizers`, as a dry run comes here and opens no tokenizer.

@@ -124,7 +124,7 @@ def windows_of(text: str, tokenizer: Tokenizer) -> list[TextWindow]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_sources, "PIECE_CHARACTERS", 600)
     monkeypatch.setattr(windows_module, "MARGINS", (120, 250))
-    monkeypatch.setattr(encoding, "SHIFT", 31)
+    monkeypatch.setattr(windows_module, "SHIFT", 31)
 
 
 @pytest.mark.parametrize("kind", KINDS)
