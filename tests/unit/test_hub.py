@@ -45,7 +45,7 @@ def site() -> Iterator[Site]:
 
 CALL = """
 import json, sys
-from shardwise import hub
+from shardwise.data import hub
 from shardwise.base.errors import ConfigError
 function, arguments, cached = json.loads(sys.argv[1])
 said = []
@@ -289,7 +289,7 @@ def test_a_gated_and_a_missing_tokenizer(user: User, site: Site) -> None:
 
 LOOK = """
 import json, sys
-from shardwise import hub
+from shardwise.data import hub
 from shardwise.base.errors import ConfigError
 found = []
 for named in sys.argv[1:]:

@@ -113,7 +113,7 @@ class TokenWriter(ArrayWriter):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A folder of the cache."""
 
     path: Path
@@ -143,7 +143,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
 
 
-def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[Entry], bool]) -> Entry | None:
+def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool]) -> CacheEntry | None:
     """The entry, or None if it is absent, of another format, or damaged as `is_sound` finds.
 
     Raises:
@@ -153,7 +153,7 @@ def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[Entry], bool
     with writing(root):
         require_trusted(path)
     try:
-        entry = Entry(path, json_value((path / "manifest.json").read_text(encoding="utf-8")))
+        entry = CacheEntry(path, json_value((path / "manifest.json").read_text(encoding="utf-8")))
         if entry.manifest["format"] == FORMAT and is_sound(entry):
             return entry
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -161,12 +161,12 @@ def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[Entry], bool
     return None
 
 
-def open_tokens(root: Path, key: str) -> Entry | None:
+def open_tokens(root: Path, key: str) -> CacheEntry | None:
     """The entry of tokens, or None if it is absent, truncated or altered."""
     return open_entry(root, "tokens", key, _are_sound_tokens)
 
 
-def _are_sound_tokens(entry: Entry) -> bool:
+def _are_sound_tokens(entry: CacheEntry) -> bool:
     manifest = entry.manifest
     itemsize = np.dtype(manifest["dtype"]).itemsize
     files = []
@@ -183,7 +183,7 @@ def _are_sound_tokens(entry: Entry) -> bool:
     )
 
 
-def has_its_tokenizer(entry: Entry) -> bool:
+def has_its_tokenizer(entry: CacheEntry) -> bool:
     """True if the tokenizer is the one that was written."""
     return bool(entry.manifest["tokenizer"] == tokenizer_digest(entry.tokenizer_path))
 
@@ -211,8 +211,8 @@ def _building(target: Path, exclusive: bool) -> Iterator[Path]:
 
 
 def open_or_build(
-    root: Path, kind: str, key: str, is_sound: Callable[[Entry], bool], build: Callable[[Path], Mapping[str, Any]]
-) -> Entry:
+    root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool], build: Callable[[Path], Mapping[str, Any]]
+) -> CacheEntry:
     """The entry as `open_entry` opens it; if there is none, `build` fills a folder that becomes the entry.
 
     Any number of processes may call it at once: one builds, and the others wait.
@@ -246,7 +246,7 @@ def open_or_build_tokens(
     build: Callable[[Path], Mapping[str, Any]],
     name: str,
     announce: Callable[[str], None] | None,
-) -> Entry:
+) -> CacheEntry:
     """The entry of tokens, built by `open_or_build`; `announce` is called before they are built of the data `name`."""
 
     def announced(folder: Path) -> Mapping[str, Any]:

@@ -267,7 +267,7 @@ def shortage(
     ]
 
 
-def entry_problems(config: Config, entry: cache.Entry, name: str, parts: Iterable[Part]) -> list[str]:
+def entry_problems(config: Config, entry: cache.CacheEntry, name: str, parts: Iterable[Part]) -> list[str]:
     """The problems (`shortage`) of these parts of an entry of the cache."""
     problems = []
     for part in parts:

@@ -171,7 +171,7 @@ def _tokens(
     return tokens
 
 
-def _prepared(entry: cache.Entry, dataset: DataSet, config: Config, root: Path, any_size: bool) -> PreparedText:
+def _prepared(entry: cache.CacheEntry, dataset: DataSet, config: Config, root: Path, any_size: bool) -> PreparedText:
     problems = without_tokenizer(config)
     if in_pairs(config) and not problems:
         problems.append(

@@ -235,7 +235,7 @@ def _first_block(shards: Sequence[TextShard], buffer: int) -> _FirstBlock:
     return _FirstBlock(documents, (len(shards), 0), is_all=True)
 
 
-def _prepared(entry: cache.Entry, config: Config, any_size: bool, left_out: str) -> PreparedStream:
+def _prepared(entry: cache.CacheEntry, config: Config, any_size: bool, left_out: str) -> PreparedStream:
     name = config.data.name
     facts = entry.manifest
     parts = [part for part in needed_parts(config) if part != "train" or facts["whole"]]

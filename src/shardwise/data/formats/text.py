@@ -193,7 +193,7 @@ def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -
             yield piece.text
 
 
-def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool) -> PreparedText:
+def _prepared(entry: cache.CacheEntry, source: Source, config: Config, any_size: bool) -> PreparedText:
     facts = entry.manifest
     special = None
     sentences = {}

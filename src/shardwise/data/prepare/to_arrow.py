@@ -37,7 +37,7 @@ def _option_problems(options: Mapping[str, Any]) -> list[str]:
 
 def _disk_bytes(estimate: Estimate, options: Mapping[str, Any]) -> int:
     """The bytes of all blocks: int32 tokens and an offset each."""
-    length = options["sequence_length"]
+    length: int = options["sequence_length"]
     return estimate.tokens // length * (4 * length + 4)
 
 

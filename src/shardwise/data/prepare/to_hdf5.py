@@ -150,8 +150,9 @@ def _option_problems(options: Mapping[str, Any]) -> list[str]:
 
 def _disk_bytes(estimate: Estimate, options: Mapping[str, Any]) -> int:
     length = options["sequence_length"]
+    duplicates: int = options["dupe_factor"]
     rows = estimate.tokens // chunk_room(length) + estimate.documents
-    return rows * options["dupe_factor"] * row_bytes(length, options["max_predictions"])
+    return duplicates * rows * row_bytes(length, options["max_predictions"])
 
 
 def _write(job: FormatJob) -> dict[str, Any]:

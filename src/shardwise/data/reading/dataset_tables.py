@@ -45,7 +45,7 @@ _NO_CONFIG = ("BuilderConfig ", "Config name is missing")
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedTables:
     """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
 
     path: Path
@@ -109,7 +109,7 @@ class _Saved:
 
 
 @dataclass(frozen=True)
-class _OnHub:
+class _HubTables:
     """A configuration of a repository on the hub, at a commit.
 
     Attributes:
@@ -240,13 +240,13 @@ class DataSet:
     """
 
     data: DataConfig
-    tables: _Saved | _OnHub
+    tables: _SavedTables | _HubTables
 
     @classmethod
     def open(cls, data: DataConfig) -> Self:
         """The data set that the `data` section names; on the hub, at the commit that `fetch_dataset` found."""
         if data.path is not None:
-            return cls(data, _Saved(Path(data.path).expanduser()))
+            return cls(data, _SavedTables(Path(data.path).expanduser()))
         try:
             return cls(data, _on_hub(data, cached=True))
         except ConfigError as error:
@@ -408,7 +408,7 @@ def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> N
         _on_hub(data, announce=announce)
 
 
-def _on_hub(data: DataConfig, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> _OnHub:
+def _on_hub(data: DataConfig, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> _HubTables:
     """The repository that `data.dataset` names; of a loading script, the hub's conversion of its data."""
     files = hub.place_of_dataset(data.name, BUILT_IN_TEXTS)
     folder = hub.obtain(files, cached=cached, announce=announce)
@@ -433,7 +433,7 @@ def _on_hub(data: DataConfig, *, cached: bool = False, announce: Callable[[str],
         files = replace(files, revision=_CONVERTED, no_revision=lacks)
         folder = hub.obtain(files, cached=cached, announce=announce)
         converted = True
-    return _OnHub(files.repository, data.config, folder, converted)
+    return _HubTables(files.repository, data.config, folder, converted)
 
 
 def require_library(data: DataConfig) -> None:

@@ -88,7 +88,7 @@ _UNPACKED_BY = {
 
 
 @dataclass(frozen=True)
-class Reading:
+class FileReading:
     """The way in which a file is read.
 
     Attributes:
@@ -107,7 +107,7 @@ class Reading:
         return f"{kind}{encoding}{packing}"
 
 
-def reading_of(path: Path | HubFile, kind: Kind | None, key: str) -> Reading:
+def reading_of(path: Path | HubFile, kind: Kind | None, key: str) -> FileReading:
     """The reading of a file: of the kind that the user chose, or else as its content says.
 
     Args:
@@ -118,12 +118,12 @@ def reading_of(path: Path | HubFile, kind: Kind | None, key: str) -> Reading:
         DataError: the file cannot be read, or does not hold text.
     """
     if kind == "parquet":
-        return Reading(kind)
+        return FileReading(kind)
     with opened(path) as content:
         kind = kind or _recognized(path, content, key)
         if kind == "parquet":
-            return Reading(kind)
-        return Reading(kind, content.packing, content.encoding)
+            return FileReading(kind)
+        return FileReading(kind, content.packing, content.encoding)
 
 
 def chosen_kind(format: str) -> Kind | None:
@@ -133,9 +133,9 @@ def chosen_kind(format: str) -> Kind | None:
     return None
 
 
-def described(readings: Sequence[tuple[Path, Reading]]) -> str:
+def described(readings: Sequence[tuple[Path, FileReading]]) -> str:
     """The readings of files, for the user; if there are several, each with its file or the number of its files."""
-    groups: dict[Reading, list[Path]] = {}
+    groups: dict[FileReading, list[Path]] = {}
     for path, reading in readings:
         groups.setdefault(reading, []).append(path)
     if len(groups) == 1:

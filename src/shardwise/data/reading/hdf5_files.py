@@ -284,7 +284,7 @@ def _copy(path: Path, array: Any, target: Path) -> str:
     return cache.spread_digest(target, _CHECKED_BLOCKS)
 
 
-def _is_sound(entry: cache.Entry) -> bool:
+def _is_sound(entry: cache.CacheEntry) -> bool:
     digests = {name: cache.spread_digest(entry.path / f"{name}.npy", _CHECKED_BLOCKS) for name in KEYS}
     return bool(entry.manifest["arrays"] == digests)
 

@@ -28,7 +28,7 @@ from shardwise.base.errors import DataError, RunError, ShardwiseError, listing
 from shardwise.config import DataConfig
 from shardwise.data.reading.content import BLOCK, HubFile, first_line, readable, unpacked_name
 from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
-from shardwise.data.reading.file_kinds import LINES, Kind, Reading, chosen_kind, described, reading_of
+from shardwise.data.reading.file_kinds import LINES, FileReading, Kind, chosen_kind, described, reading_of
 from shardwise.data.reading.text_files import (
     column_at,
     convert_command,
@@ -101,13 +101,13 @@ class FileSource:
     left_out: tuple[Path, ...] = ()
 
     @cached_property
-    def readings(self) -> tuple[Reading, ...]:
+    def readings(self) -> tuple[FileReading, ...]:
         """The reading of each file; DataError if one holds no text."""
         return tuple(reading_of(path, self.kind, self.text_key) for path in self.files)
 
     def require_text(self) -> None:
         """Raises DataError if the first line or row of a file has no text; of plain texts one is looked at."""
-        plain: set[Reading] = set()
+        plain: set[FileReading] = set()
         for path, reading in zip(self.files, self.readings, strict=True):
             if reading in plain:
                 continue
