@@ -173,8 +173,10 @@ def _are_sound_tokens(entry: CacheEntry) -> bool:
     for part in PARTS:
         facts = manifest[part]
         files.append((f"{part}.bin", facts["tokens"] * itemsize, facts["checked"]))
-        for name, row in facts.get("bounds", {}).items():
-            files.append((f"{part}.{name}.bin", row["length"] * BOUNDS_DTYPE.itemsize, row["checked"]))
+        if "bounds" in facts:
+            for name in BOUNDS:
+                row = facts["bounds"][name]
+                files.append((f"{part}.{name}.bin", row["length"] * BOUNDS_DTYPE.itemsize, row["checked"]))
     if manifest["tokenizer"] is not None and not has_its_tokenizer(entry):
         return False
     return all(

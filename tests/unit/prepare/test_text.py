@@ -17,7 +17,7 @@ import pytest
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.prepare import to_hdf5, tokenizing, work_folder
 from shardwise.data.prepare import tokenizing as batches
-from shardwise.data.prepare.from_text import _Conversion
+from shardwise.data.prepare.from_text import _TextConversion
 from shardwise.data.prepare.outputs import FormatName, Output
 from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
@@ -34,8 +34,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 400)
     monkeypatch.setattr(tokenizing, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr("shardwise.data.reading.text_sources.PIECE_CHARACTERS", 150)
-    monkeypatch.setattr("shardwise.data.tokens.encoding.MARGINS", (60,))
-    monkeypatch.setattr("shardwise.data.tokens.encoding.SHIFT", 13)
+    monkeypatch.setattr("shardwise.data.tokens.windows.MARGINS", (60,))
+    monkeypatch.setattr("shardwise.data.tokens.windows.SHIFT", 13)
     monkeypatch.setattr("os.fsync", lambda _file: None)  # nothing here loses power, and a busy disk takes its time
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 
@@ -194,9 +194,9 @@ def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(
 
 def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = 0
-    save = _Conversion._save
+    save = _TextConversion._save
 
-    def dying(self: _Conversion, progress: Any) -> None:
+    def dying(self: _TextConversion, progress: Any) -> None:
         nonlocal saves
         save(self, progress)
         saves += 1
@@ -204,7 +204,7 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Conversion, "_save", dying)
+        patch.setattr(_TextConversion, "_save", dying)
         with pytest.raises(Killed):
             folder.run(folder.job("megatron", "out"))
     encoded = []
@@ -214,7 +214,7 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
     )
     told = Told()
     folder.run(folder.job("megatron", "out"), told=told)
-    source = _Conversion(folder.job("megatron", "x"), print, told.bar).source
+    source = _TextConversion(folder.job("megatron", "x"), print, told.bar).source
     expected = len(list(batches.text_batches(source, folder.tokenizer, False)))
     assert len(encoded) - 1 == expected - 8, "one call for the estimate, one for each batch that was not done"
     assert any("continuing after" in line for line in told.lines)
@@ -457,7 +457,7 @@ def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
 
 def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.run(folder.job("megatron", "alone"))
-    monkeypatch.setattr("shardwise.data.prepare.from_text._SMALL_BYTES", 0)
+    monkeypatch.setattr("shardwise.data.prepare.from_text.SMALL_BYTES", 0)
     monkeypatch.setattr("shardwise.data.prepare.tokenizing.CORES_OF_A_PROCESS", 0)
     folder.run(folder.job("megatron", "several"))
     for suffix in (".bin", ".idx"):
