@@ -44,7 +44,7 @@ _LICENCES = tuple(
 )
 """Files with the terms of use, as repositories spell them: LICENSE, license.txt, LICENCE.md, USE_POLICY.md, NOTICE."""
 BESIDE_WEIGHTS = (GENERATION, *_TOKENIZER_FILES, *_LICENCES)
-"""Files that a model's folder holds beside its weights and config.json."""
+"""Files that a model's folder holds in addition to its weights and config.json."""
 _WEIGHTS = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS)
 # Files in folders are not fetched, such as the weights of another format, except for those of `CHAT_TEMPLATES`: no
 # pattern of other files begins with a star, so none matches in a folder whose name begins as that does.

@@ -56,7 +56,7 @@ class SampleSource:
 
     @property
     def holds_tokens(self) -> bool:
-        """True if the data are tokens in any case, which are read where they lie."""
+        """True if the data are tokens in any case, which are read as they are."""
         return self.contents in ("tokens", "masked pairs")
 
 
@@ -143,7 +143,7 @@ def format_of(data: DataConfig) -> DataFormat:
 def prepare(
     config: Config, cache_dir: Path | None = None, announce: Announce = None, *, any_size: bool = False
 ) -> PreparedData:
-    """Opens the data of `config`, tokenizing it first where the cache has none.
+    """Opens the data of `config`, tokenizing it first if the cache has none.
 
     Any number of processes may call it at once: one builds and the others wait.
 

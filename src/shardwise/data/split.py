@@ -1,7 +1,7 @@
 """The parts of data: documents that are trained on, evaluated and tested, and the rules that divide them.
 
 Megatron data and HDF5 shards are cut at cumulative shares of their documents or rows (`part_bounds`). Of text,
-documents are held out by a hash of their number, or its end where that comes too far from the share asked for
+documents are held out by a hash of their number, or its end if that comes too far from the share asked for
 (`plan_split`). A stream holds documents out by where they begin (`samples.streaming.HeldOut`).
 """
 
@@ -56,8 +56,8 @@ class TextSplit:
     """The division of a text into a training and an evaluation part.
 
     Attributes:
-        held_out: True for each document that is evaluated, [documents]; None where the end of the text is.
-        boundary: character of the whole text at which the held-out end begins; read where `held_out` is None.
+        held_out: True for each document that is evaluated, [documents]; None if the end of the text is evaluated.
+        boundary: character of the text at which the held-out end begins, if `held_out` is None.
     """
 
     held_out: npt.NDArray[np.bool_] | None

@@ -32,7 +32,7 @@ Announce = Callable[[str], None] | None
 
 @dataclass(frozen=True)
 class PreparedData(ABC):
-    """Tokens of a training, an evaluation and, where there is one, a test part.
+    """Tokens of a training, an evaluation and, if there is one, a test part.
 
     Attributes:
         tokenizer_path: folder that `transformers.AutoTokenizer.from_pretrained` and `Tokenizer.load` open; None if the
@@ -146,12 +146,12 @@ def announce_note(tokenizer: Tokenizer, announce: Announce) -> None:
 
 
 def document_marks(data: DataConfig, tokenizer: Tokenizer) -> DocumentMarks:
-    """The tokens that each document of text begins and ends with; DataError where the tokenizer lacks one."""
+    """The tokens that each document of text begins and ends with; DataError if the tokenizer lacks one."""
     return DocumentMarks.of(tokenizer, append_eod=data.append_eod, prepend_bos=data.prepend_bos)
 
 
 def mark_problems(data: DataConfig) -> list[str]:
-    """The problems of keys that ask for marks of documents, where the data are tokens."""
+    """The problems of keys that ask for marks of documents, as the data are tokens."""
     return data.refused_marks(f"{data.key} ({data.name}), whose tokens are read as they are")
 
 

@@ -74,7 +74,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
 
 
 def _holds_tokens(dataset: DataSet, root: Path) -> bool:
-    """Opens the data set to know: one process does so at a time, as it is fetched first where it lies on the hub."""
+    """Opens the data set to know: one process does so at a time, as a data set of the hub is fetched first."""
     with cache.locked(root, dataset.stamp()[:32]):
         return dataset.holds_tokens
 
@@ -225,7 +225,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
 
 
 def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: int) -> Inspection:
-    """The columns of all splits, and what the longest one holds."""
+    """An inspection of the columns of all splits, and of the lengths and samples of the longest split."""
     table = max(splits.values(), key=len)
     total = sum(map(len, splits.values()))
     columns = list(table.column_names)

@@ -94,7 +94,7 @@ class PreparedDocuments(PreparedData):
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedDocuments:
-    """Opens the data sets of `config`; only the tokenizer, where one is named, is kept in the cache `root`."""
+    """Opens the data sets of `config`; only the tokenizer, if one is named, is kept in the cache `root`."""
     problems = without_tokenizer(config)
     files: list[IndexedFile] = []
     for _, prefix in config.data.weighted_prefixes:

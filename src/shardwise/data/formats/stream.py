@@ -1,4 +1,4 @@
-"""Text that is tokenized while it is trained on; its first documents are read first, and what is held out is cached.
+"""Text that is tokenized while it is trained on; its first documents are read first, and held-out ones are cached.
 
 Parts other than the training's are a block of documents each, at most, prepared as any text is. Weights of `data.split`
 hold their share of the first block out; splits with names are parts, of which the first block is evaluated.

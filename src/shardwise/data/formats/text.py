@@ -88,7 +88,7 @@ def _content(root: Path, source: Source, announce: Announce) -> tuple[str, _Scan
         return content, None
     with contextlib.ExitStack() as lock:
         if isinstance(source, ColumnSource):
-            # One process reads it, as it is fetched first where it lies on the hub; the others wait.
+            # One process reads it, as a data set of the hub is fetched first; the others wait.
             lock.enter_context(cache.locked(root, source.stamp()[:32]))
             content = cache.known_content(root, stamp)
             if content is not None:

@@ -1,7 +1,7 @@
 """Samples that an object of the user's own gives: `hooks.data=package.module:Name`.
 
 It is called as `Name(config, part)` with the part `train` or `eval`, and returns an object with `len(samples)` and
-`samples[number]`, such as a list or a torch `Dataset`; or None where there is no such part. A sample is a row of 2 to
+`samples[number]`, such as a list or a torch `Dataset`; or None if there is no such part. A sample is a row of 2 to
 S + 1 token ids: the model reads all but the last, and predicts all but the first. A shorter one is padded. It is the
 same whenever and on whichever rank it is asked for; threads may ask at once.
 """
@@ -132,7 +132,7 @@ class SampleBatches(Batches):
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedSamples:
-    """Opens the parts; only the tokenizer, where `data.tokenizer` names one, is kept in the cache `root`."""
+    """Opens the parts; only the tokenizer, if `data.tokenizer` names one, is kept in the cache `root`."""
     path = config.hooks.data
     assert path is not None
     opener = load_reader(path)

@@ -112,7 +112,7 @@ def write_shard(shard: ShardPlan, vocab_size: int, pairs: Callable[..., Sentence
     batches = pairs(documents, documents.sentences, seed=shard.seed)
     rows = batches.num_samples
     temporary = shard.path.with_suffix(".unfinished")
-    # Python opens the file, as an error of a full disk has no `errno` where h5py does.
+    # Python opens the file, as an error of a full disk has no `errno` if h5py opened it.
     with temporary.open("w+b") as raw:
         with h5py.File(raw, "w") as file:
             for start in range(0, rows, _ROWS):

@@ -85,7 +85,7 @@ def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Itera
     """
     digest = ContentDigest()
     position = Position()
-    # `digest` is that of the text up to the end of a batch, or of one piece more where it ends within a document.
+    # `digest` is that of the text up to the end of a batch, or of one piece more if it ends within a document.
     for batch in batches(
         _pieces(source, digest, tokenizer, sentences), lambda piece: piece.characters, BATCH_CHARACTERS
     ):
@@ -143,7 +143,7 @@ class Workers:
 
     @classmethod
     def for_masking(cls, tasks: int, *, small: bool) -> Workers:
-        """Processes, at most one for each task; one thread where there is little to do."""
+        """Processes, at most one for each task; one thread if there is little to do."""
         count = min(cpu_count(), _MOST_PROCESSES, tasks)
         if small or count <= 1:
             return cls(ThreadPoolExecutor(1), 1)
@@ -186,7 +186,7 @@ class Workers:
 
 
 def tokenize(batch: TextBatch, literally: bool) -> TokenRow:
-    """The tokens of a batch; called where `Workers.for_tokenizing` runs it."""
+    """The tokens of a batch; called in a process or thread of `Workers.for_tokenizing`."""
     assert _tokenizer is not None
     return _tokenizer.encode_rows(batch.texts, contexts=batch.contexts, literally=literally)
 

@@ -4,7 +4,7 @@
     .NAME.preparing/…             files that grow; what lies beyond the state is cut off
     .NAME.preparing/output/       a folder that becomes OUTPUT, or files that are moved beside it
 
-One process at a time works in it: the one that holds the lock or, where the file system has no locks, that created
+One process at a time works in it: the one that holds the lock or, if the file system has no locks, that created
 owner.json. A process that is killed leaves the folder behind, and the next one continues from the state.
 
 The disk that data will take is estimated before the work starts, so that it does not fail after hours.
@@ -78,7 +78,7 @@ class WorkFolder:
                         self.remove()
 
     def _claim(self, refusal: str) -> None:
-        """Makes the folder this process's where the file system has no locks: only one process can create owner.json.
+        """Claims the folder for this process if the file system has no locks: only one process can create owner.json.
 
         The file of a process of this machine that has ended is replaced.
 

@@ -1,7 +1,7 @@
 """Data sets of the library `datasets`: a folder that its `save_to_disk` wrote, or a name on the Hugging Face hub.
 
 A data set is a table for each of its splits, mapped into memory. One column is read: text, or lists of token ids. The
-library takes seconds to import and asks the hub, so it is imported only where the cache lacks the tokens.
+library takes seconds to import and asks the hub, so it is imported only if the cache lacks the tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.data.reading.content import first_line, optional_library, readabl
 from shardwise.data.reading.text_files import require_sound
 
 TOKENS = "input_ids"
-"""The column that is read where there is no text."""
+"""The column that is read if there is no text."""
 _STATE = "state.json"
 _INFO = "dataset_info.json"
 _SPLITS = "dataset_dict.json"
@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 _CONVERTED = "refs/convert/parquet"
 """The branch of a data set's repository to which the hub converts its data."""
 _NEEDED = "data sets of the hub and of save_to_disk need the library"
-# How the library begins where a configuration is not there, or must be chosen.
+# Beginnings of the library's messages about a configuration that is not there, or that must be chosen.
 _NO_CONFIG = ("BuilderConfig ", "Config name is missing")
 
 
@@ -73,7 +73,7 @@ class _SavedTables:
                 raise DataError(f"{folder} is a data set without rows: save one that has some")
             try:
                 tables[name] = datasets.Dataset.load_from_disk(str(folder))
-            except Exception as error:  # noqa: BLE001  the library has no type of its own for what is damaged
+            except Exception as error:  # noqa: BLE001  the library has no type for damaged data
                 for path in files:
                     require_whole(path)
                 reason = first_line(error)
@@ -298,7 +298,7 @@ class DataSet:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The names of the splits that are read; each is a part where `data.split` names them."""
+        """The names of the splits that are read; each is a part if `data.split` names them."""
         return tuple(self._splits)
 
     @cached_property

@@ -84,7 +84,7 @@ _UNPACKED_BY = {
     ".lzo": "lzop -d",
     ".lz": "lzip -d",
 }
-"""Programs that unpack what no library here does, by the suffix of the file."""
+"""Programs that unpack files which no library here unpacks, by the suffix of the file."""
 
 
 @dataclass(frozen=True)

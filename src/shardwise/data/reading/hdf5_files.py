@@ -186,7 +186,7 @@ def names_shards(path: Path) -> bool:
 
 
 def shard_paths(data: DataConfig) -> list[Path]:
-    """The files that `data.path` names, sorted: a file, the shards of a folder, or what a glob matches; never none."""
+    """The files that `data.path` names, sorted: a file, the shards of a folder, or a glob's matches; at least one."""
     assert data.path is not None
     path = Path(data.path).expanduser()
     with readable(path):

@@ -1,4 +1,4 @@
-"""The record that `shardwise data prepare` leaves beside what it wrote: PREFIX.json, or manifest.json in a folder."""
+"""The record that `shardwise data prepare` leaves with its files: PREFIX.json, or manifest.json in a folder."""
 
 from __future__ import annotations
 

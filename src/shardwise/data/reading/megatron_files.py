@@ -1,4 +1,4 @@
-"""Megatron's data sets: tokens in PREFIX.bin, and where their sequences and documents lie in PREFIX.idx.
+"""Megatron's data sets: tokens in PREFIX.bin, and the bounds of their sequences and documents in PREFIX.idx.
 
 All integers are little-endian. PREFIX.bin holds the tokens back to back. PREFIX.idx:
 
@@ -230,7 +230,7 @@ def _check_bin(bin_path: Path, idx_path: Path, expected: int, overflow: int | No
 def _check_sequences(
     path: Path, sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: int
 ) -> tuple[int, int | None]:
-    """Each sequence must have a size and begin where the one before ends.
+    """Each sequence must have a size and begin at the end of the one before.
 
     Returns:
         The byte at which the last sequence ends, and the first sequence whose pointer overflowed 32 bits; None if none.
@@ -419,7 +419,7 @@ class IndexedWriter:
             to_disk(idx)
         to_disk(self._unfinished.files[0])
         bin_path, idx_path = _files(self.prefix)
-        # The new .bin must never stand beside the old .idx.
+        # The new .bin and the old .idx must never be there together.
         idx_path.unlink(missing_ok=True)
         sync_folder(self.prefix.parent)
         new_bin.replace(bin_path)

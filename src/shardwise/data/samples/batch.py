@@ -154,7 +154,7 @@ class BlendedBatches(Batches):
 
     The sources' samples follow one another as `BlendPattern` says; each source has its own order and its own epochs,
     the next of which begins when it is exhausted. So a sample is a function of (seed, samples consumed). An evaluation
-    has each sample of each source once: where a source is exhausted, the others continue without it.
+    has each sample of each source once: if a source is exhausted, the others continue without it.
 
     Index `begins[s] + i` is sample `i` of source `s`.
     """
@@ -184,7 +184,7 @@ class BlendedBatches(Batches):
         epochs = np.empty_like(sources)
         for source, batches in enumerate(self.batches):
             chosen = np.flatnonzero(sources == source)
-            # A source's samples are consecutive in its own order, so one number says where they begin.
+            # A source's samples are consecutive in its own order, so one number is enough to find them.
             first = int(self.pattern.before(source, np.array([consumed]))[0])
             source_indices, epochs[chosen] = batches.draw(first, len(chosen))
             indices[chosen] = self._begins[source] + source_indices

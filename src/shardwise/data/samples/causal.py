@@ -77,8 +77,8 @@ def without_end(config: Config) -> list[str]:
 def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends: DocumentEnds | None) -> Batch:
     """The batch of rows of S + 1 tokens; in each row the `targets_B` tokens after the first are targets.
 
-    Inputs: `ids_SB` and `targets_SB`, which is `IGNORE` where nothing is counted; as `ends` asks, `positions_SB`, and
-    `starts_SB`: the first place that each place attends to.
+    Inputs: `ids_SB` and `targets_SB`, which is `IGNORE` at positions that are not counted; as `ends` asks,
+    `positions_SB`, and `starts_SB`: the first place that each place attends to.
     """
     length = rows_BS.shape[1] - 1
     targets_SB = rows_BS[:, 1:].T.copy()  # inputs and targets must not share memory
@@ -191,7 +191,7 @@ class Documents:
         return tokens
 
     def beginning(self, tokens: int) -> list[int]:
-        """The first tokens; fewer where there are no more."""
+        """The first tokens; fewer if there are no more."""
         return [int(token) for token in self.take(np.arange(min(tokens, len(self))))]
 
     def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
@@ -219,11 +219,11 @@ class Documents:
 
 @dataclass(frozen=True)
 class _EpochIndex:
-    """The documents of one epoch in their order, and where each begins in the row that they make.
+    """The documents of one epoch in their order, and their places in the row that they make.
 
     Attributes:
-        order: the document numbers, [count].
-        begins: the first token of each document in the row, then the number of tokens, [count + 1].
+        order: document numbers, [count].
+        begins: first token of each document in the row, then the number of tokens, [count + 1].
     """
 
     order: npt.NDArray[np.int32] | IntArray

@@ -120,10 +120,9 @@ def below(hashes: npt.NDArray[np.uint64], limit: npt.NDArray[np.int64] | int) ->
 
 
 class Draws:
-    """Random numbers of samples, a pure function of (seed, epoch, sample) and of what they are drawn for.
+    """Random numbers of samples, a pure function of (seed, epoch, sample) and of the purpose (`site`).
 
-    `site` names what they are drawn for: numbers of different sites are independent of one another, and of the sample
-    order.
+    Numbers of different sites are independent of one another, and of the sample order.
     """
 
     def __init__(self, seed: int, epochs_B: npt.NDArray[np.int64], indices_B: npt.NDArray[np.int64]) -> None:

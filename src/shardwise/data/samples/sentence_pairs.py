@@ -74,7 +74,7 @@ class SentencePairBatches(Batches):
       of a random chunk of another document, followed by the sentences after it until the sequence is full. The rest of
       the chunk is then left out in this epoch; the paper's code would begin the next sample with it, which would make
       each sample depend on all before it. A corpus of one document takes another chunk of that document.
-    - While A and B have more than S - 3 tokens, the longer one (B where they are equal) loses its first or its last
+    - While A and B have more than S - 3 tokens, the longer one (B if they are equal) loses its first or its last
       token with probability ½ each: as in the paper's code.
     - Tokens of A and B are masked (`Masking`).
 

@@ -131,7 +131,7 @@ class TextStream:
         self.stopped = Event()
 
     def block(self, start: StreamPosition) -> StreamBlock:
-        """The block that begins at `start`; it ends where its epoch does.
+        """The block that begins at `start`; it ends at the end of its epoch.
 
         Raises:
             DataError, RunError: a document cannot be read.
@@ -167,7 +167,7 @@ class TextStream:
         return documents, StreamPosition(start.samples, start.epoch + 1)
 
     def _read(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, list[TextPiece]]]:
-        """The documents of an epoch from a place on, each with the place where the next one begins."""
+        """The documents of an epoch from a place on, each with the place of the next one."""
         order = self._order.indices(start.epoch * len(self._shards), len(self._shards)).tolist()
         offset = start.offset
         for number in range(start.shard, len(order)):
@@ -207,7 +207,7 @@ def read_documents(shard: TextShard, start: int) -> Iterator[tuple[int, list[Tex
 
 
 class StreamBatches(Batches):
-    """`Batches` of a stream, which begins its next epoch where one ends.
+    """`Batches` of a stream, which begins its next epoch at the end of one.
 
     A batch is a function of the samples consumed. The beginnings of all blocks that were read are kept, and the last
     few blocks themselves: a batch near the last one is made at once. For any other, reading begins at its block, or at

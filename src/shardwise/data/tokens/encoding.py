@@ -29,7 +29,7 @@ _BATCH_CHARACTERS = 1 << 23
 
 
 class ContentDigest:
-    """A digest of all text that passes through `watch`, and of where documents and the text's own parts end.
+    """A digest of all text that passes through `watch`, and of the ends of documents and of the text's parts.
 
     Attributes:
         bytes: size of that text.

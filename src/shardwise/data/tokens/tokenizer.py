@@ -262,7 +262,7 @@ class Tokenizer:
         if CONFIG in copies:
             settings = read_object(copies[CONFIG])
             # Without a class, transformers takes the model's. Its class for Llama reads no more than the vocabulary and
-            # the merges of a tokenizer.json, and gives other ids where a text has two spaces in a row.
+            # the merges of a tokenizer.json, and gives other ids if a text has two spaces in a row.
             made = {}
             if str(settings.get("tokenizer_class", _LLAMA)).removesuffix("Fast") == _LLAMA:
                 defaults: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}

@@ -213,7 +213,7 @@ def _open_json(file: Path) -> tokenizers.Tokenizer:
 
 
 def _open_words(file: Path, options: Mapping[str, Any], special: Iterable[str]) -> tokenizers.Tokenizer:
-    """WordPiece from one token a line, as BERT's: lower-casing unless a `tokenizer_config.json` beside it says not."""
+    """WordPiece from one token a line, as BERT's; lower-cased unless `tokenizer_config.json` says otherwise."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
@@ -357,7 +357,7 @@ def _lines(file: Path, meaning: str) -> list[str]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """The content of a file; DataError where it cannot be read."""
+    """The content of a file; DataError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -372,7 +372,7 @@ def _text(file: Path, meaning: str) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; DataError where it holds none."""
+    """The JSON object in a file; DataError if it holds none."""
     try:
         values = json_value(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

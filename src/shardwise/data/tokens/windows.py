@@ -1,6 +1,6 @@
-"""Long documents in windows of text, whose tokens together are those of the whole document.
+"""Long documents in windows of text, whose tokens together are those of the document.
 
-To encode a document as a whole takes about 120 bytes of memory for each character, and one core. But tokenizers put a
+To encode a document at once takes about 120 bytes of memory for each character, and one core. But tokenizers put a
 space before any text that they are given, join characters over any distance, and split a text by what follows it. So a
 document is cut only at a place where two conditions hold:
 
