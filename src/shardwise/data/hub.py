@@ -207,6 +207,7 @@ def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path
 def _is_damaged(content: Path) -> bool:
     """True if a file of the cache differs from its name: the SHA-256 of large files, git's hash of others."""
     with content.open("rb") as file:
+        # Git hashes a header with the size before the content.
         if _SHA256.fullmatch(content.name):
             digest = hashlib.file_digest(file, hashlib.sha256)
         elif _GIT.fullmatch(content.name):
@@ -362,7 +363,7 @@ def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    with contextlib.suppress(ConfigError):
+    with contextlib.suppress(ConfigError):  # the cache lacks them
         _from_cache(files)
         return "cache"
     ask = HfApi().dataset_info if files.repo_type == "dataset" else HfApi().model_info

@@ -127,7 +127,7 @@ def format_of(data: DataConfig) -> DataFormat:
 
     No file is opened. A path that the system refuses counts as text: opening it will report the reason.
     """
-    if data.blend is not None:
+    if data.blend is not None:  # of prefixes
         return FORMATS["megatron"]
     if data.path is None:
         return FORMATS["datasets" if data.is_hub_dataset else "text"]
@@ -177,7 +177,7 @@ def checked_format(config: Config) -> DataFormat:
             f"{see('data#no-evaluation-part')}"
         )
     if in_pairs(config):
-        chunk_room(config.train.sequence_length)
+        chunk_room(config.train.sequence_length)  # raises if it is too short for a pair
     format = format_of(data)
     if data.split_names and not format.has_splits:
         raise DataError(
@@ -239,6 +239,7 @@ def glance(config: Config) -> Glance:
         rows.append(("data", "none is named: a run needs data.path, data.blend or data.dataset"))
     if config.data.is_named or config.data.tokenizer is not None:
         looks["tokenizer"] = lambda: _glance_at_tokenizer(config, source.contents)
+    # A problem of the data must not hide one of the tokenizer.
     for name, describe in looks.items():
         try:
             rows.append((name, describe()))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardwise.data.prepare.outputs import PreparationOutcome
 
 DTYPES = ("uint16", "uint32")
+# The names of `prepare.from_text.FORMATS`, which help does not import.
 FORMATS = ("megatron", "arrow", "hdf5")
 _PATH_ENDS = ("/", ".txt", ".json", ".jsonl", ".parquet", ".csv", ".gz", ".zst", ".xz", ".bz2")
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -154,6 +155,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         value = getattr(arguments, name)
         if value is not None:
             options[name] = value
+    # As many as are masked of a full pair.
     if options.get("max_predictions", 1) is None:
         options["max_predictions"] = math.ceil(options["masked_fraction"] * options["sequence_length"])
     return options

@@ -125,6 +125,7 @@ def pair_batches(
     another sample.
     """
     length = config.train.sequence_length
+    # A chunk is what one sample takes its tokens from.
     if ChunkIndex(sentences, chunk_room(length)).num_chunks < 2:
         return None
     return SentencePairBatches(
@@ -210,6 +211,7 @@ def tokenizer_in_cache(config: Config, tokenizer: Tokenizer | None, root: Path) 
     if tokenizer is None or path is None:
         return None
 
+    # Ranks and later runs open the copy: the user's own may change or lie on another machine.
     def build(folder: Path) -> dict[str, str]:
         export_user_tokenizer(path, tokenizer, folder / "tokenizer")
         return {"tokenizer": cache.tokenizer_digest(folder / "tokenizer")}
@@ -220,7 +222,7 @@ def tokenizer_in_cache(config: Config, tokenizer: Tokenizer | None, root: Path) 
 
 def padding_problems(special: PairTokens | None, config: Config) -> list[str]:
     """The problem of a model of sentence pairs that pads with another token than the tokenizer's [PAD]."""
-    pad = getattr(config.model, "pad_token_id", None)
+    pad = getattr(config.model, "pad_token_id", None)  # a fact of BERT's configuration alone
     if special is None or pad == special.pad:
         return []
     return [

@@ -100,6 +100,7 @@ def _build(folder: Path, dataset: DataSet, config: Config) -> dict[str, Any]:
             writers[part].write(tokens)
             writers[part].documents += number
     facts: dict[str, Any] = {part: writer.facts() for part, writer in writers.items()}
+    # The word keeps fingerprints of tokens apart from those of text.
     digests = ["tokens", dtype.str, *(row["sha256"] for row in facts.values())]
     return {
         "dtype": dtype.str,
@@ -112,6 +113,7 @@ def _build(folder: Path, dataset: DataSet, config: Config) -> dict[str, Any]:
 
 
 def _plan(dataset: DataSet, config: Config) -> TextSplit:
+    """The split of rows by their tokens, as `plan_split` makes it of documents by their characters."""
     lengths = [_lengths(array) for name in dataset.splits for array in dataset.rows(name)]
     return plan_split(np.concatenate(lengths or [np.empty(0, dtype=np.int64)]), config.data.split_weights)
 
@@ -156,6 +158,7 @@ def _tokens(
 ) -> npt.NDArray[np.integer[Any]]:
     """All tokens of rows of these lengths, of which the first is row number `first`."""
     flat = array.flatten()
+    # Numpy has no nulls: as 0 the tokens keep their dtype, and the nulls are refused by the mask.
     nulls = flat.is_null().to_numpy(zero_copy_only=False)
     tokens: npt.NDArray[np.integer[Any]] = flat.fill_null(0).to_numpy()
     for at in np.flatnonzero(nulls | (tokens < 0) | (tokens >= vocab_size))[:1]:
@@ -254,6 +257,7 @@ def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: i
     table = table.select_columns([column]).with_format("arrow")
     looked_at = table[spread(len(table), _ARROW_ROWS).tolist()].column(0)
     leading = table[: min(samples, len(table))].column(0)
+    # A damaged file is refused before its values are touched.
     for array in (*looked_at.chunks, *leading.chunks):
         require_sound(array, str(path), column)
     if not has_tokens:

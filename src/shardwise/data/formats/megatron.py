@@ -109,6 +109,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     if not any_size and (problems := _too_short(parts, config)):
         raise DataError(problems)
     weights = tuple(weight for weight, _ in config.data.weighted_prefixes)
+    # A fingerprint of the bounds too: another split of the same files is other data.
     bounds = {part: [(chosen.first, chosen.stop) for chosen in documents] for part, documents in parts.items()}
     return PreparedDocuments(
         tokenizer_path=tokenizer_in_cache(config, tokenizer, root),
@@ -185,7 +186,7 @@ def _too_short(parts: Mapping[Part, tuple[Documents, ...]], config: Config) -> l
     """The problems of parts that are too short: training needs a sample of each data set, an evaluation one of any."""
     problems = []
     for part in needed_parts(config):
-        short = []
+        short = []  # the problems of this part
         for documents in parts[part]:
             sentences = documents.sentences if in_pairs(config) else None
             short += shortage(config, part, documents.file.prefix, len(documents), sentences, documents.count)

@@ -67,6 +67,7 @@ class PreparedStream(PreparedText):
         if part != "train":
             return super().beginning(part, tokens)
         assert self.tokenizer_path is not None
+        # The order of an epoch is not asked for: any document of the training part shows what the model reads.
         _, pieces = next(read_documents(self._shards()[0], 0))
         tokenizer = Tokenizer.load(self.tokenizer_path)
         first = tokenizer.encode_rows([pieces[0].text])
@@ -89,6 +90,7 @@ class PreparedStream(PreparedText):
             self._shards(),
             tokenizer,
             document_marks(self.data, tokenizer),
+            # With the tail, as a block may have fewer tokens than a sample.
             lambda row, seed: TokenBatches(row, length, seed, tail=True, ends=ends),
             seed=config.train.seed,
             buffer=config.data.shuffle_buffer,
@@ -119,6 +121,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
 
 
 def _key(config: Config, stamp: str) -> str:
+    """The key of the cache entry: a digest of all that decides which documents are held out, and their tokens."""
     data = config.data
     assert data.tokenizer is not None
     described = {
@@ -135,6 +138,7 @@ def _key(config: Config, stamp: str) -> str:
 
 
 def _share(config: Config) -> float:
+    """The share of the first block that is held out; text has no test part."""
     train, evaluation, _ = config.data.split_weights
     return evaluation / (train + evaluation)
 
@@ -150,6 +154,7 @@ def _digest_of_files(paths: Sequence[Path], *, hashed: bool) -> str:
             status = path.stat()
             content: Any = [str(path.absolute()), status.st_mtime_ns]
             if hashed:
+                # The first and the last block: a stream may have thousands of files.
                 content = cache.spread_digest(path, 2)
         facts.append([path.name, status.st_size, content])
     return cache.digest_of(facts)
@@ -173,9 +178,11 @@ def _build(folder: Path, source: FileSource | ColumnSource, config: Config, anno
     shards = {name: [open_shard(file, data) for file in files] for name, files in by_split.items()}
     first = next(iter(shards))
     block = _first_block(shards[first], data.shuffle_buffer)
+    # Splits with names are the parts, and nothing of the first one is held out.
     held_out = HeldOut(*block.stop, 0.0 if data.split_names else _share(config))
 
     def parts() -> Iterator[tuple[Part, TextPiece]]:
+        # Training text is prepared only to count it, if there is less than a block.
         for begin, pieces in block.documents:
             if begin in held_out:
                 yield from (("eval", piece) for piece in pieces)
@@ -221,7 +228,7 @@ class _FirstBlock:
 
 
 def _first_block(shards: Sequence[TextShard], buffer: int) -> _FirstBlock:
-    """The documents that a block holds which is not shuffled: at most `buffer`, or `BLOCK_CHARACTERS`."""
+    """The documents of the first block, in their own order: at most `buffer`, and about `BLOCK_CHARACTERS` of text."""
     documents: list[tuple[_DocumentBegin, list[TextPiece]]] = []
     characters = 0
     for number, shard in enumerate(shards):

@@ -82,6 +82,8 @@ def open_data(
 
 def _content(root: Path, source: Source, announce: Announce) -> tuple[str, _Scan | None]:
     """The digest of a text, and the scan by which it was found; None if the cache knew it."""
+    # Entries are keyed by content, so that a copy of a text finds them too. Files that have not changed since they were
+    # read are not read again to find their content.
     stamp = source.stamp()
     content = cache.known_content(root, stamp)
     if content is not None:
@@ -159,6 +161,7 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: 
         parts = encode_sentences(pieces, tokenizer, folder)
     else:
         parts = encode_documents(pieces, tokenizer, document_marks(config.data, tokenizer), folder)
+    # The text was read twice: to find its content and lengths, and to encode it.
     if digest.hexdigest() != scan.content:
         raise DataError(
             f"{source.name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"

@@ -171,7 +171,8 @@ class Output:
             if state is not None and state.get("identity") != self.identity:
                 state = None
             if state is not None and state["complete"]:
-                facts: Mapping[str, Any] = state["facts"]  # an earlier process was killed while it moved the files
+                # An earlier process was killed while it moved the files.
+                facts: Mapping[str, Any] = state["facts"]
             else:
                 existing = self._existing(content, force=force)
                 if existing is not None:
@@ -197,6 +198,7 @@ class Output:
             closes: True if the tokenizer's end of document closes the documents.
             counts: other facts of the manifest.
         """
+        # A path is made absolute, as readers start in other folders; a hub id is left as it is.
         name = self._named
         if name is not None and (path := Path(name).expanduser()).exists():
             name = str(path.absolute())
@@ -222,6 +224,7 @@ class Output:
         with (folder / manifest.NAME).open("ab") as file:
             to_disk(file)
         sync_folder(folder)
+        # Last: from here on the same command only moves the files.
         self.work.save({"identity": self.identity, "complete": True, "facts": facts})
         return facts
 
@@ -235,6 +238,7 @@ class Output:
         paths = [path for path in paths if path.exists()]
         if not paths:
             return None
+        # Without a manifest, what stands in the place of a folder is never replaced; a .bin or .idx is, by --force.
         made = manifest.read_manifest(self.manifest)
         if made is None and (self.manifest in paths or self.format.is_folder):
             raise DataError(f"{paths[0]} is there, and was not prepared here: remove it, or name another OUTPUT")

@@ -162,7 +162,8 @@ class _HubTables:
             if not names:
                 raise self._refusal(error) from None
             raise self._no_config(names) from None
-        if builder.hash != self.folder.name:  # without access to the hub it takes any commit that it has
+        # Without access to the hub the library takes any commit that it has.
+        if builder.hash != self.folder.name:
             raise DataError(
                 f"data.dataset ({self.repository}) cannot be fetched at commit {self.folder.name}: there is no access "
                 f"to the hub, and the cache of datasets has commit {builder.hash}"
@@ -203,6 +204,7 @@ class _HubTables:
 
     def _require_own_files(self, place: str, data_files: Mapping[Any, list[str]]) -> None:
         """Raises DataError if the card names files elsewhere or of this machine, which old releases would read."""
+        # The library reads any address that a card names, files of this machine too: the repository's alone are allowed.
         for address in [str(address) for addresses in data_files.values() for address in addresses]:
             *members, archive = address.split("::")  # a member of an archive is zip://MEMBER::ARCHIVE
             before, _, name = archive.partition(place)
@@ -448,7 +450,7 @@ def require_library(data: DataConfig) -> None:
 def library() -> Any:
     """The module `datasets`, made quiet; it takes seconds to import. DataError if it is not installed."""
     datasets = optional_library("datasets", _NEEDED, "datasets")
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty():  # in a log, a bar is a line for each of its states
         datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.ERROR)
     return datasets

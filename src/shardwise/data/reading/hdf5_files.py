@@ -98,6 +98,7 @@ class Hdf5Shard:
                         )
                     if length == 0:
                         raise DataError(f"{path}: {key} (0 {words}) must have 1 or more: remove the file, or {AGAIN}")
+            # An array of one dimension is read at once in any case, so its chunks do not matter.
             nbytes = sum(file[key].nbytes for key in KEYS)
             chunked = any(file[key].ndim > 1 and file[key].chunks is not None for key in KEYS)
         rows, length, predictions = (sizes[dimension][1] for dimension in "NSP")
@@ -300,6 +301,7 @@ class ShardRows:
         self.length = shards[0].length
         self.predictions = max(shard.predictions for shard in shards)
         self._begins = np.cumsum([0, *(shard.rows for shard in shards)])
+        # A map of each array stays open, for the shards that were used last.
         self._arrays = lru_cache(maxsize=_SHARDS_KEPT)(lambda number: shards[number].arrays())
         token = (vocab_size - 1, "set model.vocab_size to that of the tokenizer that made the data")
         self._limits = {

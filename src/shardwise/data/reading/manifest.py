@@ -22,6 +22,7 @@ _FIELDS = {
     "sequences": int,
     "tokens": int,
 }
+# Digits of a digest in messages: enough to tell two apart.
 _SHOWN_DIGITS = 12
 
 

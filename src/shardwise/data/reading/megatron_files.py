@@ -109,6 +109,7 @@ class IndexedFile:
         with readable(prefix):
             dtype, sequences = _read_header(idx_path)
             raw = np.memmap(idx_path, dtype=np.uint8, mode="r")
+            # The three arrays lie one after another behind the header, and may not be aligned to their dtypes.
             cuts = np.cumsum([_HEADER.size, sequences * _SIZE.itemsize, sequences * _WIDE.itemsize]).tolist()
             sizes = raw[cuts[0] : cuts[1]].view(_SIZE)
             pointers = raw[cuts[1] : cuts[2]].view(_WIDE)
@@ -342,6 +343,7 @@ class UnfinishedIndex:
 
     def write_index(self, idx: BinaryIO) -> None:
         """Writes the .idx of all documents."""
+        # The sizes are copied, and read a second time as their cumulative sums, the pointers.
         code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
         _, sizes, bounds = self.files
         idx.write(_HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))

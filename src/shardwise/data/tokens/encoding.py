@@ -95,6 +95,7 @@ def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokeniz
         for batch in batches(sentence_pieces(parts), lambda item: item[1].characters, _BATCH_CHARACTERS):
             texts = [sentence for _, piece in batch for sentence in piece.texts]
             tokens, sizes = tokenizer.encode_rows(texts, literally=True)
+            # All sentences of a batch are encoded at once, and then divided into those of each piece again.
             cuts = np.cumsum([len(piece.texts) for _, piece in batch])[:-1]
             starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
             pieces = zip(batch, np.split(tokens, starts[cuts]), np.split(sizes, cuts), strict=True)
@@ -244,6 +245,7 @@ class DocumentMarks:
             begun: True if the first piece continues a document.
         """
         stops = np.cumsum(sizes)
+        # A piece begins a document if the one before ended one.
         begins = [not begun, *ends][: len(ends)]
         marked = np.stack([begins, ends], axis=1) & [self.begin is not None, self.end is not None]
         ids = np.broadcast_to(np.array([self.begin or 0, self.end or 0], dtype=np.int32), marked.shape)

@@ -70,6 +70,7 @@ class Tokenizer:
         begin_of_document: str | None = None,
         name: str = "the tokenizer",
     ) -> None:
+        # A tokenizer.json may ask for both, which would lose text and add tokens.
         backend.no_truncation()
         backend.no_padding()
         self.dropout: float | None = getattr(backend.model, "dropout", None)
@@ -103,6 +104,7 @@ class Tokenizer:
     @cached_property
     def digest(self) -> str:
         """A digest of all that decides which ids a text has; `save` does not change it."""
+        # The decoder and the post-processor do not change the ids of a text, and `save` may write them otherwise.
         described = json.loads(self._backend.to_str())
         parts = {key: described[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -152,7 +154,8 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=False)
 
     def _read_special_tokens(self, *, literally: bool) -> None:
-        if self._backend.encode_special_tokens != literally:  # it must not be set while another thread encodes
+        # Set only if it differs, as it must not be set while another thread encodes.
+        if self._backend.encode_special_tokens != literally:
             self._backend.encode_special_tokens = literally
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -193,6 +196,7 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         left_out = np.asarray(contexts or [0] * len(texts), dtype=np.int64)
         sizes = np.fromiter(map(len, encodings), np.int64, len(encodings)) - left_out
+        # From an iterator, as lists of Python integers take nine times the memory of the array.
         ids = chain.from_iterable(
             encoding.ids[context:] if context else encoding.ids
             for encoding, context in zip(encodings, left_out.tolist(), strict=True)
@@ -288,6 +292,7 @@ def _splits_locally(step: Mapping[str, Any] | None) -> bool:
         return all(map(_splits_locally, step["pretokenizers"]))
     if kind == "Split":
         return len(step["pattern"].get("String", "")) == 1
+    # ByteLevel's own expression looks ahead for white space, and so may an expression of Split.
     return kind in ("Metaspace", "Digits", "Punctuation") or (kind == "ByteLevel" and not step["use_regex"])
 
 
