@@ -25,7 +25,7 @@ from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
 from shardwise.config.model import OwnConfig
 from shardwise.data import hub
-from shardwise.data.reading.detect import detect
+from shardwise.data.opening import format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.local import launch_without_run
 
@@ -261,7 +261,7 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     if chosen.get("tokenizer") is None:
         data["tokenizer"] = folder.tokenizer
     config = config_from(sections)
-    if config.data.tokenizer is None and detect(config.data) == "text":
+    if config.data.tokenizer is None and format_of(config.data).name == "text":
         raise _without_tokenizer(folder)
     return config
 
