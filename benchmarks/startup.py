@@ -359,7 +359,7 @@ class _SimulatedJob:
         return [everyone[rank] for rank in sorted(everyone)]
 
     def segments(self, manifest: Any, wants: list[Any]) -> int:
-        from shardwise.checkpoint.reading import _segments
+        from shardwise.checkpoint.collective_reading import _segments
 
         return len(list(_segments(manifest.tensors, wants, 0)))
 

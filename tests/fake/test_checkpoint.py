@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.checkpoint.collective_reading import _segments
 from shardwise.checkpoint.format.manifest import MODEL, Manifest
 from shardwise.checkpoint.format.verify import untiled
 from shardwise.checkpoint.format.writing import PlannedFile, tensor_entries
-from shardwise.checkpoint.reading import _segments
 from shardwise.checkpoint.restore import _wants
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.chunks import FileEntry, chunk_bytes

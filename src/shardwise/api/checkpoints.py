@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.api.arguments import require_path
 from shardwise.base.errors import ConfigError, RunError, keys_renamed, renamed, see
-from shardwise.checkpoint.storage.locate import newest_intact
+from shardwise.checkpoint.storage.find_checkpoint import newest_intact
 from shardwise.checkpoint.storage.root import Root
 
 if TYPE_CHECKING:
@@ -60,7 +60,13 @@ def save_checkpoint(
             nothing was written.
         RunError: on every rank, it could not be written, or the ranks' copies of a parameter differ.
     """
-    from shardwise.api.user_loop import mesh_of, on_first_rank, require_one_model, require_one_save, require_saveable
+    from shardwise.api.checkpoint_arguments import (
+        mesh_of,
+        on_first_rank,
+        require_one_model,
+        require_one_save,
+        require_saveable,
+    )
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
     from shardwise.train.opening import raised_on_every_rank, versions
@@ -113,8 +119,8 @@ def load_checkpoint(
             optimizer: every mismatch. Nothing was changed, unless it says that the weights are not finite.
         DamageError: its bytes do not match their checksums. The model is then not to be used.
     """
-    from shardwise.api.user_loop import mesh_of, on_first_rank, require_loadable
-    from shardwise.checkpoint.load import load_checkpoint as load_weights
+    from shardwise.api.checkpoint_arguments import mesh_of, on_first_rank, require_loadable
+    from shardwise.checkpoint.load_weights import load_checkpoint as load_weights
     from shardwise.checkpoint.restore import read_manifest, restore
     from shardwise.train.opening import raised_on_every_rank, require_equal
 
@@ -157,8 +163,8 @@ def export_checkpoint(
         ConfigError: an argument is none of those, there is no checkpoint, it does not describe its model, or `dest`
         exists. DamageError: bytes do not match their checksums. RunError: a value is beyond the range of float16.
     """
+    from shardwise.checkpoint.format.export_checkpoint import Export
     from shardwise.checkpoint.format.safetensors import FLOATS
-    from shardwise.checkpoint.format.to_hugging_face import Export
     from shardwise.cli.checkpoint.export import shard_bytes, split
 
     source, target = require_path("checkpoint", checkpoint), require_path("dest", dest)

@@ -15,7 +15,7 @@ from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.files import read_plain, reason_of
 from shardwise.base.parsing import json_value
 from shardwise.base.user_code import given, name_of
-from shardwise.checkpoint.storage.locate import all_of, locate
+from shardwise.checkpoint.storage.find_checkpoint import all_of, locate
 from shardwise.config import Config, config_from, parse_yaml
 from shardwise.launch import output, stop_requests
 from shardwise.launch.environment import Rank, keep_own, may_be_a_task

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, ShardwiseError, listing
+from shardwise.checkpoint.collective_reading import CheckpointReader, Want, other_ends, read, verify_rest
 from shardwise.checkpoint.format.manifest import MODEL, Manifest
-from shardwise.checkpoint.format.tensors import mismatches
+from shardwise.checkpoint.format.stored_tensors import mismatches
 from shardwise.checkpoint.format.verify import untiled
-from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, read, verify_rest
 from shardwise.checkpoint.storage.root import DamageError, Root
 from shardwise.distributed import collectives
 from shardwise.distributed.agreement import agree

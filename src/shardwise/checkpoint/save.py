@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ShardwiseError, listing, see
 from shardwise.base.hardware import available_memory
-from shardwise.checkpoint.companions import Companions
-from shardwise.checkpoint.export import model_files
+from shardwise.checkpoint.collective_reading import DTYPE_NAMES, TORCH_DTYPES
+from shardwise.checkpoint.companion_files import Companions
+from shardwise.checkpoint.export_model import model_files
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, too_large
 from shardwise.checkpoint.format.verify import untiled
 from shardwise.checkpoint.format.writing import (
@@ -41,11 +42,10 @@ from shardwise.checkpoint.format.writing import (
     weight_index,
     write_small,
 )
-from shardwise.checkpoint.reading import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.step_folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
-from shardwise.checkpoint.weights import WeightPlan
+from shardwise.checkpoint.weight_writers import WeightPlan
 from shardwise.config import Config
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.agreement import union

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from shardwise.checkpoint.storage.locate import newest_of
-from shardwise.checkpoint.storage.owner import earlier_run
+from shardwise.checkpoint.storage.find_checkpoint import newest_of
+from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.cli import output
 from shardwise.config import Config
 from shardwise.data import hub

@@ -17,7 +17,7 @@ from shardwise.base.files import reason_of
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.chunks import read_whole
-from shardwise.checkpoint.storage.locate import Place, newest_intact
+from shardwise.checkpoint.storage.find_checkpoint import Place, newest_intact
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.step_folders import step_of
 from shardwise.config import Config, apply_overrides, config_from

@@ -25,11 +25,11 @@ from shardwise import __version__
 from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.files import reason_of
 from shardwise.base.hardware import cpu_count
-from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
+from shardwise.checkpoint.companion_files import Companions, find_companions, resumed_companions
 from shardwise.checkpoint.format.diff import by_dotted_key
-from shardwise.checkpoint.storage.locate import newest_of, require_checkpoint
-from shardwise.checkpoint.storage.owner import Owner, earlier_run, take
+from shardwise.checkpoint.storage.find_checkpoint import newest_of, require_checkpoint
 from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.run_identity import Owner, earlier_run, take
 from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
 from shardwise.data import hub
 from shardwise.data.formats.common import PreparedData

@@ -13,8 +13,8 @@ from torch import nn
 from shardwise.base.errors import ConfigError, RunError, listing, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import read_manifest, restore
-from shardwise.checkpoint.storage.owner import is_inside, original_of, require_own
 from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require_writable
+from shardwise.checkpoint.storage.run_identity import is_inside, original_of, require_own
 from shardwise.checkpoint.storage.step_folders import (
     Found,
     abandon,

@@ -10,8 +10,8 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.companions import Companions, beside_weights, find_companions
-from shardwise.checkpoint.export import model_files
+from shardwise.checkpoint.companion_files import Companions, beside_weights, find_companions
+from shardwise.checkpoint.export_model import model_files
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, OwnConfig, load_config
 from shardwise.data import hub
@@ -142,7 +142,7 @@ def test_fault_09_a_runs_folder_means_its_newest_checkpoint(tmp_path: Path, monk
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     newest = SimpleNamespace(location=str(weights))
-    monkeypatch.setattr("shardwise.checkpoint.storage.locate.newest_intact", lambda location, announce: newest)
+    monkeypatch.setattr("shardwise.checkpoint.storage.find_checkpoint.newest_intact", lambda location, announce: newest)
     assert find_companions(run_of(companions=run), None, weights).ids == IDS
 
 

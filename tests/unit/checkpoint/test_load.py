@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.agreement import differ_in_tokens
-from shardwise.checkpoint.canonical import canonical_tensors
-from shardwise.checkpoint.export import export_hugging_face
-from shardwise.checkpoint.format.model_file import Differences, differences
-from shardwise.checkpoint.load import load_hugging_face
+from shardwise.checkpoint.canonical_tensors import canonical_tensors
+from shardwise.checkpoint.export_model import export_hugging_face
+from shardwise.checkpoint.format.config_json import Differences, differences
+from shardwise.checkpoint.load_weights import differ_in_tokens, load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, OwnConfig, config_from, load_config, model_from
 from shardwise.config.load import load_with

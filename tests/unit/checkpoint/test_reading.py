@@ -14,8 +14,8 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.collective_reading import CheckpointReader, Want, read
 from shardwise.checkpoint.format.manifest import Manifest, PieceEntry, Pieces
-from shardwise.checkpoint.reading import CheckpointReader, Want, read
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.distributed.mesh import Mesh
 from tests.stored import small_tensors, write_checkpoint

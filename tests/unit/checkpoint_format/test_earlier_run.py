@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.storage.owner import EarlierRun, Owner, earlier_run, take
 from shardwise.checkpoint.storage.root import Root
+from shardwise.checkpoint.storage.run_identity import EarlierRun, Owner, earlier_run, take
 from shardwise.config import Config, dump_yaml
 from shardwise.runs.folder import RunDirectory
 from tests.dist.training import make_config

@@ -11,8 +11,8 @@ import pytest
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.verify import verify
-from shardwise.checkpoint.storage.owner import Owner, take
 from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.run_identity import Owner, take
 from shardwise.config import Config
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory, RunLock

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import cast
-from shardwise.checkpoint.format.tensors import StoredTensors, ordered_names, ordered_states, segments
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names, ordered_states, segments
 from shardwise.checkpoint.storage.root import Root
 
 ABSENT = "(not set)"

@@ -17,11 +17,11 @@ from typing import Any
 from shardwise import __version__
 from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box
-from shardwise.checkpoint.companions import beside_weights, token_ids
+from shardwise.checkpoint.companion_files import beside_weights, token_ids
+from shardwise.checkpoint.format.config_json import read_model
 from shardwise.checkpoint.format.manifest import MODEL, Manifest, TensorEntry
-from shardwise.checkpoint.format.model_file import read_model
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
-from shardwise.checkpoint.format.tensors import StoredTensors, differing_copies, find_sources, segments
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, segments
 from shardwise.checkpoint.format.verify import non_finite, non_finite_text
 from shardwise.checkpoint.format.writing import (
     CONFIG,

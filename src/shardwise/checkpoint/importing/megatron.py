@@ -35,10 +35,10 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.checkpoint.format.model_file import validated
+from shardwise.checkpoint.format.config_json import validated
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
-from shardwise.checkpoint.importing.shards import Shards, Stacked, require_ranks, stack
+from shardwise.checkpoint.importing.tensor_parallel_shards import Shards, Stacked, require_ranks, stack
 from shardwise.config import GPTConfig, LlamaConfig
 
 _TRACKER = "latest_checkpointed_iteration.txt"

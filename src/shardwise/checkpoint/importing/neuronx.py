@@ -31,11 +31,11 @@ from pathlib import Path
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.checkpoint.companions import token_ids
-from shardwise.checkpoint.format.model_file import read_model
+from shardwise.checkpoint.companion_files import token_ids
+from shardwise.checkpoint.format.config_json import read_model
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
-from shardwise.checkpoint.importing.shards import Shards, Stacked, difference, require_ranks, stack
+from shardwise.checkpoint.importing.tensor_parallel_shards import Shards, Stacked, difference, require_ranks, stack
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import BertConfig, GPTNeoXConfig, LlamaConfig
 from shardwise.models.hugging_face_names import spelling

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted, parse_size, size
-from shardwise.checkpoint.storage.locate import newest_intact, reached
+from shardwise.checkpoint.storage.find_checkpoint import newest_intact, reached
 from shardwise.cli import output
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def add_max_shard_size(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint.format.to_hugging_face import Export
+    from shardwise.checkpoint.format.export_checkpoint import Export
 
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
     export = Export(newest_intact(arguments.checkpoint, output.progress).root, arguments.dtype)

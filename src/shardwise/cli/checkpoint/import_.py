@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.units import count, counted, size
-from shardwise.checkpoint.storage.locate import reached
+from shardwise.checkpoint.storage.find_checkpoint import reached
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
 from shardwise.config.yaml import parse_value

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import count, counted, duration, size
-from shardwise.checkpoint.storage.locate import all_of, locate
+from shardwise.checkpoint.storage.find_checkpoint import all_of, locate
 from shardwise.cli import output
 from shardwise.cli.checkpoint import add_path
 
@@ -60,7 +60,7 @@ def _age(found: Found) -> str:
 
 
 def _show(found: Found, tensors: bool) -> None:
-    from shardwise.checkpoint.format.tensors import ordered_names
+    from shardwise.checkpoint.format.stored_tensors import ordered_names
 
     manifest = found.manifest
     if manifest is None:
@@ -133,7 +133,7 @@ def _described(found: Found, tensors: bool) -> dict[str, Any]:
 
 
 def _states(manifest: Manifest) -> list[str]:
-    from shardwise.checkpoint.format.tensors import ordered_states
+    from shardwise.checkpoint.format.stored_tensors import ordered_states
 
     return ordered_states(manifest.tensors)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted, size
-from shardwise.checkpoint.storage.locate import Place, locate
+from shardwise.checkpoint.storage.find_checkpoint import Place, locate
 from shardwise.cli import output
 from shardwise.cli.checkpoint import add_path
 from shardwise.runs.folder import RunDirectory, RunLock
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _runs(place: Place, given: str) -> list[Path]:
     """The folders on this machine of runs that may save there."""
-    from shardwise.checkpoint.storage.owner import owner
+    from shardwise.checkpoint.storage.run_identity import owner
 
     folders = [Path(given)]
     if place.root.is_local:

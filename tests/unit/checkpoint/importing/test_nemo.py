@@ -11,7 +11,7 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.importing.nemo import open_nemo
-from shardwise.checkpoint.importing.shards import difference
+from shardwise.checkpoint.importing.tensor_parallel_shards import difference
 from shardwise.config import GPTConfig, LlamaConfig
 from tests.hugging_face import VOCABULARY, save
 from tests.unit.checkpoint.importing.checks import assert_same_model

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.units import counted
+from shardwise.checkpoint.collective_reading import DTYPE_NAMES
 from shardwise.checkpoint.format.manifest import TensorEntry
-from shardwise.checkpoint.format.tensors import TRAINABLE, Shapes, lines_of_layers, mismatches
+from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_of_layers, mismatches
 from shardwise.checkpoint.format.writing import STREAM_BYTES, StreamedWeight
-from shardwise.checkpoint.reading import DTYPE_NAMES
 from shardwise.checkpoint.storage.root import Buffer
 
 _SHOWN = 8

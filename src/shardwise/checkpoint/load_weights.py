@@ -1,20 +1,25 @@
-"""Weights of a Hugging Face folder or of a checkpoint into a model of any layout."""
+"""Weights of a Hugging Face folder or of a checkpoint into a model of any layout.
+
+Agreement of the model and the tokenizer of a folder with those of the recipe.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError, see
+from shardwise.base.parsing import json_value
+from shardwise.checkpoint.collective_reading import TORCH_DTYPES, CheckpointReader, Want, other_ends, read
+from shardwise.checkpoint.format.config_json import differences
 from shardwise.checkpoint.format.manifest import MODEL
-from shardwise.checkpoint.format.model_file import differences
-from shardwise.checkpoint.format.tensors import StoredTensors, differing_copies, find_sources, segments
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, segments
 from shardwise.checkpoint.format.verify import non_finite_text
 from shardwise.checkpoint.format.writing import STREAM_BYTES
-from shardwise.checkpoint.reading import TORCH_DTYPES, CheckpointReader, Want, other_ends, read
 from shardwise.checkpoint.restore import held_pieces, read_manifest
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import ModelConfig
@@ -121,3 +126,28 @@ def tensor_shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...
     return {
         name: shape for of_rank in collectives.all_gather_objects(here, pipeline) for name, shape in of_rank.items()
     }
+
+
+def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
+    """Raise, on every rank of the group, why the weights of a folder are not the model's, where any rank finds it."""
+    try:
+        problems = list(differences(config, folder).problems)
+    except ConfigError as error:
+        problems = error.problems
+    agree(problems, group)
+
+
+def differ_in_tokens(folder: Path, other: Path) -> bool:
+    """Whether two folders hold a `tokenizer.json` each, and one token has another id in the one than in the other."""
+    try:
+        tokens, others = (json_value((f / "tokenizer.json").read_text(encoding="utf-8")) for f in (folder, other))
+        same: bool = _vocabulary(tokens) == _vocabulary(others)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return not same
+
+
+def _vocabulary(tokenizer: Any) -> Any:
+    held = tokenizer["model"]["vocab"]
+    ids = held if isinstance(held, dict) else {piece: number for number, (piece, _) in enumerate(held)}
+    return {**ids, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.collective_reading import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.checkpoint.format.safetensors import DTYPES
-from shardwise.checkpoint.format.tensors import segments
+from shardwise.checkpoint.format.stored_tensors import segments
 from shardwise.checkpoint.format.writing import PlannedPiece, cut, shard_names
-from shardwise.checkpoint.reading import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import Piece, placements

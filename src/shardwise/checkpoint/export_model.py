@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.canonical import canonical_tensors, held_tensors
-from shardwise.checkpoint.companions import Companions
+from shardwise.checkpoint.canonical_tensors import canonical_tensors, held_tensors
+from shardwise.checkpoint.collective_reading import DTYPE_NAMES
+from shardwise.checkpoint.companion_files import Companions
 from shardwise.checkpoint.format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
-from shardwise.checkpoint.reading import DTYPE_NAMES
 from shardwise.checkpoint.storage.root import Buffer, Root
 from shardwise.config import ModelConfig, OwnConfig
 from shardwise.config.hugging_face import to_hugging_face

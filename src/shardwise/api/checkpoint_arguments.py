@@ -16,11 +16,11 @@ from torch import nn
 from shardwise.api.arguments import config_problems, shown_value
 from shardwise.base.errors import ConfigError, ShardwiseError, listing
 from shardwise.base.units import counted
+from shardwise.checkpoint.collective_reading import other_ends
 from shardwise.checkpoint.format.manifest import TensorEntry
-from shardwise.checkpoint.format.tensors import mismatches
+from shardwise.checkpoint.format.stored_tensors import mismatches
 from shardwise.checkpoint.importing.foreign_model import canonical_shapes
-from shardwise.checkpoint.load import tensor_shapes
-from shardwise.checkpoint.reading import other_ends
+from shardwise.checkpoint.load_weights import tensor_shapes
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, OwnConfig
 from shardwise.distributed import collectives

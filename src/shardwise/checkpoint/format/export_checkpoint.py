@@ -15,7 +15,7 @@ from shardwise.base.errors import ConfigError, RunError, listing, see
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast, overflows
-from shardwise.checkpoint.format.tensors import StoredTensors, segments
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, segments
 from shardwise.checkpoint.format.writing import (
     CONFIG,
     MAX_SHARD_BYTES,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import Manifest, PieceEntry, TensorEntry
-from shardwise.checkpoint.format.tensors import StoredTensors
+from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.verify import consecutive
 from shardwise.checkpoint.storage.chunks import READ_BYTES, require_size
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.checkpoint.format.writing import CONFIG, to_json
-from shardwise.checkpoint.storage.locate import place_of_companions
+from shardwise.checkpoint.storage.find_checkpoint import place_of_companions
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config
 from shardwise.data.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, INDEX, holds_tokenizer
