@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.api.arguments import require_path
 from shardwise.base.errors import ConfigError, RunError, keys_renamed, renamed, see
-from shardwise.checkpoint.storage.find_checkpoint import newest_intact
+from shardwise.checkpoint.storage.find_checkpoint import weights_folder
 from shardwise.checkpoint.storage.root import Root
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _ARGUMENTS = {
     "make room, or lower checkpoint.keep": "make room",
     "--max-shard-size": "max_shard_size",
 }
-"""Keys and options that messages of the layers below name → what a call has instead."""
+"""Keys and options in messages of the rooms below → the text that a call has in their place."""
 
 
 def save_checkpoint(
@@ -126,14 +126,15 @@ def load_checkpoint(
 
     mesh = mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
-        place = require_path("folder", folder)
+        location = require_path("folder", folder)
         require_loadable(model, optimizer, mesh)
     require_equal({"optimizer": None if optimizer is None else type(optimizer).__name__}, mesh.world)
-    root = Root.of(on_first_rank(lambda: _checkpoint_at(place), mesh.world))
+    root = Root.of(on_first_rank(lambda: _checkpoint_location(location), mesh.world))
     manifest = read_manifest(root, mesh.world)
     with keys_renamed(_ARGUMENTS):
         if optimizer is None:
-            load_weights(model, str(manifest.config.get("model", {}).get("family", "")), mesh, root)
+            family = str(manifest.config.get("model", {}).get("family", ""))
+            load_weights(model, family, mesh, root)
         else:
             restore(root, manifest, model, optimizer, mesh)
     return manifest.step
@@ -167,7 +168,8 @@ def export_checkpoint(
     from shardwise.checkpoint.format.safetensors import FLOATS
     from shardwise.cli.checkpoint.export import shard_bytes, split
 
-    source, target = require_path("checkpoint", checkpoint), require_path("dest", dest)
+    source = require_path("checkpoint", checkpoint)
+    target = require_path("dest", dest)
     if dtype is not None and dtype not in FLOATS:
         raise ConfigError(f"dtype ({dtype!r}) must be {', '.join(FLOATS)} or None")
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, str | int):
@@ -175,13 +177,13 @@ def export_checkpoint(
     with keys_renamed(_ARGUMENTS):
         max_shard_bytes = shard_bytes(str(max_shard_size))
     parent, name = split(target)
-    export = Export(newest_intact(source, None).root, dtype)
+    export = Export(weights_folder(source, None).root, dtype)
     return str(export.write(parent, name, max_shard_bytes).folder)
 
 
-def _checkpoint_at(folder: str) -> str:
+def _checkpoint_location(location: str) -> str:
     """The path or URL of a checkpoint, or of the newest intact one in a folder of them."""
-    place = newest_intact(folder, None)
-    if not place.single:
-        raise ConfigError(f"{place.root} must be a checkpoint of shardwise: it is a folder of weights")
-    return place.location
+    folder = weights_folder(location, None)
+    if not folder.is_checkpoint:
+        raise ConfigError(f"{folder.root} must be a checkpoint of shardwise: it is a folder of weights")
+    return folder.location

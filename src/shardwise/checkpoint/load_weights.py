@@ -1,27 +1,24 @@
-"""Weights of a Hugging Face folder or of a checkpoint into a model of any layout.
-
-Agreement of the model and the tokenizer of a folder with those of the recipe.
-"""
+"""Weights of a Hugging Face folder or of a checkpoint into a model of any layout."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.base.parsing import json_value
-from shardwise.checkpoint.collective_reading import TORCH_DTYPES, CheckpointReader, Want, other_ends, read
+from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, other_ends, read
 from shardwise.checkpoint.format.config_json import differences
 from shardwise.checkpoint.format.manifest import MODEL
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, segments
 from shardwise.checkpoint.format.verify import non_finite_text
 from shardwise.checkpoint.format.writing import STREAM_BYTES
-from shardwise.checkpoint.restore import held_pieces, read_manifest
+from shardwise.checkpoint.restore import local_pieces, read_manifest
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.torch_dtypes import TORCH_DTYPES
 from shardwise.config import ModelConfig
 from shardwise.data.hub import check_weights
 from shardwise.distributed import collectives
@@ -29,6 +26,15 @@ from shardwise.distributed.agreement import agree
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements
 from shardwise.optim.state import MASTER
+
+
+def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
+    """Raise, on every rank of the group, why the weights of a folder are not the model's, where any rank finds it."""
+    try:
+        problems = list(differences(config, folder).problems)
+    except ConfigError as error:
+        problems = error.problems
+    agree(problems, group)
 
 
 def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Path) -> None:
@@ -43,34 +49,50 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
         are not finite. The model then keeps the weights that it had, except in the last case, or where a file could not
         be read to its end.
     """
-    world, root = mesh.world, Root.of(folder)
-    tensors, disagreements, problems = None, [], []
-    try:
-        check_weights(folder)
-        tensors, disagreements = StoredTensors.of(root), list(differences(config, root).problems)
-    except ConfigError as error:
-        problems = error.problems
-    except StoreError as error:
-        problems = [f"{error}: fetch or copy it again" if isinstance(error, DamageError) else str(error)]
-    agree(problems, world)
-    assert tensors is not None
+    # Every step that can fail on one rank is followed by an agreement: no rank waits for one that has raised.
+    tensors, config_problems = _open_hugging_face(config, mesh.world, folder)
     where = f"checkpoint.load ({folder})"
     stored = tensors.states[MODEL]
     sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh.pp), stored)
-    agree(disagreements + problems, world)
-    wants = [Want(MODEL, piece.name, piece.box, target) for _, piece, target in held_pieces(model)]
-    wants = [want.part(box) for want in wants for box in segments(want.box.size, STREAM_BYTES // 8)]
+    agree(config_problems + problems, mesh.world)
+    requests: list[ReadRequest] = []
+    for _, piece, target in local_pieces(model):
+        request = ReadRequest(MODEL, piece.name, piece.box, target)
+        # A stored value has at most 8 bytes.
+        requests += [request.part(box) for box in segments(piece.box.size, STREAM_BYTES // 8)]
     try:
-        problems = differing_copies(where, tensors, sources, [(want.name, want.box) for want in wants])
+        boxes = [(request.name, request.box) for request in requests]
+        problems = differing_copies(where, tensors, sources, boxes)
         if not problems:
-            for want in wants:
-                name = sources[want.name][0]
-                values = torch.from_numpy(tensors.read(MODEL, name, want.box))
-                want.target.copy_(values.view(TORCH_DTYPES[stored[name].dtype]))
+            for request in requests:
+                name = sources[request.name][0]
+                values = torch.from_numpy(tensors.read(MODEL, name, request.box))
+                request.target.copy_(values.view(TORCH_DTYPES[stored[name].dtype]))
     except StoreError as error:
         problems = [f"checkpoint.load: {error}"]
-    agree(problems, world)
+    agree(problems, mesh.world)
     require_finite(model, mesh, folder)
+
+
+def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple[StoredTensors, list[str]]:
+    """The tensors of a folder, and how its `config.json` differs from the model; all ranks raise, or none does."""
+    root = Root.of(folder)
+    tensors: StoredTensors | None = None
+    config_problems: list[str] = []
+    problems: list[str] = []
+    try:
+        check_weights(folder)
+        tensors = StoredTensors.of(root)
+        config_problems = list(differences(config, root).problems)
+    except ConfigError as error:
+        problems = error.problems
+    except DamageError as error:
+        problems = [f"{error}: fetch or copy it again"]
+    except StoreError as error:
+        problems = [str(error)]
+    agree(problems, world)
+    assert tensors is not None
+    return tensors, config_problems
 
 
 def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> None:
@@ -83,71 +105,52 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
 
     Raises:
         ConfigError: on every rank, with every mismatch of names, shapes and dtypes that any rank found, or weights that
-        are not finite. DamageError, StoreError: as `reading.read`; the model is then not to be used.
+        are not finite. DamageError, StoreError: as `collective_reading.read`; the model is then not to be used.
     """
     manifest = read_manifest(folder, mesh.world)
     stored = manifest.tensors.get(MODEL, {})
     _, problems = find_sources(f"checkpoint.load ({folder})", family, tensor_shapes(model, mesh.pp), stored)
     agree(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
-    wants = []
-    for _, piece, target in held_pieces(model):
+    requests: list[ReadRequest] = []
+    for _, piece, target in local_pieces(model):
+        state = MODEL
         master = masters.get(piece.name)
-        is_usable = master is not None and master.shape == piece.shape and master.dtype in TORCH_DTYPES
-        state = MASTER if is_usable and target.dtype == torch.float32 else MODEL
-        wants.append(Want(state, piece.name, piece.box, target, (mesh.dp, other_ends(piece, mesh))))
-    read(CheckpointReader(folder, manifest), wants, mesh)
+        if master is not None and target.dtype == torch.float32:
+            is_usable = master.shape == piece.shape and master.dtype in TORCH_DTYPES
+            state = MASTER if is_usable else MODEL
+        requests.append(ReadRequest(state, piece.name, piece.box, target, (mesh.dp, other_ends(piece, mesh))))
+    read(CheckpointReader(folder, manifest), requests, mesh)
     require_finite(model, mesh, folder)
 
 
 def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
     """ConfigError, on every rank, where a weight that came from a folder has values that are NaN or infinite."""
-    here = {
-        (piece.name, piece.box): count
-        for _, piece, values in held_pieces(model)
-        if (count := int((~torch.isfinite(values)).sum()))
-    }
-    if not collectives.any_rank(bool(here), mesh.world):
+    local_counts: dict[tuple[str, Box], int] = {}
+    for _, piece, values in local_pieces(model):
+        count = int((~torch.isfinite(values)).sum())
+        if count:
+            local_counts[piece.name, piece.box] = count
+    if not collectives.any_rank(bool(local_counts), mesh.world):
         return
-    everywhere = collectives.all_gather_objects((str(folder), here), mesh.world)
+    gathered = collectives.all_gather_objects((str(folder), local_counts), mesh.world)
+    # Several ranks may have copies of a box: it counts once.
+    count_of_box = {box: count for _, counts in gathered for box, count in counts.items()}
     not_finite: Counter[str] = Counter()
-    for (name, _), count in {box: count for _, counts in everywhere for box, count in counts.items()}.items():
+    for (name, _), count in count_of_box.items():
         not_finite[name] += count
-    where = next(where for where, counts in everywhere if counts)  # machines may have folders of their own
+    shown_folder = next(path for path, counts in gathered if counts)  # machines may have folders of their own
     text = non_finite_text(not_finite)
     raise ConfigError(
-        f"checkpoint.load ({where}) must have finite weights, and it has {text}{see('checkpoints#weights-not-finite')}"
+        f"checkpoint.load ({shown_folder}) must have finite weights, and it has {text}"
+        f"{see('checkpoints#weights-not-finite')}"
     )
 
 
 def tensor_shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...]]:
     """Canonical name → shape of the tensors of all stages; collective over the pipeline."""
-    here = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
-    return {
-        name: shape for of_rank in collectives.all_gather_objects(here, pipeline) for name, shape in of_rank.items()
-    }
-
-
-def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
-    """Raise, on every rank of the group, why the weights of a folder are not the model's, where any rank finds it."""
-    try:
-        problems = list(differences(config, folder).problems)
-    except ConfigError as error:
-        problems = error.problems
-    agree(problems, group)
-
-
-def differ_in_tokens(folder: Path, other: Path) -> bool:
-    """Whether two folders hold a `tokenizer.json` each, and one token has another id in the one than in the other."""
-    try:
-        tokens, others = (json_value((f / "tokenizer.json").read_text(encoding="utf-8")) for f in (folder, other))
-        same: bool = _vocabulary(tokens) == _vocabulary(others)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return not same
-
-
-def _vocabulary(tokenizer: Any) -> Any:
-    held = tokenizer["model"]["vocab"]
-    ids = held if isinstance(held, dict) else {piece: number for number, (piece, _) in enumerate(held)}
-    return {**ids, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
+    local_shapes = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for stage_shapes in collectives.all_gather_objects(local_shapes, pipeline):
+        shapes |= stage_shapes
+    return shapes

@@ -159,10 +159,10 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
         glance = opening.glance(config)
         rows, problems = [*glance.rows], [*glance.problems]
     if config.companions is not None:
-        from shardwise.checkpoint.storage.find_checkpoint import place_of_companions
+        from shardwise.checkpoint.storage.find_checkpoint import companions_folder
 
         try:
-            rows.append(("special tokens", f"those of {place_of_companions(config.companions)}"))
+            rows.append(("special tokens", f"those of {companions_folder(config.companions)}"))
         except ConfigError as error:
             problems += error.problems
     if load is not None and not Path(load).exists() and _names_weights(recipe, load):

@@ -47,6 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
         for remote in remotes:
             target = dest / remote.name if into else dest
             found = fetch(remote, target, sha256, force=arguments.force, progress=progress, announce=output.progress)
-            done = f"{size(found.came)} came" if found.came or not found.size else "was there already"
+            done = f"{size(found.fetched_bytes)} came" if found.fetched_bytes or not found.size else "was there already"
             output.line(f"{found.path}: {size(found.size)}, SHA-256 {found.sha256}, {done}")
     return 0
