@@ -25,7 +25,7 @@ RANGE = 1 << 18
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(fetching, "_RANGE", RANGE)
+    monkeypatch.setattr(fetching, "_RANGE_BYTES", RANGE)
     monkeypatch.setattr(fetching.time, "sleep", lambda _: None)
     with serve(CONTENT) as started:
         yield started
@@ -243,7 +243,7 @@ def test_the_name_in_a_url_stays_in_the_folder(server: Server) -> None:
     (remote,) = find(server.url)
     root = Root(f"{server.address}/..", server.url, "http", remote.root.fs)
     with pytest.raises(ConfigError, match=r"'\.\.' leads out of its folder"):
-        fetching._inside(root, [fetching._remote(root, {})])
+        fetching._require_inside(root, [fetching._remote(root, {})])
 
 
 def test_records_of_an_earlier_fetch_are_no_files_of_a_folder(server: Server, tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_presigned_url_is_kept_nowhere_and_goes_on_with_another_signature(serv
 
 
 def _fetch_apart(url: str, target: str, told: Any) -> None:
-    fetching._RANGE = RANGE
+    fetching._RANGE_BYTES = RANGE
     found = get(url, Path(target), announce=told.put)
     told.put(json.dumps([found.sha256, found.fetched_bytes]))
 

@@ -205,7 +205,7 @@ def _open(path: Path) -> Mapping[str, Any]:
 def _common_arguments(states: RankStates, folder: Path) -> tuple[dict[str, Any], int]:
     """The arguments and the checkpoint version, which must be the same in all files."""
     first = next(iter(states.values()))
-    args: dict[str, Any] = vars(first["args"])
+    args = dict(vars(first["args"]))
     version = first.get("checkpoint_version", 0)
     if version not in _VERSIONS:
         raise ConfigError(f"the checkpoint_version of {folder} ({version!r}) must be {listing(_VERSIONS, 'or')}")
