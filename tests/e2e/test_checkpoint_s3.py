@@ -13,7 +13,7 @@ from tests.loopback_s3 import BUCKET, user_of
 
 WRITE = """
 import sys
-from shardwise.storage.root import Root
+from shardwise.checkpoint.storage.root import Root
 from tests.stored import small_tensors, write_checkpoint
 for step in (100, 200, 300):
     write_checkpoint(Root.of(sys.argv[1]), step, small_tensors(1), ranks=2)
@@ -21,7 +21,7 @@ write_checkpoint(Root.of(sys.argv[2]), 300, small_tensors(1), ranks=1)
 """
 USE = """
 import json, sys
-from shardwise.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root, StoreError
 root = Root.of(sys.argv[1]) / "odd [name] *"
 root.make()
 file = (root / "inner/a").open(3)

@@ -25,7 +25,7 @@ SECRET = "open-sesame-123"
 KILLED_MIDWAY = """
 import os, signal
 if os.environ.get("RANK") == "1":
-    from shardwise.storage.chunks import ChunkedWriter
+    from shardwise.checkpoint.storage.chunks import ChunkedWriter
     close = ChunkedWriter.close
     def closing(self):
         if "step-00000003" in str(self._file._root):
@@ -69,12 +69,12 @@ class Used:
 
 NAMES = """
 import json, sys
-from shardwise.storage.root import Root
+from shardwise.checkpoint.storage.root import Root
 print(json.dumps(list(Root.of(sys.argv[1]).files())))
 """
 DIGEST = """
 import hashlib, sys
-from shardwise.storage.root import Root
+from shardwise.checkpoint.storage.root import Root
 print(hashlib.sha256((Root.of(sys.argv[1]) / "step-00000004/model.safetensors").read()).hexdigest())
 """
 
@@ -209,9 +209,9 @@ import json, os, sys
 from pathlib import Path
 import s3fs
 from shardwise.config import load_config
-from shardwise.errors import ConfigError
-from shardwise.runlog import RunDirectory
-from shardwise.checkpoint_format.places import newest_of
+from shardwise.base.errors import ConfigError
+from shardwise.runs.folder import RunDirectory
+from shardwise.checkpoint.storage.find_checkpoint import load_location
 from shardwise.train.resume import find_checkpoints
 said = []
 for key, address, url in json.loads(sys.argv[2]):
@@ -219,7 +219,7 @@ for key, address, url in json.loads(sys.argv[2]):
     s3fs.S3FileSystem.clear_instance_cache()
     try:
         if key == "load":
-            said.append(newest_of(url))
+            said.append(load_location(url))
         else:
             find_checkpoints(load_config(sys.argv[1], [f"checkpoint.path={url}"]), RunDirectory("none"), None)
     except ConfigError as error:
@@ -266,7 +266,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None
 
 ABANDON = f"""
 import boto3
-from shardwise.storage.root import Root
+from shardwise.checkpoint.storage.root import Root
 file = (Root.of("{URL}") / "large").open(60 * 2**20)
 for _ in range(60):
     file.write(bytes(2**20))

@@ -60,27 +60,21 @@ def save_checkpoint(
             nothing was written.
         RunError: on every rank, it could not be written, or the ranks' copies of a parameter differ.
     """
-    from shardwise.api.checkpoint_arguments import (
-        mesh_of,
-        on_first_rank,
-        require_one_model,
-        require_one_save,
-        require_saveable,
-    )
+    from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
     from shardwise.train.opening import raised_on_every_rank, versions
     from shardwise.train.replicas import check_replicas
 
-    mesh = mesh_of(mesh)
+    mesh = arguments.mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
         root = Root.of(require_path("folder", folder))
-        require_saveable(model, optimizer, step, config, mesh)
-    require_one_save(root, int(step), model, mesh)
-    require_one_model(model, config, mesh)
+        arguments.require_saveable(model, optimizer, step, config, mesh)
+    arguments.require_one_save(root, int(step), model, mesh)
+    arguments.require_one_model(model, config, mesh)
     optimizer.gathers.wait()
     check_replicas(model, mesh, int(step))
-    on_first_rank(root.make, mesh.world)
+    arguments.on_first_rank(root.make, mesh.world)
     layout = asdict(Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size)) | {"data": mesh.dp.size}
     described = {"layout": layout, "data": {}, "versions": versions()}
     saver = Saver(root, model, optimizer, config, mesh, mesh.host_group("checkpoint"), described=described)
@@ -119,17 +113,17 @@ def load_checkpoint(
             optimizer: every mismatch. Nothing was changed, unless it says that the weights are not finite.
         DamageError: its bytes do not match their checksums. The model is then not to be used.
     """
-    from shardwise.api.checkpoint_arguments import mesh_of, on_first_rank, require_loadable
+    from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.load_weights import load_checkpoint as load_weights
     from shardwise.checkpoint.restore import read_manifest, restore
     from shardwise.train.opening import raised_on_every_rank, require_equal
 
-    mesh = mesh_of(mesh)
+    mesh = arguments.mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
         location = require_path("folder", folder)
-        require_loadable(model, optimizer, mesh)
+        arguments.require_loadable(model, optimizer, mesh)
     require_equal({"optimizer": None if optimizer is None else type(optimizer).__name__}, mesh.world)
-    root = Root.of(on_first_rank(lambda: _checkpoint_location(location), mesh.world))
+    root = Root.of(arguments.on_first_rank(lambda: _checkpoint_location(location), mesh.world))
     manifest = read_manifest(root, mesh.world)
     with keys_renamed(_ARGUMENTS):
         if optimizer is None:

@@ -81,7 +81,7 @@ def canonical_tensors(
     tied head has no tensor of its own: its weight is the embedding's.
 
     Args:
-        model: its parameters are local tensors, of any shape; a tensor comes in its canonical shape, such as `[O, I]`.
+        model: parameters are local tensors, of any shape; a tensor comes in its canonical shape, such as `[O, I]`.
         take: gives the local tensor to put together from a parameter, such as its gradient.
         pipeline: ranks whose stages make up the model: collective over them too, and all get the tensors of all stages.
             Without it each has those of its own.

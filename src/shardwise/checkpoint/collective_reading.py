@@ -143,12 +143,13 @@ def read(reader: CheckpointReader, requests: Iterable[ReadRequest], mesh: Mesh, 
     Collective over the mesh; ranks that have copies of a request have these requests in the same order.
 
     Raises:
-        DamageError: on every rank, bytes do not match their checksums or are missing. StoreError: on every rank, the
-        store did not give them, and they may well be there. The targets are then not to be used.
+        DamageError: bytes do not match their checksums or are missing. StoreError: the store did not give them, and
+        they may well be there. Both are raised on every rank, and the targets are then not to be used.
     """
     divided: list[tuple[ReadRequest, Group]] = []
     parts: list[ReadRequest] = []
     for request in requests:
+        # Each group divides among its ranks the parts that the groups before it left to this rank.
         pending = [request]
         for ranks in request.copies:
             if ranks.size > 1:
@@ -191,11 +192,13 @@ def _gather_parts(request: ReadRequest, group: Group) -> None:
 
 def _read_parts(reader: CheckpointReader, requests: Sequence[ReadRequest], mesh: Mesh, group: Group) -> None:
     """Read the rows that this rank alone needs, then those that several ranks need; collective over the mesh."""
+    # An error is raised only at the end: a rank that left earlier would leave the others waiting in an exchange.
     problems: list[StoreError] = []
     boxes_by_rank = collectives.all_gather_objects(
         [(request.state, request.name, request.box) for request in requests], group
     )
     segments = list(_segments(reader.manifest.tensors, boxes_by_rank, group.rank))
+    # In the order of their bytes: neighbours share a chunk, which the reader keeps.
     segments.sort(key=lambda segment: (segment.piece.file, segment.piece.offset, segment.rows.start))
     for segment in segments:
         if segment.ranks == {group.rank}:
@@ -269,7 +272,7 @@ def _overlaps(requests: Iterable[_RequestedBox], box: Box) -> list[_RequestedBox
 def _rows(entry: TensorEntry, piece: PieceEntry, parts: list[_RequestedBox]) -> Iterator[_Segment]:
     """The rows of a piece that a rank needs, and no others, some megabytes at a time."""
     box = piece.box
-    if not box.size:
+    if not box.size:  # a scalar has no rows
         yield _Segment(entry, piece, box, tuple(parts))
         return
     row_bytes = max(1, box.numel // box.size[0] * TORCH_DTYPES[entry.dtype].itemsize)
@@ -360,10 +363,11 @@ def _share(
 def verify_unread(reader: CheckpointReader, mesh: Mesh) -> tuple[str, ...]:
     """Verify the chunks of a checkpoint that no rank has read, an equal part on each; collective over the mesh.
 
-    Returns the damage, the same on every rank: for each file and rank the first that was found.
+    Returns:
+        the first damage in each file that each rank found, the same on every rank.
 
     Raises:
-        StoreError: on every rank, the store did not give it.
+        StoreError: the store did not give the bytes; raised on every rank.
     """
     world = mesh.world
     files = reader.manifest.files
@@ -375,6 +379,7 @@ def verify_unread(reader: CheckpointReader, mesh: Mesh) -> tuple[str, ...]:
     last_bytes = np.cumsum(np.array([file.chunk_bytes for file in files])[file_of_chunk]) - 1
     unread_bytes = last_bytes[-1] + 1 if len(unread) else 1
     is_local = last_bytes * world.size // unread_bytes == world.rank
+    # Damage is only reported, as training needs none of these bytes.
     damage: list[str] = []
     unanswered: list[StoreError] = []
     empty_files = [number for number, file in enumerate(files) if not file.chunks and world.rank == 0]

@@ -44,7 +44,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
     is made, which may keep copies. Names may be spelled as `models/hugging_face_names.py` says.
 
     Raises:
-        ConfigError: on every rank, with every mismatch that any rank found: names that are missing or unknown,
+        ConfigError: every mismatch that any rank found, raised on every rank: names that are missing or unknown,
         shapes, copies of a tied weight that differ, fields of `config.json`, files that cannot be read, weights that
         are not finite. The model then keeps the weights that it had, except in the last case, or where a file could not
         be read to its end.
@@ -104,8 +104,8 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
     of data parallelism, or both ends of a pipeline, hold the same values, each of them reads an equal part.
 
     Raises:
-        ConfigError: on every rank, with every mismatch of names, shapes and dtypes that any rank found, or weights that
-        are not finite. DamageError, StoreError: as `collective_reading.read`; the model is then not to be used.
+        ConfigError: every mismatch of names, shapes and dtypes that any rank found, or weights that are not finite;
+        raised on every rank. DamageError, StoreError: as `collective_reading.read`; the model is then not to be used.
     """
     manifest = read_manifest(folder, mesh.world)
     stored = manifest.tensors.get(MODEL, {})
@@ -114,6 +114,7 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
     masters = manifest.tensors.get(MASTER, {})
     requests: list[ReadRequest] = []
     for _, piece, target in local_pieces(model):
+        # A target in a shorter dtype gains nothing from the master, which has twice the bytes to read.
         state = MODEL
         master = masters.get(piece.name)
         if master is not None and target.dtype == torch.float32:

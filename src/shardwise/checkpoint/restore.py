@@ -58,7 +58,7 @@ def read_manifest(folder: Root, world: Group) -> Manifest:
     That of a 20 B-parameter model by 1,024 ranks is about 100 MB of JSON (benchmarks/startup.py: what that takes).
 
     Raises:
-        ShardwiseError: on every rank, where it is missing, damaged, or of a later version.
+        ShardwiseError: it is missing, damaged, or of a later version; raised on every rank.
     """
     manifest: Manifest | None = None
     problem: ShardwiseError | None = None
@@ -97,17 +97,18 @@ def restore(
 ) -> Restored:
     """Set weights, and unless `weights_only` the optimizer's state, to those of a checkpoint; collective.
 
-    Each rank reads what it updates: its ZeRO-1 slices, or, of whole state and of frozen weights, an equal part. What
-    the tensor-parallel ranks or the ends of a pipeline share is read once (`collective_reading.py`), and data
-    parallelism completes the weights. A matrix that is stored transposed is also read once for all data-parallel ranks,
-    whose slices are columns of it.
+    Each rank reads the values that it updates: its ZeRO-1 slices, or, of whole state and of frozen weights, an equal
+    part. Values that the tensor-parallel ranks or the ends of a pipeline share are read once (`collective_reading.py`),
+    and data parallelism completes the weights. A matrix that is stored transposed is also read once for all
+    data-parallel ranks, whose slices are columns of it.
     Weights come from the stored masters where there are any, so that no rounding is added. The rest of the checkpoint
     (weights beside masters, the tokenizer) is verified by all ranks in equal parts, unless `weights_only`.
 
     Raises:
-        ConfigError: on every rank, the checkpoint is of another model or optimizer: every mismatch.
+        ConfigError: the checkpoint is of another model or optimizer: every mismatch, raised on every rank.
         DamageError, StoreError: as `collective_reading.read`. The weights are then neither the old nor the new ones.
     """
+    # All problems are agreed on before anything is changed.
     states: list[str] = []
     steps = 0
     numbers: list[dict[str, Number]] | None = None
@@ -216,7 +217,7 @@ def _are_numbers(numbers: object) -> bool:
 def _optimizer_problems(
     manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], folder: Root
 ) -> list[str]:
-    """Why an optimizer cannot go on with the states of a checkpoint: it keeps others, or is of another class."""
+    """The reasons why an optimizer cannot go on with a checkpoint's states: it keeps others, or is of another class."""
     described = manifest.optimizer or {}
     saved_class = described.get("class")
     has_steps = bool(described.get("steps"))
@@ -270,13 +271,13 @@ def _numbers_by_bucket(
     problems: list[str] = []
     for bucket in optimizer.buckets:
         bucket_numbers: dict[str, Number] = {}
-        first, *others = names[bucket]
+        first, *further = names[bucket]
         for state, values in stored.items():
             by_tensor = values if isinstance(values, Mapping) else dict.fromkeys(names[bucket], values)
-            number = by_tensor.get(first, steps)
+            number = by_tensor.get(first, steps)  # a tensor without a number has done all steps
             bucket_numbers[state] = number
             # The wrapped optimizer sees one flat tensor for each bucket, so it keeps one number for all of them.
-            differing = next((name for name in others if by_tensor.get(name, steps) != number), None)
+            differing = next((name for name in further if by_tensor.get(name, steps) != number), None)
             if differing is not None:
                 problems.append(
                     f"{first} and {differing} must be in parameter groups of their own, as they were when they were "
@@ -312,6 +313,7 @@ def _mismatches(
             needed_states[name] = tensor_states
     problems = mismatches(str(folder), shapes, manifest.tensors.get(MODEL, {}))
     for state in dict.fromkeys((MASTER, *states)):
+        # A tensor that the model lacks is named once, among the weights.
         stored = {name: entry for name, entry in manifest.tensors.get(state, {}).items() if name in shapes}
         needed = [name for name, tensor_states in needed_states.items() if state in tensor_states]
         problems += mismatches(str(folder), shapes, stored, needed=needed, state=state)

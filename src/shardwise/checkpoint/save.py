@@ -128,7 +128,7 @@ class _WrittenFiles:
 
 @dataclass(frozen=True)
 class Keeping:
-    """Which checkpoints stay: the last `last` (None: all) and those of every `every`-th step."""
+    """The checkpoints that stay: the last `last` (None: all) and those of every `every`-th step."""
 
     last: int | None = None
     every: int | None = None
@@ -193,11 +193,13 @@ class Saver:
         `progress`: fields of the manifest that say how far training is (`samples`, `position`, `tokens`, `schedule`,
         `rng`).
         """
-        self.wait()
+        self.wait()  # an earlier save still uses the buffer
         started = time.perf_counter()
+        # The weights of the last step may still be on their way from the ranks that updated them.
         self._optimizer.gathers.wait()
         slices = self._state_slices()
         files = tuple(self._planned_files(slices))
+        # The first save makes the buffer, and later ones use it again: pinned memory is slow to allocate.
         if self._buffer is None:
             limit = self._buffer_limit(sum(file.size for file in files))
             self._buffer = HostBuffer(self._mesh.device, limit)
@@ -338,6 +340,7 @@ class Saver:
                 total_bytes = sum(entry.bytes for files in gathered for entry in files.entries)
             problem = self._together(lambda: self._commit(staging, pending, gathered))
         seconds = pending.seconds
+        # Old checkpoints go only now that the new one is complete.
         removed: tuple[int, ...] = ()
         warning: str | None = None
         if self._group.rank == 0:
@@ -459,10 +462,12 @@ class Saver:
             raise StoreError(f"{staging} could not be read again: {problems[0]}")
         (staging / MANIFEST).write(text.encode())
         if staging is not pending.final:
+            # The names of files are on the disk before the folder gets its own, and that one before the save is done.
             for folder in (staging / "optimizer", staging):
                 folder.sync()
             put_in_place(staging, pending.final)
             self.root.sync()
+        # `prune` compares the files of the checkpoints that stay with these lengths.
         self._lengths[pending.step] = {entry.path: entry.bytes for entry in entries}
         for step in sorted(self._lengths)[: -(self._keeping.last or 1)]:
             del self._lengths[step]
@@ -476,6 +481,7 @@ def _joined(numbers_by_rank: Sequence[_StateNumbers]) -> dict[str, Number | dict
             by_tensor.setdefault(state, {}).update(values)
     joined: dict[str, Number | dict[str, Number]] = {}
     for state, values in by_tensor.items():
+        # Most optimizers keep only the number of steps, which is one for all tensors.
         is_common = len(set(values.values())) == 1
         joined[state] = next(iter(values.values())) if is_common else values
     return joined
@@ -499,7 +505,7 @@ def _require_visible(staging: Root, entries: Sequence[FileEntry]) -> None:
 
 def _write_stream(folder: Root, files: Sequence[PlannedFile], blocks: Iterator[memoryview]) -> Iterator[FileEntry]:
     """Cut a stream of bytes into files."""
-    block = memoryview(b"")
+    block = memoryview(b"")  # may hold the end of a file and the beginning of the next one
     for file in files:
         with ChunkedWriter(folder / file.path, file.size, file.path) as writer:
             remaining = file.size

@@ -40,7 +40,7 @@ class WeightFile:
 
 
 @dataclass(frozen=True)
-class _Segment:
+class _WeightRows:
     """Some rows of a weight, which its owner puts together at a time."""
 
     weight: PlannedPiece
@@ -70,6 +70,7 @@ class WeightPlan:
         weights: dict[str, PlannedPiece] = {}
         for entries in collectives.all_gather_objects(local_boxes, mesh.tp):
             boxes: dict[str, list[Box]] = {}
+            # Tensor-parallel ranks have copies of some weights, such as norms: the first of them sends its own.
             for weight, box, is_first_copy in entries:
                 weights[weight.name] = weight
                 if is_first_copy:
@@ -106,15 +107,15 @@ class WeightPlan:
         for name, (owner, owned) in zip(shard_names(len(shards)), shards, strict=True):
             yield WeightFile(name, owner, tuple(owned))
 
-    def _segments(self, owner: int) -> Iterator[_Segment]:
+    def _segments(self, owner: int) -> Iterator[_WeightRows]:
         """The segments of an owner's files, in their order."""
         for file in self.files:
             if file.owner == owner:
                 for weight in file.weights:
                     for box in segments(weight.shape, TRANSFER_BYTES // DTYPES[weight.dtype].itemsize):
-                        yield _Segment(weight, box)
+                        yield _WeightRows(weight, box)
 
-    def _put_together(self, round_: Sequence[_Segment | None]) -> Tensor:
+    def _put_together(self, round_: Sequence[_WeightRows | None]) -> Tensor:
         """Return the values of this rank's segment, and send the other ranks their parts of theirs.
 
         `round_`: a segment for each tensor-parallel rank, None for one without any. Collective over these ranks.
@@ -136,7 +137,7 @@ class WeightPlan:
             slot.copy_(view)
         return values
 
-    def _exchange(self, round_: Sequence[_Segment | None], values: Tensor) -> None:
+    def _exchange(self, round_: Sequence[_WeightRows | None], values: Tensor) -> None:
         """Send this rank's parts of the other ranks' segments, and receive theirs into `values`, its own segment."""
         tp = self._mesh.tp
         if tp.size == 1:
@@ -149,7 +150,7 @@ class WeightPlan:
             received.append([] if is_local else self._slots(round_[tp.rank], values, rank))
         collectives.exchange(sent, received, tp, self._mesh.device)
 
-    def _overlaps(self, rank: int, segment: _Segment | None) -> list[tuple[Box, Box]]:
+    def _overlaps(self, rank: int, segment: _WeightRows | None) -> list[tuple[Box, Box]]:
         """The boxes of a tensor-parallel rank that share elements with a segment, each with the shared part."""
         overlaps: list[tuple[Box, Box]] = []
         if segment is not None:
@@ -159,7 +160,7 @@ class WeightPlan:
                     overlaps.append((box, part))
         return overlaps
 
-    def _local_parts(self, segment: _Segment | None) -> list[Tensor]:
+    def _local_parts(self, segment: _WeightRows | None) -> list[Tensor]:
         """Views of the parts of a segment that this rank holds."""
         views = []
         for box, part in self._overlaps(self._mesh.tp.rank, segment):
@@ -168,13 +169,14 @@ class WeightPlan:
             views.append(piece.of(parameter.detach())[part.relative_to(box).slices])
         return views
 
-    def _slots(self, segment: _Segment | None, values: Tensor, rank: int) -> list[Tensor]:
+    def _slots(self, segment: _WeightRows | None, values: Tensor, rank: int) -> list[Tensor]:
         """Views into the values of a segment, to which the parts of a tensor-parallel rank belong."""
         return [values[part.relative_to(segment.box).slices] for _, part in self._overlaps(rank, segment) if segment]
 
 
 def _balanced(weights: list[PlannedPiece], ranks: int) -> list[list[PlannedPiece]]:
     """The weights of each owner: the largest first, each to the owner with the fewest bytes."""
+    # Every rank computes the same plan, as the order of equal loads is that of the ranks.
     owners = min(ranks, max(1, sum(weight.nbytes for weight in weights) // _BYTES_WORTH_A_FILE))
     owned: list[list[PlannedPiece]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(owners)]

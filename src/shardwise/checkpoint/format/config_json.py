@@ -64,6 +64,7 @@ def differences(config: ModelConfig, folder: Root) -> ModelDifferences:
         if key in free_keys:
             changes.append(f"model.{key} ({value}) replaces that of {path} ({stored_value}), with the same weights")
             continue
+        # A longer sequence turns no query otherwise, unless the angles are scaled by it.
         has_effect = key != _LONGEST or not config.rotary_dim
         if has_effect or _rotates_by_longest(values) or _rotates_by_longest(stored_values):
             problems.append(f"model.{key} ({value}) must be that of {path} ({stored_value})")
@@ -77,7 +78,7 @@ def read_model(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
     """The model that a `config.json` describes; `ignore`: fields that change nothing, as the user says.
 
     Raises:
-        ConfigError: with every problem: the model is not supported, or the file cannot be read.
+        ConfigError: the model is not supported, or the file cannot be read: every problem.
     """
     return validated(parse_hugging_face(path.read(), str(path), ignore), str(path))
 

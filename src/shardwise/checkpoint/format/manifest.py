@@ -70,7 +70,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the checkpoint of one step holds.
+    """The contents of the checkpoint of one step.
 
     Attributes:
         step: updates done.
@@ -286,6 +286,7 @@ def _manifest(plain: Mapping[str, Any]) -> Manifest:
 
 def _losses(plain: Mapping[str, Any], schedule: dict[str, Any]) -> tuple[float, ...]:
     """The last losses. Older checkpoints have none, or have them in `schedule`, from which they are taken."""
+    # Popped also where `losses` is there: the schedule's state must not take it for its own.
     earlier = schedule.pop("recent_losses", [])
     losses = plain.get("losses", earlier)
     if not isinstance(losses, list) or not all(type(loss) in (int, float) for loss in losses):
@@ -472,10 +473,10 @@ class Pieces(Sequence[PieceEntry]):
     def __len__(self) -> int:
         return len(self.table)
 
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Pieces):
-            return np.array_equal(self.table, other.table)
-        return isinstance(other, Sequence) and list(self) == list(other)
+    def __eq__(self, pieces: object) -> bool:
+        if isinstance(pieces, Pieces):
+            return np.array_equal(self.table, pieces.table)
+        return isinstance(pieces, Sequence) and list(self) == list(pieces)
 
     __hash__ = None  # type: ignore[assignment]  # as a list has none: the table can be large
 

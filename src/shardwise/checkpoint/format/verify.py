@@ -1,7 +1,7 @@
 """Verification of a checkpoint: every byte is read once, about 16 MiB at a time.
 
-For each file: its length, the checksum of each chunk, and its safetensors header. For each tensor: whether its pieces
-tile it without a gap or an overlap, and how many of its values are not finite.
+A file is checked for its length, the checksum of each chunk, and its safetensors header; a tensor for a gap or an
+overlap of its pieces, and for values that are not finite.
 """
 
 from __future__ import annotations

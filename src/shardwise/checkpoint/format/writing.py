@@ -166,6 +166,7 @@ def write_folder(
         ConfigError: the folder exists. StoreError: a file cannot be written. Whatever reading the weights raises.
     """
     final = parent / name
+    # An object store has no folders: names below it show that it is taken.
     if not replaces and (final.exists() or final.names()):
         raise ConfigError(f"{final} exists already: choose another name, or remove it")
     parent.make()
@@ -280,11 +281,14 @@ def staged(parent: Root, name: str) -> Iterator[Root]:
         raise
 
 
-def require_room(folder: Root, needed: int, what: str, advice: str = "make room there") -> None:
-    """Raise StoreError where the disk has no room for `needed` bytes; `what`: the subject of the message."""
+def require_room(folder: Root, needed: int, subject: str, advice: str = "make room there") -> None:
+    """Raise StoreError where the disk has no room for `needed` bytes.
+
+    The message begins with `subject` and ends with `advice`.
+    """
     free = folder.free_bytes()
     if free is not None and free < needed:
         raise StoreError(
-            f"{what} needs {size(needed)} ({needed:,} bytes) in {folder}, where {size(free)} are free: {advice}",
+            f"{subject} needs {size(needed)} ({needed:,} bytes) in {folder}, where {size(free)} are free: {advice}",
             out_of_space=True,
         )

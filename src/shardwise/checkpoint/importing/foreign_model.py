@@ -43,7 +43,7 @@ class ForeignModel:
     """A model of another program, whose weights have not been read yet.
 
     Attributes:
-        config: its configuration.
+        config: configuration of the model.
         weights: all canonical weights, in the model's order.
         layout: degrees of parallelism of the source; empty where it is not sharded.
         small_files: name → content of other files of the model.

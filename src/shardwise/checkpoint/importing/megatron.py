@@ -244,6 +244,7 @@ def _degrees(
 def _add_tensors(states: RankStates, shards: Shards, pipeline: int) -> None:
     """Add all tensors by the roles in `_NAMES_IN_LAYER` and `_NAMES_OUTSIDE`; layers are counted over all stages."""
     keys = _chunk_keys(states, shards.where)
+    # Chunk v of all stages comes before chunk v + 1 of any: the layers are counted in this order.
     first = 0
     unknown: dict[str, None] = {}
     for key in keys:
@@ -328,6 +329,7 @@ def _tensors(
     shards: Shards, config: GPTConfig | LlamaConfig, version: int, names: Iterable[str]
 ) -> Iterator[tuple[str, Stacked]]:
     """The canonical tensors of these names."""
+    # Q, K and V, or gate and up, are asked for one by one and cut from one tensor.
     query_key_value = functools.cache(functools.partial(_query_key_value, shards, config, version))
     gate_up = functools.cache(functools.partial(shards.split, sizes=(config.intermediate_size // shards.ranks,) * 2))
     for name in names:
@@ -418,9 +420,12 @@ _MUST_BE_UNSET: dict[str, Any] = {
 }  # fmt: skip
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 _DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "num_query_groups")
+# The arguments by which Megatron-LM's models are told apart.
 _KIND = ("position_embedding_type", "normalization", "swiglu")
-_GPT, _LLAMA = ("learned_absolute", "LayerNorm", False), ("rope", "RMSNorm", True)
-"""Values of these arguments, by which Megatron-LM's models are told apart."""
+_GPT = ("learned_absolute", "LayerNorm", False)
+"""Values of `_KIND` in a GPT-2."""
+_LLAMA = ("rope", "RMSNorm", True)
+"""Values of `_KIND` in a Llama."""
 _LARGEST = 10**9
 # Megatron's own llama3 scaling has these numbers in its code (rotary_pos_embedding.py); only the factor is an argument.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -438,7 +443,7 @@ def read_args(
         legacy: the model is one of `megatron.legacy`, which chooses its activation by other arguments.
 
     Raises:
-        ConfigError: with every argument that makes another model, and every one that is missing.
+        ConfigError: every argument that makes another model, and every one that is missing.
     """
     problems = [
         f"{where}: its argument {name} ({args[name]!r}) must be {'unset' if neutral is None else repr(neutral)}: it "

@@ -44,7 +44,8 @@ _CURRENT = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 _OLD = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})")
 _EXPERTS = re.compile(r"dp_rank_\d+_ep_rank_\d+_.*\.pt")
 _OLD_FILE = "checkpoint.pt"
-_STARTED, _DONE = "checkpoint", "done"
+_STARTED = "checkpoint"
+_DONE = "done"
 _SHOWN = 6
 
 _ROW_PARALLEL = re.compile(r".*\.(?:o_proj|down_proj|attention\.dense|dense_4h_to_h|output\.dense)\.(weight|bias)")
@@ -155,6 +156,7 @@ def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
 
 def _tensor(shards: Shards, name: str, shape: tuple[int, ...]) -> Stacked:
     """A tensor that is not fused with others; `shape`: its canonical shape, without rows of padding."""
+    # The library cuts a vocabulary only where it was told to: a rank may hold all of it.
     row_parallel = _ROW_PARALLEL.fullmatch(name)
     first = next(iter(shards.tensors.get(name, ())), None)
     is_whole = first is not None and len(first) >= shape[0] and first.shape[1:] == shape[1:]

@@ -65,6 +65,7 @@ class Stacked:
     def read(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop`, in memory."""
         if self.transposed:
+            # Rows of the whole are columns of the parts.
             return torch.cat([part[:, start:stop] for part in self.parts]).t()
         return torch.cat(self.rows(start, stop).parts)
 
@@ -283,7 +284,7 @@ class Shards:
         """The canonical weights, in the order of `shapes`; `tensors`: by canonical name.
 
         Raises:
-            ConfigError: with everything that was wrong.
+            ConfigError: everything that was wrong.
         """
         unused = [(name, list(parts[0].shape)) for name, parts in self.tensors.items() if name not in self._used]
         # Tensors without parts have their problem noted already.

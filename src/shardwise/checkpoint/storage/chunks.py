@@ -120,7 +120,7 @@ class ChunkedReader:
 
     Attributes:
         bytes_read: bytes that were read from the place so far, in whole chunks.
-        verified: for each chunk, 1 where it was read and is intact.
+        verified: a byte for each chunk, 1 where it was read and is intact.
     """
 
     def __init__(self, folder: Root, entry: FileEntry) -> None:
@@ -144,7 +144,8 @@ class ChunkedReader:
         assert 0 <= start <= stop <= entry.bytes, f"bytes {start} to {stop} of {entry.path} ({entry.bytes} bytes)"
         if start == stop:
             return memoryview(b"")
-        first, last = start // entry.chunk_bytes, (stop - 1) // entry.chunk_bytes
+        first = start // entry.chunk_bytes
+        last = (stop - 1) // entry.chunk_bytes
         at_once = max(1, READ_BYTES // entry.chunk_bytes)
         if last - first < at_once:
             begin = first * entry.chunk_bytes

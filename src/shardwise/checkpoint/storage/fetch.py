@@ -57,7 +57,7 @@ class Remote:
     """A file that can be fetched.
 
     Attributes:
-        root: its place.
+        root: place of the file.
         name: path relative to the folder or pattern that was named.
         size: bytes; None where the server does not report them.
         version: text that changes when the file does, as far as the server reports it.
@@ -130,7 +130,7 @@ def fetch(
 
     Args:
         remote: the file.
-        target: its path on this machine.
+        target: path on this machine.
         sha256: required SHA-256 of the file; None for any.
         force: replace a file that was not fetched from there.
         progress: called with the number of bytes that came since the last call.
@@ -200,7 +200,7 @@ def _require_inside(root: Root, remotes: list[Remote]) -> None:
 
 
 def _info(root: Root) -> dict[str, Any]:
-    """What the filesystem reports of a file."""
+    """The facts that the filesystem reports of a file."""
     with root.store_errors("read"):
         try:
             info: dict[str, Any] = root.fs.info(root.path)
@@ -319,6 +319,7 @@ def _require_intact(remote: Remote, fetched: Fetched, sha256: str | None) -> Non
     """Refuse, and remove, a file that came while its source changed, or is not the one that was asked for."""
     part = _hidden_file(fetched.path, "fetch")
     problem: str | None = None
+    # Asked again: the parts may be of two versions.
     if _version(_info(remote.root)) != remote.version:
         part.unlink()
         raise StoreError(f"{remote.root} changed while it was fetched: start again once it is complete")

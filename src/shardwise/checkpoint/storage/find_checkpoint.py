@@ -84,6 +84,7 @@ def weights_folder(location: str, announce: Callable[[str], None] | None) -> Nam
     """
     root = answering_root(location)
     names = root.names()
+    # A folder of weights may hold checkpoints too, of a run that continued from them: its config.json decides.
     may_have_weights = MANIFEST not in names and step_of(root.name) is None
     if may_have_weights and (_MODEL_CONFIG in names or not _holds_checkpoints(names)):
         if not root.exists():

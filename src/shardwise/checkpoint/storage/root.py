@@ -144,6 +144,7 @@ class Root:
 
     def __truediv__(self, name: str) -> Root:
         """The place called `name` below this one; StoreError where the name leads elsewhere."""
+        # Names come from manifests and indexes of unknown sources too.
         if problem := name_problem(name, nested=True):
             raise StoreError(f"{self} cannot be left: {problem}")
         return replace(self, path=f"{self.path.rstrip('/')}/{name}", shown=f"{self.shown.rstrip('/')}/{name}")
@@ -238,23 +239,23 @@ class Root:
                 else:
                     self.fs.makedirs(self.path, exist_ok=True)
 
-    def rename(self, other: Root, *, last: str | None = None) -> None:
+    def rename(self, target: Root, *, last: str | None = None) -> None:
         """Give a file or a folder another name: atomic on a local disk, copies on an object store.
 
         `last`: the file that makes a folder valid. Where the files are copied, it is copied last and removed first.
         """
-        with self.store_errors(f"renamed to {other}"):
-            if self.is_local and other.is_local:
-                self.local().rename(other.path)
+        with self.store_errors(f"renamed to {target}"):
+            if self.is_local and target.is_local:
+                self.local().rename(target.path)
             elif self.scheme in _OBJECT_STORES:
                 # One by one: `mv` and `rm` would take * and [ in a name for patterns.
                 for name in sorted(self.files() or [""], key=lambda name: name == last):
-                    self.fs.cp_file(f"{self.path}/{name}".rstrip("/"), f"{other.path}/{name}".rstrip("/"))
+                    self.fs.cp_file(f"{self.path}/{name}".rstrip("/"), f"{target.path}/{name}".rstrip("/"))
                 if last is not None:
                     (self / last).remove()
                 self.remove()
             else:
-                self.fs.mv(self.path, other.path, recursive=self.is_folder())
+                self.fs.mv(self.path, target.path, recursive=self.is_folder())
 
     def remove(self) -> None:
         """Remove a file, or a folder and all that it holds, if it exists. A link is removed, not what it leads to."""
@@ -480,6 +481,7 @@ class WriteBehind:
         """
         self._end += count
         length = self._end - self._start
+        # One window is synced while the next one is filled: so at most two are in the cache.
         if length < _WINDOW_BYTES:
             return
         self._wait()
