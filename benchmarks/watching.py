@@ -25,10 +25,10 @@ REPORT = "shardwise report, the large run"
 READING = """
 import json, resource, sys, time
 from pathlib import Path
-from shardwise.monitor.lines import last
-from shardwise.monitor.run import Run
-from shardwise.monitor.summary import snapshot
-from shardwise.runlog import json_text
+from shardwise.runs.json_lines import last
+from shardwise.runs.run import Run
+from shardwise.runs.summary import snapshot
+from shardwise.runs.folder import json_text
 
 path, ranks = Path(sys.argv[1]), int(sys.argv[2])
 lines = [last(path / f"ranks/rank-{rank:04d}.jsonl", 4096)[-1] for rank in range(ranks)]
@@ -56,8 +56,8 @@ import asyncio, json, resource, sys, time
 from pathlib import Path
 
 began = time.perf_counter()
-from shardwise.monitor.screen.app import Panel, Top
-from shardwise.monitor.screen.frame import Reader
+from shardwise.runs.screen.app import Panel, Top
+from shardwise.runs.screen.frame import Reader
 
 reader = Reader(Path(sys.argv[1]))
 found = {}

@@ -48,11 +48,21 @@ sys.dont_write_bytecode = False
 _LONGEST_FIRST = ("dist", "golden", "cluster", "e2e", "fake")
 
 
+_POOLED = ("dist", "golden")
+"""Folders whose tests share pools of ranks."""
+
+
 class PoolsOnce(LoadFileScheduling):
-    """Files by turns in the order of collection, but one worker alone starts the pools of ranks."""
+    """Files by turns in the order of collection, but one worker alone starts the pools of ranks.
+
+    One worker has all tests of the strict device, too: others would wait while it is built.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "ranks" if _folder(nodeid) in ("dist", "golden") else super()._split_scope(nodeid)
+        folder = _folder(nodeid)
+        if folder in _POOLED:
+            return "ranks"
+        return folder if folder == "strict" else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsOnce:
@@ -83,19 +93,34 @@ def device_count(device: str) -> float:
     return torch.accelerator.device_count()
 
 
+_pools: dict[int, RankPool] = {}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks after the last test of the folders that share them.
+
+    Idle ranks take half a CPU from the tests that follow: every process group of gloo has a thread that polls.
+    """
+    if _folder(item.nodeid) in _POOLED and (nextitem is None or _folder(nextitem.nodeid) not in _POOLED):
+        _close_pools()
+
+
+def _close_pools() -> None:
+    for pool in _pools.values():
+        pool.close()
+
+
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config) -> Iterator[Callable[[int], RankPool]]:
     from shardwise.verify.testing.ranks import RankPool  # torch, which most tests do without
-
-    pools: dict[int, RankPool] = {}
 
     device = pytestconfig.getoption("--device")
 
     def pool(size: int) -> RankPool:
         if size > (count := device_count(device)):
             pytest.skip(f"needs {size} devices of type {device}, and there are {count}")
-        return pools.setdefault(size, RankPool(size, device_type=device))
+        return _pools.setdefault(size, RankPool(size, device_type=device))
 
     yield pool
-    for started in pools.values():
-        started.close()
+    _close_pools()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardwise.optim.lamb import LAMB
     from shardwise.optim.zero import ZeroRedundancyOptimizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LAMB",

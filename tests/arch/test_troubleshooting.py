@@ -3,12 +3,13 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
 from shardwise.base.errors import see
 from shardwise.runs.folder import EVENTS
-from tests.arch.source import ROOT, config_fields
+from tests.arch.source import ROOT, config_fields, package_files, tree
 
 FOLDER = ROOT / "docs/troubleshooting"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
@@ -19,9 +20,9 @@ ENTRIES = {
 }
 
 
-def named(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def named(module: ast.AST) -> Iterator[tuple[str, str]]:
     """Each entry that a statement's message names by `see`, with the constant text of the statement."""
-    for statement in ast.walk(tree):
+    for statement in ast.walk(module):
         if isinstance(statement, ast.stmt) and not isinstance(statement, ast.FunctionDef | ast.ClassDef):
             inner = [node for node in ast.walk(statement) if node is not statement and isinstance(node, ast.stmt)]
             if inner:
@@ -35,10 +36,14 @@ def named(tree: ast.AST) -> Iterator[tuple[str, str]]:
                     yield str(entry.value), "".join(texts)
 
 
-SITES: dict[str, list[str]] = {}
-for _path in sorted((ROOT / "src").rglob("*.py")):
-    for _entry, _text in named(ast.parse(_path.read_text(encoding="utf-8"))):
-        SITES.setdefault(_entry, []).append(_text)
+@cache
+def sites() -> dict[str, list[str]]:
+    """Entry → the messages of the package that name it."""
+    found: dict[str, list[str]] = {}
+    for path in package_files():
+        for entry, text in named(tree(path)):
+            found.setdefault(entry, []).append(text)
+    return found
 
 
 def test_there_are_entries() -> None:
@@ -47,7 +52,7 @@ def test_there_are_entries() -> None:
 
 
 def test_each_message_that_has_an_entry_names_it_and_each_address_leads_to_one() -> None:
-    assert set(SITES) == set(ENTRIES)
+    assert set(sites()) == set(ENTRIES)
 
 
 def test_an_address_is_that_of_a_page() -> None:
@@ -88,4 +93,4 @@ def test_its_events_exist() -> None:
 def test_a_message_is_quoted_as_the_code_writes_it(name: str) -> None:
     quoted = ENTRIES[name].partition("\n")[0].removeprefix("> ")
     parts = [part.strip(" ,;(") for part in quoted.split("…")]
-    assert any(part and part in text for text in SITES[name] for part in parts), f"no message of {name} has its quote"
+    assert any(part and part in text for text in sites()[name] for part in parts), f"no message of {name} has its quote"

@@ -143,8 +143,8 @@ if int(number):
 """
 """The process of the command sends itself a signal as it opens or renames the first file after a file has its size."""
 IN_SEVERAL_PROCESSES = """
-import shardwise.prepare.tokens as t, shardwise.prepare.batches as b, shardwise.prepare.text as j
-import shardwise.prepare.hdf5 as h
+import shardwise.data.prepare.tokens as t, shardwise.data.prepare.tokens as b, shardwise.data.prepare.text as j
+import shardwise.data.prepare.hdf5 as h
 t.COMMIT_SECONDS, b.BATCH_CHARACTERS, j._SMALL_BYTES, h.SECTION_TOKENS = 0.0, 20_000, 0, 60_000
 """
 """What is done is durable at once."""

@@ -24,7 +24,7 @@ HOOK = """
 import os, shutil, signal, subprocess
 from pathlib import Path
 if os.environ.get("EVENTS") and os.environ.get("RANK") == os.environ.get("EVENTS_ON_RANK"):
-    from shardwise.storage.root import Root
+    from shardwise.checkpoint.storage.root import Root
     from shardwise.train.trainer import Trainer
     events = dict(each.split(":") for each in os.environ["EVENTS"].split(","))
     free_bytes, step, run, filler = Root.free_bytes, Trainer.step, Trainer.run, Path("disk/filler")

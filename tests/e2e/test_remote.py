@@ -252,7 +252,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None
     """Its client would try again for 5 minutes, longer than `shardwise` waits for the command; the command's own
     patience is shortened here."""
     (tmp_path / "sitecustomize.py").write_text(
-        "from shardwise.checkpoint.storage import reach\nreach.PATIENCE_SECONDS = 1.0\n"
+        "from shardwise.checkpoint.storage import root\nroot.PATIENCE_SECONDS = 1.0\n"
     )
     path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
     with silent() as address:

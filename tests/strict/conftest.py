@@ -11,6 +11,21 @@ if TYPE_CHECKING:
     from shardwise.verify.testing.ranks import RankPool
 
 
+_pools: dict[tuple[int, bool], RankPool] = {}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks after the last test of this folder: idle ones take processor time from the tests that follow."""
+    if nextitem is None or not nextitem.nodeid.startswith("tests/strict/"):
+        _close_pools()
+
+
+def _close_pools() -> None:
+    for pool in _pools.values():
+        pool.close()
+
+
 @pytest.fixture(scope="session")
 def strict() -> Iterator[Callable[..., RankPool]]:
     """Pools of ranks by size, as the fixture `ranks` of the CPU, and by whether the device is like CUDA."""
@@ -20,12 +35,10 @@ def strict() -> Iterator[Callable[..., RankPool]]:
     if missing := build.missing():
         pytest.skip(f"the strict device is not built here: {missing}")
     build.library()  # before ranks start, which would each build it
-    pools: dict[tuple[int, bool], RankPool] = {}
 
     def pool(size: int, like_cuda: bool = True) -> RankPool:
         prepare = ranks.prepare if like_cuda else ranks.prepare_unlike_cuda
-        return pools.setdefault((size, like_cuda), RankPool(size, device_type="strict", prepare=prepare))
+        return _pools.setdefault((size, like_cuda), RankPool(size, device_type="strict", prepare=prepare))
 
     yield pool
-    for started in pools.values():
-        started.close()
+    _close_pools()

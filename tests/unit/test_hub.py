@@ -45,8 +45,8 @@ def site() -> Iterator[Site]:
 
 CALL = """
 import json, sys
-from shardwise import hub
-from shardwise.errors import ConfigError
+from shardwise.data import hub
+from shardwise.base.errors import ConfigError
 function, arguments, cached = json.loads(sys.argv[1])
 said = []
 try:
@@ -289,8 +289,8 @@ def test_a_gated_and_a_missing_tokenizer(user: User, site: Site) -> None:
 
 LOOK = """
 import json, sys
-from shardwise import hub
-from shardwise.errors import ConfigError
+from shardwise.data import hub
+from shardwise.base.errors import ConfigError
 found = []
 for named in sys.argv[1:]:
     try:

@@ -21,7 +21,7 @@ def test_our_names_in_the_table_exist() -> None:
     public = {name[0] for name in (re.match(r"[A-Z]\w+|[a-z]+_cross_entropy", text) for text in code) if name}
     assert len(public) > 10
     assert public <= set(sw.__all__)
-    functions = [text.removeprefix("comm.") for text in code if text.startswith("comm.")]
+    functions = [text.removeprefix("collectives.") for text in code if text.startswith("collectives.")]
     assert len(functions) == 7
     assert all(hasattr(collectives, name) for name in functions)
 

@@ -96,7 +96,7 @@ def test_a_step_counts_once_and_none_that_was_undone(
 HOLDER = """
 import sys, time
 from pathlib import Path
-from shardwise.runlog import RunLock
+from shardwise.runs.folder import RunLock
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

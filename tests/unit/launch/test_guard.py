@@ -16,7 +16,7 @@ from tests.e2e.processes import wait_for
 
 SECONDS = 120.0
 
-CHILD = "from shardwise.launch import guard; guard.die_with_parent(); print('ready', flush=True); input()"
+CHILD = "from shardwise.launch import local as guard; guard.die_with_parent(); print('ready', flush=True); input()"
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, text=True)

@@ -24,7 +24,7 @@ from tests.e2e.processes import alive
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from shardwise.launch import guard
+from shardwise.launch import local as guard
 from shardwise.launch.environment import joined
 from shardwise.launch.failure import Failure, report_done, report_failure
 guard.die_with_parent()
@@ -34,7 +34,7 @@ rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 LAUNCHER = """
 import sys
 from pathlib import Path
-from shardwise.errors import ShardwiseError
+from shardwise.base.errors import ShardwiseError
 from shardwise.launch import local
 local._GRACE_SECONDS = float(sys.argv[1])  # to ranks once one has failed
 try:
@@ -168,7 +168,7 @@ def test_a_stopped_launcher_says_so_in_one_sentence(tmp_path: Path, number: sign
 
 
 TRAINS = """
-from shardwise.launch import stopping
+from shardwise.launch import stop_requests as stopping
 from shardwise.launch.failure import report_stop
 stopping.install()
 (folder / f"hears-{{rank}}").touch()

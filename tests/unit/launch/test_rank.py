@@ -15,8 +15,8 @@ from shardwise.launch.stop_requests import NOTICE, training_mark
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from shardwise.errors import ConfigError, RunError, StoppedError
-from shardwise.launch import stopping
+from shardwise.base.errors import ConfigError, RunError, StoppedError
+from shardwise.launch import stop_requests as stopping
 from shardwise.launch.environment import joined
 from shardwise.launch.rank import as_rank
 

@@ -12,7 +12,7 @@ from shardwise.launch.output import restored
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from shardwise.launch.stdio import redirect
+from shardwise.launch.output import redirect
 print("before")
 redirect(int(sys.argv[1]), Path(sys.argv[2]))
 print("printed")

@@ -142,5 +142,5 @@ def test_only_rank_0_of_a_launched_run_tells_that_it_trains(tmp_path: Path, monk
 
 
 def test_a_closed_terminal_hears_nothing() -> None:
-    code = "import os; from shardwise.launch import stopping; os.close(2); stopping.say('gone')"
+    code = "import os; from shardwise.launch import stop_requests as stopping; os.close(2); stopping.say('gone')"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

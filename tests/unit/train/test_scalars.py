@@ -25,8 +25,8 @@ SECRET = "s3://me:hunter2@bucket/text"
 SCRIPT = """
 import sys
 from pathlib import Path
-from shardwise.runlog import RunDirectory
-from shardwise.train.scalars import Scalars
+from shardwise.runs.folder import RunDirectory
+from shardwise.train.trackers import Scalars
 from tests.unit.train.test_scalars import tracked
 told = []
 curves = Scalars(tracked(), RunDirectory(Path(sys.argv[1])), "0123456789abcdef", 1, told.append)

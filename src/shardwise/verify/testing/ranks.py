@@ -7,6 +7,7 @@ import pickle
 import queue
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import device_mesh
 
 from shardwise.distributed import devices
 from shardwise.launch.local import die_with_parent
@@ -115,14 +117,45 @@ def _serve(
         world_size=size,
         timeout=timedelta(seconds=60),
     )
+    reused = _ReusedGroups()
     while True:
         function, args = tasks.get()
+        reused.begin()
         value = failure = None
         try:
             value = _pickled(function(*args))
         except BaseException:  # noqa: BLE001  run() raises it in the test
             failure = traceback.format_exc()
         results.put((rank, value, failure))
+
+
+class _ReusedGroups:
+    """Process groups that earlier tasks made, for the later tasks that ask for groups of the same ranks.
+
+    Each group of gloo keeps threads that wake a hundred times a second until the process ends, so that a pool of many
+    tasks would be busy with the groups of all of them. Within a task, each request for the same ranks is another group:
+    two threads may use these at once.
+    """
+
+    def __init__(self) -> None:
+        self._new_group = dist.new_group
+        self._made: dict[str, list[Any]] = {}
+        self._requests: Counter[str] = Counter()
+        for module in (dist, device_mesh):
+            module.new_group = self.of  # type: ignore[attr-defined]
+
+    def begin(self) -> None:
+        """Begin a task, which may have all groups of the tasks before it."""
+        self._requests.clear()
+
+    def of(self, ranks: list[int] | None = None, **options: Any) -> Any:
+        """Take the place of `torch.distributed.new_group`."""
+        key = repr((ranks, {name: value for name, value in options.items() if name != "pg_options"}))
+        made = self._made.setdefault(key, [])
+        if self._requests[key] == len(made):
+            made.append(self._new_group(ranks, **options))
+        self._requests[key] += 1
+        return made[self._requests[key] - 1]
 
 
 def _pickled(value: Any) -> bytes:

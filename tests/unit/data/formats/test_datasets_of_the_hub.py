@@ -56,8 +56,9 @@ CALL = """
 import json, multiprocessing, os, sys
 from pathlib import Path
 import datasets
-from shardwise.data import fetch_dataset, prepare
-from shardwise.errors import ConfigError
+from shardwise.data.reading.datasets import fetch_dataset
+from shardwise.data.opening import prepare
+from shardwise.base.errors import ConfigError
 from tests.unit.data.formats.test_text import sized
 
 root, at_once, jobs = json.loads(sys.argv[1])
@@ -294,7 +295,10 @@ def test_what_the_hub_refuses(user: User, site: Site) -> None:
 STREAMED = """
 import json, sys
 from pathlib import Path
-from shardwise.data import Tokenizer, fetch_dataset, make_batches, prepare
+from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.reading.datasets import fetch_dataset
+from shardwise.data.formats.common import make_batches
+from shardwise.data.opening import prepare
 from shardwise.data.samples.streaming import StreamPosition
 from tests.unit.data.samples.test_streaming import config
 

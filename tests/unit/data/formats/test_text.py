@@ -308,7 +308,7 @@ def test_torch_is_never_imported(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from shardwise.config import load_config
-from shardwise.data import prepare
+from shardwise.data.opening import prepare
 prepare(load_config("llama2-tiny", []), Path({str(tmp_path)!r}))
 assert "torch" not in sys.modules
 """

@@ -53,7 +53,7 @@ def test_training_is_deterministic(tmp_path: Path) -> None:
     """Another process, other threads and another hash seed give the same file."""
     code = f"""
 from pathlib import Path
-from shardwise.data import train_tokenizer
+from shardwise.data.tokens.tokenizer import train_tokenizer
 train_tokenizer({TEXT!r}, 300, "text").save(Path({str(tmp_path)!r}))
 """
     train_tokenizer(TEXT, 300, "text").save(tmp_path / "here")
