@@ -111,8 +111,12 @@ def require_one_save(root: Root, step: int, model: nn.Module, mesh: Mesh) -> Non
         differences.append(f"a rank lacks {listing(lacking, most=_SHOWN)}")
     if additional := sorted(tensors - first_tensors):
         differences.append(f"a rank has {listing(additional, most=_SHOWN)}")
-    problem = f"the model's parameters must be the same on all ranks: unlike the first, {' and '.join(differences)}"
-    agree([problem] if differences else [], mesh.world)
+    problems: list[str] = []
+    if differences:
+        problems.append(
+            f"the model's parameters must be the same on all ranks: unlike the first, {' and '.join(differences)}"
+        )
+    agree(problems, mesh.world)
 
 
 def require_one_model(model: nn.Module, config: Config | None, mesh: Mesh) -> None:
@@ -139,6 +143,7 @@ def require_one_model(model: nn.Module, config: Config | None, mesh: Mesh) -> No
         return
     shapes = tensor_shapes(model, mesh.pp)
     config_shapes = canonical_shapes(config.model)
+    # The model may spell its names otherwise, as Hugging Face's folders do.
     canonical_names = spelling(config.model.family).canonical(list(shapes), set(config_shapes))
     canonical_model = {canonical_names.get(name, name): shape for name, shape in shapes.items()}
     config_tensors = {name: TensorEntry(shape, "F32", ()) for name, shape in config_shapes.items()}

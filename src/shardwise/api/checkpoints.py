@@ -42,10 +42,10 @@ def save_checkpoint(
     or not at all, and every byte has a checksum.
 
     Args:
-        folder: where the checkpoints of the loop are; a path that all ranks share, or a URL.
-        model: of plain modules, or of layers of shardwise. Its parameters are saved, so it may have no persistent
-            buffers, such as the running statistics of a BatchNorm.
-        optimizer: of all the model's parameters.
+        folder: the folder of the loop's checkpoints; a path that all ranks share, or a URL.
+        model: plain modules, or layers of shardwise. Its parameters are saved, so it may have no persistent buffers,
+            such as the running statistics of a BatchNorm.
+        optimizer: an optimizer that holds all the model's parameters.
         step: updates done, the same on all ranks; the checkpoint is `FOLDER/step-0000STEP`, and replaces one of that
             name.
         mesh: the one that the model and the optimizer were made with; None: data parallelism alone.
@@ -56,9 +56,9 @@ def save_checkpoint(
         the path or URL of the checkpoint.
 
     Raises:
-        ConfigError: on every rank, an argument is none of those, or a checkpoint of it could not be read again;
-            nothing was written.
-        RunError: on every rank, it could not be written, or the ranks' copies of a parameter differ.
+        ConfigError: an argument is none of those, or a checkpoint of it could not be read again; nothing was written.
+            Raised on every rank.
+        RunError: it could not be written, or the ranks' copies of a parameter differ. Raised on every rank.
     """
     from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.save import Saver
@@ -72,6 +72,7 @@ def save_checkpoint(
         arguments.require_saveable(model, optimizer, step, config, mesh)
     arguments.require_one_save(root, int(step), model, mesh)
     arguments.require_one_model(model, config, mesh)
+    # The weights of the last step may still be on their way from the ranks that updated them.
     optimizer.gathers.wait()
     check_replicas(model, mesh, int(step))
     arguments.on_first_rank(root.make, mesh.world)
@@ -100,18 +101,18 @@ def load_checkpoint(
 
     Args:
         folder: a checkpoint, or a folder of checkpoints or a run's folder (its newest intact one); a path or a URL.
-        model: with the canonical names and shapes that were saved, in any dtype, and without persistent buffers.
-        optimizer: of all the model's parameters, which keeps the same state as the one that was saved, as one of its
-            class with its options does; None: weights alone, before an optimizer is made.
+        model: a model with the canonical names and shapes that were saved, in any dtype, without persistent buffers.
+        optimizer: an optimizer that holds all the model's parameters and keeps the same state as the one that was
+            saved, as one of its class with its options does; None: weights alone, before an optimizer is made.
         mesh: as in `save_checkpoint`.
 
     Returns:
         the number of updates that were done, with which the loop goes on; learning-rate schedules are the loop's.
 
     Raises:
-        ConfigError: on every rank, an argument is none of those, there is no checkpoint, or it is of another model or
-            optimizer: every mismatch. Nothing was changed, unless it says that the weights are not finite.
-        DamageError: its bytes do not match their checksums. The model is then not to be used.
+        ConfigError: an argument is none of those, there is no checkpoint, or it is of another model or optimizer: every
+            mismatch. Nothing was changed, unless it says that the weights are not finite. Raised on every rank.
+        DamageError: bytes do not match their checksums. The model is then not to be used.
     """
     from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.load_weights import load_checkpoint as load_weights
@@ -149,7 +150,7 @@ def export_checkpoint(
         checkpoint: as in `load_checkpoint`.
         dest: the folder to write, which must not exist; a path or a URL.
         dtype: `float32`, `bfloat16` or `float16` of the weights; None: as they are stored.
-        max_shard_size: of a file with weights: bytes, or a text such as `500MB`; a larger tensor has one to itself.
+        max_shard_size: bytes of a file with weights, or a text such as `500MB`; a larger tensor has one to itself.
 
     Returns:
         the path or URL of the folder.

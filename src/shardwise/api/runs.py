@@ -82,7 +82,7 @@ class Run:
         return config_from(values)
 
     def results(self) -> dict[str, Any] | None:
-        """What the end of the training wrote: losses, tokens, speed, peak memory; None where it has not ended.
+        """The results at the end of the training: losses, tokens, speed, peak memory; None where it has not ended.
 
         Raises:
             ConfigError: `results.json` is damaged.
@@ -133,7 +133,7 @@ def train(
         config: as `load_recipe` gives it.
         run_dir: the run's folder, the same on all ranks; that of an earlier run is continued, and a finished run is
             returned as it is. None: `runs/NAME-YYYYMMDD-HHMMSS`.
-        name: of that folder.
+        name: name of that folder, before the date.
         data, loss, optimizer, callbacks: functions and classes of your own in place of `hooks.*`, whose contracts they
             have (docs/hooks.md). `config.yaml` records their names.
 

@@ -406,7 +406,8 @@ class Saver:
 
     def _agreed(self, problem: str | None) -> str | None:
         """The problems of all ranks, the same text on each; None where no rank has one."""
-        return "; ".join(union([problem] if problem else [], self._group)) or None
+        problems = [] if problem is None else [problem]
+        return "; ".join(union(problems, self._group)) or None
 
     def _prepare(self, staging: Root, pending: _PendingSave) -> None:
         """On rank 0: make the folder, if the disk has room for all files."""

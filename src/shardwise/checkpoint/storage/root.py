@@ -126,6 +126,7 @@ class Root:
         try:
             if "::" in text:  # fsspec would chain two filesystems
                 raise ValueError("it has two schemes")
+            # Without a cache of listings, files of other processes are seen.
             options = ANONYMOUS[scheme] if anonymous else {}
             remote, path = url_to_fs(text, use_listings_cache=False, **options)
         except ImportError as error:
@@ -321,6 +322,7 @@ class Root:
         if number in (errno.ENOSPC, errno.EDQUOT):
             reason = "its quota is used up" if number == errno.EDQUOT else "the disk is full"
             return self._out_of_space(reason, verb, needed)
+        # Clients of remote places say more than that a file is missing, such as that a bucket is.
         if isinstance(error, FileNotFoundError) and (self.is_local or not str(error)):
             return StoreError(f"{self} cannot be {verb}: there is no such file or folder", missing=True)
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

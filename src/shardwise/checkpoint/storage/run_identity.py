@@ -163,22 +163,27 @@ def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
     root = Root.of(config.checkpoint.path or directory.checkpoints)
     notes: list[str] = []
     if stored is None or problems:
+        # A file that contradicts `config` may be damaged: the newest checkpoint, which has checksums, decides.
         manifest = next(_manifests(root), None)
         if manifest is None:
             if stored is None or _took_steps(directory, root, stored):
                 raise ConfigError(problems)
             return None
-        if differing := resume_problems(manifest.config, config.recorded()):
-            raise ConfigError(differing if stored is None else problems)
+        manifest_problems = resume_problems(manifest.config, config.recorded())
+        if manifest_problems:
+            raise ConfigError(manifest_problems if stored is None else problems)
         stored = manifest.config
-        state = "is damaged, and is kept under a number" if directory.config.exists() else "is missing"
+        is_present = directory.config.exists()
+        state = "is damaged, and is kept under a number" if is_present else "is missing"
         notes.append(
             f"{directory.config} {state}: the configuration was taken from the checkpoint of step {manifest.step:,}"
         )
     run = directory.stored_id()
-    if run is None and (run := _rebuilt_id(directory, root)) is not None:
-        state = "is damaged" if directory.identity.exists() else "is missing"
-        notes.append(f"{directory.identity} {state}: the run's id was taken from its checkpoints")
+    if run is None:
+        run = _rebuilt_id(directory, root)
+        if run is not None:
+            state = "is damaged" if directory.identity.exists() else "is missing"
+            notes.append(f"{directory.identity} {state}: the run's id was taken from its checkpoints")
     return EarlierRun(stored, run, tuple(notes))
 
 
