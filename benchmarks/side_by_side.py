@@ -28,7 +28,7 @@ def write_weights(folder: str) -> None:
     """In one process: the model that all start from, as a Hugging Face folder."""
     from contestants import MODEL, SEED
 
-    from shardwise.checkpoint.export import export_hugging_face
+    from shardwise.checkpoint.export_model import export_hugging_face
     from shardwise.distributed.mesh import Mesh
     from shardwise.models.llama import Llama
 

@@ -226,7 +226,7 @@ class _SimulatedJob:
         from shardwise.checkpoint.storage.root import Root
         from shardwise.distributed.mesh import Group
 
-        with patch.object(Saver, "_small_files", lambda *_: {}):
+        with patch.object(Saver, "_read_small_files", lambda *_: {}):
             root = Root.of("nowhere")
             return Saver(root, role.model, role.optimizer, self.config, role.mesh, Group(), described={})
 
@@ -285,7 +285,7 @@ class _SimulatedJob:
         with patch("shardwise.distributed.collectives.all_gather_objects", lambda value, group: [value] * group.size):
             saver = self.saver(self.roles[0])
         saver._manifest(1, {})
-        list(saver._files(saver._slices()))
+        list(saver._planned_files(saver._state_slices()))
 
     def messages(self) -> list[bytes]:
         """What each rank sends to rank 0 when it has written its files."""
@@ -295,12 +295,12 @@ class _SimulatedJob:
         for role, saver in zip(self.roles, self.savers, strict=True):
             for data in range(role.mesh.dp.size):
                 role.move(data)
-                files = tuple(saver._files(saver._slices()))
+                files = tuple(saver._planned_files(saver._state_slices()))
                 entries = []
                 for file in files:
                     chunk = chunk_bytes(file.size)
                     entries.append(FileEntry(file.path, file.size, chunk, bytes(8 * -(-file.size // chunk))))
-                sent[role.mesh.world.rank] = pickle.dumps((entries, [file.places for file in files]))
+                sent[role.mesh.world.rank] = pickle.dumps((entries, [file.piece_rows for file in files]))
         return [sent[rank] for rank in range(self.world)]
 
     def merge(self, gathered: list[Any]) -> tuple[Any, Any]:
@@ -344,7 +344,7 @@ class _SimulatedJob:
 
     def wants(self, manifest: Any) -> list[Any]:
         """Of the ranks that read for each other: of the group of tensor parallelism, or of a whole stage."""
-        from shardwise.checkpoint.restore import _wants
+        from shardwise.checkpoint.restore import _slice_requests
         from shardwise.distributed.placement import placements
 
         stage = [role for role in self.roles if role.mesh.pp.rank == 0]
@@ -353,13 +353,13 @@ class _SimulatedJob:
         for role in stage:
             for data in range(role.mesh.dp.size if turned else 1):
                 role.move(data)
-                found = _wants(manifest, role.model, role.optimizer, MOMENTS, role.mesh)
+                found = _slice_requests(manifest, role.model, role.optimizer, MOMENTS, role.mesh)
                 boxes = [(want.state, want.name, want.box) for piece, want in found if piece.transposed == turned]
                 everyone[role.mesh.world.rank] = boxes
         return [everyone[rank] for rank in sorted(everyone)]
 
     def segments(self, manifest: Any, wants: list[Any]) -> int:
-        from shardwise.checkpoint.reading import _segments
+        from shardwise.checkpoint.collective_reading import _segments
 
         return len(list(_segments(manifest.tensors, wants, 0)))
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.api.checkpoints import export_checkpoint, load_checkpoint, save_checkpoint
-    from shardwise.api.plans import load_recipe, plan
+    from shardwise.api.recipes_and_plans import load_recipe, plan
     from shardwise.api.runs import Run, train
     from shardwise.base.errors import ConfigError, RunError, ShardwiseError, StoppedError
-    from shardwise.checkpoint.canonical import canonical_tensors
+    from shardwise.checkpoint.canonical_tensors import canonical_tensors
     from shardwise.config import Config
     from shardwise.distributed.mesh import Group, Mesh
     from shardwise.distributed.placement import Init, Piece, PlacedModule, make_parameter
@@ -104,14 +104,14 @@ _HOME = {
     "ShardwiseError": "shardwise.base.errors",
     "StoppedError": "shardwise.base.errors",
     "ZeroRedundancyOptimizer": "shardwise.optim.zero",
-    "canonical_tensors": "shardwise.checkpoint.canonical",
+    "canonical_tensors": "shardwise.checkpoint.canonical_tensors",
     "export_checkpoint": "shardwise.api.checkpoints",
     "linear_cross_entropy": "shardwise.layers.loss",
     "load_checkpoint": "shardwise.api.checkpoints",
-    "load_recipe": "shardwise.api.plans",
+    "load_recipe": "shardwise.api.recipes_and_plans",
     "make_parameter": "shardwise.distributed.placement",
     "parallel_cross_entropy": "shardwise.layers.loss",
-    "plan": "shardwise.api.plans",
+    "plan": "shardwise.api.recipes_and_plans",
     "save_checkpoint": "shardwise.api.checkpoints",
 }
 

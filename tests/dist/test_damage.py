@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 
 from shardwise.base.errors import ShardwiseError
 from shardwise.checkpoint.format.verify import verify
-from shardwise.checkpoint.load import load_checkpoint
+from shardwise.checkpoint.load_weights import load_checkpoint
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.step_folders import survey
 from shardwise.config import Config

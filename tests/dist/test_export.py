@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.checkpoint.canonical import canonical_tensors
-from shardwise.checkpoint.export import export_hugging_face
+from shardwise.checkpoint.canonical_tensors import canonical_tensors
+from shardwise.checkpoint.export_model import export_hugging_face
 from shardwise.checkpoint.format import writing
 from shardwise.config import Config, config_from
 from shardwise.distributed.mesh import Mesh

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.load import load_hugging_face
+from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.chunks import ChunkedWriter
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, check_layout, config_from, load_config
@@ -274,7 +274,7 @@ def save_together(root: str, meeting: str) -> list[tuple[str, int]]:
         patch.setattr(ChunkedWriter, "__init__", begin_together)
         patch.setattr(ChunkedWriter, "write", counting)
         patch.setattr(ChunkedWriter, "close", closing)
-        patch.setattr("shardwise.checkpoint.weights._BYTES_WORTH_A_FILE", 1)
+        patch.setattr("shardwise.checkpoint.weight_writers._BYTES_WORTH_A_FILE", 1)
         (saved,) = save_checkpoint(trainer, root)
     assert saved.problem is None, saved.problem
     return done

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.checkpoint.canonical import canonical_tensors
+from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.config import Config, check_layout
 from shardwise.distributed import collectives
 from shardwise.distributed.placement import placements

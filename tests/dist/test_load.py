@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.canonical import canonical_tensors
-from shardwise.checkpoint.export import export_hugging_face
-from shardwise.checkpoint.format.tensors import StoredTensors
-from shardwise.checkpoint.load import load_hugging_face
+from shardwise.checkpoint.canonical_tensors import canonical_tensors
+from shardwise.checkpoint.export_model import export_hugging_face
+from shardwise.checkpoint.format.stored_tensors import StoredTensors
+from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import Config, check_layout, config_from
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import Box, placements

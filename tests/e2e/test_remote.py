@@ -211,7 +211,7 @@ import s3fs
 from shardwise.config import load_config
 from shardwise.base.errors import ConfigError
 from shardwise.runs.folder import RunDirectory
-from shardwise.checkpoint.storage.locate import newest_of
+from shardwise.checkpoint.storage.find_checkpoint import load_location
 from shardwise.train.resume import find_checkpoints
 said = []
 for key, address, url in json.loads(sys.argv[2]):
@@ -219,7 +219,7 @@ for key, address, url in json.loads(sys.argv[2]):
     s3fs.S3FileSystem.clear_instance_cache()
     try:
         if key == "load":
-            said.append(newest_of(url))
+            said.append(load_location(url))
         else:
             find_checkpoints(load_config(sys.argv[1], [f"checkpoint.path={url}"]), RunDirectory("none"), None)
     except ConfigError as error:

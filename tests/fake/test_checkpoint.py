@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.checkpoint.collective_reading import _segments
 from shardwise.checkpoint.format.manifest import MODEL, Manifest
 from shardwise.checkpoint.format.verify import untiled
 from shardwise.checkpoint.format.writing import PlannedFile, tensor_entries
-from shardwise.checkpoint.reading import _segments
-from shardwise.checkpoint.restore import _wants
+from shardwise.checkpoint.restore import _slice_requests
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.chunks import FileEntry, chunk_bytes
 from shardwise.checkpoint.storage.root import Root
@@ -99,7 +99,7 @@ def savers_of(roles: list[Role]) -> list[Saver]:
 
 
 def planned(saver: Saver) -> list[PlannedFile]:
-    return list(saver._files(saver._slices()))
+    return list(saver._planned_files(saver._state_slices()))
 
 
 def manifest_of(files: list[PlannedFile]) -> Manifest:
@@ -110,7 +110,7 @@ def manifest_of(files: list[PlannedFile]) -> Manifest:
         entries.append(FileEntry(file.path, file.size, chunk, bytes(8 * -(-file.size // chunk))))
     described: dict[str, Any] = {key: {} for key in ("config", "layout", "schedule", "data", "rng", "versions")}
     counts = dict.fromkeys(("step", "samples", "position", "tokens"), 0)
-    tensors = tensor_entries(entries, [file.places for file in files])
+    tensors = tensor_entries(entries, [file.piece_rows for file in files])
     return Manifest(**described, **counts, created="", optimizer=None, files=tuple(entries), tensors=tensors)
 
 
@@ -168,7 +168,7 @@ def test_every_byte_is_written_once_and_found_again(told: Told) -> None:
             everyone = []
             for role in readers:
                 role.move(data)
-                wants = [want for _, want in _wants(stored, role.model, role.optimizer, [], role.mesh)]
+                wants = [want for _, want in _slice_requests(stored, role.model, role.optimizer, [], role.mesh)]
                 everyone.append([(want.state, want.name, want.box) for want in wants])
             of_rank = [list(_segments(stored.tensors, everyone, rank)) for rank in range(len(readers))]
             segments = [segment for rank, own in enumerate(of_rank) for segment in own if segment.ranks == {rank}]
@@ -177,7 +177,7 @@ def test_every_byte_is_written_once_and_found_again(told: Told) -> None:
             segments += shared[0]
             found: Counter[tuple[int, int]] = Counter()
             for segment in segments:
-                for rank, number, part in segment.wanted:
+                for rank, number, part in segment.parts:
                     found[rank, number] += part.numel
             wanted = {(rank, i): box.numel for rank, boxes in enumerate(everyone) for i, (*_, box) in enumerate(boxes)}
             assert found == wanted, "what is read does not fill what is wanted"

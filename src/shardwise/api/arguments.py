@@ -1,4 +1,4 @@
-"""Arguments that several functions of the API have: what is wrong with one, in a sentence."""
+"""Checks of arguments that several functions of the API have; each problem is a sentence."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from shardwise.config import Config
 
 
 def shown_value(value: object) -> str:
-    """An argument for a message: of an object that is no simple value, only its class."""
-    return repr(value) if value is None or isinstance(value, str | bytes | int | float) else type(value).__name__
+    """An argument for a message: a simple value as it is, of any other object only its class."""
+    is_simple = value is None or isinstance(value, str | bytes | int | float)
+    return repr(value) if is_simple else type(value).__name__
 
 
 def config_problems(config: object, otherwise: str = "") -> list[str]:
-    """Why an argument is no configuration; `otherwise`: what may be given in place of one."""
+    """The reason why an argument is no configuration; `otherwise`: text on values that may stand in its place."""
     if isinstance(config, Config):
         return []
-    wanted = f"a shardwise.Config, as shardwise.load_recipe(RECIPE) returns it{otherwise}"
-    return [f"config ({shown_value(config)}) must be {wanted}"]
+    requirement = f"a shardwise.Config, as shardwise.load_recipe(RECIPE) returns it{otherwise}"
+    return [f"config ({shown_value(config)}) must be {requirement}"]
 
 
-def path_problems(name: str, value: object, wanted: str = "a path or a URL") -> list[str]:
-    """Why an argument is no path; `wanted`: what it must be."""
+def path_problems(name: str, value: object, requirement: str = "a path or a URL") -> list[str]:
+    """The reason why an argument is no path; `requirement`: what it must be."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if isinstance(path, str) and path.strip() and "\0" not in path:
         return []
-    return [f"{name} ({shown_value(value)}) must be {wanted}"]
+    return [f"{name} ({shown_value(value)}) must be {requirement}"]
 
 
 def require_path(name: str, value: str | os.PathLike[str]) -> str:

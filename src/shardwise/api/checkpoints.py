@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.api.arguments import require_path
 from shardwise.base.errors import ConfigError, RunError, keys_renamed, renamed, see
-from shardwise.checkpoint.storage.locate import newest_intact
+from shardwise.checkpoint.storage.find_checkpoint import weights_folder
 from shardwise.checkpoint.storage.root import Root
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _ARGUMENTS = {
     "make room, or lower checkpoint.keep": "make room",
     "--max-shard-size": "max_shard_size",
 }
-"""Keys and options that messages of the layers below name → what a call has instead."""
+"""Keys and options in messages of the rooms below → the text that a call has in their place."""
 
 
 def save_checkpoint(
@@ -42,10 +42,10 @@ def save_checkpoint(
     or not at all, and every byte has a checksum.
 
     Args:
-        folder: where the checkpoints of the loop are; a path that all ranks share, or a URL.
-        model: of plain modules, or of layers of shardwise. Its parameters are saved, so it may have no persistent
-            buffers, such as the running statistics of a BatchNorm.
-        optimizer: of all the model's parameters.
+        folder: the folder of the loop's checkpoints; a path that all ranks share, or a URL.
+        model: plain modules, or layers of shardwise. Its parameters are saved, so it may have no persistent buffers,
+            such as the running statistics of a BatchNorm.
+        optimizer: an optimizer that holds all the model's parameters.
         step: updates done, the same on all ranks; the checkpoint is `FOLDER/step-0000STEP`, and replaces one of that
             name.
         mesh: the one that the model and the optimizer were made with; None: data parallelism alone.
@@ -56,25 +56,26 @@ def save_checkpoint(
         the path or URL of the checkpoint.
 
     Raises:
-        ConfigError: on every rank, an argument is none of those, or a checkpoint of it could not be read again;
-            nothing was written.
-        RunError: on every rank, it could not be written, or the ranks' copies of a parameter differ.
+        ConfigError: an argument is none of those, or a checkpoint of it could not be read again; nothing was written.
+            Raised on every rank.
+        RunError: it could not be written, or the ranks' copies of a parameter differ. Raised on every rank.
     """
-    from shardwise.api.user_loop import mesh_of, on_first_rank, require_one_model, require_one_save, require_saveable
+    from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
     from shardwise.train.opening import raised_on_every_rank, versions
     from shardwise.train.replicas import check_replicas
 
-    mesh = mesh_of(mesh)
+    mesh = arguments.mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
         root = Root.of(require_path("folder", folder))
-        require_saveable(model, optimizer, step, config, mesh)
-    require_one_save(root, int(step), model, mesh)
-    require_one_model(model, config, mesh)
+        arguments.require_saveable(model, optimizer, step, config, mesh)
+    arguments.require_one_save(root, int(step), model, mesh)
+    arguments.require_one_model(model, config, mesh)
+    # The weights of the last step may still be on their way from the ranks that updated them.
     optimizer.gathers.wait()
     check_replicas(model, mesh, int(step))
-    on_first_rank(root.make, mesh.world)
+    arguments.on_first_rank(root.make, mesh.world)
     layout = asdict(Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size)) | {"data": mesh.dp.size}
     described = {"layout": layout, "data": {}, "versions": versions()}
     saver = Saver(root, model, optimizer, config, mesh, mesh.host_group("checkpoint"), described=described)
@@ -100,34 +101,35 @@ def load_checkpoint(
 
     Args:
         folder: a checkpoint, or a folder of checkpoints or a run's folder (its newest intact one); a path or a URL.
-        model: with the canonical names and shapes that were saved, in any dtype, and without persistent buffers.
-        optimizer: of all the model's parameters, which keeps the same state as the one that was saved, as one of its
-            class with its options does; None: weights alone, before an optimizer is made.
+        model: a model with the canonical names and shapes that were saved, in any dtype, without persistent buffers.
+        optimizer: an optimizer that holds all the model's parameters and keeps the same state as the one that was
+            saved, as one of its class with its options does; None: weights alone, before an optimizer is made.
         mesh: as in `save_checkpoint`.
 
     Returns:
         the number of updates that were done, with which the loop goes on; learning-rate schedules are the loop's.
 
     Raises:
-        ConfigError: on every rank, an argument is none of those, there is no checkpoint, or it is of another model or
-            optimizer: every mismatch. Nothing was changed, unless it says that the weights are not finite.
-        DamageError: its bytes do not match their checksums. The model is then not to be used.
+        ConfigError: an argument is none of those, there is no checkpoint, or it is of another model or optimizer: every
+            mismatch. Nothing was changed, unless it says that the weights are not finite. Raised on every rank.
+        DamageError: bytes do not match their checksums. The model is then not to be used.
     """
-    from shardwise.api.user_loop import mesh_of, on_first_rank, require_loadable
-    from shardwise.checkpoint.load import load_checkpoint as load_weights
+    from shardwise.api import checkpoint_arguments as arguments
+    from shardwise.checkpoint.load_weights import load_checkpoint as load_weights
     from shardwise.checkpoint.restore import read_manifest, restore
     from shardwise.train.opening import raised_on_every_rank, require_equal
 
-    mesh = mesh_of(mesh)
+    mesh = arguments.mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
-        place = require_path("folder", folder)
-        require_loadable(model, optimizer, mesh)
+        location = require_path("folder", folder)
+        arguments.require_loadable(model, optimizer, mesh)
     require_equal({"optimizer": None if optimizer is None else type(optimizer).__name__}, mesh.world)
-    root = Root.of(on_first_rank(lambda: _checkpoint_at(place), mesh.world))
+    root = Root.of(arguments.on_first_rank(lambda: _checkpoint_location(location), mesh.world))
     manifest = read_manifest(root, mesh.world)
     with keys_renamed(_ARGUMENTS):
         if optimizer is None:
-            load_weights(model, str(manifest.config.get("model", {}).get("family", "")), mesh, root)
+            family = str(manifest.config.get("model", {}).get("family", ""))
+            load_weights(model, family, mesh, root)
         else:
             restore(root, manifest, model, optimizer, mesh)
     return manifest.step
@@ -148,7 +150,7 @@ def export_checkpoint(
         checkpoint: as in `load_checkpoint`.
         dest: the folder to write, which must not exist; a path or a URL.
         dtype: `float32`, `bfloat16` or `float16` of the weights; None: as they are stored.
-        max_shard_size: of a file with weights: bytes, or a text such as `500MB`; a larger tensor has one to itself.
+        max_shard_size: bytes of a file with weights, or a text such as `500MB`; a larger tensor has one to itself.
 
     Returns:
         the path or URL of the folder.
@@ -157,11 +159,12 @@ def export_checkpoint(
         ConfigError: an argument is none of those, there is no checkpoint, it does not describe its model, or `dest`
         exists. DamageError: bytes do not match their checksums. RunError: a value is beyond the range of float16.
     """
+    from shardwise.checkpoint.format.export_checkpoint import Export
     from shardwise.checkpoint.format.safetensors import FLOATS
-    from shardwise.checkpoint.format.to_hugging_face import Export
     from shardwise.cli.checkpoint.export import shard_bytes, split
 
-    source, target = require_path("checkpoint", checkpoint), require_path("dest", dest)
+    source = require_path("checkpoint", checkpoint)
+    target = require_path("dest", dest)
     if dtype is not None and dtype not in FLOATS:
         raise ConfigError(f"dtype ({dtype!r}) must be {', '.join(FLOATS)} or None")
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, str | int):
@@ -169,13 +172,13 @@ def export_checkpoint(
     with keys_renamed(_ARGUMENTS):
         max_shard_bytes = shard_bytes(str(max_shard_size))
     parent, name = split(target)
-    export = Export(newest_intact(source, None).root, dtype)
+    export = Export(weights_folder(source, None).root, dtype)
     return str(export.write(parent, name, max_shard_bytes).folder)
 
 
-def _checkpoint_at(folder: str) -> str:
+def _checkpoint_location(location: str) -> str:
     """The path or URL of a checkpoint, or of the newest intact one in a folder of them."""
-    place = newest_intact(folder, None)
-    if not place.single:
-        raise ConfigError(f"{place.root} must be a checkpoint of shardwise: it is a folder of weights")
-    return place.location
+    folder = weights_folder(location, None)
+    if not folder.is_checkpoint:
+        raise ConfigError(f"{folder.root} must be a checkpoint of shardwise: it is a folder of weights")
+    return folder.location

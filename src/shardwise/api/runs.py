@@ -1,4 +1,4 @@
-"""Trainings from Python, and what their folders tell."""
+"""Trainings from Python, and the records in their folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.files import read_plain, reason_of
 from shardwise.base.parsing import json_value
 from shardwise.base.user_code import given, name_of
-from shardwise.checkpoint.storage.locate import all_of, locate
+from shardwise.checkpoint.storage.find_checkpoint import checkpoint_folder
 from shardwise.config import Config, config_from, parse_yaml
 from shardwise.launch import output, stop_requests
 from shardwise.launch.environment import Rank, keep_own, may_be_a_task
@@ -82,7 +82,7 @@ class Run:
         return config_from(values)
 
     def results(self) -> dict[str, Any] | None:
-        """What the end of the training wrote: losses, tokens, speed, peak memory; None where it has not ended.
+        """The results at the end of the training: losses, tokens, speed, peak memory; None where it has not ended.
 
         Raises:
             ConfigError: `results.json` is damaged.
@@ -104,10 +104,10 @@ class Run:
             StoreError: the place of the checkpoints cannot be read.
         """
         try:
-            place = locate(str(self.path))
+            folder = checkpoint_folder(str(self.path))
         except ConfigError:
             return []  # a run without checkpoints so far
-        return [str(found.folder) for found in all_of(place) if found.problem is None]
+        return [str(checkpoint.folder) for checkpoint in folder.checkpoints() if checkpoint.problem is None]
 
 
 def train(
@@ -133,7 +133,7 @@ def train(
         config: as `load_recipe` gives it.
         run_dir: the run's folder, the same on all ranks; that of an earlier run is continued, and a finished run is
             returned as it is. None: `runs/NAME-YYYYMMDD-HHMMSS`.
-        name: of that folder.
+        name: name of that folder, before the date.
         data, loss, optimizer, callbacks: functions and classes of your own in place of `hooks.*`, whose contracts they
             have (docs/hooks.md). `config.yaml` records their names.
 
@@ -152,27 +152,28 @@ def train(
     from shardwise.train.run import run
 
     _require_arguments(config, run_dir, name, callbacks)
-    place = _join()
-    world, path = 1 if place is None else place.world, None if run_dir is None else Path(run_dir)
+    rank = _join()
+    world = 1 if rank is None else rank.world
+    path = None if run_dir is None else Path(run_dir)
     config, objects = _with_hooks(config, data, loss, optimizer, callbacks)
     config = with_batch(config, world, path)
     _require_layout(config, world, is_new=path is None)
     if not config.data.is_named and config.hooks.data is None:
         raise ConfigError("data.path, data.blend or data.dataset must name the data; for a trial, data.dataset=tiny")
-    with given(objects), ExitStack() as held:
-        _check_own_code(config)
+    with given(objects), ExitStack() as locks:
+        _check_user_code(config)
         # A rank that finds a finished run there returns, and ranks that look elsewhere would wait for it.
         require_same_run_dir(path, config.launch.timeout)
-        if path is not None and is_finished(held, config, path, place):
+        if path is not None and is_finished(locks, config, path, rank):
             return Run(path)
-        path = prepare_run(held, config, name, path, place)
+        path = prepare_run(locks, config, name, path, rank)
         with output.restored(), _signals_restored():
             take_any_character()
             return Run(run(config, path, name))
 
 
 def _join() -> Rank | None:
-    """The place of this process in the job that a launcher started; None where it is alone."""
+    """The rank of this process in the job that a launcher started; None where it is alone."""
     keep_own()
     if may_be_a_task():
         adopt_task()
@@ -180,6 +181,7 @@ def _join() -> Rank | None:
 
 
 def _require_arguments(config: object, run_dir: object, name: object, callbacks: object) -> None:
+    """Raise ConfigError, with every problem, where an argument is none that `train` has."""
     problems = config_problems(config)
     if run_dir is not None:
         problems += path_problems("run_dir", run_dir, "a folder's path; None names a new one")
@@ -191,7 +193,7 @@ def _require_arguments(config: object, run_dir: object, name: object, callbacks:
         raise ConfigError(problems)
 
 
-def _check_own_code(config: Config) -> None:
+def _check_user_code(config: Config) -> None:
     """Import a model and hooks of the user's own, and check how they can be called."""
     from shardwise.models.user_model import check_own
     from shardwise.train.hooks import check_hooks
@@ -208,9 +210,10 @@ def _with_hooks(
     objects: dict[str, object] = {}
 
     def named(value: object) -> str:
-        name = first = name_of(value)
+        class_name = name_of(value)
+        name = class_name
         while name in objects and objects[name] is not value:  # two objects of one class
-            name = f"{first}_{len(objects)}"
+            name = f"{class_name}_{len(objects)}"
         objects[name] = value
         return name
 
@@ -237,12 +240,12 @@ def _require_layout(config: Config, world: int, *, is_new: bool) -> None:
 @contextmanager
 def _signals_restored() -> Iterator[None]:
     """Give the program its signal handlers back; only the main thread may, and only there a run sets its own."""
-    before = {number: signal.getsignal(number) for number in stop_requests.SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in stop_requests.SIGNALS}
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 if handler is not None:
                     signal.signal(number, handler)
 
@@ -251,7 +254,8 @@ def _object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no file."""
     if not path.exists():
         return None
-    text, value = _text(path), None
+    text = _text(path)
+    value: object = None
     with suppress(ValueError):
         value = json_value(text)
     if not isinstance(value, dict):

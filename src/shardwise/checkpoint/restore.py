@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, ShardwiseError, listing
+from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, other_ends, read, verify_unread
 from shardwise.checkpoint.format.manifest import MODEL, Manifest
-from shardwise.checkpoint.format.tensors import mismatches
+from shardwise.checkpoint.format.stored_tensors import mismatches
 from shardwise.checkpoint.format.verify import untiled
-from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, read, verify_rest
 from shardwise.checkpoint.storage.root import DamageError, Root
 from shardwise.distributed import collectives
 from shardwise.distributed.agreement import agree
@@ -39,10 +39,10 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Restored:
-    """What was read.
+    """The result of a restore.
 
     Attributes:
-        manifest: of the checkpoint.
+        manifest: manifest of the checkpoint.
         bytes_read: bytes of files that this rank read, in whole chunks.
         damage: damage in parts of the checkpoint that training does not need, one line each.
     """
@@ -58,7 +58,7 @@ def read_manifest(folder: Root, world: Group) -> Manifest:
     That of a 20 B-parameter model by 1,024 ranks is about 100 MB of JSON (benchmarks/startup.py: what that takes).
 
     Raises:
-        ShardwiseError: on every rank, where it is missing, damaged, or of a later version.
+        ShardwiseError: it is missing, damaged, or of a later version; raised on every rank.
     """
     manifest: Manifest | None = None
     problem: ShardwiseError | None = None
@@ -97,92 +97,166 @@ def restore(
 ) -> Restored:
     """Set weights, and unless `weights_only` the optimizer's state, to those of a checkpoint; collective.
 
-    Each rank reads what it updates: its ZeRO-1 slices, or, of whole state and of frozen weights, an equal part. What
-    the tensor-parallel ranks or the ends of a pipeline share is read once (`reading.py`), and data parallelism
-    completes the weights. A matrix that is stored transposed is also read once for all data-parallel ranks, whose
-    slices are columns of it.
+    Each rank reads the values that it updates: its ZeRO-1 slices, or, of whole state and of frozen weights, an equal
+    part. Values that the tensor-parallel ranks or the ends of a pipeline share are read once (`collective_reading.py`),
+    and data parallelism completes the weights. A matrix that is stored transposed is also read once for all
+    data-parallel ranks, whose slices are columns of it.
     Weights come from the stored masters where there are any, so that no rounding is added. The rest of the checkpoint
     (weights beside masters, the tokenizer) is verified by all ranks in equal parts, unless `weights_only`.
 
     Raises:
-        ConfigError: on every rank, the checkpoint is of another model or optimizer: every mismatch.
-        DamageError, StoreError: as `reading.read`. The weights are then neither the old nor the new ones.
+        ConfigError: the checkpoint is of another model or optimizer: every mismatch, raised on every rank.
+        DamageError, StoreError: as `collective_reading.read`. The weights are then neither the old nor the new ones.
     """
-    states, steps = ([], 0) if weights_only else _optimizer_state(manifest, folder)
-    numbers, problems = (None, []) if weights_only else _numbers(manifest, model, optimizer, steps)
-    others = [] if weights_only else _optimizer_problems(manifest, model, optimizer, states, folder)
-    agree(others + problems + _mismatches(manifest, model, optimizer, states, mesh, folder), mesh.world)
+    # All problems are agreed on before anything is changed.
+    states: list[str] = []
+    steps = 0
+    numbers: list[dict[str, Number]] | None = None
+    problems: list[str] = []
+    if not weights_only:
+        states, steps = _optimizer_state(manifest, folder)
+        problems += _optimizer_problems(manifest, model, optimizer, states, folder)
+        numbers, number_problems = _numbers_by_bucket(manifest, model, optimizer, steps)
+        problems += number_problems
+    agree(problems + _mismatches(manifest, model, optimizer, states, mesh, folder), mesh.world)
     if not weights_only:
         begin_restoring(optimizer, states, steps, numbers)
     reader = CheckpointReader(folder, manifest)
-    wants = list(_wants(manifest, model, optimizer, states, mesh))
-    # All data-parallel ranks have copies of the weights that no optimizer changes.
-    frozen = [
-        Want(_precise(manifest, piece.name), piece.name, piece.box, target, (mesh.dp,))
-        for parameter, piece, target in held_pieces(model)
-        if not parameter.requires_grad
-    ]
-    read(reader, [*(want for piece, want in wants if not piece.transposed), *frozen], mesh)
-    has_transposed = any(piece.transposed for _, _, record in placements(model) for piece in record.pieces)
-    # The slices of the data-parallel ranks are columns of the stored matrix: all of them want a part of each row.
-    transposed = [want for piece, want in wants if piece.transposed]
-    read(reader, transposed, mesh, mesh.stage if has_transposed else mesh.tp)
+    _read_slices(reader, model, optimizer, states, mesh)
     finish_restoring(optimizer)
-    damage = () if weights_only else verify_rest(reader, mesh)
+    damage = () if weights_only else verify_unread(reader, mesh)
     return Restored(manifest, reader.bytes_read, damage)
 
 
-def _optimizer_problems(
-    manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], folder: Root
-) -> list[str]:
-    """Why an optimizer cannot go on with the states of a checkpoint: it keeps others, or is of another class."""
-    described, problems = manifest.optimizer or {}, list[str]()
-    saved, steps = described.get("class"), described.get("steps")
-    is_other_class = bool(steps) and isinstance(saved, str) and not may_continue(optimizer.optimizer_class, saved)
-    kept, names = kept_states(optimizer), names_by_bucket(model, optimizer)
-    buckets_of: dict[frozenset[str], list[Bucket]] = {}
-    for bucket in optimizer.buckets:
-        buckets_of.setdefault(frozenset(kept[bucket]) - {STEP}, []).append(bucket)
-    for ours, buckets in buckets_of.items():
-        own = [name for bucket in buckets for name in names[bucket]]
-        theirs = {state for state in states if not manifest.tensors[state].keys().isdisjoint(own)} | {
-            state
-            for state, values in described.get("numbers", {}).items()
-            if state != STEP and not (isinstance(values, Mapping) and values.keys().isdisjoint(own))
-        }
-        if theirs - ours or (steps and ours - theirs) or is_other_class:
-            wanted, stored = (listing(sorted(of)) or "nothing" for of in (ours, theirs))
-            of_names = f" of {listing(own, most=_SHOWN)}" if len(buckets_of) > 1 else ""
-            problems.append(
-                f"the optimizer ({optimizer.optimizer_class.__name__}), which keeps {wanted}{of_names}, must keep what "
-                f"{folder} holds ({stored}, of {saved or described.get('name')}): make it of the class and with the "
-                "options of the one that was saved, or load the weights alone, without an optimizer"
-            )
-    return problems
+def local_pieces(model: nn.Module) -> Iterator[tuple[nn.Parameter, Piece, Tensor]]:
+    """Each piece of the model with elements, its parameter, and the view of its values: shape `piece.box.size`."""
+    for _, parameter, record in placements(model):
+        for piece in record.pieces:
+            if piece.box.numel:
+                yield parameter, piece, piece.of(parameter.detach())
+
+
+# ---- reading
+
+
+def _read_slices(
+    reader: CheckpointReader,
+    model: nn.Module,
+    optimizer: ZeroRedundancyOptimizer,
+    states: Sequence[str],
+    mesh: Mesh,
+) -> None:
+    """Read this rank's slices of weights and states, and its frozen weights; collective over the mesh."""
+    # The slices of the data-parallel ranks are columns of a transposed matrix: all of them need a part of each row.
+    plain: list[ReadRequest] = []
+    transposed: list[ReadRequest] = []
+    for piece, request in _slice_requests(reader.manifest, model, optimizer, states, mesh):
+        if piece.transposed:
+            transposed.append(request)
+        else:
+            plain.append(request)
+    # All data-parallel ranks have copies of the weights that no optimizer changes.
+    for parameter, piece, target in local_pieces(model):
+        if not parameter.requires_grad:
+            state = _precise_state(reader.manifest, piece.name)
+            plain.append(ReadRequest(state, piece.name, piece.box, target, (mesh.dp,)))
+    read(reader, plain, mesh)
+    # Asked of the model, not of the requests: a rank without any must take part in the stage's reading all the same.
+    has_transposed = any(piece.transposed for _, _, record in placements(model) for piece in record.pieces)
+    read(reader, transposed, mesh, mesh.stage if has_transposed else mesh.tp)
+
+
+def _slice_requests(
+    manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], mesh: Mesh
+) -> Iterator[tuple[Piece, ReadRequest]]:
+    """The slices that this rank updates: of the weights, and of each state."""
+    flats = state_tensors(optimizer)
+    for part in state_slices(model, optimizer):
+        name = part.piece.name
+        copies = (other_ends(part.piece, mesh),)
+        weights = part.of(part.bucket.master.detach())
+        yield part.piece, ReadRequest(_precise_state(manifest, name), name, part.box, weights, copies)
+        for state in states:
+            if part.bucket in flats[state]:
+                target = part.of(flats[state][part.bucket])
+                yield part.piece, ReadRequest(state, name, part.box, target, copies)
+
+
+def _precise_state(manifest: Manifest, name: str) -> str:
+    """The state that holds a weight without rounding."""
+    return MASTER if name in manifest.tensors.get(MASTER, {}) else MODEL
+
+
+# ---- comparing the checkpoint with the model and the optimizer
 
 
 def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:
     """Names of the wrapped optimizer's states, without the master, which belongs to the weights; and its steps."""
     described = manifest.optimizer or {"states": [], "steps": 0}
-    names, steps, numbers = described.get("states"), described.get("steps"), described.get("numbers", {})
-    are_held = isinstance(names, list) and all(name in manifest.tensors for name in names)
-    if not (are_held and type(steps) is int and _are_numbers(numbers)):
+    states = described.get("states")
+    steps = described.get("steps")
+    are_stored = isinstance(states, list) and all(state in manifest.tensors for state in states)
+    if not (are_stored and type(steps) is int and _are_numbers(described.get("numbers", {}))):
         raise ConfigError(f"{folder} names the states of an optimizer that it does not hold: {dict(described)}")
-    return [name for name in described["states"] if name != MASTER], steps
+    return [state for state in described["states"] if state != MASTER], steps
 
 
 def _are_numbers(numbers: object) -> bool:
-    """Whether a manifest's value names a number for each state, or one for each canonical tensor."""
+    """True if a manifest's value names a number for each state, or one for each canonical tensor."""
     if not isinstance(numbers, dict):
         return False
-    of_states = [value.values() if isinstance(value, dict) else [value] for value in numbers.values()]
     try:
-        return all(isinstance(float(value), float) for values in of_states for value in values)
+        for value in numbers.values():
+            for number in value.values() if isinstance(value, dict) else [value]:
+                float(number)
     except (TypeError, ValueError):
         return False
+    return True
 
 
-def _numbers(
+def _optimizer_problems(
+    manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], folder: Root
+) -> list[str]:
+    """The reasons why an optimizer cannot go on with a checkpoint's states: it keeps others, or is of another class."""
+    described = manifest.optimizer or {}
+    saved_class = described.get("class")
+    has_steps = bool(described.get("steps"))
+    is_other_class = (
+        has_steps and isinstance(saved_class, str) and not may_continue(optimizer.optimizer_class, saved_class)
+    )
+    kept = kept_states(optimizer)
+    names = names_by_bucket(model, optimizer)
+    # Parameters may keep different states, such as those of Muon and AdamW: each set is compared with what is stored.
+    buckets_by_states: dict[frozenset[str], list[Bucket]] = {}
+    for bucket in optimizer.buckets:
+        buckets_by_states.setdefault(frozenset(kept[bucket]) - {STEP}, []).append(bucket)
+    problems: list[str] = []
+    for needed, buckets in buckets_by_states.items():
+        bucket_names = [name for bucket in buckets for name in names[bucket]]
+        stored = _stored_states(manifest, states, bucket_names)
+        if stored - needed or (has_steps and needed - stored) or is_other_class:
+            needed_text = listing(sorted(needed)) or "nothing"
+            stored_text = listing(sorted(stored)) or "nothing"
+            tensors = f" of {listing(bucket_names, most=_SHOWN)}" if len(buckets_by_states) > 1 else ""
+            problems.append(
+                f"the optimizer ({optimizer.optimizer_class.__name__}), which keeps {needed_text}{tensors}, must keep "
+                f"what {folder} holds ({stored_text}, of {saved_class or described.get('name')}): make it of the class "
+                "and with the options of the one that was saved, or load the weights alone, without an optimizer"
+            )
+    return problems
+
+
+def _stored_states(manifest: Manifest, states: Sequence[str], names: Sequence[str]) -> set[str]:
+    """The states that a checkpoint holds of any of the canonical tensors: as tensors or as numbers."""
+    stored = {state for state in states if not manifest.tensors[state].keys().isdisjoint(names)}
+    for state, values in (manifest.optimizer or {}).get("numbers", {}).items():
+        is_of_others = isinstance(values, Mapping) and values.keys().isdisjoint(names)
+        if state != STEP and not is_of_others:
+            stored.add(state)
+    return stored
+
+
+def _numbers_by_bucket(
     manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, steps: int
 ) -> tuple[list[dict[str, Number]] | None, list[str]]:
     """The numbers of each bucket that a checkpoint holds, and why there are none for a bucket.
@@ -192,46 +266,25 @@ def _numbers(
     stored: Mapping[str, Any] | None = (manifest.optimizer or {}).get("numbers")
     if stored is None:
         return None, []
-    names, numbers, problems = names_by_bucket(model, optimizer), list[dict[str, Number]](), list[str]()
+    names = names_by_bucket(model, optimizer)
+    numbers: list[dict[str, Number]] = []
+    problems: list[str] = []
     for bucket in optimizer.buckets:
-        numbers.append({})
-        first = names[bucket][0]
+        bucket_numbers: dict[str, Number] = {}
+        first, *further = names[bucket]
         for state, values in stored.items():
             by_tensor = values if isinstance(values, Mapping) else dict.fromkeys(names[bucket], values)
-            numbers[-1][state] = by_tensor.get(first, steps)
-            other = next((name for name in names[bucket] if by_tensor.get(name, steps) != numbers[-1][state]), None)
-            if other is not None:
+            number = by_tensor.get(first, steps)  # a tensor without a number has done all steps
+            bucket_numbers[state] = number
+            # The wrapped optimizer sees one flat tensor for each bucket, so it keeps one number for all of them.
+            differing = next((name for name in further if by_tensor.get(name, steps) != number), None)
+            if differing is not None:
                 problems.append(
-                    f"{first} and {other} must be in parameter groups of their own, as they were when they were saved: "
-                    f"their {state} differs ({numbers[-1][state]} and {by_tensor.get(other, steps)})"
+                    f"{first} and {differing} must be in parameter groups of their own, as they were when they were "
+                    f"saved: their {state} differs ({number} and {by_tensor.get(differing, steps)})"
                 )
+        numbers.append(bucket_numbers)
     return numbers, problems[:_SHOWN]
-
-
-def _wants(
-    manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Iterable[str], mesh: Mesh
-) -> Iterable[tuple[Piece, Want]]:
-    """The slices that this rank updates: of the weights, and of each state."""
-    flats = state_tensors(optimizer)
-    for part in state_slices(model, optimizer):
-        name, copies = part.piece.name, (other_ends(part.piece, mesh),)
-        weights = part.of(part.bucket.master.detach())
-        yield part.piece, Want(_precise(manifest, name), name, part.box, weights, copies)
-        for state in (state for state in states if part.bucket in flats[state]):
-            yield part.piece, Want(state, name, part.box, part.of(flats[state][part.bucket]), copies)
-
-
-def held_pieces(model: nn.Module) -> Iterator[tuple[nn.Parameter, Piece, Tensor]]:
-    """Each piece of the model with elements, its parameter, and where its values belong: shape `piece.box.size`."""
-    for _, parameter, record in placements(model):
-        for piece in record.pieces:
-            if piece.box.numel:
-                yield parameter, piece, piece.of(parameter.detach())
-
-
-def _precise(manifest: Manifest, name: str) -> str:
-    """The state that holds a weight without rounding."""
-    return MASTER if name in manifest.tensors.get(MASTER, {}) else MODEL
 
 
 def _mismatches(
@@ -244,20 +297,24 @@ def _mismatches(
 ) -> list[str]:
     """Every way in which the checkpoint's tensors are not the model's; the same on every rank of a pipeline."""
     kept = kept_states(optimizer) if states else {}
-    kept_of = {parameter: set(kept.get(bucket, ())) for bucket in optimizer.buckets for parameter in bucket.parameters}
-    here = {
-        piece.name: (piece.shape, kept_of.get(parameter, set()))
-        for _, parameter, record in placements(model)
-        for piece in record.pieces
-        if math.prod(piece.shape)  # no elements: never written
+    states_of_parameter = {
+        parameter: set(kept.get(bucket, ())) for bucket in optimizer.buckets for parameter in bucket.parameters
     }
-    everywhere = {
-        name: facts for of_rank in collectives.all_gather_objects(here, mesh.pp) for name, facts in of_rank.items()
-    }
-    shapes = {name: shape for name, (shape, _) in everywhere.items()}
+    local: dict[str, tuple[tuple[int, ...], set[str]]] = {}
+    for _, parameter, record in placements(model):
+        for piece in record.pieces:
+            if math.prod(piece.shape):  # a tensor without elements is never written
+                local[piece.name] = (piece.shape, states_of_parameter.get(parameter, set()))
+    shapes: dict[str, tuple[int, ...]] = {}
+    needed_states: dict[str, set[str]] = {}
+    for tensors in collectives.all_gather_objects(local, mesh.pp):
+        for name, (shape, tensor_states) in tensors.items():
+            shapes[name] = shape
+            needed_states[name] = tensor_states
     problems = mismatches(str(folder), shapes, manifest.tensors.get(MODEL, {}))
     for state in dict.fromkeys((MASTER, *states)):
+        # A tensor that the model lacks is named once, among the weights.
         stored = {name: entry for name, entry in manifest.tensors.get(state, {}).items() if name in shapes}
-        needed = [name for name, (_, of_name) in everywhere.items() if state in of_name]
+        needed = [name for name, tensor_states in needed_states.items() if state in tensor_states]
         problems += mismatches(str(folder), shapes, stored, needed=needed, state=state)
     return problems

@@ -1,19 +1,16 @@
 """Saving: training waits while its state is copied to host memory; a thread writes it while training continues.
 
-    training thread    collect weights, take slices of optimizer state → conveyor
-    writing thread     conveyor → files with checksums → all ranks agree → manifest → the folder's name
+    training thread    collect weights, take slices of optimizer state → host buffer
+    writing thread     host buffer → files with checksums → all ranks agree → manifest → the folder's name
 
-Every byte is written once: a canonical weight by its owner (`weights.py`), a slice of optimizer state by the rank that
-answers for it (`optim/state.py`). A checkpoint is complete with its manifest or not there.
-
-Host memory between the training thread, which copies tensors into it, and the thread that writes them to a file.
+Every byte is written once: a canonical weight by its owner (`weight_writers.py`), a slice of optimizer state by the
+rank that answers for it (`optim/state.py`). A checkpoint is complete with its manifest or not there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,18 +19,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ShardwiseError, listing, see
 from shardwise.base.hardware import available_memory
-from shardwise.checkpoint.companions import Companions
-from shardwise.checkpoint.export import model_files
+from shardwise.checkpoint.companion_files import Companions
+from shardwise.checkpoint.export_model import model_files
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, too_large
 from shardwise.checkpoint.format.verify import untiled
 from shardwise.checkpoint.format.writing import (
     MAX_SHARD_BYTES,
-    Places,
+    PieceRows,
     PlannedFile,
     PlannedPiece,
     require_room,
@@ -41,38 +37,39 @@ from shardwise.checkpoint.format.writing import (
     weight_index,
     write_small,
 )
-from shardwise.checkpoint.reading import DTYPE_NAMES, TORCH_DTYPES
+from shardwise.checkpoint.host_buffer import Aborted, HostBuffer
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.step_folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
-from shardwise.checkpoint.weights import WeightPlan
+from shardwise.checkpoint.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
+from shardwise.checkpoint.weight_writers import WeightPlan
 from shardwise.config import Config
-from shardwise.distributed import collectives, devices
+from shardwise.distributed import collectives
 from shardwise.distributed.agreement import union
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.optim.state import Number, StateSlice, names_by_bucket, state_numbers, state_slices, state_tensors
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 _ABORTED = "the copy of the state failed"
-_Slices: TypeAlias = dict[str, list[tuple[StateSlice, Tensor]]]
-"""By state: the slices that this rank writes, each with the flat tensor that it is in."""
-_Numbers: TypeAlias = dict[str, dict[str, Number]]
-"""By state: the number that the wrapped optimizer keeps for each canonical tensor."""
+_StateSlices: TypeAlias = dict[str, list[tuple[StateSlice, Tensor]]]
+"""State → the slices that this rank writes, each with the flat tensor that holds it."""
+_StateNumbers: TypeAlias = dict[str, dict[str, Number]]
+"""State → canonical tensor → the number that the wrapped optimizer keeps for it."""
 _SEEN_WITHIN_SECONDS = 30.0
-"""For rank 0 to see the files of other machines: a network file system may report for some seconds that a file is
+"""Time for rank 0 to see the files of other machines: a network file system may report for some seconds that a file is
 missing which another machine has written."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended.
+    """The end of a save.
 
     Attributes:
         step: updates done.
-        folder: where the checkpoint is.
+        folder: path or URL of the checkpoint.
         bytes: length of all files, over all ranks.
         blocked: seconds for which training waited.
-        seconds: from the call to the complete checkpoint.
+        seconds: time from the call to the complete checkpoint.
         problem: why there is no checkpoint, or None.
         removed: steps of the older checkpoints that were removed, as `Keeping` says.
         warning: why an older checkpoint could not be removed, or None.
@@ -91,22 +88,47 @@ class Saved:
 
 
 @dataclass
-class _Job:
-    """One save, as the writing thread needs it."""
+class _PendingSave:
+    """A save under way, as the writing thread needs it.
+
+    Attributes:
+        step: updates done.
+        final: folder of the complete checkpoint.
+        buffer: source of the bytes of `files`, in their order.
+        files: files that this rank writes.
+        numbers: numbers that the wrapped optimizer keeps, from this rank.
+        manifest: fields of the manifest that are known before the files are written.
+        started: time of the call, as `time.perf_counter` has it.
+        blocked: seconds for which training waited.
+    """
 
     step: int
     final: Root
-    conveyor: Conveyor
+    buffer: HostBuffer
     files: tuple[PlannedFile, ...]
-    numbers: _Numbers
+    numbers: _StateNumbers
     manifest: dict[str, Any]
     started: float
     blocked: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since the call."""
+        return time.perf_counter() - self.started
+
+
+@dataclass(frozen=True)
+class _WrittenFiles:
+    """Files that a rank has written, as rank 0 needs them for the manifest."""
+
+    entries: list[FileEntry]
+    rows: list[tuple[str, PieceRows]]
+    numbers: _StateNumbers
+
 
 @dataclass(frozen=True)
 class Keeping:
-    """Which checkpoints stay: the last `last` (None: all) and those of every `every`-th step."""
+    """The checkpoints that stay: the last `last` (None: all) and those of every `every`-th step."""
 
     last: int | None = None
     every: int | None = None
@@ -117,11 +139,11 @@ class Saver:
 
     Args:
         root: the folder of the checkpoints.
-        config: of the run; None in a loop of the user's own, whose checkpoints then have no `config.json`.
+        config: the run's configuration; None in a loop of the user's own, whose checkpoints then have no `config.json`.
         group: all ranks, for the writing threads alone: their collectives must not meet those of the training.
         described: fields of the manifest that are the same for every save (`data`, `versions`, `layout`).
         tokenizer: a folder whose files are copied into each checkpoint.
-        companions: what else lies beside the weights.
+        companions: other files and token ids beside the weights.
         buffer_bytes: host memory of this rank for copies; None: as much as a save needs, but at most this rank's share
             of half the memory that is free.
         keeping: which checkpoints stay after each save.
@@ -146,20 +168,24 @@ class Saver:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         find_root: Callable[[], None] | None = None,
     ) -> None:
-        self.root, self._find_root = root, find_root
-        self._model, self._optimizer, self._config = model, optimizer, config
-        self._mesh, self._group = mesh, group
+        self.root = root
+        self._find_root = find_root
+        self._model = model
+        self._optimizer = optimizer
+        self._config = config
+        self._mesh = mesh
+        self._group = group
         self._described = described
         self._keeping = keeping or Keeping()
         self._weights = WeightPlan(model, mesh, max_shard_bytes)
         # Read now: the tokenizer may be gone from its cache by the time of a save.
-        self._small = self._small_files(tokenizer, companions) if mesh.world.rank == 0 else {}
+        self._small_files = self._read_small_files(tokenizer, companions) if mesh.world.rank == 0 else {}
         self._buffer_bytes = buffer_bytes
-        self._conveyor: Conveyor | None = None
+        self._buffer: HostBuffer | None = None
         self._thread: threading.Thread | None = None
         self._done: list[Saved] = []
         self._lengths: dict[int, dict[str, int]] = {}
-        """On rank 0: of the last checkpoints that were saved, by step, the bytes of each file."""
+        """Step → file → bytes, of the last checkpoints that were saved; on rank 0 alone."""
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
         """Copy the state, which a thread then writes; waits for an earlier save. Collective over the mesh.
@@ -167,38 +193,35 @@ class Saver:
         `progress`: fields of the manifest that say how far training is (`samples`, `position`, `tokens`, `schedule`,
         `rng`).
         """
-        self.wait()
+        self.wait()  # an earlier save still uses the buffer
         started = time.perf_counter()
+        # The weights of the last step may still be on their way from the ranks that updated them.
         self._optimizer.gathers.wait()
-        slices = self._slices()
-        files = tuple(self._files(slices))
-        if self._conveyor is None:
-            self._conveyor = Conveyor(self._mesh.device, self._limit(sum(file.size for file in files)))
-        conveyor = self._conveyor
+        slices = self._state_slices()
+        files = tuple(self._planned_files(slices))
+        # The first save makes the buffer, and later ones use it again: pinned memory is slow to allocate.
+        if self._buffer is None:
+            limit = self._buffer_limit(sum(file.size for file in files))
+            self._buffer = HostBuffer(self._mesh.device, limit)
+        buffer = self._buffer
         final = self.root / step_name(step)
-        job = _Job(step, final, conveyor, files, self._numbers(), self._manifest(step, progress), started)
-        self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
-        if conveyor.is_limited:  # else nothing is written before training continues: the cores are for the copy
+        pending = _PendingSave(
+            step, final, buffer, files, self._state_numbers(), self._manifest(step, progress), started
+        )
+        self._thread = threading.Thread(target=self._write, args=(pending,), name="checkpoint", daemon=True)
+        if buffer.is_limited:  # else nothing is written before training continues: the cores are for the copy
             self._thread.start()
         try:
-            self._copy(conveyor, slices, files)
+            self._copy(buffer, slices, files)
         except BaseException:
             # This rank must not wait for its writing thread: those of the other ranks wait for a copy that never comes.
-            conveyor.abort()
+            buffer.abort()
             self._thread = None
             raise
-        job.blocked = time.perf_counter() - started
-        conveyor.end()
-        if not conveyor.is_limited:
+        pending.blocked = pending.seconds
+        buffer.end()
+        if not buffer.is_limited:
             self._thread.start()
-
-    def _limit(self, needed: int) -> int | None:
-        """Bytes of host memory for copies; None: enough for all, where this machine's ranks leave half of it free."""
-        if self._buffer_bytes is not None:
-            return self._buffer_bytes
-        available = available_memory()
-        share = available // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if available is not None else needed
-        return None if needed <= share else share
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -207,23 +230,35 @@ class Saver:
             self._thread = None
 
     def finished(self) -> list[Saved]:
-        """The saves that ended since the last call."""
-        done, self._done = self._done, []
+        """Return the saves that ended since the last call."""
+        done = self._done
+        self._done = []
         return done
 
     # ---- in the training thread
 
-    def _slices(self) -> _Slices:
-        mine = [part for part in state_slices(self._model, self._optimizer) if part.piece.copies.rank == 0]
-        mine.sort(key=lambda part: (part.piece.name, part.box.start))
+    def _buffer_limit(self, needed: int) -> int | None:
+        """Bytes of host memory for copies; None: enough for all, where this machine's ranks leave half of it free."""
+        if self._buffer_bytes is not None:
+            return self._buffer_bytes
+        available = available_memory()
+        if available is None:
+            return None
+        share = available // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return None if needed <= share else share
+
+    def _state_slices(self) -> _StateSlices:
+        """The slices of optimizer state that this rank writes. Ranks with copies of a piece leave it to the first."""
+        slices = [part for part in state_slices(self._model, self._optimizer) if part.piece.copies.rank == 0]
+        slices.sort(key=lambda part: (part.piece.name, part.box.start))
         return {
-            state: [(part, flats[part.bucket]) for part in mine if part.bucket in flats]
+            state: [(part, flats[part.bucket]) for part in slices if part.bucket in flats]
             for state, flats in sorted(state_tensors(self._optimizer).items())
         }
 
-    def _numbers(self) -> _Numbers:
+    def _state_numbers(self) -> _StateNumbers:
         """The numbers of the state, from one rank of each pipeline stage: its other ranks have the same."""
-        numbers: _Numbers = {}
+        numbers: _StateNumbers = {}
         if self._mesh.dp.rank == self._mesh.tp.rank == 0:
             names = names_by_bucket(self._model, self._optimizer)
             for bucket, values in zip(self._optimizer.buckets, state_numbers(self._optimizer), strict=True):
@@ -231,7 +266,7 @@ class Saver:
                     numbers.setdefault(state, {}).update(dict.fromkeys(names[bucket], value))
         return numbers
 
-    def _files(self, slices: _Slices) -> Iterator[PlannedFile]:
+    def _planned_files(self, slices: _StateSlices) -> Iterator[PlannedFile]:
         """This rank's files, in the order in which their bytes are copied."""
         rank = self._mesh.world.rank
         for file in self._weights.files:
@@ -239,75 +274,75 @@ class Saver:
                 yield PlannedFile.of(file.name, file.weights)
         state_pieces = [
             PlannedPiece(state, part.piece.name, part.piece.shape, DTYPE_NAMES[flat.dtype], part.box)
-            for state, of_state in slices.items()
-            for part, flat in of_state
+            for state, parts in slices.items()
+            for part, flat in parts
         ]
         if state_pieces:
             yield PlannedFile.of(f"optimizer/rank-{rank:05}.safetensors", state_pieces)
 
-    def _copy(self, conveyor: Conveyor, slices: _Slices, files: Sequence[PlannedFile]) -> None:
-        heads = {file.pieces[0].name: file.header for file in files if file.pieces[0].state == MODEL}
-        for weight, box, segment in self._weights.collect():
-            if not any(box.start):
-                conveyor.put_bytes(heads.get(weight.name, b""))
-            conveyor.put(segment)
+    def _copy(self, buffer: HostBuffer, slices: _StateSlices, files: Sequence[PlannedFile]) -> None:
+        """Copy the bytes of `files`, in their order. Collective over the tensor-parallel group."""
+        headers = {file.pieces[0].name: file.header for file in files if file.pieces[0].state == MODEL}
+        for weight, box, values in self._weights.collect():
+            if not any(box.start):  # the first segment of a weight, which may be the first of a file
+                buffer.put_bytes(headers.get(weight.name, b""))
+            buffer.put(values)
         if files and files[-1].pieces[0].state != MODEL:
-            conveyor.put_bytes(files[-1].header)
-        for of_state in slices.values():
-            for part, flat in of_state:
-                conveyor.put(part.of(flat))
+            buffer.put_bytes(files[-1].header)
+        for parts in slices.values():
+            for part, flat in parts:
+                buffer.put(part.of(flat))
 
     def _manifest(self, step: int, progress: Mapping[str, Any]) -> dict[str, Any]:
-        config, wrapped = self._config, self._optimizer.optimizer_class.__name__
-        name = wrapped.lower() if config is None else config.optimizer.name
+        """The fields of the manifest that are known before the files are written."""
+        config = self._config
+        wrapped_class = self._optimizer.optimizer_class.__name__
+        name = wrapped_class.lower() if config is None else config.optimizer.name
         return {
             "step": step,
             "config": {} if config is None else config.recorded(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "optimizer": {"name": name, "class": wrapped, "steps": self._optimizer.steps},
+            "optimizer": {"name": name, "class": wrapped_class, "steps": self._optimizer.steps},
             **self._described,
             **progress,
         }
 
+    def _read_small_files(self, tokenizer: Path | None, companions: Companions | None) -> dict[str, bytes]:
+        """Name → content of the files that `transformers` reads beside the weights."""
+        files = self._weights.files
+        index = weight_index({file.name: file.weights for file in files})
+        if self._config is None:
+            return index
+        dtype = TORCH_DTYPES[files[0].weights[0].dtype]
+        return {**model_files(self._config.model, dtype, tokenizer, companions), **index}
+
     # ---- in the writing thread
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, pending: _PendingSave) -> None:
         try:
-            saved = self._saved(job)
+            saved = self._saved(pending)
         except Exception as error:  # noqa: BLE001  else it would end with this thread, and the checkpoint count as saved
-            saved = self._broken_off(job, error)
+            saved = self._broken_off(pending, error)
         self._done.append(saved)
 
-    def _broken_off(self, job: _Job, error: Exception) -> Saved:
-        """The result of a save where the ranks could not agree on it."""
-        folder, seconds = str(job.final), time.perf_counter() - job.started
-        is_lost, committed = collectives.is_lost_connection(error), self._lengths.get(job.step)
-        problem: str | None = self._reason(error)
-        if is_lost:
-            problem = f"rank {self._group.rank} lost the connection to another rank" if committed is None else None
-        total = sum(committed.values()) if is_lost and committed is not None else 0
-        return Saved(job.step, folder, total, job.blocked, seconds, problem, lost_peer=is_lost)
-
-    def _reason(self, error: Exception) -> str:
-        """The text of an error that all ranks report: one that is not for users has its rank and type."""
-        if isinstance(error, ShardwiseError):
-            return str(error)
-        return f"rank {self._group.rank}: {type(error).__name__}: {error}"
-
-    def _saved(self, job: _Job) -> Saved:
-        final = job.final
-        staging = self._staging(job.step, final)
-        problem, total = self._together(lambda: self._prepare(staging, job)), 0
+    def _saved(self, pending: _PendingSave) -> Saved:
+        """Write the checkpoint. Every step that can fail on one rank ends with an agreement of all."""
+        final = pending.final
+        staging = self._staging(pending.step, final)
+        problem = self._together(lambda: self._prepare(staging, pending))
+        entries, problem = self._write_files(staging, pending, problem)
+        problem = self._agreed(problem)
+        total_bytes = 0
+        if problem is None:
+            written = _WrittenFiles(entries, [file.piece_rows for file in pending.files], pending.numbers)
+            gathered = collectives.gather_objects(written, self._group)
+            if gathered is not None:
+                total_bytes = sum(entry.bytes for files in gathered for entry in files.entries)
+            problem = self._together(lambda: self._commit(staging, pending, gathered))
+        seconds = pending.seconds
+        # Old checkpoints go only now that the new one is complete.
         removed: tuple[int, ...] = ()
         warning: str | None = None
-        entries, problem = self._write_files(staging, job, problem)
-        problem = self._agreed(problem)
-        if problem is None:
-            mine = entries, [file.places for file in job.files], job.numbers
-            gathered = collectives.gather_objects(mine, self._group)
-            total = sum(entry.bytes for of_rank, *_ in gathered or [] for entry in of_rank)
-            problem = self._together(lambda: self._commit(staging, final, job, gathered))
-        seconds = time.perf_counter() - job.started
         if self._group.rank == 0:
             try:
                 if problem is None:
@@ -315,11 +350,43 @@ class Saver:
                 elif not (staging / MANIFEST).exists():  # else it lacks only its name, which a resume gives it
                     staging.remove()
             except ShardwiseError as error:
-                warning = str(error) if problem is None else None  # the next save removes what is left of this one
-        return Saved(job.step, str(final), total, job.blocked, seconds, problem, removed, warning)
+                # After a failed save, the next one removes what is left of it.
+                warning = str(error) if problem is None else None
+        return Saved(pending.step, str(final), total_bytes, pending.blocked, seconds, problem, removed, warning)
+
+    def _broken_off(self, pending: _PendingSave, error: Exception) -> Saved:
+        """The result of a save where the ranks could not agree on it."""
+        lost_peer = collectives.is_lost_connection(error)
+        committed = self._lengths.get(pending.step)
+        problem: str | None = self._reason(error)
+        total_bytes = 0
+        if lost_peer:
+            problem = f"rank {self._group.rank} lost the connection to another rank"
+            # The checkpoint has its name already: only the answer that it has did not arrive.
+            if committed is not None:
+                problem = None
+                total_bytes = sum(committed.values())
+        return Saved(
+            pending.step,
+            str(pending.final),
+            total_bytes,
+            pending.blocked,
+            pending.seconds,
+            problem,
+            lost_peer=lost_peer,
+        )
+
+    def _reason(self, error: Exception) -> str:
+        """The text of an error that all ranks report: one that is not for users has its rank and type."""
+        if isinstance(error, ShardwiseError):
+            return str(error)
+        return f"rank {self._group.rank}: {type(error).__name__}: {error}"
 
     def _staging(self, step: int, final: Root) -> Root:
-        """Where a save is written. An object store has no rename: there, under its own name if that is not taken."""
+        """The folder in which a save is written.
+
+        An object store has no rename: there it is written under its own name if that is not taken.
+        """
         is_final = False
         if self._group.rank == 0 and not self.root.is_local:
             with contextlib.suppress(StoreError):  # a place without an answer fails the save, a moment later
@@ -327,7 +394,7 @@ class Saver:
         return final if collectives.broadcast_object(is_final, self._group) else self.root / partial_name(step)
 
     def _together(self, action: Callable[[], None]) -> str | None:
-        """Run an action on every rank; why it failed on any, the same text on all, or None."""
+        """Run an action on every rank. Return why it failed on any, the same text on all, or None."""
         problem = None
         try:
             action()
@@ -339,10 +406,12 @@ class Saver:
 
     def _agreed(self, problem: str | None) -> str | None:
         """The problems of all ranks, the same text on each; None where no rank has one."""
-        return "; ".join(union([problem] if problem else [], self._group)) or None
+        problems = [] if problem is None else [problem]
+        return "; ".join(union(problems, self._group)) or None
 
-    def _prepare(self, staging: Root, job: _Job) -> None:
-        (needed,) = collectives.reduce_numbers([sum(file.size for file in job.files)], self._group, op="sum")
+    def _prepare(self, staging: Root, pending: _PendingSave) -> None:
+        """On rank 0: make the folder, if the disk has room for all files."""
+        (needed,) = collectives.reduce_numbers([sum(file.size for file in pending.files)], self._group, op="sum")
         if self._group.rank == 0:
             if self._find_root is not None:
                 self._find_root()
@@ -350,17 +419,20 @@ class Saver:
             staging.make()
             (staging / "optimizer").make()
             advice = "make room, or lower checkpoint.keep"
-            require_room(self.root, needed, f"the checkpoint of step {job.step}", advice)
+            require_room(self.root, needed, f"the checkpoint of step {pending.step}", advice)
 
-    def _write_files(self, staging: Root, job: _Job, problem: str | None) -> tuple[list[FileEntry], str | None]:
+    def _write_files(
+        self, staging: Root, pending: _PendingSave, problem: str | None
+    ) -> tuple[list[FileEntry], str | None]:
         """Write this rank's files, unless there is a problem already; returns them, or why they could not be written.
 
-        The conveyor is emptied in any case: the training thread may wait for room in it.
+        The buffer is emptied in any case: the training thread may wait for room in it.
         """
-        blocks, entries = job.conveyor.blocks(), []
+        blocks = pending.buffer.blocks()
+        entries: list[FileEntry] = []
         try:
             if problem is None:
-                entries = list(_written(staging, job.files, blocks))
+                entries = list(_write_stream(staging, pending.files, blocks))
         except Aborted:
             problem = _ABORTED
         except Exception as error:  # noqa: BLE001  all ranks get to know it
@@ -372,67 +444,57 @@ class Saver:
             problem = problem or _ABORTED
         return entries, problem
 
-    def _commit(
-        self,
-        staging: Root,
-        final: Root,
-        job: _Job,
-        gathered: list[tuple[list[FileEntry], list[tuple[str, Places]], _Numbers]] | None,
-    ) -> None:
-        """On rank 0: the small files, the manifest, and the folder's name."""
+    def _commit(self, staging: Root, pending: _PendingSave, gathered: Sequence[_WrittenFiles] | None) -> None:
+        """On rank 0, which alone has `gathered`: write the small files and the manifest, and name the folder."""
         if gathered is None:
             return
-        entries = [entry for of_rank, *_ in gathered for entry in of_rank]
-        _require_all(staging, entries)
-        tensors = tensor_entries(entries, [file for _, files, _ in gathered for file in files])
-        entries += [write_small(staging, name, data) for name, data in self._small.items()]
-        # Of all ranks: this one may have nothing to train, and so no state.
-        job.manifest["optimizer"]["states"] = sorted(tensors.keys() - {MODEL})
-        job.manifest["optimizer"]["numbers"] = _joined([numbers for *_, numbers in gathered])
-        text = Manifest(**job.manifest, files=tuple(entries), tensors=tensors).to_json()
+        entries = [entry for files in gathered for entry in files.entries]
+        _require_visible(staging, entries)
+        tensors = tensor_entries(entries, [rows for files in gathered for rows in files.rows])
+        entries += [write_small(staging, name, data) for name, data in self._small_files.items()]
+        # From the tensors of all ranks: this one may have nothing to train, and so no state.
+        pending.manifest["optimizer"]["states"] = sorted(tensors.keys() - {MODEL})
+        pending.manifest["optimizer"]["numbers"] = _joined([files.numbers for files in gathered])
+        text = Manifest(**pending.manifest, files=tuple(entries), tensors=tensors).to_json()
         problems = untiled(tensors)
         if problem := too_large(text):
             problems.append(f"of its manifest {problem}")
         if problems:
             raise StoreError(f"{staging} could not be read again: {problems[0]}")
         (staging / MANIFEST).write(text.encode())
-        if staging is not final:
+        if staging is not pending.final:
+            # The names of files are on the disk before the folder gets its own, and that one before the save is done.
             for folder in (staging / "optimizer", staging):
                 folder.sync()
-            put_in_place(staging, final)
+            put_in_place(staging, pending.final)
             self.root.sync()
-        self._lengths[job.step] = {entry.path: entry.bytes for entry in entries}
+        # `prune` compares the files of the checkpoints that stay with these lengths.
+        self._lengths[pending.step] = {entry.path: entry.bytes for entry in entries}
         for step in sorted(self._lengths)[: -(self._keeping.last or 1)]:
             del self._lengths[step]
 
-    def _small_files(self, tokenizer: Path | None, companions: Companions | None) -> dict[str, bytes]:
-        """What `transformers` reads beside the weights."""
-        files = self._weights.files
-        dtype = TORCH_DTYPES[files[0].weights[0].dtype]
-        index = weight_index({file.name: file.weights for file in files})
-        if self._config is None:
-            return index
-        return {**model_files(self._config.model, dtype, tokenizer, companions), **index}
 
-
-def _joined(of_ranks: Sequence[_Numbers]) -> dict[str, Number | dict[str, Number]]:
+def _joined(numbers_by_rank: Sequence[_StateNumbers]) -> dict[str, Number | dict[str, Number]]:
     """The numbers of all ranks by state: by canonical tensor, or one where all tensors have the same."""
-    joined: _Numbers = {}
-    for numbers in of_ranks:
-        for state, of_tensors in numbers.items():
-            joined.setdefault(state, {}).update(of_tensors)
-    return {
-        state: next(iter(of_tensors.values())) if len(set(of_tensors.values())) == 1 else of_tensors
-        for state, of_tensors in joined.items()
-    }
+    by_tensor: _StateNumbers = {}
+    for numbers in numbers_by_rank:
+        for state, values in numbers.items():
+            by_tensor.setdefault(state, {}).update(values)
+    joined: dict[str, Number | dict[str, Number]] = {}
+    for state, values in by_tensor.items():
+        # Most optimizers keep only the number of steps, which is one for all tensors.
+        is_common = len(set(values.values())) == 1
+        joined[state] = next(iter(values.values())) if is_common else values
+    return joined
 
 
-def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:
+def _require_visible(staging: Root, entries: Sequence[FileEntry]) -> None:
     """Raise StoreError where a file is missing here, because another rank wrote it to a disk of its own."""
-    missing, deadline = [entry.path for entry in entries], time.monotonic() + _SEEN_WITHIN_SECONDS
+    missing = [entry.path for entry in entries]
+    deadline = time.monotonic() + _SEEN_WITHIN_SECONDS
     while missing and time.monotonic() < deadline:  # a network file system shows other machines' files after a while
-        there = staging.files()
-        missing = [entry.path for entry in entries if there.get(entry.path) != entry.bytes]
+        lengths = staging.files()
+        missing = [entry.path for entry in entries if lengths.get(entry.path) != entry.bytes]
         time.sleep(1.0 if missing else 0.0)
     if missing:
         raise StoreError(
@@ -442,125 +504,16 @@ def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:
         )
 
 
-def _written(folder: Root, files: Sequence[PlannedFile], blocks: Iterator[memoryview]) -> Iterator[FileEntry]:
+def _write_stream(folder: Root, files: Sequence[PlannedFile], blocks: Iterator[memoryview]) -> Iterator[FileEntry]:
     """Cut a stream of bytes into files."""
-    block = memoryview(b"")
+    block = memoryview(b"")  # may hold the end of a file and the beginning of the next one
     for file in files:
         with ChunkedWriter(folder / file.path, file.size, file.path) as writer:
-            left = file.size
-            while left:
+            remaining = file.size
+            while remaining:
                 block = block or next(blocks)
-                taken, block = block[:left], block[left:]
-                writer.write(taken)
-                left -= len(taken)
+                part = block[:remaining]
+                block = block[remaining:]
+                writer.write(part)
+                remaining -= len(part)
             yield writer.close()
-
-
-BLOCK_BYTES = 16 * 2**20
-PINNED_BYTES = 4 * 2**30
-"""Pinned memory of a rank at most: it is lost to all other programs of the machine for as long as the run lasts."""
-
-
-class Aborted(Exception):
-    """The thread that copies failed, so the bytes that arrived are incomplete."""
-
-
-class Conveyor:
-    """A stream of bytes through a pool of memory blocks, which every save uses again.
-
-    Attributes:
-        is_limited: whether `put` may have to wait until a block was written.
-
-    Args:
-        device: where the tensors are; the first `PINNED_BYTES` that come from an accelerator go to pinned memory, which
-            is faster.
-        limit: bytes of the pool, None for as much as a save needs. `put` waits while the pool is full.
-    """
-
-    def __init__(self, device: torch.device, limit: int | None = None) -> None:
-        self._device, self.is_limited = device, limit is not None
-        self._block_bytes = BLOCK_BYTES if limit is None else max(2**12, min(BLOCK_BYTES, limit // 2 // 8 * 8))
-        self._room = None if limit is None else max(2, limit // self._block_bytes)
-        self._pinned_room = 0 if device.type == "cpu" else PINNED_BYTES // self._block_bytes
-        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[tuple[Tensor, int] | Aborted | None] = queue.SimpleQueue()
-        self._block: Tensor | None = None
-        self._filled = 0
-
-    def put(self, tensor: Tensor) -> None:
-        """Append a tensor's elements in their order."""
-        if not tensor.numel():
-            return
-        flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor
-        done = 0
-        while done < len(flat):
-            row_bytes = flat[0].numel() * flat.element_size()
-            if row_bytes > self._block_bytes:
-                self.put(flat[done])
-                done += 1
-                continue
-            block = self._block if self._block is not None else self._take()
-            rows = min(len(flat) - done, (self._block_bytes - self._filled) // row_bytes)
-            if rows and self._filled % flat.element_size() == 0:
-                size = rows * row_bytes
-                room = block[self._filled : self._filled + size].view(flat.dtype).view(rows, *flat.shape[1:])
-                room.copy_(flat[done : done + rows], non_blocking=True)
-                self._filled += size
-                done += rows
-            else:
-                self._pass_on()
-
-    def put_bytes(self, data: bytes) -> None:
-        if data:
-            self.put(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-    def end(self) -> None:
-        """All bytes of the save have been put."""
-        self._pass_on()
-        self._full.put(None)
-
-    def abort(self) -> None:
-        """The remaining bytes of the save will not come."""
-        self._filled = 0
-        self._pass_on()
-        self._full.put(Aborted())
-
-    def blocks(self) -> Iterator[memoryview]:
-        """The bytes of one save, block by block; each is valid until the next is asked for.
-
-        Raises:
-            Aborted: the other thread gave up.
-        """
-        while True:
-            item = self._full.get()
-            if item is None:
-                return
-            if isinstance(item, Aborted):
-                raise item
-            block, filled = item
-            try:
-                yield memoryview(block.numpy().data)[:filled]
-            finally:
-                self._free.put(block)
-
-    def _take(self) -> Tensor:
-        if self._room != 0 and self._free.empty():
-            if self._room is not None:
-                self._room -= 1
-            pinned = self._pinned_room > 0
-            self._pinned_room -= pinned
-            self._block = torch.empty(self._block_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        else:
-            self._block = self._free.get()
-        self._filled = 0
-        return self._block
-
-    def _pass_on(self) -> None:
-        if self._block is None:
-            return
-        devices.synchronize(self._device)
-        if self._filled:
-            self._full.put((self._block, self._filled))
-        else:
-            self._free.put(self._block)
-        self._block, self._filled = None, 0

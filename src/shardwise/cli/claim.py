@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from shardwise.checkpoint.storage.locate import newest_of
-from shardwise.checkpoint.storage.owner import earlier_run
+from shardwise.checkpoint.storage.find_checkpoint import load_location
+from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.cli import output
 from shardwise.config import Config
 from shardwise.data import hub
@@ -84,7 +84,7 @@ def fetch_inputs(config: Config, announce: Callable[[str], None] | None) -> None
         ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
     """
     if config.checkpoint.load is not None:
-        load = newest_of(config.checkpoint.load, announce)
+        load = load_location(config.checkpoint.load, announce)
         if not hub.is_url(load):
             hub.resolve(load, config.checkpoint.revision, announce=announce)
     if config.data.tokenizer is not None:

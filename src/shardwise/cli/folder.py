@@ -17,7 +17,7 @@ from shardwise.base.files import reason_of
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.chunks import read_whole
-from shardwise.checkpoint.storage.locate import Place, newest_intact
+from shardwise.checkpoint.storage.find_checkpoint import NamedFolder, weights_folder
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.step_folders import step_of
 from shardwise.config import Config, apply_overrides, config_from
@@ -34,15 +34,16 @@ HELP = (
     "or a Hugging Face folder or hub id"
 )
 ARGUMENTS = {"checkpoint.load": "CHECKPOINT"}
-"""What errors name instead of the key of a recipe."""
+"""Key of a recipe → name in errors."""
 _CONFIG = "config.json"
-# What `config.json` of a user's own model has beside its `model` section.
-_BESIDE = ("torch_dtype", "bos_token_id", "eos_token_id")
-# Keys that describe the run's own data, and no other data.
-_OF_SOURCE = ("config", "streaming", "shuffle_buffer")
-# Keys of a run that its evaluation takes over.
+_OTHER_FIELDS = ("torch_dtype", "bos_token_id", "eos_token_id")
+"""Fields that `config.json` of a user's own model has beside its `model` section."""
+_SOURCE_KEYS = ("config", "streaming", "shuffle_buffer")
+"""Keys that describe the run's own data, and no other data."""
 _RUN_KEYS = {"train": ("sequence_length", "micro_batch", "seed"), "precision": ("mode",)}
-_LONGEST = 1024
+"""Keys of a run that its evaluation takes over."""
+_LONGEST_SEQUENCE = 1024
+"""Length of the sequences at most, where neither the user nor the run says one."""
 _MICRO_BATCH = 4
 
 
@@ -51,14 +52,14 @@ class ModelFolder:
     """A folder with weights. As a context it removes the copies of files that were made for it.
 
     Attributes:
-        name: for the user.
-        location: the path or URL by which a rank opens it again.
+        name: text for the user.
+        location: path or URL by which a rank opens it again.
         weights: the folder itself.
-        path: a folder on this machine that holds its `files`; those of a checkpoint are verified.
+        path: folder on this machine that holds its `files`; those of a checkpoint are verified.
         files: names of the files that describe the model and the tokenizer.
         model: its `model` section.
-        run: the configuration of the run that wrote it; empty where it is not known.
-        is_checkpoint: it is one of our checkpoints.
+        run: configuration of the run that wrote it; empty where it is not known.
+        is_checkpoint: it is a checkpoint of shardwise.
     """
 
     name: str
@@ -72,14 +73,14 @@ class ModelFolder:
 
     @property
     def tokenizer(self) -> str | None:
-        """Its tokenizer as `data.tokenizer` names it; None where it has none."""
+        """The folder's tokenizer as `data.tokenizer` names it; None where it has none."""
         return str(self.path) if hub.holds_tokenizer(self.files) else None
 
     def stops(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Ids after which a text ends: as transformers reads them, else the tokenizer's end of a document, if any."""
         for name in (hub.GENERATION, _CONFIG):
             if name in self.files:
-                ids = _object((self.path / name).read_bytes(), f"{self.name}/{name}").get("eos_token_id")
+                ids = _json_object((self.path / name).read_bytes(), f"{self.name}/{name}").get("eos_token_id")
                 if ids is not None:
                     return frozenset(ids if isinstance(ids, list) else [ids])
         end = tokenizer.end_of_document_id
@@ -107,13 +108,16 @@ def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: s
         ConfigError: another key, or no `key=value`.
     """
     values: dict[str, Any] = {}
-    problems = []
+    problems: list[str] = []
+    keys = [name for name in allowed if not name.endswith(".")]
+    sections = tuple(name for name in allowed if name.endswith("."))
     for override in overrides:
-        key = override.partition("=")[0].strip()
-        if "=" in override and not any(key == name or (name[-1] == "." and key.startswith(name)) for name in allowed):
-            near = nearest_name(key, [name for name in allowed if name[-1] != "."], cutoff=0.75)
-            names = listing(f"{name}*" if name[-1] == "." else name for name in allowed)
-            problems.append(f"{key}: " + (f"did you mean {near}?" if near else f"{command} reads {names}"))
+        key, separator, _ = override.partition("=")
+        key = key.strip()
+        if separator and key not in keys and not key.startswith(sections):
+            near = nearest_name(key, keys, cutoff=0.75)
+            names = listing(f"{name}*" if name in sections else name for name in allowed)
+            problems.append(f"{key}: did you mean {near}?" if near else f"{key}: {command} reads {names}")
     problems += apply_overrides(values, overrides)
     if problems:
         raise ConfigError(problems)
@@ -139,26 +143,33 @@ def open_folder(
         StoreError: a checkpoint cannot be read.
         DamageError: a checkpoint is not what was written.
     """
-    revision, chosen = values.get("checkpoint", {}).get("revision"), values.get("model", {})
+    revision = values.get("checkpoint", {}).get("revision")
+    user_model = values.get("model", {})
     if hub.is_url(target) or Path(target).expanduser().is_dir():
-        place = newest_intact(target, announce)
-        if place.single and revision is not None:
+        folder = weights_folder(target, announce)
+        if folder.is_checkpoint:
+            if revision is not None:
+                raise ConfigError(
+                    f"checkpoint.revision ({revision}) must be left out: {folder.root} is a checkpoint, and only a hub "
+                    "id has revisions"
+                )
+            return _open_checkpoint(folder, user_model)
+        if not folder.root.is_local:
             raise ConfigError(
-                f"checkpoint.revision ({revision}) must be left out: {place.root} is a checkpoint, and only a hub id "
-                "has revisions"
+                f"{folder.root} must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a Hugging "
+                "Face folder to this machine first"
             )
-        if place.single:
-            return _open_checkpoint(place, chosen)
-        if not place.root.is_local:
-            raise ConfigError(
-                f"{place.root} must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a Hugging Face "
-                "folder to this machine first"
-            )
-        target = str(place.root.local()) if hub.is_url(target) else target
+        if hub.is_url(target):  # file://
+            target = str(folder.root.local())
     if step_of(Path(target).name) is not None and not Path(target).expanduser().exists():
         raise ConfigError(f"there is no checkpoint {target}: it was not saved, or was removed as an old one")
     with keys_renamed(ARGUMENTS):
         path = hub.resolve(target, None if revision is None else str(revision), cached=cached, announce=announce)
+    return _open_hugging_face(path, user_model)
+
+
+def _open_hugging_face(path: Path, user_model: Mapping[str, Any]) -> ModelFolder:
+    """A Hugging Face folder; `user_model`: as in `_model_section`."""
     try:
         described = (path / _CONFIG).read_bytes()
     except FileNotFoundError:
@@ -166,8 +177,8 @@ def open_folder(
     except OSError as error:
         raise ConfigError(f"{path / _CONFIG} cannot be read: {reason_of(error)}") from None
     files = frozenset(file.name for file in path.iterdir() if file.is_file())
-    model = _model_section(described, str(path / _CONFIG), chosen)
-    return ModelFolder(str(path), str(path), Root.of(path), path, files, model, {})
+    model = _model_section(described, str(path / _CONFIG), user_model)
+    return ModelFolder(str(path), str(path), Root.of(path), path, files, model, run={})
 
 
 def _refuse_if_removed(folder: Root) -> None:
@@ -181,9 +192,12 @@ def _refuse_if_removed(folder: Root) -> None:
         ) from None
 
 
-def _open_checkpoint(place: Place, chosen: Mapping[str, Any]) -> ModelFolder:
-    """One of our checkpoints: what is read of it was verified; of one behind a URL, small files are copied here."""
-    root = place.root
+def _open_checkpoint(folder: NamedFolder, user_model: Mapping[str, Any]) -> ModelFolder:
+    """A checkpoint, whose small files are verified; those of one behind a URL are copied to this machine.
+
+    `user_model`: as in `_model_section`.
+    """
+    root = folder.root
     patterns = (_CONFIG, *hub.BESIDE_WEIGHTS)
     try:
         manifest = Manifest.read(root)
@@ -197,26 +211,25 @@ def _open_checkpoint(place: Place, chosen: Mapping[str, Any]) -> ModelFolder:
         raise
     if _CONFIG not in contents:
         raise ConfigError(f"{root} must have a {_CONFIG} that its {MANIFEST} lists, and it has none")
-    model = _model_section(contents[_CONFIG], str(root / _CONFIG), chosen)
+    model = _model_section(contents[_CONFIG], str(root / _CONFIG), user_model)
     if root.is_local:
         path = root.local()
     else:
         path = Path(tempfile.mkdtemp(prefix="shardwise-"))
         for name, content in contents.items():
             (path / name).write_bytes(content)
-    files, run = frozenset(contents), manifest.config
-    return ModelFolder(str(root), place.location, root, path, files, model, run, is_checkpoint=True)
+    files = frozenset(contents)
+    return ModelFolder(str(root), folder.location, root, path, files, model, manifest.config, is_checkpoint=True)
 
 
 def launch_command(command: str, arguments: argparse.Namespace, folder: ModelFolder, world: int, **options: Any) -> int:
-    """Run a command on `world` local ranks with the user's arguments, on the folder that was found.
+    """Run a command on `world` local ranks with the user's arguments, on the folder that was opened.
 
     `options` replace options of the user. Returns the exit code.
     """
-    given = {**vars(arguments), "nproc": world, **options}
     overrides = [text for text in arguments.overrides if not text.startswith("checkpoint.revision=")]
-    flags = []
-    for name, value in given.items():
+    flags: list[str] = []
+    for name, value in {**vars(arguments), "nproc": world, **options}.items():
         if name not in ("checkpoint", "overrides", "call") and value is not None and value is not False:
             flag = f"--{name.replace('_', '-')}"
             flags.append(flag if value is True else f"{flag}={value}")
@@ -225,11 +238,11 @@ def launch_command(command: str, arguments: argparse.Namespace, folder: ModelFol
 
 
 def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, part: str) -> Config:
-    """What an evaluation reads: the run's own data and sequence length unless `values` say otherwise.
+    """The configuration of an evaluation: the run's own data and sequence length unless `values` say otherwise.
 
     Args:
         folder: the model.
-        values: the user's.
+        values: values of the user.
         replicas: the data-parallel degree.
         part: `all` puts every document into one part, the training one.
 
@@ -237,28 +250,29 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
         ConfigError: with every problem of the values.
     """
     sections = _sections(folder, values)
-    train, data = sections["train"], sections["data"]
+    train = sections["train"]
+    data = sections["data"]
     limit = folder.model.get("max_position_embeddings")
-    train.setdefault("sequence_length", _LONGEST if limit is None else min(limit, _LONGEST))
+    train.setdefault("sequence_length", _LONGEST_SEQUENCE if limit is None else min(limit, _LONGEST_SEQUENCE))
     train.setdefault("micro_batch", _MICRO_BATCH)
     micro_batch = train["micro_batch"]
-    at_once = micro_batch * replicas if isinstance(micro_batch, int) else 1
-    train["global_batch"] = at_once * _any_schedule(sections["parallel"])
+    samples_at_once = micro_batch * replicas if isinstance(micro_batch, int) else 1
+    train["global_batch"] = samples_at_once * _micro_batches(sections["parallel"])
     if part == "all":
         data["split"] = "1,0"
-    chosen = values.get("data", {})
-    if not chosen.keys().isdisjoint(("dataset", "path", "blend")):  # other data than the run's
-        data |= {key: None for key in ("path", "blend") if key not in chosen}
-        if "format" not in chosen and data.get("format") in ("megatron", "hdf5", "datasets"):
+    user_data = values.get("data", {})
+    if not user_data.keys().isdisjoint(("dataset", "path", "blend")):  # other data than the run's
+        data |= {key: None for key in ("path", "blend") if key not in user_data}
+        if "format" not in user_data and data.get("format") in ("megatron", "hdf5", "datasets"):
             data["format"] = "auto"
-        for key in set(_OF_SOURCE) - set(chosen):
+        for key in set(_SOURCE_KEYS) - set(user_data):
             data.pop(key, None)
     elif reader := folder.run.get("hooks", {}).get("data"):
         raise ConfigError(
             f"{folder.name} was trained on hooks.data ({reader}), code that an evaluation does not run: name a text by "
             "data.path or data.dataset"
         )
-    if chosen.get("tokenizer") is None:
+    if user_data.get("tokenizer") is None:
         data["tokenizer"] = folder.tokenizer
     config = config_from(sections)
     if config.data.tokenizer is None and format_of(config.data).name == "text":
@@ -267,13 +281,13 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
 
 
 def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
-    """What a generation reads: the model, how it is cut, its dtype and its tokenizer.
+    """The configuration of a generation: the model, its layout, its dtype and its tokenizer.
 
     Raises:
         ConfigError: with every problem of the values.
     """
     sections = _sections(folder, values)
-    sections["train"] |= {"sequence_length": 1, "global_batch": _any_schedule(sections["parallel"]), "micro_batch": 1}
+    sections["train"] |= {"sequence_length": 1, "global_batch": _micro_batches(sections["parallel"]), "micro_batch": 1}
     tokenizer = values.get("data", {}).get("tokenizer") or folder.tokenizer
     if tokenizer is None:
         raise _without_tokenizer(folder)
@@ -304,57 +318,63 @@ def open_tokenizer(
 def _sections(folder: ModelFolder, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """All sections of a configuration. Keys that no evaluation or generation reads have any valid value."""
     run = {name: section if isinstance(section, dict) else {} for name, section in folder.run.items()}
-    sections: dict[str, dict[str, Any]] = {"data": run.get("data", {}), "optimizer": {"lr": 1.0}, "parallel": {}}
+    run_sections: dict[str, dict[str, Any]] = {"data": run.get("data", {}), "optimizer": {"lr": 1.0}, "parallel": {}}
     for name, keys in _RUN_KEYS.items():
-        sections[name] = {key: value for key, value in run.get(name, {}).items() if key in keys}
-    sections = {name: {**section, **values.get(name, {})} for name, section in sections.items()}
+        run_sections[name] = {key: value for key, value in run.get(name, {}).items() if key in keys}
+    sections = {"model": dict(folder.model)}
+    for name, section in run_sections.items():
+        sections[name] = {**section, **values.get(name, {})}
     sections["train"]["steps"] = 1
-    return {"model": dict(folder.model), **sections}
+    return sections
 
 
-def _any_schedule(parallel: Mapping[str, Any]) -> int:
+def _micro_batches(parallel: Mapping[str, Any]) -> int:
     """A number of micro-batches that every schedule of a pipeline accepts; without a training step it has no effect."""
     degree = parallel.get("pipeline", 1)
     return 2 * degree if isinstance(degree, int) and degree > 1 else 1
 
 
 def _without_tokenizer(folder: ModelFolder) -> ConfigError:
+    """The error for a folder without a tokenizer that is needed."""
     return ConfigError(
         f"{folder.name} must hold the model's tokenizer ({hub.tokenizer_names()}), and it holds none: name it "
         "by data.tokenizer"
     )
 
 
-def _model_section(text: bytes, file: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
+def _model_section(text: bytes, file: str, user_model: Mapping[str, Any]) -> dict[str, Any]:
     """The `model` section that the text of a `config.json` describes.
 
     Args:
-        text: of the file.
-        file: its name, for messages.
-        chosen: the user's `model` section, of which `family` and `ignore` count.
+        text: content of the file.
+        file: name of the file, for messages.
+        user_model: `model` section of the user, of which `family` and `ignore` count.
     """
-    described, family = _object(text, file), chosen.get("family")
-    own = described.get("family")
-    if not isinstance(own, str) or ":" not in own:
-        section = from_hugging_face(described, file, ignored_fields(chosen))
-        if family not in (None, section["family"]):
-            raise ConfigError(f"model.family ({family}) must be left out or {section['family']}, as {file} says")
+    described = _json_object(text, file)
+    class_name = described.get("family")
+    user_family = user_model.get("family")
+    if not isinstance(class_name, str) or ":" not in class_name:
+        section = from_hugging_face(described, file, ignored_fields(user_model))
+        if user_family not in (None, section["family"]):
+            raise ConfigError(f"model.family ({user_family}) must be left out or {section['family']}, as {file} says")
         return section
-    if family != own:
-        shown = own if own.isprintable() else repr(own)
-        given = f"model.family ({family}) must be {shown}: " if family is not None else ""
+    if user_family != class_name:
+        shown = class_name if class_name.isprintable() else repr(class_name)
+        problem = f"model.family ({user_family}) must be {shown}: " if user_family is not None else ""
         raise ConfigError(
-            f"{given}{file} names a class of its own, {shown}, whose code would run: if you trust it, give "
+            f"{problem}{file} names a class of its own, {shown}, whose code would run: if you trust it, give "
             f"model.family={shown} too"
         )
-    return {
-        key: value
-        for key, value in described.items()
-        if key not in _BESIDE and not (value is None and key in OwnConfig.model_fields)
-    }
+    section = {}
+    for key, value in described.items():
+        # A checkpoint's file has null for optional keys that were not set.
+        is_unset = value is None and key in OwnConfig.model_fields
+        if key not in _OTHER_FIELDS and not is_unset:
+            section[key] = value
+    return section
 
 
-def _object(text: bytes, file: str) -> dict[str, Any]:
+def _json_object(text: bytes, file: str) -> dict[str, Any]:
     try:
         values = json_value(text.decode("utf-8"))
     except ValueError as error:

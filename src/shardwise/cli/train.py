@@ -159,10 +159,10 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
         glance = opening.glance(config)
         rows, problems = [*glance.rows], [*glance.problems]
     if config.companions is not None:
-        from shardwise.checkpoint.storage.locate import place_of_companions
+        from shardwise.checkpoint.storage.find_checkpoint import companions_folder
 
         try:
-            rows.append(("special tokens", f"those of {place_of_companions(config.companions)}"))
+            rows.append(("special tokens", f"those of {companions_folder(config.companions)}"))
         except ConfigError as error:
             problems += error.problems
     if load is not None and not Path(load).exists() and _names_weights(recipe, load):
@@ -175,8 +175,8 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
 
 def _glance_at_weights(load: str, config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     """What weights a run would load, and what of their model the recipe changes; and why they cannot be loaded."""
-    from shardwise.checkpoint.format.model_file import differences
-    from shardwise.checkpoint.storage.locate import glance_at_weights
+    from shardwise.checkpoint.format.config_json import differences
+    from shardwise.checkpoint.storage.find_checkpoint import glance_at_weights
     from shardwise.checkpoint.storage.root import StoreError
 
     try:
@@ -217,7 +217,7 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
     """`config` with a number where its batch is a rule: that of a run in the folder that began by this rule."""
     if config.train.rule is None:
         return config
-    from shardwise.checkpoint.storage.owner import earlier_run
+    from shardwise.checkpoint.storage.run_identity import earlier_run
 
     earlier = None if run_path is None else earlier_run(RunDirectory(run_path), config)
     kept = None if earlier is None else kept_batch(earlier.config, config)

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.checkpoint.agreement import require_model
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
-from shardwise.checkpoint.load import load_hugging_face, require_finite
+from shardwise.checkpoint.load_weights import load_hugging_face, require_finite, require_model
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.checkpoint.storage.root import Root, StoreError

@@ -37,7 +37,7 @@ from shardwise.base import units
 from shardwise.base.files import OTHERS, lock, open_folder, open_lock, open_own, reason_of
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.restore import held_pieces
+from shardwise.checkpoint.restore import local_pieces
 from shardwise.config import Config
 from shardwise.distributed import collectives
 from shardwise.distributed.agreement import union
@@ -248,7 +248,7 @@ class MemoryCopies:
         return buckets + [[piece.name, target.numel(), str(target.dtype)] for piece, target in self._frozen()]
 
     def _frozen(self) -> list[tuple[Any, Tensor]]:
-        held = held_pieces(self._model)
+        held = local_pieces(self._model)
         return [(piece, target) for parameter, piece, target in held if not parameter.requires_grad]
 
     def _write(self, step: int, described: Mapping[str, Any]) -> None:

@@ -25,11 +25,11 @@ from shardwise import __version__
 from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.files import reason_of
 from shardwise.base.hardware import cpu_count
-from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
+from shardwise.checkpoint.companion_files import Companions, find_companions, resumed_companions
 from shardwise.checkpoint.format.diff import by_dotted_key
-from shardwise.checkpoint.storage.locate import newest_of, require_checkpoint
-from shardwise.checkpoint.storage.owner import Owner, earlier_run, take
+from shardwise.checkpoint.storage.find_checkpoint import load_location
 from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.run_identity import Owner, earlier_run, record_owner
 from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
 from shardwise.data import hub
 from shardwise.data.formats.common import PreparedData
@@ -140,9 +140,7 @@ def _find_weights(config: Config, mesh: Mesh) -> Root | None:
         return None
     with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
-            load = newest_of(load)
-            if hub.is_url(load):
-                require_checkpoint(Root.of(load))
+            load = load_location(load)
     load = collectives.broadcast_object(load, mesh.world)
     if hub.is_url(load):
         return Root.of(load)
@@ -211,7 +209,7 @@ def _open(
     directory.write_environment(versions(), [devices.name(mesh.device)], cpu_count())
     directory.mark_latest()
     try:
-        take(checkpoints.root, Owner.here(run, directory.path))
+        record_owner(checkpoints.root, Owner.here(run, directory.path))
     except StoreError as error:
         raise ConfigError(str(error)) from None
     return folder, companions

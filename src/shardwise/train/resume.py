@@ -13,10 +13,10 @@ from torch import nn
 from shardwise.base.errors import ConfigError, RunError, listing, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import read_manifest, restore
-from shardwise.checkpoint.storage.owner import is_inside, original_of, require_own
 from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require_writable
+from shardwise.checkpoint.storage.run_identity import is_inside, original_of, require_ownership
 from shardwise.checkpoint.storage.step_folders import (
-    Found,
+    StepFolder,
     abandon,
     glance,
     is_damage,
@@ -49,8 +49,8 @@ class FoundCheckpoints:
     """
 
     root: Root
-    found: tuple[Found, ...]
-    candidates: tuple[Found, ...]
+    found: tuple[StepFolder, ...]
+    candidates: tuple[StepFolder, ...]
     original: Path | None = None
 
 
@@ -76,7 +76,7 @@ def find_checkpoints(
         run = run or directory.stored_id()
         original = original_of(root, run, directory.path)
         if not is_inside(root, directory.path):
-            require_own(root, run if original is None else None, is_empty=not there)
+            require_ownership(root, run if original is None else None, is_empty=not there)
         if is_there or config.checkpoint.path is not None:
             require_writable(root)
         found = tuple(_put_in_place(checkpoint, root) for checkpoint in there)
@@ -87,7 +87,7 @@ def find_checkpoints(
     return FoundCheckpoints(root, found, chosen, original)
 
 
-def _put_in_place(checkpoint: Found, root: Root) -> Found:
+def _put_in_place(checkpoint: StepFolder, root: Root) -> StepFolder:
     """Give a complete checkpoint its final name, if a crash came before that."""
     final = root / step_name(checkpoint.step)
     if checkpoint.folder.name != final.name:
@@ -114,7 +114,7 @@ def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping
     )
 
 
-def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bool) -> list[Found]:
+def choose(found: Sequence[StepFolder], config: Config, root: Root, *, is_resumed: bool) -> list[StepFolder]:
     """The checkpoints to try, in this order; none where the training begins.
 
     If the newest intact one was saved after the run went back as `checkpoint.resume` asks, the run continues from it:
@@ -152,7 +152,7 @@ def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bo
     return chosen
 
 
-def _occupied(root: Root, found: Found, config: Config) -> str:
+def _occupied(root: Root, found: StepFolder, config: Config) -> str:
     if config.checkpoint.path is None:
         key, remedy = "--run-dir", "put its run's config.yaml back"
     else:
@@ -180,7 +180,7 @@ class Resumed:
 
 
 def restore_first(
-    candidates: Sequence[Found],
+    candidates: Sequence[StepFolder],
     config: Config,
     model: nn.Module,
     optimizer: ZeroRedundancyOptimizer,
@@ -234,7 +234,7 @@ def restore_first(
     return None
 
 
-def set_later_aside(root: Root, found: Sequence[Found], step: int, mesh: Mesh, *, damaged: bool) -> list[str]:
+def set_later_aside(root: Root, found: Sequence[StepFolder], step: int, mesh: Mesh, *, damaged: bool) -> list[str]:
     """Rename the checkpoints after `step`, whose steps are undone; returns their new names. Collective.
 
     If they were left out as `damaged`, the files of a killed save are no checkpoint and stay for the next save.

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, LostPeerError, RunError, StoppedError, listing, see
 from shardwise.base.user_code import error_text
-from shardwise.checkpoint.agreement import differ_in_tokens
-from shardwise.checkpoint.format.model_file import differences
+from shardwise.checkpoint.format.config_json import differences
+from shardwise.checkpoint.format.files_beside_weights import differ_in_tokens
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.step_folders import step_name
 from shardwise.config import Config, Layout, OwnConfig, check_layout

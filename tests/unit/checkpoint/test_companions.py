@@ -10,8 +10,9 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.companions import Companions, beside_weights, find_companions
-from shardwise.checkpoint.export import model_files
+from shardwise.checkpoint.companion_files import Companions, find_companions
+from shardwise.checkpoint.export_model import model_files
+from shardwise.checkpoint.format.files_beside_weights import files_beside_weights
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, OwnConfig, load_config
 from shardwise.data import hub
@@ -131,7 +132,7 @@ def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path) -> None:
     (tmp_path / "data" / "additional_chat_templates" / "tool_use.jinja").write_bytes(b"{{ tools }}\n")
     assert tokenizer_digest(tmp_path / "data") != before
     beside = Root.of(weights)
-    assert beside_weights(beside).items() >= templates.items()
+    assert files_beside_weights(beside).items() >= templates.items()
     allowed, ignored = (*BESIDE_WEIGHTS, "model-*.safetensors"), hub._IN_FOLDERS
     there = [*templates, "tokenizer/x", "original/tokenizer.json", "LICENSES/x", "added/model-1.safetensors"]
     assert [*filter_repo_objects(there, allow_patterns=[*allowed], ignore_patterns=[ignored])] == [*templates]
@@ -142,7 +143,9 @@ def test_fault_09_a_runs_folder_means_its_newest_checkpoint(tmp_path: Path, monk
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     newest = SimpleNamespace(location=str(weights))
-    monkeypatch.setattr("shardwise.checkpoint.storage.locate.newest_intact", lambda location, announce: newest)
+    monkeypatch.setattr(
+        "shardwise.checkpoint.storage.find_checkpoint.weights_folder", lambda location, announce: newest
+    )
     assert find_companions(run_of(companions=run), None, weights).ids == IDS
 
 

@@ -10,8 +10,8 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from shardwise.checkpoint.canonical import canonical_tensors
-from shardwise.checkpoint.export import export_hugging_face
+from shardwise.checkpoint.canonical_tensors import canonical_tensors
+from shardwise.checkpoint.export_model import export_hugging_face
 from shardwise.checkpoint.storage.root import StoreError
 from shardwise.config import LlamaConfig
 from shardwise.data.tokens.tokenizer import train_tokenizer

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.agreement import differ_in_tokens
-from shardwise.checkpoint.canonical import canonical_tensors
-from shardwise.checkpoint.export import export_hugging_face
-from shardwise.checkpoint.format.model_file import Differences, differences
-from shardwise.checkpoint.load import load_hugging_face
+from shardwise.checkpoint.canonical_tensors import canonical_tensors
+from shardwise.checkpoint.export_model import export_hugging_face
+from shardwise.checkpoint.format.config_json import ModelDifferences, differences
+from shardwise.checkpoint.format.files_beside_weights import differ_in_tokens
+from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, OwnConfig, config_from, load_config, model_from
 from shardwise.config.load import load_with
@@ -358,7 +358,7 @@ def test_fault_07_a_length_that_no_angle_depends_on_may_differ(tmp_path: Path) -
     save("llama", tmp_path)
     rewrite_config(tmp_path, rope_parameters={**YARN, "rope_theta": 1e4})
     unstated = {name: value for name, value in described(tmp_path).model_dump().items() if name[:3] != "max"}
-    assert differences(model_from(unstated), Root.of(tmp_path)) == Differences()
+    assert differences(model_from(unstated), Root.of(tmp_path)) == ModelDifferences()
 
 
 def test_learned_positions_are_weights(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read
 from shardwise.checkpoint.format.manifest import Manifest, PieceEntry, Pieces
-from shardwise.checkpoint.reading import CheckpointReader, Want, read
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.distributed.mesh import Mesh
 from tests.stored import small_tensors, write_checkpoint
@@ -65,10 +65,10 @@ def test_what_ranks_send_each_other_of_a_manifest_is_all_of_it(tmp_path: Path) -
     assert sent.to_json() == manifest.to_json()
 
 
-def everything(folder: Root) -> tuple[CheckpointReader, list[Want]]:
+def everything(folder: Root) -> tuple[CheckpointReader, list[ReadRequest]]:
     manifest = Manifest.read(folder)
     wants = [
-        Want(state, name, Box.whole(entry.shape), torch.full(entry.shape, 7.0))
+        ReadRequest(state, name, Box.whole(entry.shape), torch.full(entry.shape, 7.0))
         for state, named in manifest.tensors.items()
         for name, entry in named.items()
     ]

@@ -1,7 +1,7 @@
 """What a place holds against what a model has: every difference, one line for all layers alike."""
 
 from shardwise.checkpoint.format.manifest import TensorEntry
-from shardwise.checkpoint.format.tensors import find_sources, mismatches
+from shardwise.checkpoint.format.stored_tensors import find_sources, mismatches
 
 SHAPES = {
     "transformer.wte.weight": (8, 4),

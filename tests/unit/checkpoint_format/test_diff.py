@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.diff import ABSENT, diff
-from shardwise.checkpoint.format.tensors import StoredTensors, ordered_names, segments
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names, segments
 from shardwise.checkpoint.storage.root import DamageError, Root
 from tests.stored import Tensor, float32, small_tensors, write_checkpoint
 
@@ -155,7 +155,7 @@ def test_any_box_of_any_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at_once", [1, 60, 2**20])
 def test_any_box_of_a_plain_file(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns come from whole rows, which are read in groups: rows of 24 bytes here."""
-    monkeypatch.setattr("shardwise.checkpoint.format.tensors.READ_BYTES", at_once)
+    monkeypatch.setattr("shardwise.checkpoint.format.stored_tensors.READ_BYTES", at_once)
     values = {"matrix": np.arange(66, dtype=np.float32).reshape(11, 6), "scalar": np.array(7, np.float32)}
     save_file(values, tmp_path / "model.safetensors")
     stored = StoredTensors.of(Root.of(tmp_path))

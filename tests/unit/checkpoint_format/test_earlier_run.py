@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.storage.owner import EarlierRun, Owner, earlier_run, take
 from shardwise.checkpoint.storage.root import Root
+from shardwise.checkpoint.storage.run_identity import EarlierRun, Owner, earlier_run, record_owner
 from shardwise.config import Config, dump_yaml
 from shardwise.runs.folder import RunDirectory
 from tests.dist.training import make_config
@@ -26,7 +26,7 @@ def with_checkpoints(path: Path, *, at: Path | None = None) -> RunDirectory:
         folder = write_checkpoint(root, step, config=CONFIG.model_dump(mode="json"), data={"run": run.id()})
     manifest = folder.local() / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b"llama", b"lama!"))
-    take(root, Owner.here(run.id(), run.path))
+    record_owner(root, Owner.here(run.id(), run.path))
     return run
 
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.base.errors import ConfigError, RunError
+from shardwise.checkpoint.format.export_checkpoint import Export
 from shardwise.checkpoint.format.manifest import MANIFEST
 from shardwise.checkpoint.format.safetensors import DTYPES, cast, overflows
-from shardwise.checkpoint.format.to_hugging_face import Export
 from shardwise.checkpoint.format.writing import staged, write_small
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from tests.stored import Tensors, small_tensors, write_checkpoint
@@ -101,7 +101,7 @@ def test_shards_have_an_index_and_a_limit(tmp_path: Path) -> None:
 
 
 def test_large_tensors_go_by_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.checkpoint.format.to_hugging_face.STREAM_BYTES", 40)
+    monkeypatch.setattr("shardwise.checkpoint.format.export_checkpoint.STREAM_BYTES", 40)
     tensors = small_tensors()
     export_ = Export(write_checkpoint(tmp_path / "checkpoints", tensors=tensors, ranks=3), "float32")
     for weight in export_.weights:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, PieceEntry, Pieces, TensorEntry
-from shardwise.checkpoint.format.tensors import StoredTensors
+from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.verify import non_finite, tiling_problem, verify
 from shardwise.checkpoint.storage.chunks import MIN_CHUNK_BYTES
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError

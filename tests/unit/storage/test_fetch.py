@@ -25,7 +25,7 @@ RANGE = 1 << 18
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(fetching, "_RANGE", RANGE)
+    monkeypatch.setattr(fetching, "_RANGE_BYTES", RANGE)
     monkeypatch.setattr(fetching.time, "sleep", lambda _: None)
     with serve(CONTENT) as started:
         yield started
@@ -65,7 +65,7 @@ def test_what_was_broken_off_goes_on(server: Server, tmp_path: Path) -> None:
     found = get(server.url, target, DIGEST, announce=told.append)
     assert target.read_bytes() == CONTENT
     assert min(server.gets) == 6 * RANGE, "what had come is fetched again"
-    assert found.came == len(CONTENT) - 6 * RANGE
+    assert found.fetched_bytes == len(CONTENT) - 6 * RANGE
     assert told == ["continuing data.bin after 1.5 MiB"]
 
 
@@ -75,7 +75,7 @@ def test_a_part_that_comes_short_is_a_failure(server: Server, tmp_path: Path) ->
     with pytest.raises(StoreError, match=short):
         get(server.url, tmp_path / "data.bin")
     server.halves_at = None
-    assert get(server.url, tmp_path / "data.bin", DIGEST).came == len(CONTENT) - 2 * RANGE
+    assert get(server.url, tmp_path / "data.bin", DIGEST).fetched_bytes == len(CONTENT) - 2 * RANGE
 
 
 def test_a_few_failures_are_no_failure(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_source_that_changes_while_it_comes_is_refused(server: Server, tmp_pat
     with pytest.raises(StoreError, match=r"data\.bin changed while it was fetched: start again"):
         get(server.url, tmp_path / "data.bin", progress=progress)
     assert not (tmp_path / "data.bin").exists()
-    assert get(server.url, tmp_path / "data.bin").came == len(CONTENT)
+    assert get(server.url, tmp_path / "data.bin").fetched_bytes == len(CONTENT)
 
 
 def test_a_new_version_replaces_the_old_one(server: Server, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_another_file_is_not_overwritten(server: Server, tmp_path: Path) -> None
     get(server.url, target, force=True)
     assert target.read_bytes() == CONTENT
     (tmp_path / "copy.bin").write_bytes(CONTENT)
-    assert get(server.url, tmp_path / "copy.bin", DIGEST).came == 0, "a file of that SHA-256 is the file"
+    assert get(server.url, tmp_path / "copy.bin", DIGEST).fetched_bytes == 0, "a file of that SHA-256 is the file"
 
 
 def test_what_is_wrong_is_said_before_anything_comes(server: Server, tmp_path: Path, monkeypatch: Any) -> None:
@@ -243,7 +243,7 @@ def test_the_name_in_a_url_stays_in_the_folder(server: Server) -> None:
     (remote,) = find(server.url)
     root = Root(f"{server.address}/..", server.url, "http", remote.root.fs)
     with pytest.raises(ConfigError, match=r"'\.\.' leads out of its folder"):
-        fetching._inside(root, [fetching._remote(root, {})])
+        fetching._require_inside(root, [fetching._remote(root, {})])
 
 
 def test_records_of_an_earlier_fetch_are_no_files_of_a_folder(server: Server, tmp_path: Path) -> None:
@@ -294,8 +294,8 @@ def test_a_presigned_url_is_kept_nowhere_and_goes_on_with_another_signature(serv
     kept = [path.read_text() for path in tmp_path.glob(".*.json")]
     server.fails_at = None
     found = get(signed("5ecret2"), target, announce=told.append)
-    assert found.came == len(CONTENT) - 6 * RANGE, "another signature is no other file"
-    assert get(signed("5ecret3"), target).came == 0
+    assert found.fetched_bytes == len(CONTENT) - 6 * RANGE, "another signature is no other file"
+    assert get(signed("5ecret3"), target).fetched_bytes == 0
     kept += [path.read_text() for path in tmp_path.glob(".*.json")]
     with pytest.raises(ConfigError, match=r"was not fetched from http.*\?\(redacted\): name another"):
         get(signed("5ecret3", file=2), target)
@@ -307,9 +307,9 @@ def test_a_presigned_url_is_kept_nowhere_and_goes_on_with_another_signature(serv
 
 
 def _fetch_apart(url: str, target: str, told: Any) -> None:
-    fetching._RANGE = RANGE
+    fetching._RANGE_BYTES = RANGE
     found = get(url, Path(target), announce=told.put)
-    told.put(json.dumps([found.sha256, found.came]))
+    told.put(json.dumps([found.sha256, found.fetched_bytes]))
 
 
 @pytest.mark.parametrize("before", ["nothing", "truncated"])

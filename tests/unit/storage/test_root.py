@@ -138,7 +138,7 @@ def test_a_full_disk_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_long_file_reaches_the_disk_window_by_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone: list[tuple[int, int]] = []
-    monkeypatch.setattr(behind, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(behind, "_WINDOW_BYTES", 1000)
     monkeypatch.setattr(os, "posix_fadvise", lambda _, start, length, __: gone.append((start, length)), raising=False)
     data = bytes(range(256)) * 10
     file = (Root.of(tmp_path) / "a").open()
@@ -156,7 +156,7 @@ def test_a_disk_that_fills_up_on_the_way_says_so(tmp_path: Path, monkeypatch: py
         calls.append(descriptor)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(behind, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(behind, "_WINDOW_BYTES", 1000)
     monkeypatch.setattr(os, "fsync", full)
     file = (Root.of(tmp_path) / "a").open()
     file.write(bytes(1000))

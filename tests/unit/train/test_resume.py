@@ -11,8 +11,8 @@ import pytest
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.verify import verify
-from shardwise.checkpoint.storage.owner import Owner, take
 from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.run_identity import Owner, record_owner
 from shardwise.config import Config
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory, RunLock
@@ -196,7 +196,7 @@ def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ours, theirs = (RunDirectory(tmp_path / name).create() for name in ("ours", "theirs"))
     at = config(path=str(tmp_path / "place"))
     root = find_checkpoints(at, theirs, None).root
-    take(root, Owner.here(theirs.id(), theirs.path))
+    record_owner(root, Owner.here(theirs.id(), theirs.path))
     with RunLock(theirs.path), pytest.raises(ConfigError, match=rf"must be a run's own, .* that of {theirs.path} on "):
         find_checkpoints(at, ours, None)
     find_checkpoints(at, ours, None)  # the other has saved nothing, and is gone
@@ -205,7 +205,7 @@ def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         find_checkpoints(at, ours, STORED)
     assert [each.step for each in find_checkpoints(at, RunDirectory(theirs.path), STORED).candidates] == [100]
     (root / "run.json").remove()
-    take(root, Owner.here(ours.id(), ours.path))
+    record_owner(root, Owner.here(ours.id(), ours.path))
     assert find_checkpoints(at, ours, STORED).candidates, "a place of an older version is nobody's"
     monkeypatch.setattr("platform.node", lambda: "elsewhere")
     with pytest.raises(ConfigError, match=r"must be a run's own"):
@@ -216,7 +216,7 @@ def test_fault_17_a_copied_run_is_a_run_of_its_own(tmp_path: Path) -> None:
     run, place = RunDirectory(tmp_path / "a").create(), tmp_path / "place"
     for root in (Root.of(run.checkpoints), Root.of(place)):
         write_checkpoint(root, 100)
-        take(root, Owner.here(run.id(), run.path))
+        record_owner(root, Owner.here(run.id(), run.path))
     copied = RunDirectory(shutil.copytree(run.path, tmp_path / "b"))
     found = find_checkpoints(config(), copied, STORED)
     assert (found.original, [each.step for each in found.candidates]) == (run.path, [100])
@@ -225,7 +225,7 @@ def test_fault_17_a_copied_run_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert find_checkpoints(config(), run, STORED).original is None
     new = copied.id("0" * 32)
     assert copied.stored_id() == new == copied.id() == "0" * 32
-    take(Root.of(copied.checkpoints), Owner.here(new, copied.path))
+    record_owner(Root.of(copied.checkpoints), Owner.here(new, copied.path))
     assert find_checkpoints(config(), copied, STORED).original is None, "it has an id of its own now"
     moved = RunDirectory(run.path.rename(tmp_path / "c"))
     for at in ({}, {"path": str(place)}):

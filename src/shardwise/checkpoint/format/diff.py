@@ -1,4 +1,4 @@
-"""How two checkpoints differ: configuration, and each tensor's values, whatever layouts wrote them."""
+"""Differences of two checkpoints: configuration, and each tensor's values, whatever layouts wrote them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import numpy.typing as npt
 
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import cast
-from shardwise.checkpoint.format.tensors import StoredTensors, ordered_names, ordered_states, segments
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names, ordered_states, segments
 from shardwise.checkpoint.storage.root import Root
 
 ABSENT = "(not set)"
 """The value of a key that only the other configuration has."""
 _SEGMENT_ELEMENTS = 2**20
 _DEEPEST = 20
+"""Levels of a configuration that are compared key by key: one from an unknown source may be nested without end."""
 _CODED = ("F8_E4M3", "F8_E5M2")
+"""Dtypes that numpy lacks: their bits are compared, not their values."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,12 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between A and B.
+    """The differences between A and B.
 
     Attributes:
         config: (dotted key, A's value, B's value).
-        only_a, only_b: (state, name) of tensors that only one of them holds.
+        only_a: (state, name) of tensors that only A holds.
+        only_b: (state, name) of tensors that only B holds.
         shapes: (state, name, A's shape, B's shape) where the shapes differ.
         tensors: every tensor that was compared.
     """
@@ -61,7 +64,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether the tensors are the same to the bit; the configuration may differ, the layout does by design."""
+        """True if the tensors are the same to the bit; the configuration may differ, the layout does by design."""
         return not (self.only_a or self.only_b or self.shapes) and all(tensor.equal for tensor in self.tensors)
 
 
@@ -71,81 +74,111 @@ def diff(a: Root, b: Root, progress: Callable[[int], None] | None = None) -> Dif
     Of two checkpoints the resolved configurations are compared, else what `config.json` says.
 
     Args:
+        a: folder A.
+        b: folder B.
         progress: called with the number of bytes of A that were compared since the last call.
     """
-    ours, theirs = StoredTensors.of(a), StoredTensors.of(b)
-    entries_a, entries_b = _entries(ours), _entries(theirs)
-    both = {key: (entry, entries_b[key]) for key, entry in entries_a.items() if key in entries_b}
+    tensors_a = StoredTensors.of(a)
+    tensors_b = StoredTensors.of(b)
+    entries_a = _entries(tensors_a)
+    entries_b = _entries(tensors_b)
+    shapes: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = []
+    compared: list[TensorDifference] = []
+    for (state, name), entry in entries_a.items():
+        entry_b = entries_b.get((state, name))
+        if entry_b is None:
+            continue
+        if entry.shape == entry_b.shape:
+            compared.append(_compare(tensors_a, tensors_b, state, name, progress))
+        else:
+            shapes.append((state, name, entry.shape, entry_b.shape))
     return Difference(
-        config=tuple(_config(ours, theirs)),
-        only_a=tuple(key for key in entries_a if key not in both),
-        only_b=tuple(key for key in entries_b if key not in both),
-        shapes=tuple((*key, one.shape, other.shape) for key, (one, other) in both.items() if one.shape != other.shape),
-        tensors=tuple(
-            _compare(ours, theirs, *key, progress) for key, (one, other) in both.items() if one.shape == other.shape
-        ),
+        config=tuple(_config_differences(tensors_a, tensors_b)),
+        only_a=tuple(key for key in entries_a if key not in entries_b),
+        only_b=tuple(key for key in entries_b if key not in entries_a),
+        shapes=tuple(shapes),
+        tensors=tuple(compared),
     )
 
 
 def _entries(tensors: StoredTensors) -> dict[tuple[str, str], TensorEntry]:
-    states = tensors.states
-    return {
-        (state, name): states[state][name] for state in ordered_states(states) for name in ordered_names(states[state])
-    }
+    """(state, name) → tensor, in the order in which they are shown."""
+    entries: dict[tuple[str, str], TensorEntry] = {}
+    for state in ordered_states(tensors.states):
+        for name in ordered_names(tensors.states[state]):
+            entries[state, name] = tensors.states[state][name]
+    return entries
 
 
 def _compare(
     a: StoredTensors, b: StoredTensors, state: str, name: str, progress: Callable[[int], None] | None
 ) -> TensorDifference:
+    """Compare a tensor that both hold in one shape, a segment at a time."""
     entry = a.states[state][name]
-    dtypes = entry.dtype, b.states[state][name].dtype
-    equal, has_values = dtypes[0] == dtypes[1], not any(dtype in _CODED for dtype in dtypes)
-    largest, squares, reference = 0.0, 0.0, 0.0
+    dtype_a = entry.dtype
+    dtype_b = b.states[state][name].dtype
+    has_values = dtype_a not in _CODED and dtype_b not in _CODED
+    is_equal = dtype_a == dtype_b
+    largest = 0.0
+    change_squares = 0.0
+    reference_squares = 0.0
     for box in segments(entry.shape, _SEGMENT_ELEMENTS):
-        bits_a, bits_b = a.read(state, name, box), b.read(state, name, box)
+        bits_a = a.read(state, name, box)
+        bits_b = b.read(state, name, box)
         if progress is not None:
             progress(bits_a.nbytes)
-        same = dtypes[0] == dtypes[1] and bits_a.tobytes() == bits_b.tobytes()
-        equal = equal and same
+        has_same_bits = dtype_a == dtype_b and bits_a.tobytes() == bits_b.tobytes()
+        is_equal = is_equal and has_same_bits
         if not has_values:
             continue
-        values = _values(bits_a, dtypes[0])
-        reference += float(np.vdot(values, values))
-        if not same:
-            others = _values(bits_b, dtypes[1])
+        values_a = _values(bits_a, dtype_a)
+        reference_squares += float(np.vdot(values_a, values_a))
+        if not has_same_bits:
+            values_b = _values(bits_b, dtype_b)
             with np.errstate(invalid="ignore", over="ignore"):
-                change = np.abs(others - values)
+                change = np.abs(values_b - values_a)
                 # The same infinity or NaN in both is no change, though their difference is NaN.
-                change[(values == others) | (np.isnan(values) & np.isnan(others))] = 0.0
+                change[(values_a == values_b) | (np.isnan(values_a) & np.isnan(values_b))] = 0.0
                 largest = float(np.maximum(largest, change.max()))
-                squares += float(np.vdot(change, change))
+                change_squares += float(np.vdot(change, change))
+    dtypes = (dtype_a, dtype_b)
     if not has_values:
-        return TensorDifference(state, name, entry.shape, dtypes, equal, None, None)
-    relative = 0.0 if squares == 0 else math.sqrt(squares / reference) if reference else math.inf
-    return TensorDifference(state, name, entry.shape, dtypes, equal, largest, relative)
+        return TensorDifference(state, name, entry.shape, dtypes, is_equal, None, None)
+    relative = 0.0
+    if change_squares != 0:  # also where it is NaN
+        relative = math.sqrt(change_squares / reference_squares) if reference_squares else math.inf
+    return TensorDifference(state, name, entry.shape, dtypes, is_equal, largest, relative)
 
 
 def _values(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
     """All values of a tensor, in one dim."""
     flat = bits.reshape(-1)
-    return (cast(flat, dtype, "F32") if dtype == "BF16" else flat).astype(np.float64)
+    if dtype == "BF16":
+        flat = cast(flat, dtype, "F32")
+    return flat.astype(np.float64)
 
 
-def _config(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[str, Any, Any]]:
+def _config_differences(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[str, Any, Any]]:
+    """The keys of the configurations that differ, with A's and B's value."""
     if a.manifest is not None and b.manifest is not None:
-        ours, theirs = by_dotted_key(a.manifest.config), by_dotted_key(b.manifest.config)
+        config_a = by_dotted_key(a.manifest.config)
+        config_b = by_dotted_key(b.manifest.config)
     else:
-        ours, theirs = by_dotted_key(a.config()), by_dotted_key(b.config())
-    for key in {**ours, **theirs}:
-        value, other = ours.get(key, ABSENT), theirs.get(key, ABSENT)
-        if value != other:
-            yield key, value, other
+        config_a = by_dotted_key(a.config())
+        config_b = by_dotted_key(b.config())
+    for key in {**config_a, **config_b}:
+        value_a = config_a.get(key, ABSENT)
+        value_b = config_b.get(key, ABSENT)
+        if value_a != value_b:
+            yield key, value_a, value_b
 
 
 def by_dotted_key(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested configuration by dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        is_section = isinstance(value, Mapping) and prefix.count(".") < _DEEPEST
-        flat |= by_dotted_key(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping) and prefix.count(".") < _DEEPEST:
+            flat |= by_dotted_key(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat

@@ -1,14 +1,12 @@
-"""`manifest.json`: what a checkpoint holds, where each tensor is in its files, and the checksums of the files.
+"""`manifest.json`: contents of a checkpoint, the place of each tensor in its files, and the checksums of the files.
 
 The manifest is written last: a folder without one is no checkpoint. It is canonical JSON (sorted keys, no spaces,
 ASCII) with a digest of itself, so that a changed bit is found before any value is used. No value is trusted: names must
 be inside the folder, offsets inside the files, boxes inside the tensors.
 
-The pieces of a stored tensor as a table of numbers: what a manifest lists, ranks send each other, and search.
-
-The manifest of a 20 B-parameter model with its moments that 1,024 ranks saved (TP 8, ZeRO-1 over 128) has 560,000
-pieces and 68 MB of checksums. As objects the pieces take each rank 6 s to receive, and 460 MB; as numbers 0.1 s and
-27 MB.
+The pieces of a stored tensor are a table of numbers, which ranks send each other and search. The manifest of a 20
+B-parameter model with its moments that 1,024 ranks saved (TP 8, ZeRO-1 over 128) has 560,000 pieces and 68 MB of
+checksums. As objects the pieces take each rank 6 s to receive, and 460 MB; as numbers 0.1 s and 27 MB.
 """
 
 from __future__ import annotations
@@ -40,10 +38,12 @@ MODEL = "model"
 """The state whose tensors are the weights, each whole in a file under its own name."""
 FORMAT = "shardwise-checkpoint"
 FORMAT_VERSION = 1
-MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**30, 2**25
-"""About ten times the manifest of a 20 B-parameter model on 1,024 ranks. A parsed value takes up to 240 bytes,
-so a manifest from an unknown source takes at most 8 GB of memory; the limit on its length alone would allow 32 GB."""
-_KINDS: dict[type, str] = {dict: "object", list: "array", str: "string"}
+MAX_MANIFEST_BYTES = 2**30
+"""About ten times the manifest of a 20 B-parameter model on 1,024 ranks."""
+MAX_MANIFEST_VALUES = 2**25
+"""About ten times those of the same manifest. A parsed value takes up to 240 bytes, so a manifest from an unknown
+source takes at most 8 GB of memory; the limit on its length alone would allow 32 GB."""
+_JSON_TYPES: dict[type, str] = {dict: "object", list: "array", str: "string"}
 _DIGEST = re.compile(r'"digest":"xxh3_128:([0-9a-f]{32})",(?="files":)')
 
 
@@ -70,22 +70,22 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the checkpoint of one step holds.
+    """The contents of the checkpoint of one step.
 
     Attributes:
         step: updates done.
         samples: samples that were trained on.
         position: next sample of the data order; skipped samples count.
         tokens: tokens that were trained on.
-        config: as it was resolved.
+        config: resolved configuration.
         layout: degrees of parallelism of the run that wrote it.
         schedule: state of the learning rate's schedule.
         data: identity of the data, and the run's id.
         rng: state of the random number generators.
-        versions: of the programs that wrote it.
+        versions: versions of the programs that wrote it.
         created: date and time, in ISO 8601.
         optimizer: name, steps and names of its states; None where the checkpoint has weights alone.
-        losses: of the last steps, whose mean a run shows.
+        losses: losses of the last steps, whose mean a run shows.
         files: every file of the folder but the manifest.
         tensors: state (`model`, `exp_avg`, …) → canonical name → tensor.
     """
@@ -112,19 +112,14 @@ class Manifest:
         Rank 0 writes it alone, and a large model by many ranks has a million pieces and hundreds of megabytes of
         checksums: each text is made once, and they are joined once, at the end.
         """
-        plain = {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
-            **{field_.name: getattr(self, field_.name) for field_ in fields(self)[:-2]},
-        }
-        states = {
-            state: _object({name: [_tensor_text(tensor)] for name, tensor in tensors.items()})
-            for state, tensors in self.tensors.items()
-        }
-        members = {key: [_canonical(value)] for key, value in plain.items()} | {
-            "files": ["[", *(f"{',' * (i > 0)}{_file_text(file)}" for i, file in enumerate(self.files)), "]"],
-            "tensors": _object(states),
-        }
+        values: dict[str, object] = {"format": FORMAT, "version": FORMAT_VERSION}
+        values |= {field_.name: getattr(self, field_.name) for field_ in fields(self)[:-2]}  # but files and tensors
+        members = {key: [_canonical(value)] for key, value in values.items()}
+        members["files"] = _array([_file_text(file) for file in self.files])
+        states: dict[str, list[str]] = {}
+        for state, tensors in self.tensors.items():
+            states[state] = _object({name: [_tensor_text(tensor)] for name, tensor in tensors.items()})
+        members["tensors"] = _object(states)
         digest = xxhash.xxh3_128()
         for text in _object(members):
             digest.update(text.encode())
@@ -138,16 +133,17 @@ class Manifest:
             DamageError: it is not what was written. ManifestError: another version's, or it contradicts itself.
         """
         try:
-            plain = json.loads(text)
+            fields = json.loads(text)
         except (ValueError, RecursionError):
             raise DamageError(f"{where} is damaged: it is no JSON") from None
-        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise DamageError(f"{where} is damaged: its format must be {FORMAT}")
-        _require_version(plain, where)
+        # The version comes before the digest: another version may compute it otherwise.
+        _require_version(fields, where)
         if not _matches_digest(text):
             raise DamageError(f"{where} is damaged: it does not match its digest")
         try:
-            return _manifest(plain)
+            return _manifest(fields)
         except ValueError as error:
             raise ManifestError(f"{where} cannot be used: {error}") from None
 
@@ -189,7 +185,7 @@ def _canonical(value: object) -> str:
 
 
 def _matches_digest(text: str) -> bool:
-    """Whether the digest in a manifest is that of the text around it: to write the text again would take seconds."""
+    """True if the digest in a manifest is that of the text around it: to write the text again would take seconds."""
     match = _DIGEST.search(text)
     if match is None or not text.endswith("\n"):
         return False
@@ -200,8 +196,9 @@ def _matches_digest(text: str) -> bool:
 
 
 def too_large(text: str) -> str | None:
-    """Why reading a manifest would take too much memory or time, or None."""
-    if (values := text.count(",") + 1) > MAX_MANIFEST_VALUES:
+    """The reason why reading a manifest would take too much memory or time, or None."""
+    values = text.count(",") + 1
+    if values > MAX_MANIFEST_VALUES:
         return f"it must have at most {MAX_MANIFEST_VALUES:,} values, and it has about {values:,}"
     return _too_long(len(text))
 
@@ -213,35 +210,47 @@ def _too_long(length: int) -> str | None:
 
 
 def _object(members: Mapping[str, Sequence[str]]) -> list[str]:
-    """The canonical object of members whose values are texts in parts already; in parts too."""
-    texts = ["{"]
-    for number, name in enumerate(sorted(members)):
-        texts += [f"{',' if number else ''}{_canonical(name)}:", *members[name]]
-    return [*texts, "}"]
+    """The parts of a canonical object's text, from the parts of its members' texts."""
+    texts: list[str] = []
+    separator = "{"
+    for name in sorted(members):
+        texts += [f"{separator}{_canonical(name)}:", *members[name]]
+        separator = ","
+    return [*texts, "}"] if texts else ["{}"]
+
+
+def _array(items: Sequence[str]) -> list[str]:
+    """The parts of a canonical array's text."""
+    texts: list[str] = []
+    for item in items:
+        texts += ["," if texts else "[", item]
+    return [*texts, "]"] if texts else ["[]"]
 
 
 def _file_text(file: FileEntry) -> str:
-    checksums = base64.b64encode(file.checksums).decode()  # no character of which JSON has to escape
+    checksums = base64.b64encode(file.checksums).decode()  # base64 has no character that JSON escapes
     path = _canonical(file.path)
     return f'{{"bytes":{file.bytes},"checksums":"{checksums}","chunk_bytes":{file.chunk_bytes},"path":{path}}}'
 
 
 def _tensor_text(tensor: TensorEntry) -> str:
+    # One formatting of all numbers is many times faster than `json.dumps` of nested lists.
     box = ",".join(["%d"] * len(tensor.shape))
     rows = ",".join([f"[%d,%d,[{box}],[{box}]]"] * len(tensor.pieces))
-    numbers = f"[{rows % tuple(tensor.table.table.ravel().tolist())}]"
-    return f'{{"dtype":{_canonical(tensor.dtype)},"pieces":{numbers},"shape":{_canonical(tensor.shape)}}}'
+    pieces = f"[{rows % tuple(tensor.table.table.ravel().tolist())}]"
+    return f'{{"dtype":{_canonical(tensor.dtype)},"pieces":{pieces},"shape":{_canonical(tensor.shape)}}}'
 
 
-def _require_version(plain: Mapping[str, Any], where: str) -> None:
-    version = plain.get("version")
+def _require_version(fields: Mapping[str, Any], where: str) -> None:
+    version = fields.get("version")
     if type(version) is not int or version < 1:
         raise DamageError(f"{where} is damaged: its version ({version!r}) must be a whole number from 1 on")
     if version > FORMAT_VERSION:
-        versions = plain.get("versions")
+        versions = fields.get("versions")
         writer = versions.get("shardwise") if isinstance(versions, dict) else None
-        is_known = isinstance(writer, str) and writer.isprintable()
-        release = f"shardwise ≥ {writer}, which wrote it" if is_known else "a newer one"
+        release = "a newer one"
+        if isinstance(writer, str) and writer.isprintable():
+            release = f"shardwise ≥ {writer}, which wrote it"
         raise ManifestError(
             f"the format version of {where} ({version}) must be at most the one that this shardwise reads "
             f"({FORMAT_VERSION}): it is read by {release}"
@@ -255,19 +264,20 @@ def _manifest(plain: Mapping[str, Any]) -> Manifest:
     optimizer = plain.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, dict):
         raise ValueError("optimizer must be an object or null")
-    files = tuple(_file(entry) for entry in _of(plain, "files", list))
-    totals = np.array([file.bytes for file in files], dtype=np.int64)
+    files = tuple(_file(entry) for entry in _value(plain, "files", list))
+    lengths = np.array([file.bytes for file in files], dtype=np.int64)
     paths = [file.path for file in files]
     if len(set(paths)) < len(paths):
         raise ValueError("files must name each file once")
     tensors: dict[str, dict[str, TensorEntry]] = {}
-    for state in (stored := _of(plain, "tensors", dict)):
-        named = _of(stored, state, dict)
-        tensors[state] = {name: _tensor(f"{state}/{name}", named[name], files, totals) for name in named}
+    states = _value(plain, "tensors", dict)
+    for state in states:
+        entries = _value(states, state, dict)
+        tensors[state] = {name: _tensor(f"{state}/{name}", entries[name], files, lengths) for name in entries}
     _require_disjoint(tensors)
     counts: dict[str, Any] = {key: _count(plain, key) for key in ("step", "samples", "position", "tokens")}
-    objects = {key: _of(plain, key, dict) for key in ("config", "layout", "schedule", "data", "rng", "versions")}
-    created = _of(plain, "created", str)
+    objects = {key: _value(plain, key, dict) for key in ("config", "layout", "schedule", "data", "rng", "versions")}
+    created = _value(plain, "created", str)
     losses = _losses(plain, objects["schedule"])
     return Manifest(
         **counts, **objects, created=created, optimizer=optimizer, files=files, tensors=tensors, losses=losses
@@ -276,6 +286,7 @@ def _manifest(plain: Mapping[str, Any]) -> Manifest:
 
 def _losses(plain: Mapping[str, Any], schedule: dict[str, Any]) -> tuple[float, ...]:
     """The last losses. Older checkpoints have none, or have them in `schedule`, from which they are taken."""
+    # Popped also where `losses` is there: the schedule's state must not take it for its own.
     earlier = schedule.pop("recent_losses", [])
     losses = plain.get("losses", earlier)
     if not isinstance(losses, list) or not all(type(loss) in (int, float) for loss in losses):
@@ -286,90 +297,107 @@ def _losses(plain: Mapping[str, Any], schedule: dict[str, Any]) -> tuple[float, 
 def _file(plain: object) -> FileEntry:
     if not isinstance(plain, dict):
         raise ValueError("files must be JSON objects")
-    path, packed = _of(plain, "path", str), _of(plain, "checksums", str)
-    total, chunk = _count(plain, "bytes"), _count(plain, "chunk_bytes")
+    path = _value(plain, "path", str)
+    encoded = _value(plain, "checksums", str)
+    length = _count(plain, "bytes")
+    chunk = _count(plain, "chunk_bytes")
     if name_problem(path, nested=True) is not None or not path.isprintable() or path == MANIFEST:
         raise ValueError(f"the path of a file ({path!r}) must be a plain name in the checkpoint's folder")
     if not MIN_CHUNK_BYTES <= chunk <= MAX_CHUNK_BYTES or chunk.bit_count() != 1:
         limits = f"{size_text(MIN_CHUNK_BYTES)} to {size_text(MAX_CHUNK_BYTES)}"
         raise ValueError(f"chunk_bytes of {path} ({chunk}) must be a power of two from {limits}")
     try:
-        checksums = base64.b64decode(packed, validate=True)
+        checksums = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):
-        checksums = b"none"
-    file = FileEntry(path, total, chunk, checksums)
+        checksums = b"none"  # no multiple of 8 bytes, so it is refused below
+    file = FileEntry(path, length, chunk, checksums)
     if len(checksums) != 8 * file.chunks:
         raise ValueError(f"{path} must have {file.chunks} checksums of 8 bytes")
     return file
 
 
-def _tensor(name: str, plain: object, files: tuple[FileEntry, ...], totals: Numbers) -> TensorEntry:
-    """`totals`: the length of each file."""
+def _tensor(name: str, plain: object, files: tuple[FileEntry, ...], lengths: Numbers) -> TensorEntry:
+    """The tensor that a JSON value describes; `lengths`: the length of each file."""
     fields, dtype, shape = tensor_fields(name, plain)
-    entries = _of(fields, "pieces", list)
-    pieces, tensor = Pieces.of_json(entries, len(shape)), TensorEntry(shape, dtype, ())
-    if pieces is None or not _fit(pieces, tensor, totals):
+    entries = _value(fields, "pieces", list)
+    pieces = Pieces.of_json(entries, len(shape))
+    tensor = TensorEntry(shape, dtype, ())
+    if pieces is None or not _fit(pieces, tensor, lengths):
         _refuse(name, entries, tensor, files)
     return replace(tensor, pieces=pieces)
 
 
-def _fit(pieces: Pieces, tensor: TensorEntry, totals: Numbers) -> bool:
-    """Whether each piece lies in the tensor, and in a file that is listed. No sum or product here can overflow."""
-    if (
-        not (pieces.files < len(totals)).all()
-        or not (pieces.starts <= np.array(tensor.shape, dtype=np.int64) - pieces.sizes).all()
-    ):
+def _fit(pieces: Pieces, tensor: TensorEntry, lengths: Numbers) -> bool:
+    """True if each piece lies in the tensor, and in a file that is listed.
+
+    No sum or product here can overflow. All pieces are looked at together, so the first wrong one is not known.
+    """
+    are_listed = (pieces.files < len(lengths)).all()
+    are_inside = (pieces.starts <= np.array(tensor.shape, dtype=np.int64) - pieces.sizes).all()
+    if not are_listed or not are_inside:
         return False
     # No file is as long as a product that is not exact: its checksums would not fit in a manifest.
     nbytes = pieces.sizes.prod(axis=1, dtype=np.float64) * DTYPES[tensor.dtype].itemsize
-    return bool((pieces.offsets <= totals[pieces.files] - nbytes).all())
+    return bool((pieces.offsets <= lengths[pieces.files] - nbytes).all())
 
 
 def _refuse(name: str, entries: list[Any], tensor: TensorEntry, files: tuple[FileEntry, ...]) -> NoReturn:
     """Raise ValueError with what is wrong with the first piece that does not fit."""
     shape = tensor.shape
     for entry in entries:
-        right = isinstance(entry, list) and len(entry) == 4 and is_counts(entry[:2])
-        if not (right and is_counts(entry[2]) and is_counts(entry[3])) or not (
-            len(entry[2]) == len(entry[3]) == len(shape)
-        ):
+        if not _is_piece(entry, len(shape)):
             numbers = f"start and size with {len(shape)} numbers"
             raise ValueError(f"a piece of {name} must be [file, offset, start, size], {numbers}")
         file, offset, start, size = entry
-        if not all(a + n <= whole for a, n, whole in zip(start, size, shape, strict=True)):
+        if not all(a + n <= length for a, n, length in zip(start, size, shape, strict=True)):
             raise ValueError(f"a piece of {name} (start {start}, size {size}) must lie in its shape ({list(shape)})")
         if file >= len(files):
             raise ValueError(f"a piece of {name} must be in a file that is listed")
         piece = PieceEntry(file, offset, Box(tuple(start), tuple(size)))
-        end, total = offset + tensor.nbytes(piece), files[file].bytes
-        if end > total:
-            raise ValueError(f"a piece of {name} (to byte {end}) must lie in its file ({total} bytes)")
+        end = offset + tensor.nbytes(piece)
+        if end > files[file].bytes:
+            raise ValueError(f"a piece of {name} (to byte {end}) must lie in its file ({files[file].bytes} bytes)")
     raise AssertionError("one of the pieces does not fit")
 
 
+def _is_piece(entry: object, dims: int) -> bool:
+    """True if a JSON value is `[file, offset, start, size]`, of whole numbers, for a tensor of so many dims."""
+    if not (isinstance(entry, list) and len(entry) == 4 and is_counts(entry[:2])):
+        return False
+    return all(is_counts(numbers) and len(numbers) == dims for numbers in entry[2:])
+
+
 def _require_disjoint(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
-    """No two tensors share a byte: to read all tensors is to read no more than the files hold."""
-    labelled = [(f"{state}/{name}", tensor) for state, named in tensors.items() for name, tensor in named.items()]
-    entries = sorted(labelled, key=lambda item: item[0])
+    """Raise ValueError where two tensors share a byte: to read all tensors is to read no more than the files hold."""
+    entries = {f"{state}/{name}": tensor for state, named in tensors.items() for name, tensor in named.items()}
     if not entries:
         return
-    tables = [tensor.table for _, tensor in entries]
-    owners = np.repeat(np.arange(len(entries)), [len(table) for table in tables])
-    files, starts = (np.concatenate(columns) for columns in zip(*((t.files, t.offsets) for t in tables), strict=True))
-    widths = [DTYPES[tensor.dtype].itemsize for _, tensor in entries]
-    stops = starts + np.concatenate([t.sizes.prod(axis=1) * width for t, width in zip(tables, widths, strict=True)])
+    labels = sorted(entries)
+    tables = [entries[label].table for label in labels]
+    # One row for each piece of all tensors, sorted by its bytes: only neighbours can overlap first.
+    tensor_of_piece = np.repeat(np.arange(len(labels)), [len(table) for table in tables])
+    files = np.concatenate([table.files for table in tables])
+    starts = np.concatenate([table.offsets for table in tables])
+    lengths = [
+        table.sizes.prod(axis=1) * DTYPES[entries[label].dtype].itemsize
+        for label, table in zip(labels, tables, strict=True)
+    ]
+    stops = starts + np.concatenate(lengths)
     order = np.lexsort((stops, starts, files))
-    files, starts, stops, owners = files[order], starts[order], stops[order], owners[order]
+    files = files[order]
+    starts = starts[order]
+    stops = stops[order]
     shared = np.flatnonzero((files[:-1] == files[1:]) & (stops[:-1] > starts[1:]))
     if len(shared):
-        one, other = (entries[owners[at]][0] for at in (shared[0], shared[0] + 1))
-        raise ValueError(f"{one} and {other} must not share bytes of a file")
+        first, second = (labels[tensor_of_piece[order[at]]] for at in (shared[0], shared[0] + 1))
+        raise ValueError(f"{first} and {second} must not share bytes of a file")
 
 
-def _of(plain: Mapping[str, Any], key: str, kind: type) -> Any:
+def _value(plain: Mapping[str, Any], key: str, kind: type) -> Any:
+    """The value of a key; ValueError where it is missing or of another type."""
     value = plain.get(key)
     if not isinstance(value, kind):
-        raise ValueError(f"{key} must be a JSON {_KINDS[kind]}")
+        raise ValueError(f"{key} must be a JSON {_JSON_TYPES[kind]}")
     return value
 
 
@@ -382,6 +410,7 @@ def _count(plain: Mapping[str, Any], key: str) -> int:
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 _COMPARED_AT_ONCE = 2**22
+"""Pairs of a box and a piece that are compared at once: a few megabytes of flags."""
 
 
 @dataclass(frozen=True)
@@ -394,10 +423,10 @@ class PieceEntry:
 
 
 class Pieces(Sequence[PieceEntry]):
-    """Pieces that become entries when they are asked for.
+    """Pieces as a table of numbers, which become entries when they are asked for.
 
     Args:
-        table: `[pieces, 2 + 2·dims]`: file, offset, where the box starts, its size.
+        table: `[pieces, 2 + 2·dims]`: file, offset, start of the box, size of the box.
     """
 
     def __init__(self, table: Numbers) -> None:
@@ -434,30 +463,33 @@ class Pieces(Sequence[PieceEntry]):
             flat = np.array(numbers, dtype=np.int64)
         except OverflowError:
             return None
-        heads, box = np.split(flat, [2 * len(entries)])
-        columns = (heads.reshape(2, -1).T, *box.reshape(2, len(entries), dims))
-        return Pieces(np.concatenate(columns, axis=1)) if flat.min() >= 0 else None
+        if flat.min() < 0:
+            return None
+        # `flat` has all files, all offsets, the starts of all boxes and the sizes of all boxes, one after the other.
+        files_and_offsets, box_numbers = np.split(flat, [2 * len(entries)])
+        columns = (files_and_offsets.reshape(2, -1).T, *box_numbers.reshape(2, len(entries), dims))
+        return Pieces(np.concatenate(columns, axis=1))
 
     def __len__(self) -> int:
         return len(self.table)
 
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Pieces):
-            return np.array_equal(self.table, other.table)
-        return isinstance(other, Sequence) and list(self) == list(other)
+    def __eq__(self, pieces: object) -> bool:
+        if isinstance(pieces, Pieces):
+            return np.array_equal(self.table, pieces.table)
+        return isinstance(pieces, Sequence) and list(self) == list(pieces)
 
     __hash__ = None  # type: ignore[assignment]  # as a list has none: the table can be large
 
     @overload
-    def __getitem__(self, at: int) -> PieceEntry: ...
+    def __getitem__(self, index: int) -> PieceEntry: ...
 
     @overload
-    def __getitem__(self, at: slice) -> Pieces: ...
+    def __getitem__(self, index: slice) -> Pieces: ...
 
-    def __getitem__(self, at: int | slice) -> PieceEntry | Pieces:
-        if isinstance(at, slice):
-            return Pieces(self.table[at])
-        return _entry(self.table[at].tolist())
+    def __getitem__(self, index: int | slice) -> PieceEntry | Pieces:
+        if isinstance(index, slice):
+            return Pieces(self.table[index])
+        return _entry(self.table[index].tolist())
 
     def __iter__(self) -> Iterator[PieceEntry]:
         return map(_entry, self.table.tolist())
@@ -485,7 +517,7 @@ class Pieces(Sequence[PieceEntry]):
         return int(self.table.shape[1]) // 2 - 1
 
     def meeting(self, boxes: Numbers) -> tuple[Numbers, Numbers]:
-        """Which of the boxes and which pieces share elements, by box and then by piece.
+        """Pairs of a box and a piece that share elements, by box and then by piece.
 
         All are compared with all, some millions at a time: a thousand boxes in a thousand pieces take milliseconds.
 
@@ -493,23 +525,26 @@ class Pieces(Sequence[PieceEntry]):
             boxes: `[boxes, 2, dims]`: start and size.
 
         Returns:
-            For each pair that meets, the box's number and the piece's.
+            the boxes' numbers and the pieces' numbers, one of each for a pair.
         """
-        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        box_numbers = [np.empty(0, np.int64)]
+        piece_numbers = [np.empty(0, np.int64)]
         at_once = max(1, _COMPARED_AT_ONCE // max(1, len(self)))
         for first in range(0, len(boxes), at_once):
-            starts, sizes = boxes[first : first + at_once, 0, :, None], boxes[first : first + at_once, 1, :, None]
+            starts = boxes[first : first + at_once, 0, :, None]
+            stops = starts + boxes[first : first + at_once, 1, :, None]
             meets = np.ones((len(starts), len(self)), dtype=np.bool_)
-            for dim, (begins, ends) in enumerate(self._spans):
-                meets &= (begins < starts[:, dim] + sizes[:, dim]) & (ends > starts[:, dim])
+            for dim, (piece_starts, piece_stops) in enumerate(self._spans):
+                meets &= (piece_starts < stops[:, dim]) & (piece_stops > starts[:, dim])
             numbers, pieces = meets.nonzero()
-            found.append((numbers + first, pieces))
-        return np.concatenate([numbers for numbers, _ in found]), np.concatenate([pieces for _, pieces in found])
+            box_numbers.append(numbers + first)
+            piece_numbers.append(pieces)
+        return np.concatenate(box_numbers), np.concatenate(piece_numbers)
 
     @functools.cached_property
     def _spans(self) -> list[tuple[Numbers, Numbers]]:
-        """By dim: where the pieces start and stop."""
-        return [(a.copy(), a + n) for a, n in zip(self.starts.T, self.sizes.T, strict=True)]
+        """For each dim the starts and stops of the pieces, contiguous, which numpy compares fastest."""
+        return [(start.copy(), start + size) for start, size in zip(self.starts.T, self.sizes.T, strict=True)]
 
 
 def _entry(row: list[int]) -> PieceEntry:

@@ -3,9 +3,7 @@
 https://github.com/huggingface/safetensors#format. The header is written first, so that the tensors can be
 streamed into the file; of a file that exists only the header is read here.
 
-Values in another floating-point format, as numpy has their bits: bfloat16 is the upper half of float32.
-
-Rounded to the nearest, ties to even; by way of float32, as torch casts.
+`cast` gives values in another floating-point format, as numpy has their bits.
 """
 
 from __future__ import annotations
@@ -26,11 +24,19 @@ from shardwise.base.units import size as size_text
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library accepts."""
+"""The longest header that the safetensors library accepts."""
 _LENGTH = struct.Struct("<Q")
 MAX_DIMS = 64
-_LARGEST = 2**63
-_POINTER = b"version https://git-lfs"
+"""Dimensions of a tensor at most: numpy has no more."""
+_COUNT_LIMIT = 2**63
+"""Counts are kept in signed 64-bit integers."""
+_LFS_POINTER = b"version https://git-lfs"
+FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""Names of torch → of safetensors."""
+FLOATING = {**{name: dtype for dtype, name in FLOATS.items()}, "F64": "float64"}
+"""Names of safetensors → of torch."""
+_NAN = np.uint16(0x7FC0)
+"""The NaN of bfloat16 that torch's cast makes."""
 
 
 class Dtype(NamedTuple):
@@ -62,23 +68,27 @@ class StoredTensor:
 def header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[int], int]:
-    """How a file begins that holds these tensors, one after the other.
+    """The beginning of a file that holds these tensors, one after the other.
 
     Args:
         tensors: (name, dtype as in `DTYPES`, shape).
+        metadata: texts for other programs.
 
     Returns:
         the file's first bytes (a multiple of 8), each tensor's offset in the file, and the file's length.
     """
-    fields: dict[str, object] = {SAFETENSORS_METADATA: dict(metadata)} if metadata else {}
-    offsets, end = [], 0
+    fields: dict[str, object] = {}
+    if metadata:
+        fields[SAFETENSORS_METADATA] = dict(metadata)
+    offsets: list[int] = []
+    end = 0
     for name, dtype, shape in tensors:
         assert name not in fields, f"two tensors of the name {name}"
         offsets.append(end)
         end += math.prod(shape) * DTYPES[dtype].itemsize
         fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offsets[-1], end]}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
     first = _LENGTH.size + len(text)
     return _LENGTH.pack(len(text)) + text, [first + offset for offset in offsets], first + end
 
@@ -91,36 +101,41 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
         StoreError: the file cannot be read, or is a Git LFS pointer.
     """
     total = file.size()
-    raw = file.read(0, _LENGTH.size)
-    if len(raw) < _LENGTH.size:
+    length_field = file.read(0, _LENGTH.size)
+    if len(length_field) < _LENGTH.size:
         raise DamageError(f"{file} is damaged: a safetensors file ({total} bytes) must have at least 8 bytes")
-    (length,) = _LENGTH.unpack(raw)
-    most = min(total - _LENGTH.size, MAX_HEADER_BYTES)
-    if length > most and file.read(0, len(_POINTER)) == _POINTER:
+    (length,) = _LENGTH.unpack(length_field)
+    limit = min(total - _LENGTH.size, MAX_HEADER_BYTES)
+    if length > limit and file.read(0, len(_LFS_POINTER)) == _LFS_POINTER:
         raise StoreError(
             f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its repository"
             f"{see('checkpoints#git-lfs-pointer')}"
         )
-    if length > most:
-        raise DamageError(f"{file} is damaged: the length of its header ({length:,} bytes) must be at most {most:,}")
+    if length > limit:
+        raise DamageError(f"{file} is damaged: the length of its header ({length:,} bytes) must be at most {limit:,}")
+    first = _LENGTH.size + length
     try:
-        fields = json.loads(file.read(_LENGTH.size, _LENGTH.size + length), object_pairs_hook=_without_duplicates)
+        fields = json.loads(file.read(_LENGTH.size, first), object_pairs_hook=_without_duplicates)
         if not isinstance(fields, dict):
             raise ValueError("it is no JSON object")
         fields.pop(SAFETENSORS_METADATA, None)
-        first = _LENGTH.size + length
         tensors = {name: _tensor(name, entry, first) for name, entry in fields.items()}
         tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
-        end = first
-        for name, tensor in tensors.items():
-            if tensor.start != end:
-                raise ValueError(f"{name} begins at byte {tensor.start:,} and must begin at byte {end:,}")
-            end = tensor.stop
-        if end != total:
-            raise ValueError(f"its tensors end at byte {end:,}, the file ({size_text(total)}) at byte {total:,}")
+        _require_contiguous(tensors, first, total)
     except (ValueError, RecursionError) as error:
         raise DamageError(f"{file} is damaged: its header cannot be used: {error}") from None
     return tensors
+
+
+def _require_contiguous(tensors: Mapping[str, StoredTensor], first: int, total: int) -> None:
+    """Raise ValueError where tensors, in the order of their bytes, leave a gap from `first` to `total`, or overlap."""
+    end = first
+    for name, tensor in tensors.items():
+        if tensor.start != end:
+            raise ValueError(f"{name} begins at byte {tensor.start:,} and must begin at byte {end:,}")
+        end = tensor.stop
+    if end != total:
+        raise ValueError(f"its tensors end at byte {end:,}, the file ({size_text(total)}) at byte {total:,}")
 
 
 def _tensor(name: str, entry: object, first: int) -> StoredTensor:
@@ -140,7 +155,8 @@ def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tup
         raise ValueError(f"the name of a tensor ({name!r}) must be printable")
     if not isinstance(entry, dict):
         raise ValueError(f"{name} must be a JSON object")
-    shape, dtype = entry.get("shape"), entry.get("dtype")
+    shape = entry.get("shape")
+    dtype = entry.get("dtype")
     if not is_counts(shape) or len(shape) > MAX_DIMS:
         raise ValueError(f"the shape of {name} must be at most {MAX_DIMS} whole numbers")
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -149,8 +165,8 @@ def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tup
 
 
 def is_counts(value: object) -> TypeGuard[list[int]]:
-    """Whether `value`, as JSON has it, is a list of whole numbers that a tensor or a file can have."""
-    return isinstance(value, list) and all(type(number) is int and 0 <= number < _LARGEST for number in value)
+    """True if `value`, as JSON has it, is a list of whole numbers that a tensor or a file can have."""
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < _COUNT_LIMIT for number in value)
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -160,27 +176,26 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
-FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Names of torch → of safetensors."""
-FLOATING = {**{name: dtype for dtype, name in FLOATS.items()}, "F64": "float64"}
-_NAN = np.uint16(0x7FC0)
-
-
 def cast(values: npt.NDArray[Any], source: str, target: str) -> npt.NDArray[Any]:
-    """`values` of the format `source` as `target` has them; either is a name of safetensors in `FLOATING`."""
+    """Values of the format `source` in the format `target`; each is a name of safetensors in `FLOATING`.
+
+    Rounded to the nearest, ties to even; by way of float32, as torch casts.
+    """
+    if source == target:
+        return values
     with np.errstate(over="ignore", invalid="ignore"):
-        return values if source == target else _narrow(_widen(values, source), target)
+        return _narrow(_widen(values, source), target)
 
 
 def overflows(values: npt.NDArray[Any], source: str, target: str) -> bool:
-    """Whether a finite value becomes infinite by the cast: float16 ends at 65,504."""
+    """True if a finite value becomes infinite by the cast: float16 ends at 65,504."""
     with np.errstate(over="ignore", invalid="ignore"):
         wide = _widen(values, source)
         return bool((np.isfinite(wide) & ~np.isfinite(_widen(_narrow(wide, target), target))).any())
 
 
 def _widen(values: npt.NDArray[Any], source: str) -> npt.NDArray[np.float32]:
-    if source == "BF16":
+    if source == "BF16":  # the upper half of a float32
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
 
@@ -190,6 +205,8 @@ def _narrow(wide: npt.NDArray[np.float32], target: str) -> npt.NDArray[Any]:
         return wide.astype(np.float16)
     if target == "BF16":
         bits = np.ascontiguousarray(wide).view(np.uint32)
+        # The lower half decides: below 0x8000 the sum does not carry, above it does, and at 0x8000 (a tie) it carries
+        # where the last bit that stays is 1, which makes that bit 0. A NaN could carry into infinity: it is set apart.
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
         return np.where(np.isnan(wide), _NAN, rounded)
     return wide

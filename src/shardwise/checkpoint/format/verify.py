@@ -1,12 +1,11 @@
 """Verification of a checkpoint: every byte is read once, about 16 MiB at a time.
 
-For each file: its length, the checksum of each chunk, and its safetensors header. For each tensor: whether its pieces
-tile it without a gap or an overlap, and how many of its values are not finite.
+A file is checked for its length, the checksum of each chunk, and its safetensors header; a tensor for a gap or an
+overlap of its pieces, and for values that are not finite.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +30,9 @@ _NOT_FINITE = {
 }
 """dtype → (numpy's integer of its bits, the exponent's bits): they are all set in NaN and infinity, and only there."""
 _COUNTED_AT_ONCE = 2**18
+"""Values whose mask is in memory at once: it then stays in the processor's cache."""
 _PAIRS_AT_ONCE = 2**20
+"""Pairs of boxes that are compared at once: some tens of megabytes of indices."""
 _SHOWN = 5
 
 
@@ -45,7 +46,7 @@ class Report:
         files: number of files that the manifest lists.
         bytes: number of bytes that were read.
         tensors: number of tensors that the manifest lists.
-        non_finite: STATE/NAME → how many values are NaN or infinite.
+        non_finite: STATE/NAME → number of values that are NaN or infinite.
         unlisted: files that the manifest does not list.
     """
 
@@ -66,6 +67,7 @@ def verify(folder: Root, progress: Callable[[int], None] | None = None) -> Repor
     """Read a whole checkpoint and report every problem.
 
     Args:
+        folder: the checkpoint.
         progress: called with the number of bytes that were read since the last call.
 
     Raises:
@@ -84,24 +86,37 @@ def verify(folder: Root, progress: Callable[[int], None] | None = None) -> Repor
     report.tensors = sum(len(named) for named in manifest.tensors.values())
     report.problems += [f"{folder}: {problem}" for problem in untiled(manifest.tensors)]
     _find_unlisted(folder, manifest, present, report)
-    # For each file: name in the file → (STATE/NAME, where the piece lies).
-    expected: list[dict[str, tuple[str, StoredTensor]]] = [{} for _ in manifest.files]
+    for entry, pieces in zip(manifest.files, _pieces_by_file(manifest), strict=True):
+        file = folder / entry.path
+        try:
+            require_size(file, entry)
+            is_intact = _verify_file(file, entry, pieces.values(), report, progress)
+            if is_intact and (pieces or entry.path.endswith(_SUFFIX)):
+                report.problems += _header_problems(file, {label: piece.stored for label, piece in pieces.items()})
+        except StoreError as error:
+            report.problems.append(str(error))
+    return report
+
+
+@dataclass(frozen=True)
+class _LabelledPiece:
+    """A piece in a file: STATE/NAME of its tensor, and its bytes, which are a tensor of that file."""
+
+    tensor: str
+    stored: StoredTensor
+
+
+def _pieces_by_file(manifest: Manifest) -> list[dict[str, _LabelledPiece]]:
+    """For each file the pieces that the manifest expects there, by their names in the file."""
+    pieces: list[dict[str, _LabelledPiece]] = [{} for _ in manifest.files]
     for state, tensors in manifest.tensors.items():
         for name, tensor in tensors.items():
             for piece in tensor.pieces:
                 stop = piece.offset + tensor.nbytes(piece)
                 stored = StoredTensor(tensor.dtype, piece.box.size, piece.offset, stop)
-                expected[piece.file][label(state, name, tensor.shape, piece.box)] = f"{state}/{name}", stored
-    for entry, pieces in zip(manifest.files, expected, strict=True):
-        file = folder / entry.path
-        try:
-            require_size(file, entry)
-            intact = _verify_file(file, entry, pieces.values(), report, progress)
-            if intact and (pieces or entry.path.endswith(_SUFFIX)):
-                report.problems += _header_problems(file, {name: stored for name, (_, stored) in pieces.items()})
-        except StoreError as error:
-            report.problems.append(str(error))
-    return report
+                name_in_file = label(state, name, tensor.shape, piece.box)
+                pieces[piece.file][name_in_file] = _LabelledPiece(f"{state}/{name}", stored)
+    return pieces
 
 
 def untiled(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
@@ -115,51 +130,65 @@ def untiled(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
 
 
 def tiling_problem(shape: tuple[int, ...], pieces: Pieces) -> str | None:
-    """Why pieces, each inside the shape, do not tile it; None where every element is in exactly one of them."""
+    """The reason why pieces, each inside the shape, do not tile it.
+
+    None where every element is in exactly one of them: they do not overlap, and have as many elements as the shape.
+    """
     numels = pieces.sizes.prod(axis=1)
-    starts, sizes = pieces.starts[numels > 0], pieces.sizes[numels > 0]
+    starts = pieces.starts[numels > 0]
+    sizes = pieces.sizes[numels > 0]
     if len(starts) > 1:
         if not shape:
             return "overlap: it has one element"
-        if pair := _overlap(starts, starts + sizes):
+        pair = _overlap(starts, starts + sizes)
+        if pair is not None:
             first, second = (Box(tuple(starts[at].tolist()), tuple(sizes[at].tolist())) for at in pair)
-            return f"overlap: {_shown(first)} and {_shown(second)}"
-    covered, whole = int(numels.sum()), math.prod(shape)
-    return None if covered == whole else f"leave a gap: they cover {covered:,} of its {whole:,} elements"
+            return f"overlap: {_slice_text(first)} and {_slice_text(second)}"
+    covered = int(numels.sum())
+    total = math.prod(shape)
+    return None if covered == total else f"leave a gap: they cover {covered:,} of its {total:,} elements"
 
 
 def _overlap(starts: Numbers, stops: Numbers) -> tuple[int, int] | None:
-    """Two boxes with elements that share one, by their numbers; `starts`, `stops`: `[boxes, dims]`.
+    """The numbers of two boxes that share an element; none of them is empty. `starts`, `stops`: `[boxes, dims]`.
 
     Along the dim with the most different starts, only boxes that overlap in it are compared, a million pairs at a time.
     """
     dim = max(range(starts.shape[1]), key=lambda i: len(np.unique(starts[:, i])))
     order = np.argsort(starts[:, dim], kind="stable")
-    starts, stops = starts[order], stops[order]
+    starts = starts[order]
+    stops = stops[order]
     boxes = np.arange(len(starts))
-    after = np.searchsorted(starts[:, dim], stops[:, dim]) - boxes - 1  # how many begin in the dim before a box ends
-    for block in np.split(boxes, np.flatnonzero(np.diff(np.cumsum(after) // _PAIRS_AT_ONCE)) + 1):
-        first, count = np.repeat(block, after[block]), after[block]
-        second = first + 1 + np.arange(len(first)) - np.repeat(np.cumsum(count) - count, count)
+    # Of the boxes behind a box in this order, the first `candidates` begin before it ends: these alone may overlap it.
+    candidates = np.searchsorted(starts[:, dim], stops[:, dim]) - boxes - 1
+    for block in np.split(boxes, np.flatnonzero(np.diff(np.cumsum(candidates) // _PAIRS_AT_ONCE)) + 1):
+        # For box b with c candidates, the pairs (b, b + 1), (b, b + 2), ..., (b, b + c).
+        count = candidates[block]
+        first = np.repeat(block, count)
+        pairs_before = np.repeat(np.cumsum(count) - count, count)
+        second = first + 1 + np.arange(len(first)) - pairs_before
         shared = np.flatnonzero(((starts[second] < stops[first]) & (starts[first] < stops[second])).all(axis=1))
         if len(shared):
-            pair = shared[np.lexsort((first[shared], second[shared]))[0]]
+            pair = shared[np.lexsort((first[shared], second[shared]))[0]]  # the pair whose later box comes first
             return int(order[first[pair]]), int(order[second[pair]])
     return None
 
 
 def non_finite(data: memoryview, dtype: str) -> int:
-    """How many values of a safetensors dtype are NaN or infinite."""
+    """The number of values of a safetensors dtype that are NaN or infinite."""
     if dtype not in _NOT_FINITE:
         return 0
     numpy, exponent = _NOT_FINITE[dtype]
     bits = np.frombuffer(data, numpy)
-    blocks = (bits[i : i + _COUNTED_AT_ONCE] for i in range(0, len(bits), _COUNTED_AT_ONCE))
-    return sum(int(np.count_nonzero((block & exponent) == exponent)) for block in blocks)
+    count = 0
+    for start in range(0, len(bits), _COUNTED_AT_ONCE):
+        block = bits[start : start + _COUNTED_AT_ONCE]
+        count += int(np.count_nonzero((block & exponent) == exponent))
+    return count
 
 
 def non_finite_text(counts: Mapping[str, int]) -> str:
-    """Which tensors have values that are NaN or infinite, and how many each; `counts`: by name, not empty."""
+    """The tensors with values that are NaN or infinite, for messages; `counts`: their numbers by name, not empty."""
     shown = [f"{name} ({count:,})" for name, count in list(counts.items())[:_SHOWN]]
     if len(counts) > _SHOWN:
         shown.append(f"{len(counts) - _SHOWN:,} more tensors")
@@ -169,13 +198,13 @@ def non_finite_text(counts: Mapping[str, int]) -> str:
 def _verify_file(
     file: Root,
     entry: FileEntry,
-    pieces: Iterable[tuple[str, StoredTensor]],
+    pieces: Iterable[_LabelledPiece],
     report: Report,
     progress: Callable[[int], None] | None,
 ) -> bool:
     """Read a file once, for its checksums and its values; returns whether all chunks match their checksums."""
     damaged: list[int] = []
-    begun = b""  # the first bytes of a value that continues in the next block
+    partial_value = b""  # the first bytes of a value that continues in the next block
     at_once = max(1, READ_BYTES // entry.chunk_bytes)
     for first in range(0, entry.chunks, at_once):
         begin = first * entry.chunk_bytes
@@ -187,50 +216,56 @@ def _verify_file(
         if len(data) != stop - begin:
             raise DamageError(f"{file} is damaged: it ends at byte {begin + len(data):,}, before byte {stop:,}")
         for chunk in range(first, min(first + at_once, entry.chunks)):
-            at = (chunk - first) * entry.chunk_bytes
+            offset = (chunk - first) * entry.chunk_bytes
             try:
-                verify_chunk(file, entry, chunk, data[at : at + entry.chunk_bytes])
+                verify_chunk(file, entry, chunk, data[offset : offset + entry.chunk_bytes])
             except DamageError:
                 damaged.append(chunk)
-        if begun:
-            begin, data = begin - len(begun), memoryview(begun + bytes(data))
-        begun = _count_non_finite(pieces, begin, data, report.non_finite)
+        if partial_value:
+            begin -= len(partial_value)
+            data = memoryview(partial_value + bytes(data))
+        partial_value = _count_non_finite(pieces, begin, data, report.non_finite)
     for low, high in consecutive(damaged):
-        begin, stop = low * entry.chunk_bytes, min((high + 1) * entry.chunk_bytes, entry.bytes)
+        begin = low * entry.chunk_bytes
+        stop = min((high + 1) * entry.chunk_bytes, entry.bytes)
         chunks = f"chunk {low}" if low == high else f"chunks {low} to {high}"
         report.problems.append(f"{file} is damaged: bytes {begin:,} to {stop:,} do not match their checksum ({chunks})")
     return not damaged
 
 
-def _count_non_finite(
-    pieces: Iterable[tuple[str, StoredTensor]], begin: int, data: memoryview, counts: dict[str, int]
-) -> bytes:
-    """Add the values in a block of a file that are not finite to `counts`, by the key of their piece.
+def _count_non_finite(pieces: Iterable[_LabelledPiece], begin: int, data: memoryview, counts: dict[str, int]) -> bytes:
+    """Add the number of values in a block of a file that are not finite to `counts`, by their tensor.
 
     `begin`: the block's first byte in the file; a piece that began before it has a value that begins there. Returns the
     first bytes of a value that continues behind the block.
     """
-    begun = b""
-    for key, stored in pieces:
-        start, stop = max(stored.start, begin), min(stored.stop, begin + len(data))
+    partial_value = b""
+    for piece in pieces:
+        stored = piece.stored
+        start = max(stored.start, begin)
+        stop = min(stored.stop, begin + len(data))
         if start < stop:
-            whole = stop - (stop - start) % DTYPES[stored.dtype].itemsize
-            if count := non_finite(data[start - begin : whole - begin], stored.dtype):
-                counts[key] = counts.get(key, 0) + count
-            begun = begun or bytes(data[whole - begin : stop - begin])
-    return begun
+            stop_of_values = stop - (stop - start) % DTYPES[stored.dtype].itemsize
+            count = non_finite(data[start - begin : stop_of_values - begin], stored.dtype)
+            if count:
+                counts[piece.tensor] = counts.get(piece.tensor, 0) + count
+            partial_value = partial_value or bytes(data[stop_of_values - begin : stop - begin])
+    return partial_value
 
 
 def consecutive(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """First and last of each run of consecutive numbers, of ascending ones."""
-    # The difference of a number and its place is the same throughout a run.
-    groups = itertools.groupby(enumerate(numbers), key=lambda item: item[1] - item[0])
-    runs = [[number for _, number in group] for _, group in groups]
-    return [(run[0], run[-1]) for run in runs]
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
 
 
 def _header_problems(file: Root, expected: Mapping[str, StoredTensor]) -> list[str]:
-    """Where a file's own header and the manifest disagree: other programs read the header."""
+    """Disagreements of a file's own header and the manifest: other programs read the header."""
     stored = parse_header(file)
     differing = [name for name in dict.fromkeys([*expected, *stored]) if stored.get(name) != expected.get(name)]
     return [f"{file}: its header and {MANIFEST} say different things about {name}" for name in differing]
@@ -246,5 +281,5 @@ def _find_unlisted(folder: Root, manifest: Manifest, present: Iterable[str], rep
     ]
 
 
-def _shown(box: Box) -> str:
+def _slice_text(box: Box) -> str:
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + "]"

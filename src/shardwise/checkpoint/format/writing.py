@@ -22,9 +22,13 @@ from shardwise.data.hub import INDEX
 
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9
-_Weight = TypeVar("_Weight", "StreamedWeight", "PlannedPiece")
+"""Size of a shard at most: the default of `transformers`."""
 STREAM_BYTES = 64 * 2**20
-"""Of a tensor that are held in memory at a time."""
+"""Bytes of a tensor that are in memory at a time."""
+_Weight = TypeVar("_Weight", "StreamedWeight", "PlannedPiece")
+
+
+# ---- files that are planned as a whole
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,10 @@ class PlannedPiece:
         return PlannedPiece(MODEL, name, shape, dtype, Box.whole(shape))
 
 
-StoredName: TypeAlias = tuple[str, str, tuple[int, ...], str]
-"""Of a tensor: state, name, shape, dtype."""
-Places: TypeAlias = Mapping[StoredName, Sequence[tuple[int, ...]]]
-"""Of each tensor in a file, its pieces there: offset, where the box starts, its size, as one tuple of numbers."""
+_TensorKey: TypeAlias = tuple[str, str, tuple[int, ...], str]
+"""State, name, shape and dtype of a tensor."""
+PieceRows: TypeAlias = Mapping[_TensorKey, Sequence[tuple[int, ...]]]
+"""Tensor in a file → its pieces there, each as one tuple of numbers: offset, start of the box, size of the box."""
 
 
 @dataclass(frozen=True)
@@ -64,36 +68,42 @@ class PlannedFile:
 
     @staticmethod
     def of(path: str, pieces: Sequence[PlannedPiece]) -> PlannedFile:
-        named = [
+        labelled = [
             (label(piece.state, piece.name, piece.shape, piece.box), piece.dtype, piece.box.size) for piece in pieces
         ]
-        head, offsets, total = header(named, {"format": "pt"})
+        # `transformers` opens only files whose metadata name the format.
+        first_bytes, offsets, total = header(labelled, {"format": "pt"})
         placed = tuple(replace(piece, offset=offset) for piece, offset in zip(pieces, offsets, strict=True))
-        return PlannedFile(path, head, total, placed)
+        return PlannedFile(path, first_bytes, total, placed)
 
     @property
-    def places(self) -> tuple[str, Places]:
-        """What a manifest needs to know of the file, in the form that takes least time to send and to merge."""
-        places: dict[StoredName, list[tuple[int, ...]]] = {}
+    def piece_rows(self) -> tuple[str, PieceRows]:
+        """The path and pieces for a manifest, in the form that takes least time to send and to merge."""
+        rows: dict[_TensorKey, list[tuple[int, ...]]] = {}
         for piece in self.pieces:
             row = (piece.offset, *piece.box.start, *piece.box.size)
-            places.setdefault((piece.state, piece.name, piece.shape, piece.dtype), []).append(row)
-        return self.path, places
+            rows.setdefault((piece.state, piece.name, piece.shape, piece.dtype), []).append(row)
+        return self.path, rows
 
 
 def tensor_entries(
-    entries: Sequence[FileEntry], places: Iterable[tuple[str, Places]]
+    entries: Sequence[FileEntry], rows_of_files: Iterable[tuple[str, PieceRows]]
 ) -> dict[str, dict[str, TensorEntry]]:
-    """What a manifest says of the tensors in files; `entries`: its files, in its order; `places`: by a file's path."""
-    index = {entry.path: number for number, entry in enumerate(entries)}
-    rows: dict[StoredName, list[tuple[int, ...]]] = {}
-    for path, of_file in places:
-        number = index[path]
-        for key, placed in of_file.items():
-            rows.setdefault(key, []).extend((number, *row) for row in placed)
+    """State → name → tensor of a manifest.
+
+    Args:
+        entries: the manifest's files, in their order.
+        rows_of_files: (path, pieces) of each file with tensors.
+    """
+    number_of_file = {entry.path: number for number, entry in enumerate(entries)}
+    table: dict[_TensorKey, list[tuple[int, ...]]] = {}
+    for path, rows_by_tensor in rows_of_files:
+        number = number_of_file[path]
+        for key, rows in rows_by_tensor.items():
+            table.setdefault(key, []).extend((number, *row) for row in rows)
     tensors: dict[str, dict[str, TensorEntry]] = {}
-    for (state, name, shape, dtype), pieces in rows.items():
-        tensors.setdefault(state, {})[name] = TensorEntry(shape, dtype, Pieces.of_rows(pieces, len(shape)))
+    for (state, name, shape, dtype), rows in table.items():
+        tensors.setdefault(state, {})[name] = TensorEntry(shape, dtype, Pieces.of_rows(rows, len(shape)))
     return tensors
 
 
@@ -119,8 +129,8 @@ class WrittenFolder:
     """A folder that was written.
 
     Attributes:
-        folder: under its final name.
-        files: how many files it holds, the manifest included.
+        folder: the folder, under its final name.
+        files: number of files, the manifest included.
         bytes: length of all files but the manifest.
     """
 
@@ -133,17 +143,21 @@ def write_folder(
     parent: Root,
     name: str,
     weights: Sequence[StreamedWeight],
-    beside: Mapping[str, bytes],
+    small_files: Mapping[str, bytes],
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
     manifest: Callable[[Sequence[FileEntry], Sequence[PlannedFile]], Manifest] | None = None,
     replaces: bool = False,
 ) -> WrittenFolder:
-    """A Hugging Face folder, or a checkpoint without optimizer state: complete or not there.
+    """Write a Hugging Face folder, or a checkpoint without optimizer state: complete or not there.
 
     Args:
-        beside: name → content of the other files. `config.json`, which makes a folder a model's, is written last.
+        parent: folder that holds the new one.
+        name: name of the folder.
+        weights: weights in the order in which they are written.
+        small_files: name → content of the other files. `config.json`, which makes a folder a model's, is written last.
+        max_shard_bytes: size of a file with weights at most; a larger tensor has one to itself.
         progress: called with the bytes of weights that were written since the last call.
         manifest: makes the manifest from the written files, once all weights were read; None for a folder without one.
         replaces: a folder of that name is removed once the new one is complete; else there must be none.
@@ -152,15 +166,16 @@ def write_folder(
         ConfigError: the folder exists. StoreError: a file cannot be written. Whatever reading the weights raises.
     """
     final = parent / name
+    # An object store has no folders: names below it show that it is taken.
     if not replaces and (final.exists() or final.names()):
         raise ConfigError(f"{final} exists already: choose another name, or remove it")
     parent.make()
     require_room(parent, sum(weight.nbytes for weight in weights), f"writing {name}")
     with staged(parent, name) as staging:
         files, entries = _write_weights(staging, weights, max_shard_bytes, progress)
-        small = {**beside, **weight_index({file.path: file.pieces for file in files})}
-        for path in sorted(small, key=lambda path: path == CONFIG):
-            entries.append(write_small(staging, path, small[path]))
+        contents = {**small_files, **weight_index({file.path: file.pieces for file in files})}
+        for path in sorted(contents, key=lambda path: path == CONFIG):
+            entries.append(write_small(staging, path, contents[path]))
         if manifest is not None:
             (staging / MANIFEST).write(manifest(entries, files).to_json().encode())
         if replaces and parent.is_local:
@@ -170,20 +185,24 @@ def write_folder(
 
 
 def weight_index(shards: Mapping[str, Sequence[PlannedPiece]]) -> dict[str, bytes]:
-    """The file that says which shard holds which weight; nothing where there is one shard. `shards`: by their paths."""
+    """Name and content of the file that says which shard holds which weight; nothing where there is one shard.
+
+    `shards`: path → weights.
+    """
     if len(shards) < 2:
         return {}
     total = sum(weight.nbytes for weights in shards.values() for weight in weights)
-    places = {weight.name: path for path, weights in shards.items() for weight in weights}
-    return {INDEX: to_json({"metadata": {"total_size": total}, "weight_map": places})}
+    path_of_weight = {weight.name: path for path, weights in shards.items() for weight in weights}
+    return {INDEX: to_json({"metadata": {"total_size": total}, "weight_map": path_of_weight})}
 
 
 def _write_weights(
     folder: Root, weights: Sequence[StreamedWeight], max_shard_bytes: int, progress: Callable[[int], None] | None
 ) -> tuple[list[PlannedFile], list[FileEntry]]:
-    """The shards, named as `transformers` names them."""
+    """Write the shards, named as `transformers` names them."""
     shards = list(cut(weights, max_shard_bytes))
-    files, entries = [], []
+    files: list[PlannedFile] = []
+    entries: list[FileEntry] = []
     for name, shard in zip(shard_names(len(shards)), shards, strict=True):
         file = PlannedFile.of(name, [PlannedPiece.weight(w.name, w.shape, w.dtype) for w in shard])
         with ChunkedWriter(folder / name, file.size, name) as writer:
@@ -200,33 +219,34 @@ def _write_weights(
 
 def write_small(folder: Root, path: str, data: bytes) -> FileEntry:
     """Write one of the files beside the weights, which may lie in a folder of its own."""
-    inner = path.rpartition("/")[0]
-    if inner:
-        (folder / inner).make()
+    subfolder = path.rpartition("/")[0]
+    if subfolder:
+        (folder / subfolder).make()
     with ChunkedWriter(folder / path, len(data), path) as writer:
         writer.write(data)
         entry = writer.close()
-    if inner:
-        (folder / inner).sync()
+    if subfolder:
+        (folder / subfolder).sync()
     return entry
 
 
 def cut(weights: Sequence[_Weight], max_shard_bytes: int) -> Iterator[list[_Weight]]:
-    """Shards of at most `max_shard_bytes`; a larger tensor has one to itself."""
+    """Cut weights into shards of at most `max_shard_bytes`; a larger tensor has one to itself."""
     shard: list[_Weight] = []
-    held = 0
+    shard_bytes = 0
     for weight in weights:
-        if shard and held + weight.nbytes > max_shard_bytes:
+        if shard and shard_bytes + weight.nbytes > max_shard_bytes:
             yield shard
-            shard, held = [], 0
+            shard = []
+            shard_bytes = 0
         shard.append(weight)
-        held += weight.nbytes
+        shard_bytes += weight.nbytes
     if shard:
         yield shard
 
 
 def shard_names(count: int) -> list[str]:
-    """What `transformers` calls the shards of a model."""
+    """The names of a model's shards, as `transformers` has them."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
@@ -241,7 +261,7 @@ def to_json(value: object) -> bytes:
 
 @contextlib.contextmanager
 def staged(parent: Root, name: str) -> Iterator[Root]:
-    """A folder that is complete or not there: on a local disk its name is `.NAME.partial` until all of it is written.
+    """Yield a folder that is complete or not there: on a local disk it is `.NAME.partial` until all of it is written.
 
     An object store has no rename; there, the file that makes the folder valid must be written last.
     """
@@ -261,11 +281,14 @@ def staged(parent: Root, name: str) -> Iterator[Root]:
         raise
 
 
-def require_room(folder: Root, needed: int, what: str, advice: str = "make room there") -> None:
-    """Raise StoreError where the disk has no room for `needed` bytes; `what`: the subject of the message."""
+def require_room(folder: Root, needed: int, subject: str, advice: str = "make room there") -> None:
+    """Raise StoreError where the disk has no room for `needed` bytes.
+
+    The message begins with `subject` and ends with `advice`.
+    """
     free = folder.free_bytes()
     if free is not None and free < needed:
         raise StoreError(
-            f"{what} needs {size(needed)} ({needed:,} bytes) in {folder}, where {size(free)} are free: {advice}",
+            f"{subject} needs {size(needed)} ({needed:,} bytes) in {folder}, where {size(free)} are free: {advice}",
             out_of_space=True,
         )

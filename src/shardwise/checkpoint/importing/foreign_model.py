@@ -1,14 +1,11 @@
-"""A model of another program, and how it becomes a checkpoint of step 0.
-
-A Hugging Face folder, whichever program spelled the names of its weights.
-"""
+"""A model of another program, and how it becomes a checkpoint of step 0."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -16,17 +13,12 @@ from typing import Any
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError
-from shardwise.base.tensor_box import Box
-from shardwise.checkpoint.companions import beside_weights, token_ids
-from shardwise.checkpoint.format.manifest import MODEL, Manifest, TensorEntry
-from shardwise.checkpoint.format.model_file import read_model
-from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
-from shardwise.checkpoint.format.tensors import StoredTensors, differing_copies, find_sources, segments
+from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.format.safetensors import FLOATING
 from shardwise.checkpoint.format.verify import non_finite, non_finite_text
 from shardwise.checkpoint.format.writing import (
     CONFIG,
     MAX_SHARD_BYTES,
-    STREAM_BYTES,
     PlannedFile,
     StreamedWeight,
     WrittenFolder,
@@ -51,17 +43,18 @@ class ForeignModel:
     """A model of another program, whose weights have not been read yet.
 
     Attributes:
+        config: configuration of the model.
         weights: all canonical weights, in the model's order.
         layout: degrees of parallelism of the source; empty where it is not sharded.
-        beside: name → content of other files of the model.
+        small_files: name → content of other files of the model.
         tokens: ids of special tokens, for `config.json`.
-        notes: for the user: settings of the other program that have no counterpart here.
+        notes: sentences for the user, on settings of the other program that have no counterpart here.
     """
 
     config: FamilyConfig
     weights: Sequence[StreamedWeight]
     layout: Mapping[str, Any] = field(default_factory=dict)
-    beside: Mapping[str, bytes] = field(default_factory=dict)
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
@@ -105,87 +98,51 @@ def write_checkpoint(
         ConfigError: there is one, or a weight has values that are not finite. StoreError: a file cannot be read or
         written.
     """
+    # Values are checked as they are written: to read the weights twice would take twice the time.
     not_finite: Counter[str] = Counter()
 
     def manifest(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> Manifest:
         if not_finite:
             raise ConfigError(f"SOURCE must have finite weights, and it has {non_finite_text(not_finite)}")
-        return Manifest(
-            step=STEP,
-            samples=0,
-            position=0,
-            tokens=0,
-            config={"model": opened.config.model_dump(mode="json")},
-            layout=opened.layout,
-            schedule={},
-            data={},
-            rng={},
-            versions={"shardwise": __version__, "torch": importlib.metadata.version("torch")},
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            optimizer=None,
-            files=tuple(entries),
-            tensors=tensor_entries(entries, [file.places for file in files]),
-        )
+        return _manifest(opened, entries, files)
 
+    weights = [replace(weight, read=partial(_read_counting, weight, not_finite)) for weight in opened.weights]
+    described = {**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}
+    small_files = {**opened.small_files, CONFIG: to_json(described)}
     return write_folder(
         root,
         step_name(STEP),
-        [replace(weight, read=partial(_counted, weight, not_finite)) for weight in opened.weights],
-        {
-            **opened.beside,
-            CONFIG: to_json({**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}),
-        },
+        weights,
+        small_files,
         max_shard_bytes=max_shard_bytes,
         progress=progress,
         manifest=manifest,
     )
 
 
-def _counted(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
-    """The bytes of a weight; how many of its values are not finite is added to `not_finite`."""
+def _manifest(opened: ForeignModel, entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> Manifest:
+    return Manifest(
+        step=STEP,
+        samples=0,
+        position=0,
+        tokens=0,
+        config={"model": opened.config.model_dump(mode="json")},
+        layout=opened.layout,
+        schedule={},
+        data={},
+        rng={},
+        versions={"shardwise": __version__, "torch": importlib.metadata.version("torch")},
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        optimizer=None,
+        files=tuple(entries),
+        tensors=tensor_entries(entries, [file.piece_rows for file in files]),
+    )
+
+
+def _read_counting(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
+    """Yield the bytes of a weight, and add the number of its values that are not finite to `not_finite`."""
     for data in weight.read():
-        if count := non_finite(memoryview(data).cast("B"), weight.dtype):
+        count = non_finite(memoryview(data).cast("B"), weight.dtype)
+        if count:
             not_finite[weight.name] += count
         yield data
-
-
-def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignModel:
-    """The model of a folder with config.json and safetensors weights.
-
-    Args:
-        folder: the folder.
-        ignore: fields of config.json that change nothing, as the user says.
-
-    Raises:
-        ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file
-        cannot be read.
-    """
-    if not (folder / CONFIG).exists():
-        raise ConfigError(f"{folder} must hold a {CONFIG} that describes the model: it has none")
-    config = read_model(folder / CONFIG, ignore)
-    tensors = StoredTensors.of(folder)
-    stored = tensors.states[MODEL]
-    shapes = canonical_shapes(config)
-    sources, problems = find_sources(str(folder), config.family, shapes, stored)
-    if not problems:
-        copied = {name: names[0] for name, names in sources.items() if len(names) > 1}
-        boxes = [(name, box) for name, first in copied.items() for box in _boxes(stored[first])]
-        problems = differing_copies(str(folder), tensors, sources, boxes)
-    if problems:
-        raise ConfigError(problems)
-    weights = [
-        StreamedWeight(name, stored[source].dtype, shape, partial(_read, tensors, source))
-        for name, shape in shapes.items()
-        for source in sources[name][:1]
-    ]
-    return ForeignModel(config, weights, beside=beside_weights(folder), tokens=token_ids(folder / CONFIG))
-
-
-def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
-    for box in _boxes(tensors.states[MODEL][name]):
-        yield tensors.read(MODEL, name, box).tobytes()
-
-
-def _boxes(entry: TensorEntry) -> Iterator[Box]:
-    """A tensor, cut so that one box fits into memory."""
-    return segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize)

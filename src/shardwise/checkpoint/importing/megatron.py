@@ -17,10 +17,9 @@ query groups, d head size; the fused Q, K and V have, by checkpoint version,
 NeMo's models have the names of `megatron.legacy` after the prefix `model.`. Where g < n, their queries are a tensor
 of their own, and another one has keys and values as [g, 2, d].
 
-The model that Megatron-LM's arguments describe: they are saved in every file of a checkpoint, under "args".
-
-Names and defaults are those of megatron/training/arguments.py, older spellings included. An argument that would make
-another model is an error, and all such errors are reported at once; arguments that only concern training are ignored.
+The arguments describe the model. Their names and defaults are those of megatron/training/arguments.py, older
+spellings included. An argument that would make another model is an error, and all such errors are reported at once;
+arguments that only concern training are ignored.
 """
 
 from __future__ import annotations
@@ -28,30 +27,33 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.checkpoint.format.model_file import validated
+from shardwise.checkpoint.format.config_json import validated
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
-from shardwise.checkpoint.importing.shards import Shards, Stacked, require_ranks, stack
+from shardwise.checkpoint.importing.tensor_parallel_shards import Shards, Stacked, require_ranks, stack
 from shardwise.config import GPTConfig, LlamaConfig
 
+RankStates: TypeAlias = Mapping[tuple[int, int], Mapping[str, Any]]
+"""(tensor-parallel rank, pipeline stage) → content of its file."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _RANK_NAMES = ("mp_rank_{:02d}", "mp_rank_{:02d}_{:03d}")  # without and with pipeline stages
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _VERSIONS = (0, 1, 2, 3)
 _MOST_RANKS = 2**20
+"""More ranks than any machine has: a wrong degree must not make a list of all of them."""
 _SHOWN = 8
 
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
 # Names of `megatron.legacy`, with its own older ones and NeMo's; of Megatron Core, without and with TransformerEngine.
-_INSIDE = (
+_NAMES_IN_LAYER = (
     (r"input_(?:layer)?norm\.(weight|bias)", "input_norm"),
     (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)", "input_norm"),
     (r"(?:self_)?attention\.query_key_value\.(weight|bias)", "qkv"),
@@ -66,7 +68,7 @@ _INSIDE = (
     (r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)", "fc1"),
     (r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)", "fc2"),
 )
-_OUTSIDE = (
+_NAMES_OUTSIDE = (
     (r"embedding\.word_embeddings\.(weight)", "word"),
     (r"embedding\.position_embeddings\.(weight)", "position"),
     (r"(?:word_embeddings_for_head|word_embeddings|output_layer)\.(weight)", "head"),
@@ -85,9 +87,9 @@ _MODULES = {
     "mlp.c_fc": ("fc1", "columns"), "mlp.c_proj": ("fc2", "rows"),
     "mlp.gate_proj": ("fc1", "gate"), "mlp.up_proj": ("fc1", "up"), "mlp.down_proj": ("fc2", "rows"),
 }  # fmt: skip
-"""Hugging Face's module, without its layer → the name above, and how tensor-parallel ranks hold it."""
+"""Hugging Face's module, without its layer → the role above, and the way in which tensor-parallel ranks hold it."""
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
-_OUR_LAYER = re.compile(r"layers\.(\d+)\.")
+_ROLE_LAYER = re.compile(r"layers\.(\d+)\.")
 _NO_WEIGHTS = re.compile(r".*(_extra_state|rotary(_pos)?_emb\.inv_freq)")
 
 
@@ -95,8 +97,9 @@ def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: b
     """The model in a Megatron-LM checkpoint.
 
     Args:
-        vocab_size: without padding, where the checkpoint lacks it.
-        allow_drift: whether the first of several replicas is taken although others differ.
+        source: the folder of the checkpoint, or of one iteration.
+        vocab_size: number of tokens without padding, where the checkpoint lacks it.
+        allow_drift: the first of several replicas is taken although others differ.
 
     Raises:
         ConfigError: it is none, of another model than GPT-2 or Llama, incomplete, or contradicts itself: everything
@@ -108,29 +111,32 @@ def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: b
 
 
 def combined(
-    states: Mapping[tuple[int, int], Mapping[str, Any]],
+    states: RankStates,
     folder: Path,
     vocab_size: int | None,
     rank_names: tuple[str, str],
     *,
     allow_drift: bool,
 ) -> ForeignModel:
-    """The model of which each (tensor-parallel rank, pipeline stage) holds a part, as Megatron-LM's files have it.
+    """The model of which each rank holds a part, as Megatron-LM's files have it.
 
     Args:
-        folder: names the source in messages.
+        states: content of the ranks' files.
+        folder: folder of the source, for messages.
+        vocab_size: as in `open_megatron`.
+        allow_drift: as in `open_megatron`.
         rank_names: formats of the ranks' names, without and with pipeline stages.
     """
-    args, version = _agreed(states, folder)
+    args, version = _common_arguments(states, folder)
     tensor, pipeline = _degrees(args, set(states), folder, rank_names)
     shards = Shards(str(folder), tensor, allow_drift)
-    legacy = _collect(states, shards, pipeline)
+    _add_tensors(states, shards, pipeline)
     if not shards.has("word.weight"):
         raise ConfigError(shards.problems or f"{folder} lacks its word embeddings")
     padded = sum(len(part) for part in shards.tensors["word.weight"])
     vocabulary = choose_vocabulary(args, padded, vocab_size, str(folder))
-    config, notes = read_args(args, vocabulary, str(folder), legacy=legacy)
-    layers = _layers(shards.tensors, 0)
+    config, notes = read_args(args, vocabulary, str(folder), legacy=_is_legacy(states))
+    layers = _count_layers(shards.tensors, 0)
     if layers != config.num_hidden_layers:
         raise ConfigError(
             f"{folder} must have as many layers as its num_layers ({config.num_hidden_layers}), and it has {layers}"
@@ -164,7 +170,8 @@ def _iteration(source: Path) -> Path:
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
     """(tensor-parallel rank, pipeline stage) → its file."""
-    ranks, problems = {}, []
+    ranks: dict[tuple[int, int], Path] = {}
+    problems: list[str] = []
     for path in sorted(folder.iterdir()):
         match = _RANK.fullmatch(path.name)
         if match is None:
@@ -186,6 +193,7 @@ def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _open(path: Path) -> Mapping[str, Any]:
+    """The content of a rank's file."""
     state = pickled.load(path)
     if not isinstance(state, dict):
         raise ConfigError(f"{path} must hold a dictionary, as Megatron-LM writes it")
@@ -194,20 +202,22 @@ def _open(path: Path) -> Mapping[str, Any]:
     return state
 
 
-def _agreed(states: Mapping[tuple[int, int], Mapping[str, Any]], folder: Path) -> tuple[dict[str, Any], int]:
+def _common_arguments(states: RankStates, folder: Path) -> tuple[dict[str, Any], int]:
     """The arguments and the checkpoint version, which must be the same in all files."""
-    first, *others = states.values()
-    args = vars(first["args"])
+    first = next(iter(states.values()))
+    args = dict(vars(first["args"]))
     version = first.get("checkpoint_version", 0)
     if version not in _VERSIONS:
         raise ConfigError(f"the checkpoint_version of {folder} ({version!r}) must be {listing(_VERSIONS, 'or')}")
-    problems = [
-        f"{folder}: {name} must be the same in all files, and some have {values[0]!r} and some {values[1]!r}"
-        for name in (*SIZES, "tensor_model_parallel_size", "pipeline_model_parallel_size")
-        if len(values := list(dict.fromkeys(vars(state["args"]).get(name) for state in states.values()))) > 1
-    ]
+    problems: list[str] = []
+    for name in (*SIZES, "tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        values = list(dict.fromkeys(vars(state["args"]).get(name) for state in states.values()))
+        if len(values) > 1:
+            problems.append(
+                f"{folder}: {name} must be the same in all files, and some have {values[0]!r} and some {values[1]!r}"
+            )
     for name in ("iteration", "checkpoint_version"):
-        if any(other.get(name) != first.get(name) for other in others):
+        if any(state.get(name) != first.get(name) for state in states.values()):
             problems.append(f"{folder}: {name} must be the same in all files: some are of another checkpoint")
     if problems:
         raise ConfigError(problems)
@@ -231,27 +241,31 @@ def _degrees(
 # ---- names
 
 
-def _collect(states: Mapping[tuple[int, int], Mapping[str, Any]], shards: Shards, pipeline: int) -> bool:
-    """Add all tensors by the names in `_INSIDE` and `_OUTSIDE`; whether `megatron.legacy` wrote them.
-
-    The layers are counted over all stages.
-    """
-    where, keys = shards.where, _chunk_keys(states, shards.where)
-    legacy = "language_model" in states[0, 0][keys[0]]
+def _add_tensors(states: RankStates, shards: Shards, pipeline: int) -> None:
+    """Add all tensors by the roles in `_NAMES_IN_LAYER` and `_NAMES_OUTSIDE`; layers are counted over all stages."""
+    keys = _chunk_keys(states, shards.where)
+    # Chunk v of all stages comes before chunk v + 1 of any: the layers are counted in this order.
     first = 0
     unknown: dict[str, None] = {}
     for key in keys:
         for stage in range(pipeline):
-            ranks = [_chunk(states[rank, stage][key], first, unknown) for rank in range(shards.ranks)]
-            shards.add(ranks, f"in {key} of stage {stage}" if pipeline * len(keys) > 1 else f"in {key}")
-            first += _layers([name for tensors in ranks for name in tensors], first)
+            tensors_by_rank = [_chunk(states[rank, stage][key], first, unknown) for rank in range(shards.ranks)]
+            place = f"in {key} of stage {stage}" if pipeline * len(keys) > 1 else f"in {key}"
+            shards.add(tensors_by_rank, place)
+            first += _count_layers([name for tensors in tensors_by_rank for name in tensors], first)
     if unknown:
-        shards.problems.append(f"{where} has {listing(unknown, most=_SHOWN)}, of which no GPT-2 or Llama has any")
+        names = listing(unknown, most=_SHOWN)
+        shards.problems.append(f"{shards.where} has {names}, of which no GPT-2 or Llama has any")
     shards.require_floats()
-    return legacy
 
 
-def _chunk_keys(states: Mapping[tuple[int, int], Mapping[str, Any]], where: str) -> list[str]:
+def _is_legacy(states: RankStates) -> bool:
+    """True if `megatron.legacy` wrote the files; their model keys have been checked."""
+    state = states[0, 0]
+    return "language_model" in state["model" if "model" in state else "model0"]
+
+
+def _chunk_keys(states: RankStates, where: str) -> list[str]:
     """`model`, or `model0`, `model1`, … in order."""
     names = {key for state in states.values() for key in state if re.fullmatch(r"model\d*", key)}
     keys = ["model"] if names == {"model"} else [f"model{i}" for i in range(len(names))]
@@ -263,22 +277,22 @@ def _chunk_keys(states: Mapping[tuple[int, int], Mapping[str, Any]], where: str)
 
 
 def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> dict[str, Tensor]:
-    """The tensors of a block of layers, which begins with the model's layer number `first`."""
+    """The tensors of a block of layers, which begins with the model's layer number `first`; adds names to `unknown`."""
     tensors: dict[str, Tensor] = {}
     for name, value in _flattened(state):
         if _NO_WEIGHTS.fullmatch(name):
             continue
-        ours = _our_name(name, first)
-        if ours is None or not isinstance(value, Tensor) or ours in tensors:
+        role_name = _role_name(name, first)
+        if role_name is None or not isinstance(value, Tensor) or role_name in tensors:
             unknown[name] = None
         else:
-            tensors[ours] = value
+            tensors[role_name] = value
     return tensors
 
 
-def _layers(names: Iterable[str], first: int) -> int:
+def _count_layers(names: Iterable[str], first: int) -> int:
     """The number of layers in a block that begins with layer `first`."""
-    numbers = [int(match[1]) for name in names if (match := _OUR_LAYER.match(name))]
+    numbers = [int(match[1]) for name in names if (match := _ROLE_LAYER.match(name))]
     return max(numbers) + 1 - first if numbers else 0
 
 
@@ -292,11 +306,19 @@ def _flattened(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield re.sub(r"^((model|module)\.)*(language_model\.)?", "", name), value
 
 
-def _our_name(name: str, first: int) -> str | None:
+def _role_name(name: str, first: int) -> str | None:
+    """The name by layer and role, such as `layers.3.qkv.weight`; None for a tensor that has none."""
+    prefix = ""
+    patterns: Sequence[tuple[str, str]] = _NAMES_OUTSIDE
     layer = _LAYER.fullmatch(name)
-    for pattern, role in _INSIDE if layer else _OUTSIDE:
-        if match := re.fullmatch(pattern, layer[2] if layer else name):
-            return f"layers.{first + int(layer[1])}.{role}.{match[1]}" if layer else f"{role}.{match[1]}"
+    if layer is not None:
+        prefix = f"layers.{first + int(layer[1])}."
+        patterns = _NAMES_IN_LAYER
+        name = layer[2]
+    for pattern, role in patterns:
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            return f"{prefix}{role}.{match[1]}"
     return None
 
 
@@ -307,13 +329,18 @@ def _tensors(
     shards: Shards, config: GPTConfig | LlamaConfig, version: int, names: Iterable[str]
 ) -> Iterator[tuple[str, Stacked]]:
     """The canonical tensors of these names."""
+    # Q, K and V, or gate and up, are asked for one by one and cut from one tensor.
     query_key_value = functools.cache(functools.partial(_query_key_value, shards, config, version))
     gate_up = functools.cache(functools.partial(shards.split, sizes=(config.intermediate_size // shards.ranks,) * 2))
     for name in names:
         path, _, kind = name.rpartition(".")
         layer = _HUGGING_FACE_LAYER.fullmatch(path)
-        role, cut = _MODULES[layer[2] if layer else path]
-        source = f"layers.{layer[1]}.{role}.{kind}" if layer else f"{role}.{kind}"
+        if layer is None:
+            role, cut = _MODULES[path]
+            source = f"{role}.{kind}"
+        else:
+            role, cut = _MODULES[layer[2]]
+            source = f"layers.{layer[1]}.{role}.{kind}"
         if cut == "copies" or (cut == "rows" and kind == "bias"):
             tensor = shards.copies(source)
         elif cut == "rows":
@@ -323,41 +350,58 @@ def _tensors(
         elif cut == "tokens":
             tensor = shards.columns(source).rows(0, config.vocab_size)  # without the rows of padding
         elif cut in ("gate", "up"):
-            tensor = gate_up(source)[("gate", "up").index(cut)]
-        else:  # Q, K and V: all of them, or one
+            gate, up = gate_up(source)
+            tensor = gate if cut == "gate" else up
+        else:  # Q, K and V: all of them, or a single one
             tensor = stack(query_key_value(source)["qkv".index(letter)] for letter in cut)
         # Hugging Face's GPT-2 has the matrices of its layers as [in, out].
         is_transposed = isinstance(config, GPTConfig) and layer and kind == "weight" and cut != "copies"
-        yield name, tensor.t if is_transposed else tensor
+        yield name, (tensor.t if is_transposed else tensor)
 
 
 def _query_key_value(shards: Shards, config: GPTConfig | LlamaConfig, version: int, name: str) -> list[Stacked]:
     """Q, K and V, each with the rows of all heads in order."""
+    if shards.has(name.replace("qkv", "query")):
+        return _separate_queries(shards, config, name)
     n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    if shards.has(queries := name.replace("qkv", "query")):
-        kv = shards.columns(pairs := name.replace("qkv", "key_value"))
-        if kv.parts and kv.shape[0] != 2 * g * d:
-            shards.misshapen(
-                pairs, kv.shape, f"{2 * g * d} rows over all tensor-parallel ranks, of {g} key/value heads"
-            )
-            kv = Stacked()
-        heads = [kv.rows(k * d, (k + 1) * d) for k in range(2 * g)]
-        return [shards.columns(queries), stack(heads[::2]), stack(heads[1::2])]
-    fused, ranks = shards.columns(name), shards.ranks
+    ranks = shards.ranks
+    fused = shards.columns(name)
     if not fused.parts:
         return [fused] * 3
     rows = (n + 2 * g) * d
     if fused.shape[0] != rows or (version < 2 and (g != n or n % ranks)):
-        wanted = f"{rows} rows over {ranks} tensor-parallel ranks, of {n} query and {g} key/value heads"
-        shards.misshapen(name, fused.shape, wanted)
+        requirement = f"{rows} rows over {ranks} tensor-parallel ranks, of {n} query and {g} key/value heads"
+        shards.misshapen(name, fused.shape, requirement)
         return [Stacked()] * 3
     if version == 0:
         return shards.split(name, [n * d // ranks] * 3)
     if version == 1:
         return [Stacked(tuple(part.unflatten(0, (-1, 3))[:, i] for part in fused.parts)) for i in range(3)]
-    group = rows // g
-    inside = ((0, group - 2 * d), (group - 2 * d, group - d), (group - d, group))
-    return [stack(fused.rows(k * group + a, k * group + b) for k in range(g)) for a, b in inside]
+    # Each group of rows has its queries, its key and its value.
+    group_rows = rows // g
+    query_stop = group_rows - 2 * d
+    key_stop = group_rows - d
+    parts_of_group = ((0, query_stop), (query_stop, key_stop), (key_stop, group_rows))
+    return [
+        stack(fused.rows(group * group_rows + start, group * group_rows + stop) for group in range(g))
+        for start, stop in parts_of_group
+    ]
+
+
+def _separate_queries(shards: Shards, config: GPTConfig | LlamaConfig, name: str) -> list[Stacked]:
+    """Q, K and V where the queries are a tensor of their own: K and V alternate head by head in another one."""
+    g, d = config.num_key_value_heads, config.head_dim
+    key_value_name = name.replace("qkv", "key_value")
+    key_value = shards.columns(key_value_name)
+    if key_value.parts and key_value.shape[0] != 2 * g * d:
+        requirement = f"{2 * g * d} rows over all tensor-parallel ranks, of {g} key/value heads"
+        shards.misshapen(key_value_name, key_value.shape, requirement)
+        key_value = Stacked()
+    heads = [key_value.rows(head * d, (head + 1) * d) for head in range(2 * g)]
+    return [shards.columns(name.replace("qkv", "query")), stack(heads[::2]), stack(heads[1::2])]
+
+
+# ---- the arguments
 
 
 _UNSET: tuple[Any, ...] = (None, False, 0, 0.0, (), [])
@@ -376,9 +420,12 @@ _MUST_BE_UNSET: dict[str, Any] = {
 }  # fmt: skip
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 _DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "num_query_groups")
+# The arguments by which Megatron-LM's models are told apart.
 _KIND = ("position_embedding_type", "normalization", "swiglu")
-_GPT, _LLAMA = ("learned_absolute", "LayerNorm", False), ("rope", "RMSNorm", True)
-"""Values of these arguments, by which Megatron-LM's models are told apart."""
+_GPT = ("learned_absolute", "LayerNorm", False)
+"""Values of `_KIND` in a GPT-2."""
+_LLAMA = ("rope", "RMSNorm", True)
+"""Values of `_KIND` in a Llama."""
 _LARGEST = 10**9
 # Megatron's own llama3 scaling has these numbers in its code (rotary_pos_embedding.py); only the factor is an argument.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -390,11 +437,13 @@ def read_args(
     """The model, and notes on arguments that have no counterpart.
 
     Args:
-        vocab_size: without padding.
+        args: the arguments.
+        vocab_size: number of tokens without padding.
+        where: subject of the messages.
         legacy: the model is one of `megatron.legacy`, which chooses its activation by other arguments.
 
     Raises:
-        ConfigError: with every argument that makes another model, and every one that is missing.
+        ConfigError: every argument that makes another model, and every one that is missing.
     """
     problems = [
         f"{where}: its argument {name} ({args[name]!r}) must be {'unset' if neutral is None else repr(neutral)}: it "
@@ -418,70 +467,102 @@ def read_args(
 
 def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool) -> tuple[dict[str, Any], list[str]]:
     """The configuration's `model` section, and notes on arguments that have no counterpart."""
-    positions = "rope" if args.get("use_rotary_position_embeddings") else args.get("position_embedding_type")
-    kind = (positions or "learned_absolute", args.get("normalization") or "LayerNorm", bool(args.get("swiglu")))
-    hidden, heads = args["hidden_size"], args["num_attention_heads"]
+    positions = args.get("position_embedding_type") or "learned_absolute"
+    if args.get("use_rotary_position_embeddings"):
+        positions = "rope"
+    kind = (positions, args.get("normalization") or "LayerNorm", bool(args.get("swiglu")))
+    hidden = args["hidden_size"]
     section = {
         "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": args.get("ffn_hidden_size") or 4 * hidden,
         "num_hidden_layers": args["num_layers"],
-        "num_attention_heads": heads,
+        "num_attention_heads": args["num_attention_heads"],
         "max_position_embeddings": args["max_position_embeddings"],
         "initializer_range": args.get("init_method_std") or 0.02,
         "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
     }
-    key_value_heads = args.get("num_query_groups") or heads if args.get("group_query_attention") else heads
-    head_dim = args.get("kv_channels") or hidden // heads
-    is_biased = bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
-    epsilon = args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5
     if kind == _LLAMA:
-        rotary = args.get("rotary_percent")
-        _require(where, "Llama", ("rotary_percent", 1.0 if rotary is None else rotary, 1.0))
-        section |= {
-            "family": "llama",
-            "num_key_value_heads": key_value_heads,
-            "head_dim": head_dim,
-            "rms_norm_eps": epsilon,
-            "rope_theta": float(args.get("rotary_base") or 10000),
-            "attention_bias": is_biased,
-            "mlp_bias": is_biased,
-            "attention_dropout": args.get("attention_dropout", 0.0),
-        }
-        if args.get("use_rope_scaling"):
-            factor = float(args.get("rope_scaling_factor") or 8.0)
-            section["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-        dropout = args.get("hidden_dropout")
-        return section, [f"hidden_dropout ({dropout}) is left out: a Llama has none"] if dropout else []
+        llama_section, notes = _llama_section(args, where)
+        return section | llama_section, notes
     if kind == _GPT:
-        groups = ("num_query_groups", key_value_heads, heads)
-        channels = ("kv_channels", head_dim * heads, hidden)
-        _require(where, "GPT-2", ("add_bias_linear", is_biased, True), groups, channels)
-        has_tanh = args.get("bias_gelu_fusion") or (legacy and args.get("openai_gelu"))
-        hidden_dropout = args.get("hidden_dropout", 0.1)
-        section |= {
-            "family": "gpt",
-            "layer_norm_epsilon": epsilon,
-            "activation_function": "gelu_new" if has_tanh else "gelu",
-            "embd_pdrop": hidden_dropout,
-            "resid_pdrop": hidden_dropout,
-            "attn_pdrop": args.get("attention_dropout", 0.1),
-            "ffn_dropout": args.get("ffn_dropout", 0.0),
-        }
-        return section, []
-    given = listing(f"{name} ({value})" for name, value in zip(_KIND, kind, strict=True))
+        return section | _gpt_section(args, where, legacy), []
+    settings = listing(f"{name} ({value})" for name, value in zip(_KIND, kind, strict=True))
     raise ConfigError(
-        f"{where}: its arguments {given} must be {listing(_GPT)}, a GPT-2, or {listing(_LLAMA)}, a Llama: no other "
+        f"{where}: its arguments {settings} must be {listing(_GPT)}, a GPT-2, or {listing(_LLAMA)}, a Llama: no other "
         "models are imported from Megatron-LM"
     )
 
 
-def _require(where: str, model: str, *facts: tuple[str, object, object]) -> None:
-    """ConfigError where an argument (its name, value, wanted value) does not suit the model."""
+def _llama_section(args: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """The keys of a Llama that a GPT-2 lacks, and notes."""
+    rotary = args.get("rotary_percent")
+    _require(where, "Llama", ("rotary_percent", 1.0 if rotary is None else rotary, 1.0))
+    is_biased = _is_biased(args)
+    section: dict[str, Any] = {
+        "family": "llama",
+        "num_key_value_heads": _key_value_heads(args),
+        "head_dim": _head_dim(args),
+        "rms_norm_eps": _norm_epsilon(args),
+        "rope_theta": float(args.get("rotary_base") or 10000),
+        "attention_bias": is_biased,
+        "mlp_bias": is_biased,
+        "attention_dropout": args.get("attention_dropout", 0.0),
+    }
+    if args.get("use_rope_scaling"):
+        factor = float(args.get("rope_scaling_factor") or 8.0)
+        section["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    dropout = args.get("hidden_dropout")
+    notes = [f"hidden_dropout ({dropout}) is left out: a Llama has none"] if dropout else []
+    return section, notes
+
+
+def _gpt_section(args: Mapping[str, Any], where: str, legacy: bool) -> dict[str, Any]:
+    """The keys of a GPT-2 that a Llama lacks."""
+    heads = args["num_attention_heads"]
+    groups = ("num_query_groups", _key_value_heads(args), heads)
+    channels = ("kv_channels", _head_dim(args) * heads, args["hidden_size"])
+    _require(where, "GPT-2", ("add_bias_linear", _is_biased(args), True), groups, channels)
+    has_tanh = args.get("bias_gelu_fusion") or (legacy and args.get("openai_gelu"))
+    hidden_dropout = args.get("hidden_dropout", 0.1)
+    return {
+        "family": "gpt",
+        "layer_norm_epsilon": _norm_epsilon(args),
+        "activation_function": "gelu_new" if has_tanh else "gelu",
+        "embd_pdrop": hidden_dropout,
+        "resid_pdrop": hidden_dropout,
+        "attn_pdrop": args.get("attention_dropout", 0.1),
+        "ffn_dropout": args.get("ffn_dropout", 0.0),
+    }
+
+
+def _key_value_heads(args: Mapping[str, Any]) -> int:
+    heads: int = args["num_attention_heads"]
+    if args.get("group_query_attention"):
+        heads = args.get("num_query_groups") or heads
+    return heads
+
+
+def _head_dim(args: Mapping[str, Any]) -> int:
+    head_dim: int = args.get("kv_channels") or args["hidden_size"] // args["num_attention_heads"]
+    return head_dim
+
+
+def _norm_epsilon(args: Mapping[str, Any]) -> float:
+    epsilon: float = args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5
+    return epsilon
+
+
+def _is_biased(args: Mapping[str, Any]) -> bool:
+    return bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
+
+
+def _require(where: str, model: str, *requirements: tuple[str, object, object]) -> None:
+    """Raise ConfigError where an argument (its name, its value, the value that the model needs) does not fit."""
     problems = [
-        f"{where}: its argument {name} ({value!r}) must be {wanted!r} for a {model}"
-        for name, value, wanted in facts
-        if value != wanted
+        f"{where}: its argument {name} ({value!r}) must be {needed!r} for a {model}"
+        for name, value, needed in requirements
+        if value != needed
     ]
     if problems:
         raise ConfigError(problems)
@@ -491,24 +572,29 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 < value <= _LARGEST
 
 
-def choose_vocabulary(args: Mapping[str, Any], padded: int, given: int | None, where: str) -> int:
+def choose_vocabulary(args: Mapping[str, Any], padded: int, vocab_size: int | None, where: str) -> int:
     """The number of tokens: the embedding has more rows, so that all ranks have equally many.
+
+    Args:
+        args: the arguments.
+        padded: rows of the embedding.
+        vocab_size: number of tokens that the user gives, if any.
+        where: subject of the messages.
 
     Raises:
         ConfigError: the size of the vocabulary is not known.
     """
-    known = given
     # NullTokenizer adds a token to the size that it is given.
-    if known is None and args.get("tokenizer_type") != "NullTokenizer":
-        known = args.get("vocab_size")
-    if known is None or not is_count(known):
+    if vocab_size is None and args.get("tokenizer_type") != "NullTokenizer":
+        vocab_size = args.get("vocab_size")
+    if vocab_size is None or not is_count(vocab_size):
         raise ConfigError(
             f"{where} must say how many of the {padded:,} rows of its embedding are tokens and how many are padding: "
             f"its arguments do not, so give --vocab-size N or --tokenizer (--vocab-size {padded} keeps all rows)"
         )
-    if known > padded:
+    if vocab_size > padded:
         raise ConfigError(
-            f"{where}: the vocabulary ({known:,}) must be at most the rows of its embedding ({padded:,}): give "
+            f"{where}: the vocabulary ({vocab_size:,}) must be at most the rows of its embedding ({padded:,}): give "
             "--vocab-size N"
         )
-    return known
+    return vocab_size

@@ -1,6 +1,6 @@
 """Checkpoints of neuronx-nemo-megatron: GPT and Llama models, as NeMo and PyTorch Lightning save them.
 
-    SOURCE/NAME.ckpt                              of one rank
+    SOURCE/NAME.ckpt                              one rank
     SOURCE/mp_rank_TT/NAME.ckpt                   tensor-parallel rank TT
     SOURCE/tp_rank_TT_pp_rank_PPP/NAME.ckpt       and pipeline stage PPP
     ….ckpt.tensors/tensor_N.pt                    with save_xser: its tensors, to which the .ckpt refers by number
@@ -33,7 +33,7 @@ _SHOWN = 6
 _BUFFERS = "untrained_buffer_names"  # a list among the weights
 _REFERENCE = re.compile(r"\$\{(?:model)?\.(\w+)\}")  # of a configuration to another of its keys, unresolved
 
-_SAME = (
+_SAME_NAMES = (
     *SIZES, "ffn_hidden_size", "kv_channels", "init_method_std", "hidden_dropout", "attention_dropout",
     "ffn_dropout", "layernorm_epsilon", "position_embedding_type", "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -44,11 +44,11 @@ _RENAMED = {
     "num_moe_experts": "num_experts", "sliding_window_size": "window_size",
 }  # fmt: skip
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-_ONLY = {
+_ALLOWED_VALUES = {
     "activation": ("gelu", "swiglu"), "transformer_block_type": ("pre_ln",), "normalization": tuple(_NORMS),
     "positition_interpolation_factor": (1,),
 }  # fmt: skip
-"""Keys, spelled as there → values that a model may have; the first one is the default."""
+"""Keys, misspelled as in NeMo → values that a model may have; the first one is the default."""
 
 
 def open_nemo(source: Path, vocab_size: int | None = None, *, allow_drift: bool = False) -> ForeignModel:
@@ -56,8 +56,8 @@ def open_nemo(source: Path, vocab_size: int | None = None, *, allow_drift: bool 
 
     Args:
         source: the folder with the ranks' folders; FOLDER/NAME.ckpt, if they hold several checkpoints.
-        vocab_size: without padding, which no checkpoint tells.
-        allow_drift: whether the first of several replicas is taken although others differ.
+        vocab_size: number of tokens without padding, which no checkpoint tells.
+        allow_drift: the first of several replicas is taken although others differ.
 
     Raises:
         ConfigError: it is none, of another model than GPT or Llama, incomplete, or contradicts itself: everything that
@@ -70,11 +70,20 @@ def open_nemo(source: Path, vocab_size: int | None = None, *, allow_drift: bool 
 
 def _files(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
     """The folder, and (tensor-parallel rank, pipeline stage) → its file. A rank whose file is missing is left out."""
-    folder, name = (source.parent, source.name) if source.suffix == ".ckpt" else (source, None)
+    folder = source
+    name: str | None = None
+    if source.suffix == ".ckpt":
+        folder = source.parent
+        name = source.name
     if not folder.is_dir():
         raise ConfigError(f"{folder} must be the folder of a checkpoint: there is no folder of that name")
-    matches = [(match, path) for path in sorted(folder.iterdir()) if (match := _RANK.fullmatch(path.name))]
-    ranks = {(int(match[1] or match[2]), int(match[3] or 0)): path for match, path in matches} or {(0, 0): folder}
+    ranks: dict[tuple[int, int], Path] = {}
+    for path in sorted(folder.iterdir()):
+        match = _RANK.fullmatch(path.name)
+        if match is not None:
+            ranks[int(match[1] or match[2]), int(match[3] or 0)] = path
+    if not ranks:
+        ranks[0, 0] = folder
     names = sorted({file.name for path in ranks.values() for file in path.glob("*.ckpt")})
     if not names:
         raise ConfigError(
@@ -92,7 +101,7 @@ def _files(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
 
 
 def _as_megatron(path: Path) -> dict[str, Any]:
-    """A rank's file, as Megatron-LM would have written it."""
+    """The content of a rank's file, as Megatron-LM would have written it."""
     saved = pickled.load(path)
     state = saved.get("state_dict") if isinstance(saved, dict) else None
     if not isinstance(state, dict):
@@ -102,9 +111,10 @@ def _as_megatron(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold the model's configuration under 'hyper_parameters', 'cfg': it is missing")
     tensors = {name: pickled.followed(value, path) for name, value in state.items() if name != _BUFFERS}
-    if others := [name for name, value in tensors.items() if not isinstance(value, Tensor)]:
+    no_tensors = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
+    if no_tensors:
         raise ConfigError(
-            f"{path} must hold tensors alone under 'state_dict', and {listing(others, most=_SHOWN)} is none"
+            f"{path} must hold tensors alone under 'state_dict', and {listing(no_tensors, most=_SHOWN)} is none"
         )
     args = argparse.Namespace(**_arguments(config, str(path)))
     return {"args": args, "checkpoint_version": 3, "iteration": saved.get("global_step"), "model": tensors}
@@ -114,26 +124,30 @@ def _arguments(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Megatron-LM's arguments of the model that a configuration describes."""
 
     def value(name: str, default: Any = None) -> Any:
-        given = config.get(name)
-        reference = _REFERENCE.fullmatch(given) if isinstance(given, str) else None
-        found = config.get(reference[1]) if reference else given
-        return default if found is None else found
+        setting = config.get(name)
+        if isinstance(setting, str):
+            reference = _REFERENCE.fullmatch(setting)
+            if reference is not None:
+                setting = config.get(reference[1])
+        return default if setting is None else setting
 
     problems = [
         f"{where}: its {name} ({value(name)!r}) must be {listing(map(repr, allowed), 'or')}: no family here has another"
-        for name, allowed in _ONLY.items()
+        for name, allowed in _ALLOWED_VALUES.items()
         if value(name, allowed[0]) not in allowed
     ]
-    base, factor = value("position_freq_base", 10000), value("position_abf_factor", 1)
+    base = value("position_freq_base", 10000)
+    factor = value("position_abf_factor", 1)
     if not isinstance(base, int | float) or not isinstance(factor, int | float):
         problems.append(
             f"{where}: its position_freq_base ({base!r}) and position_abf_factor ({factor!r}) must be numbers"
         )
     if problems:
         raise ConfigError(problems)
-    args = {name: value(name) for name in _SAME} | {ours: value(name) for name, ours in _RENAMED.items()}
-    window = args["window_size"]
-    return {name: setting for name, setting in args.items() if setting is not None} | {
+    settings = {name: value(name) for name in _SAME_NAMES}
+    settings |= {argument: value(name) for name, argument in _RENAMED.items()}
+    window = settings["window_size"]
+    return {name: setting for name, setting in settings.items() if setting is not None} | {
         "normalization": _NORMS[value("normalization", "layernorm")],
         "swiglu": value("activation") == "swiglu",
         "bias_gelu_fusion": value("bias_activation_fusion", True),
@@ -142,5 +156,5 @@ def _arguments(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "group_query_attention": value("num_kv_heads") is not None,
         "rotary_base": base * factor,
         # A window as wide as the model's longest sequence is none.
-        "window_size": None if window == args["max_position_embeddings"] else window,
+        "window_size": None if window == settings["max_position_embeddings"] else window,
     }

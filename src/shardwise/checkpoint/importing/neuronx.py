@@ -31,11 +31,11 @@ from pathlib import Path
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.checkpoint.companions import token_ids
-from shardwise.checkpoint.format.model_file import read_model
+from shardwise.checkpoint.format.config_json import read_model
+from shardwise.checkpoint.format.files_beside_weights import token_ids
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
-from shardwise.checkpoint.importing.shards import Shards, Stacked, difference, require_ranks, stack
+from shardwise.checkpoint.importing.tensor_parallel_shards import Shards, Stacked, drift, require_ranks, stack
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import BertConfig, GPTNeoXConfig, LlamaConfig
 from shardwise.models.hugging_face_names import spelling
@@ -44,7 +44,8 @@ _CURRENT = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 _OLD = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})")
 _EXPERTS = re.compile(r"dp_rank_\d+_ep_rank_\d+_.*\.pt")
 _OLD_FILE = "checkpoint.pt"
-_STARTED, _DONE = "checkpoint", "done"
+_STARTED = "checkpoint"
+_DONE = "done"
 _SHOWN = 6
 
 _ROW_PARALLEL = re.compile(r".*\.(?:o_proj|down_proj|attention\.dense|dense_4h_to_h|output\.dense)\.(weight|bias)")
@@ -58,8 +59,9 @@ def open_neuronx(
     """The model in a checkpoint of neuronx-distributed.
 
     Args:
-        config_file: its Hugging Face `config.json`, or the folder.
-        allow_drift: whether the first of several replicas is taken although others differ.
+        source: the folder of the checkpoint.
+        config_file: the model's Hugging Face `config.json`, or the folder of it.
+        allow_drift: the first of several replicas is taken although others differ.
         ignore: fields of the file that change nothing, as the user says.
 
     Raises:
@@ -73,7 +75,8 @@ def open_neuronx(
     if not isinstance(config, LlamaConfig | GPTNeoXConfig | BertConfig):
         raise ConfigError(f"the model in {described} ({config.family}) must be llama, gpt_neox or bert")
     ranks = _ranks(source)
-    tensor, pipeline = (max(rank[i] for rank in ranks) + 1 for i in (0, 1))
+    tensor = max(rank for rank, _ in ranks) + 1
+    pipeline = max(stage for _, stage in ranks) + 1
     require_ranks(str(source), set(ranks), tensor, pipeline, lambda t, p: f"tp_rank_{t:02d}_pp_rank_{p:02d}")
     spelled = spelling(config.family)
     states = {rank: _state(path, re.compile(spelled.buffers)) for rank, path in sorted(ranks.items())}
@@ -113,7 +116,8 @@ def _ranks(source: Path) -> dict[tuple[int, int], Path]:
             files[int(match[1]), int(match[2])] = path
         elif match := _OLD.fullmatch(path.name):
             files[int(match[1]), int(match[2])] = path / _OLD_FILE if path.is_dir() else path
-    if absent := [str(path) for path in files.values() if not path.is_file()]:
+    absent = [str(path) for path in files.values() if not path.is_file()]
+    if absent:
         raise ConfigError(f"{source} lacks {listing(absent[:_SHOWN])}")
     if not files:
         tags = sorted(path.name for path in source.iterdir() if (path / "model").is_dir())
@@ -131,7 +135,8 @@ def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
         state = state["model"]
     if not isinstance(state, dict):
         raise ConfigError(f"{path} must hold the state of a model: a dictionary of tensors")
-    tensors, problems = {}, []
+    tensors: dict[str, Tensor] = {}
+    problems: list[str] = []
     for key, value in state.items():
         name = re.sub(r"^(module\.)+", "", str(key))
         if buffers.fullmatch(name):
@@ -150,48 +155,64 @@ def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
 
 
 def _tensor(shards: Shards, name: str, shape: tuple[int, ...]) -> Stacked:
-    """A tensor that is not fused with others; `shape`: of the whole model's, without rows of padding."""
+    """A tensor that is not fused with others; `shape`: its canonical shape, without rows of padding."""
+    # The library cuts a vocabulary only where it was told to: a rank may hold all of it.
     row_parallel = _ROW_PARALLEL.fullmatch(name)
     first = next(iter(shards.tensors.get(name, ())), None)
     is_whole = first is not None and len(first) >= shape[0] and first.shape[1:] == shape[1:]
     if is_whole or _NORM.fullmatch(name) or (row_parallel and row_parallel[1] == "bias"):
         tensor = shards.copies(name)
+    elif row_parallel:
+        tensor = shards.rows(name)
     else:
-        tensor = shards.rows(name) if row_parallel else shards.columns(name)
+        tensor = shards.columns(name)
     return tensor.rows(0, shape[0]) if _VOCABULARY.fullmatch(name) else tensor
 
 
 def _fused(shards: Shards, config: LlamaConfig) -> Iterator[tuple[str, Stacked]]:
     """The tensors of a Llama that a checkpoint holds fused, or with copies of heads."""
-    queries = config.num_attention_heads * config.head_dim // shards.ranks
-    for i in range(config.num_hidden_layers):
-        mlp, attention = f"model.layers.{i}.mlp", f"model.layers.{i}.self_attn"
+    for layer in range(config.num_hidden_layers):
+        mlp = f"model.layers.{layer}.mlp"
         for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
-            if shards.has(fused := f"{mlp}.gate_up_proj.{kind}"):
-                gate_up = shards.split(fused, [config.intermediate_size // shards.ranks] * 2)
-                yield from zip((f"{mlp}.{name}_proj.{kind}" for name in ("gate", "up")), gate_up, strict=True)
-        qkv, fused = f"{attention}.qkv_proj", f"{attention}.qkv_proj.weight_qkv"
-        tensors = []
-        if shards.has(f"{qkv}.weight"):
-            tensors = shards.split(f"{qkv}.weight", [queries] * 3)
-        elif shards.has(fused):
-            rows = (len(shards.tensors[fused][0]) - queries) // 2
-            if rows > 0:
-                tensors = _without_copies(shards, config, attention, shards.split(fused, [queries, rows, rows]))
-            else:
-                shards.misshapen(fused, shards.parts(fused)[0].shape, f"more than {queries} rows")
-                tensors = [Stacked()] * 3
-        elif shards.has(f"{qkv}.weight_q"):
-            separate = [shards.columns(f"{qkv}.weight_{name}") for name in "qkv"]
-            tensors = _without_copies(shards, config, attention, separate)
-        for name, tensor in zip("qkvo", tensors, strict=False):
-            yield f"{attention}.{name}_proj.weight", tensor
+            fused = f"{mlp}.gate_up_proj.{kind}"
+            if shards.has(fused):
+                gate, up = shards.split(fused, [config.intermediate_size // shards.ranks] * 2)
+                yield f"{mlp}.gate_proj.{kind}", gate
+                yield f"{mlp}.up_proj.{kind}", up
+        attention = f"model.layers.{layer}.self_attn"
+        # Only where key/value heads have copies, the output projection is reordered too.
+        for letter, tensor in zip("qkvo", _fused_attention(shards, config, attention), strict=False):
+            yield f"{attention}.{letter}_proj.weight", tensor
+
+
+def _fused_attention(shards: Shards, config: LlamaConfig, attention: str) -> Sequence[Stacked]:
+    """Q, K, V, and the output projection where heads have copies; none where the tensors are not fused.
+
+    `attention`: name of the layer.
+    """
+    query_rows = config.num_attention_heads * config.head_dim // shards.ranks
+    qkv = f"{attention}.qkv_proj"
+    if shards.has(f"{qkv}.weight"):
+        return shards.split(f"{qkv}.weight", [query_rows] * 3)
+    fused = f"{qkv}.weight_qkv"
+    if shards.has(fused):
+        key_rows = (len(shards.tensors[fused][0]) - query_rows) // 2
+        if key_rows <= 0:
+            shards.misshapen(fused, shards.parts(fused)[0].shape, f"more than {query_rows} rows")
+            return [Stacked()] * 3
+        return _without_copies(shards, config, attention, shards.split(fused, [query_rows, key_rows, key_rows]))
+    if shards.has(f"{qkv}.weight_q"):
+        separate = [shards.columns(f"{qkv}.weight_{letter}") for letter in "qkv"]
+        return _without_copies(shards, config, attention, separate)
+    return []
 
 
 def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Sequence[Stacked]) -> list[Stacked]:
     """Q, K, V and the output projection with every head once and in order, where key/value heads have copies.
 
     Args:
+        shards: all tensors, and the problems.
+        config: the model.
         attention: name of the layer.
         qkv: Q, K and V as the ranks hold them, one rank below the other.
 
@@ -199,35 +220,45 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
         the four matrices; Q, K and V are without parts where a problem was noted.
     """
     out = shards.rows(f"{attention}.o_proj.weight")
-    nothing = [Stacked(), Stacked(), Stacked(), out]
+    noted = [Stacked(), Stacked(), Stacked(), out]
     if not all(tensor.parts for tensor in (*qkv, out)):
-        return nothing
+        return noted
     q, k, v = qkv
     n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    # A slot is a key/value head that some rank holds: each of the g heads has one, or several copies.
     slots = k.shape[0] // d
-    fits = k.shape == v.shape and k.shape[0] == slots * d and slots and slots % g == 0 and n % slots == 0
+    has_whole_slots = k.shape == v.shape and k.shape[0] == slots * d
+    fits = has_whole_slots and slots and slots % g == 0 and n % slots == 0
     if not fits or q.shape[0] != n * d or out.t.shape[0] != n * d:
         rows = f"{n * d}, and a multiple of {g * d} that divides {n * d} for keys and values"
         shards.misshapen(f"{attention}.qkv_proj and o_proj", (q.shape[0], k.shape[0], v.shape[0]), rows)
-        return nothing
+        return noted
     copies = slots // g
-    # A slot is a key/value head that some rank holds. Copies of a head are g slots apart, or next to each other.
+    # Copies of a head are g slots apart, or next to each other: the order in which they are most alike is taken.
     orders = ([slot % g for slot in range(slots)], [slot // copies for slot in range(slots)])
-    drifts = [max(_drift(k, heads, d), _drift(v, heads, d)) for heads in orders]
-    drift, heads = min(zip(drifts, orders, strict=True), key=lambda found: found[0])
-    if drift:
-        fact = f"must hold each of its {g} key/value heads (num_key_value_heads) {copies} times, equal to the bit"
-        shards.note_drift(f"{attention}.qkv_proj", drift, fact, are_matrices=True)
+    drifts = [max(_drift_of_copies(k, heads, d), _drift_of_copies(v, heads, d)) for heads in orders]
+    smallest_drift = min(drifts)
+    head_of_slot = orders[drifts.index(smallest_drift)]
+    if smallest_drift:
+        requirement = (
+            f"must hold each of its {g} key/value heads (num_key_value_heads) {copies} times, equal to the bit"
+        )
+        shards.note_drift(f"{attention}.qkv_proj", smallest_drift, requirement, are_matrices=True)
     # All query heads of a slot attend to its head: ordered by the slots' heads, they are in the model's order.
-    order = sorted(range(slots), key=lambda slot: (heads[slot], slot))
-    block = n // slots * d
-    first = [heads.index(head) for head in range(g)]
-    q, o = (stack(matrix.rows(slot * block, (slot + 1) * block) for slot in order) for matrix in (q, out.t))
-    k, v = (stack(matrix.rows(slot * d, (slot + 1) * d) for slot in first) for matrix in (k, v))
+    slot_order = sorted(range(slots), key=lambda slot: (head_of_slot[slot], slot))
+    query_rows = n // slots * d
+    first_slots = [head_of_slot.index(head) for head in range(g)]
+    q, o = (_blocks(matrix, slot_order, query_rows) for matrix in (q, out.t))
+    k, v = (_blocks(matrix, first_slots, d) for matrix in (k, v))
     return [q, k, v, o.t]
 
 
-def _drift(kv: Stacked, heads: Sequence[int], size: int) -> float:
-    """The largest `difference` of slots of `size` rows that have the same head in `heads`."""
-    slots = [kv.read(slot * size, (slot + 1) * size) for slot in range(len(heads))]
-    return max(difference(slots[heads.index(head)], slots[slot]) for slot, head in enumerate(heads))
+def _blocks(matrix: Stacked, numbers: Sequence[int], rows: int) -> Stacked:
+    """Blocks of so many rows of a matrix, by their numbers, one below the other."""
+    return stack(matrix.rows(number * rows, (number + 1) * rows) for number in numbers)
+
+
+def _drift_of_copies(kv: Stacked, head_of_slot: Sequence[int], rows: int) -> float:
+    """The largest `drift` of slots of so many rows that have the same head."""
+    slots = [kv.read(slot * rows, (slot + 1) * rows) for slot in range(len(head_of_slot))]
+    return max(drift(slots[head_of_slot.index(head)], slots[slot]) for slot, head in enumerate(head_of_slot))

@@ -19,7 +19,7 @@ from shardwise.base.files import reason_of
 
 
 class StandIn:
-    """Stands for an object whose class is never looked up: its content is dropped."""
+    """Stands for an object whose class is never imported: its content is dropped."""
 
     def __new__(cls, *_: object, **__: object) -> StandIn:
         return super().__new__(cls)
@@ -44,12 +44,13 @@ class Reference:
     tid: object = None
 
     def __setstate__(self, state: object) -> None:
-        for fields in state if isinstance(state, tuple) else (state,):  # of an object with slots: (dict or None, slots)
+        # The state of an object with slots is a pair: its dictionary or None, and its slots.
+        for fields in state if isinstance(state, tuple) else (state,):
             if isinstance(fields, dict):
                 self.tid = fields.get("tid", self.tid)
 
 
-# Of what training programs save beside weights: arguments, random number generators, TransformerEngine's own state.
+# Classes that training programs save beside weights: arguments, random number generators, TransformerEngine's state.
 _UNNEEDED = (
     "_codecs.encode", "_io.BytesIO", "builtins.getattr", "numpy.core.multiarray._reconstruct",
     "numpy._core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
@@ -65,27 +66,27 @@ _CLASSES: dict[str, type] = {
 
 
 def load(path: Path) -> Any:
-    """What a file holds; its tensors stay in the file until they are read, where the format allows it.
+    """The content of a file; its tensors stay in the file until they are read, where the format allows it.
 
     Raises:
         ConfigError: it was not written by `torch.save`, cannot be read, or names what could run code.
     """
     classes = _CLASSES
     try:
-        mapped = zipfile.is_zipfile(path)  # torch before 1.6 wrote another format, which cannot be mapped
-        if not mapped:
+        is_zip = zipfile.is_zipfile(path)  # torch before 1.6 wrote another format, which cannot be mapped
+        if not is_zip:
             _require_pickle(path)
-        if mapped:
-            named = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-            classes = {name: StandIn for name in named if name.startswith(_UNNEEDED_PACKAGES)} | _CLASSES
-            if refused := sorted(set(named) - set(classes)):
+        else:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+            classes = {name: StandIn for name in names if name.startswith(_UNNEEDED_PACKAGES)} | _CLASSES
+            if refused := sorted(set(names) - set(classes)):
                 raise ConfigError(
                     f"{path} is refused: beside tensors and plain values its pickle names {listing(refused)}, by which "
                     "opening it could run code; none was run. Save it again without these objects"
                     f"{see('checkpoints#pickle-refused')}"
                 )
         with torch.serialization.safe_globals([(kind, name) for name, kind in classes.items()]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except ConfigError:
         raise
     except pickle.UnpicklingError as error:
@@ -97,7 +98,7 @@ def load(path: Path) -> Any:
 
 
 def followed(value: Any, path: Path) -> Any:
-    """A value in what `load(path)` returned; of a reference, the tensor in the file that it stands for.
+    """A value in the content of a file; for a reference, the tensor in the file that it stands for.
 
     Raises:
         ConfigError: the reference is none, or its file cannot be read.
@@ -110,6 +111,7 @@ def followed(value: Any, path: Path) -> Any:
 
 
 def _require_pickle(path: Path) -> None:
+    """Raise ConfigError where a file does not begin as a pickle."""
     with path.open("rb") as file:
         start = file.read(2)
     if start == b"PK":
@@ -119,7 +121,7 @@ def _require_pickle(path: Path) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """What torch says, without its advice to open the file in an unsafe way."""
+    """The reason in torch's message, without its advice to open the file in an unsafe way."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    line = next((line for line in lines if "GLOBAL" in line or "nsupported" in line), lines[0] if lines else "")
-    return line.partition(". ")[0].rstrip(".") or type(error).__name__
+    reasons = [line for line in lines if "GLOBAL" in line or "nsupported" in line] or lines or [""]
+    return reasons[0].partition(". ")[0].rstrip(".") or type(error).__name__

@@ -13,11 +13,13 @@ import xxhash
 
 from shardwise.checkpoint.storage.root import Buffer, DamageError, Root, StoreError
 
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**14, 2**24
-_CHECKSUM = struct.Struct("<Q")
+MIN_CHUNK_BYTES = 2**14
+MAX_CHUNK_BYTES = 2**24
 _CHUNKS_OF_A_FILE = 8192
+"""Aim for the number of chunks of a file: 64 KiB of checksums."""
+_CHECKSUM = struct.Struct("<Q")
 READ_BYTES = 16 * 2**20
-"""Of a file that are read at a time."""
+"""Bytes of a file that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class FileEntry:
     """A file of a folder, and the checksum of each of its chunks.
 
     Attributes:
-        path: relative to the folder.
+        path: path relative to the folder.
         bytes: length of the file.
         chunk_bytes: length of each chunk; the last one may be shorter.
         checksums: xxh3_64 of each chunk, packed little-endian.
@@ -60,51 +62,51 @@ class ChunkedWriter:
     """Writes one file from its first byte to its last.
 
     Args:
-        file: where to write.
+        file: the file.
         size: length of the file, which must be known beforehand.
-        path: relative to the folder, for the entry; default: the file's name.
+        path: path relative to the folder, for the entry; default: the file's name.
     """
 
     def __init__(self, file: Root, size: int, path: str | None = None) -> None:
         self._path = file.name if path is None else path
-        self._size, self._chunk = size, chunk_bytes(size)
+        self._size = size
+        self._chunk_bytes = chunk_bytes(size)
         self._written = 0
         self._checksums: list[int] = []
         self._hash = xxhash.xxh3_64()
         self._file = file.open(size)
 
     def write(self, data: Buffer) -> None:
-        """Appends any number of bytes."""
+        """Append any number of bytes."""
         view = memoryview(data).cast("B")
         assert self._written + len(view) <= self._size, f"{self._path} gets more than {self._size} bytes"
         self._file.write(view)
         while len(view):
-            inside = self._written % self._chunk
-            part = view[: self._chunk - inside]
+            part = view[: self._chunk_bytes - self._written % self._chunk_bytes]
             self._hash.update(part)
             self._written += len(part)
-            if inside + len(part) == self._chunk:
+            if self._written % self._chunk_bytes == 0:
                 self._next_chunk()
             view = view[len(part) :]
 
     def close(self) -> FileEntry:
-        """Ends the file, all of whose bytes were written; a local file is then on the disk."""
+        """End the file, all of whose bytes were written; a local file is then on the disk."""
         assert self._written == self._size, f"{self._path} got {self._written} of {self._size} bytes"
-        if self._written % self._chunk:
+        if self._written % self._chunk_bytes:
             self._next_chunk()
         self._file.close()
         checksums = struct.pack(f"<{len(self._checksums)}Q", *self._checksums)
-        return FileEntry(self._path, self._size, self._chunk, checksums)
+        return FileEntry(self._path, self._size, self._chunk_bytes, checksums)
 
     def abandon(self) -> None:
-        """Removes what was written."""
+        """Remove what was written."""
         self._file.abandon()
 
     def __enter__(self) -> ChunkedWriter:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Leaves nothing behind where the writing failed; a file that is whole was closed before."""
+        """Leave nothing behind where the writing failed; a file that is whole was closed before."""
         if kind is not None:
             self.abandon()
 
@@ -118,15 +120,17 @@ class ChunkedReader:
 
     Attributes:
         bytes_read: bytes that were read from the place so far, in whole chunks.
-        verified: for each chunk, 1 where it was read and is intact.
+        verified: a byte for each chunk, 1 where it was read and is intact.
     """
 
     def __init__(self, folder: Root, entry: FileEntry) -> None:
         self.bytes_read = 0
         self.verified = bytearray(entry.chunks)
-        self._file, self._entry = folder / entry.path, entry
-        self._last: tuple[int, memoryview] | None = None
-        self._sized = False
+        self._file = folder / entry.path
+        self._entry = entry
+        self._last_chunk: tuple[int, memoryview] | None = None
+        """Number and bytes of the chunk that was read last: the next read often begins in it."""
+        self._has_required_size = False
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes `start` to `stop`.
@@ -140,44 +144,50 @@ class ChunkedReader:
         assert 0 <= start <= stop <= entry.bytes, f"bytes {start} to {stop} of {entry.path} ({entry.bytes} bytes)"
         if start == stop:
             return memoryview(b"")
-        first, last = start // entry.chunk_bytes, (stop - 1) // entry.chunk_bytes
+        first = start // entry.chunk_bytes
+        last = (stop - 1) // entry.chunk_bytes
         at_once = max(1, READ_BYTES // entry.chunk_bytes)
         if last - first < at_once:
-            base = first * entry.chunk_bytes
-            return self._chunks(first, last + 1)[start - base : stop - base]
-        whole = memoryview(bytearray(stop - start))
+            begin = first * entry.chunk_bytes
+            return self._chunks(first, last + 1)[start - begin : stop - begin]
+        result = memoryview(bytearray(stop - start))
         for chunk in range(first, last + 1, at_once):
             data = self._chunks(chunk, min(chunk + at_once, last + 1))
-            base = chunk * entry.chunk_bytes
-            part = data[max(start - base, 0) : stop - base]
-            at = max(base - start, 0)
-            whole[at : at + len(part)] = part
-        return whole.toreadonly()
+            begin = chunk * entry.chunk_bytes
+            part = data[max(start - begin, 0) : stop - begin]
+            offset = max(begin - start, 0)
+            result[offset : offset + len(part)] = part
+        return result.toreadonly()
 
     def _chunks(self, first: int, end: int) -> memoryview:
         """Chunks `first` to `end`, verified."""
-        entry, kept = self._entry, self._last
-        if kept is not None and first == end - 1 == kept[0]:
-            return kept[1]
-        begin, stop = first * entry.chunk_bytes, min(end * entry.chunk_bytes, entry.bytes)
-        if kept is not None and kept[0] == first:
-            fetched = self._fetch(begin + len(kept[1]), stop)
-            data = memoryview(b"".join((kept[1], fetched)))
+        entry = self._entry
+        last_number, last_data = self._last_chunk or (-1, memoryview(b""))
+        if first == end - 1 == last_number:
+            return last_data
+        begin = first * entry.chunk_bytes
+        stop = min(end * entry.chunk_bytes, entry.bytes)
+        if first == last_number:
+            fetched = self._fetch(begin + len(last_data), stop)
+            data = memoryview(b"".join((last_data, fetched)))
             fresh = range(first + 1, end)
         else:
-            data, fresh = memoryview(self._fetch(begin, stop)), range(first, end)
+            data = memoryview(self._fetch(begin, stop))
+            fresh = range(first, end)
         for chunk in fresh:
-            at = (chunk - first) * entry.chunk_bytes
-            verify_chunk(self._file, entry, chunk, data[at : at + entry.chunk_bytes])
+            offset = (chunk - first) * entry.chunk_bytes
+            verify_chunk(self._file, entry, chunk, data[offset : offset + entry.chunk_bytes])
             self.verified[chunk] = 1
         final = data[(end - 1 - first) * entry.chunk_bytes :]
-        self._last = end - 1, final if len(final) == len(data) else memoryview(bytes(final))
+        if len(final) < len(data):
+            final = memoryview(bytes(final))  # a copy, so that the other chunks are freed
+        self._last_chunk = (end - 1, final)
         return data
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        if not self._sized:
+        if not self._has_required_size:
             require_size(self._file, self._entry)
-            self._sized = True
+            self._has_required_size = True
         data = self._file.read(start, stop)
         if len(data) != stop - start:
             raise DamageError(f"{self._file} is damaged: it ends at byte {start + len(data):,}, before byte {stop:,}")
@@ -195,19 +205,19 @@ def read_whole(folder: Root, entry: FileEntry) -> bytes:
 
 
 def require_size(file: Root, entry: FileEntry) -> None:
-    """DamageError where a file is missing or has another length than its entry."""
+    """Raise DamageError where a file is missing or has another length than its entry."""
     try:
-        found = file.size()
+        length = file.size()
     except StoreError as error:
         if error.missing:
             raise DamageError(f"{file} is missing, and the manifest lists it ({entry.bytes:,} bytes)") from None
         raise
-    if found != entry.bytes:
-        raise DamageError(f"{file} is damaged: its length ({found:,} bytes) must be {entry.bytes:,} bytes")
+    if length != entry.bytes:
+        raise DamageError(f"{file} is damaged: its length ({length:,} bytes) must be {entry.bytes:,} bytes")
 
 
 def verify_chunk(file: Root, entry: FileEntry, chunk: int, data: memoryview) -> None:
-    """DamageError where the bytes of chunk number `chunk` do not match its checksum."""
+    """Raise DamageError where the bytes of chunk number `chunk` do not match its checksum."""
     if xxhash.xxh3_64_intdigest(data) != entry.checksum(chunk):
         begin = chunk * entry.chunk_bytes
         raise DamageError(

@@ -4,11 +4,8 @@
 on the disk once it is closed, and renames are atomic. An object store has neither folders nor renames: there, the file
 that makes a group of files valid must be written last.
 
-Every failure becomes a `StoreError`: one sentence with the place, the reason and what to do.
-
-Whether a place answers and can be written to, checked before the work whose result is to be written there.
-
-Brings the bytes of a growing local file to the disk while more are written, and frees their pages in the cache.
+Every failure becomes a `StoreError`: one sentence with the place, the reason and what to do. `answering_root` and
+`require_writable` check a place before the work whose result is to be written there.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from shardwise.base.redaction import redacted
 from shardwise.base.units import size as size_text
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-_LOCAL = ("file", "local")
+_LOCAL_SCHEMES = ("file", "local")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
 """URL scheme → the extra of this package that brings its client."""
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
@@ -47,6 +44,7 @@ ANONYMOUS: dict[str, dict[str, Any]] = {
 }
 """URL scheme → the options of its client that read a public place without credentials."""
 _REFUSED = r"(?i)denied|forbidden|unauthorized|credentials|anonymous"
+"""Words of clients' errors where a user may not read or write: they have no common class."""
 _S3_ADVICE = {
     r"(?i)bucket (does|is) not|NoSuchBucket|invalid bucket": (
         "make the bucket, name one that is there, or set AWS_ENDPOINT_URL to the address of the server that has it"
@@ -61,6 +59,11 @@ _S3_ADVICE = {
     ),
 }
 """Pattern → advice: that of the first pattern that occurs in the reason of a failure."""
+PATIENCE_SECONDS = 20.0
+"""Longest wait for the first answer of a remote place. Clients retry for minutes, which helps only after an answer."""
+_WINDOW_BYTES = 32 * 2**20
+"""Bytes of a file that are brought to the disk at a time."""
+_Result = TypeVar("_Result")
 
 
 class StoreError(RunError):
@@ -74,11 +77,13 @@ class StoreError(RunError):
 
     def __init__(self, text: str, *, out_of_space: bool = False, missing: bool = False, refused: bool = False) -> None:
         super().__init__(text)
-        self.out_of_space, self.missing, self.refused = out_of_space, missing, refused
+        self.out_of_space = out_of_space
+        self.missing = missing
+        self.refused = refused
 
 
 class DamageError(StoreError):
-    """What is stored is not what was written."""
+    """Stored bytes are not those that were written."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,9 @@ class Root:
     """A place: `Root.of("runs/x") / "checkpoints"`. Making the object touches nothing.
 
     Attributes:
-        path: as the filesystem expects it.
-        shown: as the user wrote it, without secrets, for messages.
-        scheme: of its URL; `file` on this machine.
+        path: path as the filesystem expects it.
+        shown: text of the user, without secrets, for messages.
+        scheme: scheme of the URL; `file` on this machine.
         anonymous: it is read without credentials, as a public bucket can be.
     """
 
@@ -106,26 +111,28 @@ class Root:
             ConfigError: the URL's scheme is unknown, its client is not installed, or it cannot be read anonymously.
         """
         text = str(location)
-        scheme, separator, rest = text.partition("://")
+        scheme, separator, address = text.partition("://")
         if anonymous and scheme not in ANONYMOUS:
             raise ConfigError(
                 f"--anonymous must be left out with {redacted(text)}: it is for {listing(ANONYMOUS, 'and')}, and "
                 "other places are read without credentials unless their address has some"
             )
-        if not separator or scheme in _LOCAL:
-            path = Path(rest if separator else text).expanduser().absolute()
+        if not separator or scheme in _LOCAL_SCHEMES:
+            path = Path(address if separator else text).expanduser().absolute()
             return Root(str(path), text.rstrip("/") or "/", "file")
         shown = redacted(text)
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
 
         try:
-            if "::" in text:
+            if "::" in text:  # fsspec would chain two filesystems
                 raise ValueError("it has two schemes")
+            # Without a cache of listings, files of other processes are seen.
             options = ANONYMOUS[scheme] if anonymous else {}
             remote, path = url_to_fs(text, use_listings_cache=False, **options)
         except ImportError as error:
-            extra = _EXTRAS.get(scheme)
-            package = f"shardwise[{extra}]" if extra else getattr(error, "name", None) or f"its client ({error})"
+            package = getattr(error, "name", None) or f"its client ({error})"
+            if scheme in _EXTRAS:
+                package = f"shardwise[{_EXTRAS[scheme]}]"
             raise ConfigError(f"{shown} needs a package that is not installed: pip install '{package}'") from None
         except ValueError as error:
             raise ConfigError(f"{shown} must be a path, or a URL such as s3://bucket/folder: {error}") from None
@@ -138,6 +145,7 @@ class Root:
 
     def __truediv__(self, name: str) -> Root:
         """The place called `name` below this one; StoreError where the name leads elsewhere."""
+        # Names come from manifests and indexes of unknown sources too.
         if problem := name_problem(name, nested=True):
             raise StoreError(f"{self} cannot be left: {problem}")
         return replace(self, path=f"{self.path.rstrip('/')}/{name}", shown=f"{self.shown.rstrip('/')}/{name}")
@@ -157,7 +165,7 @@ class Root:
         assert self.is_local, f"{self} is not on this machine"
         return Path(self.path)
 
-    # ---- what is there
+    # ---- looking
 
     def exists(self) -> bool:
         return self._info() is not None
@@ -177,7 +185,7 @@ class Root:
             raise StoreError(f"{self} cannot be read: there is no such file", missing=True)
         if info["type"] != "file":
             raise StoreError(f"{self} cannot be read: it is no file")
-        return int(info["size"] or 0)
+        return int(info["size"] or 0)  # some servers report None for an empty file
 
     def names(self) -> list[str]:
         """Names of the files and folders in a folder, sorted; empty where there is no folder."""
@@ -216,7 +224,7 @@ class Root:
         return Writing(self, size)
 
     def write(self, data: bytes) -> None:
-        """Replaces the file: a reader or a crash sees the old one or the new one, never a part."""
+        """Replace the file: a reader or a crash sees the old one or the new one, never a part."""
         with self.store_errors("written", len(data)):
             if self.is_local:
                 write_atomic(self.local(), data)
@@ -224,7 +232,7 @@ class Root:
                 self.fs.pipe_file(self.path, data)
 
     def make(self) -> None:
-        """Makes the folder and those above it, where the filesystem has folders."""
+        """Make the folder and those above it, where the filesystem has folders."""
         if self.scheme not in _OBJECT_STORES:
             with self.store_errors("made"):
                 if self.is_local:
@@ -232,26 +240,26 @@ class Root:
                 else:
                     self.fs.makedirs(self.path, exist_ok=True)
 
-    def rename(self, other: Root, *, last: str | None = None) -> None:
-        """Gives a file or a folder another name: atomic on a local disk, copies on an object store.
+    def rename(self, target: Root, *, last: str | None = None) -> None:
+        """Give a file or a folder another name: atomic on a local disk, copies on an object store.
 
         `last`: the file that makes a folder valid. Where the files are copied, it is copied last and removed first.
         """
-        with self.store_errors(f"renamed to {other}"):
-            if self.is_local and other.is_local:
-                self.local().rename(other.path)
+        with self.store_errors(f"renamed to {target}"):
+            if self.is_local and target.is_local:
+                self.local().rename(target.path)
             elif self.scheme in _OBJECT_STORES:
                 # One by one: `mv` and `rm` would take * and [ in a name for patterns.
                 for name in sorted(self.files() or [""], key=lambda name: name == last):
-                    self.fs.cp_file(f"{self.path}/{name}".rstrip("/"), f"{other.path}/{name}".rstrip("/"))
+                    self.fs.cp_file(f"{self.path}/{name}".rstrip("/"), f"{target.path}/{name}".rstrip("/"))
                 if last is not None:
                     (self / last).remove()
                 self.remove()
             else:
-                self.fs.mv(self.path, other.path, recursive=self.is_folder())
+                self.fs.mv(self.path, target.path, recursive=self.is_folder())
 
     def remove(self) -> None:
-        """Removes a file, or a folder and all that it holds, if it exists. A link is removed, not what it leads to."""
+        """Remove a file, or a folder and all that it holds, if it exists. A link is removed, not what it leads to."""
         with self.store_errors("removed"), contextlib.suppress(FileNotFoundError):
             if self.is_local:
                 path = self.local()
@@ -266,7 +274,7 @@ class Root:
                 self.fs.rm(self.path, recursive=True)
 
     def sync(self) -> None:
-        """Waits until the names in a local folder are on the disk."""
+        """Wait until the names in a local folder are on the disk."""
         if self.is_local:
             with self.store_errors("written"):
                 sync_folder(self.local())
@@ -294,10 +302,10 @@ class Root:
 
     @contextlib.contextmanager
     def store_errors(self, verb: str, needed: int | None = None) -> Iterator[None]:
-        """Turns whatever the filesystem raises inside into a StoreError.
+        """Turn whatever the filesystem raises inside into a StoreError.
 
         Args:
-            verb: what is done with this place, such as `read`.
+            verb: participle of the action on this place, such as `read`.
             needed: bytes that are to be written.
         """
         try:
@@ -309,20 +317,12 @@ class Root:
             raise self.failure(error, verb, needed) from None
 
     def failure(self, error: BaseException, verb: str, needed: int | None = None) -> StoreError:
-        """The StoreError for what a filesystem raised, with advice; `verb`: what could not be done with this place."""
+        """The StoreError for an error of a filesystem, with advice; `verb` and `needed`: as in `store_errors`."""
         number = error.errno if isinstance(error, OSError) else None
         if number in (errno.ENOSPC, errno.EDQUOT):
-            free = None
-            with contextlib.suppress(StoreError):
-                free = self.free_bytes()
-            wanted = f"{size_text(needed)} ({needed:,} bytes)" if needed is not None else "more"
-            left = f"{size_text(free)} ({free:,} bytes)" if free is not None else "none"
             reason = "its quota is used up" if number == errno.EDQUOT else "the disk is full"
-            text = (
-                f"{self} cannot be {verb}: {reason}; it needs {wanted}, free is {left}: make room on that disk"
-                f"{see('checkpoints#disk-full')}"
-            )
-            return StoreError(text, out_of_space=True)
+            return self._out_of_space(reason, verb, needed)
+        # Clients of remote places say more than that a file is missing, such as that a bucket is.
         if isinstance(error, FileNotFoundError) and (self.is_local or not str(error)):
             return StoreError(f"{self} cannot be {verb}: there is no such file or folder", missing=True)
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
@@ -337,39 +337,52 @@ class Root:
             text += "; " + next(advice for pattern, advice in _S3_ADVICE.items() if re.search(pattern, reason))
         return StoreError(text, missing=isinstance(error, FileNotFoundError), refused=refused)
 
+    def _out_of_space(self, reason: str, verb: str, needed: int | None) -> StoreError:
+        free = None
+        with contextlib.suppress(StoreError):
+            free = self.free_bytes()
+        needed_text = f"{size_text(needed)} ({needed:,} bytes)" if needed is not None else "more"
+        free_text = f"{size_text(free)} ({free:,} bytes)" if free is not None else "none"
+        text = (
+            f"{self} cannot be {verb}: {reason}; it needs {needed_text}, free is {free_text}: make room on that disk"
+            f"{see('checkpoints#disk-full')}"
+        )
+        return StoreError(text, out_of_space=True)
+
 
 class Writing:
     """A file that is being written, to be closed or, after a failure, abandoned. A closed local file is on the disk."""
 
     def __init__(self, root: Root, size: int | None = None) -> None:
-        self._root, self._size = root, size
+        self._root = root
+        self._size = size
         with root.store_errors("written", size):
             self._file: Any = root.fs.open(root.path, "wb")
-        self._behind = WriteBehind(self._file.fileno()) if root.is_local else None
+        self._write_behind = WriteBehind(self._file.fileno()) if root.is_local else None
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data).cast("B")
         with self._root.store_errors("written", self._size):
             while len(view):  # an unbuffered file may take a part
-                taken = self._file.write(view)
-                view = view[taken:]
-                if self._behind is not None:
-                    self._behind.wrote(taken)
+                count = self._file.write(view)
+                view = view[count:]
+                if self._write_behind is not None:
+                    self._write_behind.wrote(count)
 
     def close(self) -> None:
         with self._root.store_errors("written", self._size):
-            if self._behind is not None:
-                self._behind.finish()
+            if self._write_behind is not None:
+                self._write_behind.finish()
                 self._file.flush()
                 os.fsync(self._file.fileno())
             self._file.close()
 
     def abandon(self) -> None:
-        """Removes what was written. Failures on the way are ignored: the user is to read the error that led here."""
+        """Remove what was written. Failures on the way are ignored: the user is to read the error that led here."""
         with contextlib.suppress(Exception):
-            if self._behind is not None:
+            if self._write_behind is not None:
                 with contextlib.suppress(OSError):
-                    self._behind.finish()
+                    self._write_behind.finish()
             if hasattr(self._file, "discard") and not self._root.is_local:
                 self._file.discard()  # removes the parts that an object store has received
                 self._file.closed = True
@@ -387,6 +400,7 @@ def _local_filesystem() -> Any:
 
 
 def _local_files(folder: Path) -> Iterator[tuple[str, int]]:
+    """Relative path and bytes of every file below a folder."""
     for above, _, names in os.walk(folder):
         for name in names:
             path = Path(above, name)
@@ -394,21 +408,26 @@ def _local_files(folder: Path) -> Iterator[tuple[str, int]]:
                 yield path.relative_to(folder).as_posix(), path.stat().st_size
 
 
-PATIENCE_SECONDS = 20.0
-"""Longest wait for the first answer of a remote place. Clients retry for minutes, which helps only after an answer."""
+def answering_root(location: str | Path) -> Root:
+    """The place of a path or URL, once it has answered.
 
-_T = TypeVar("_T")
+    Raises:
+        ConfigError: the package for this kind of URL is not installed. StoreError: there was no answer in time.
+    """
+    root = Root.of(location)
+    in_time(root, root.exists)
+    return root
 
 
-def in_time(root: Root, action: Callable[[], _T]) -> _T:
-    """What `action`, which asks `root` for something, returns.
+def in_time(root: Root, action: Callable[[], _Result]) -> _Result:
+    """Return what `action`, which asks `root` for something, returns.
 
     Raises:
         StoreError: a remote place gave no answer in PATIENCE_SECONDS. Whatever `action` raises.
     """
     if root.is_local:
         return action()
-    answers: queue.SimpleQueue[tuple[_T | None, Exception | None]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[_Result | None, Exception | None]] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
@@ -439,9 +458,6 @@ def require_writable(root: Root) -> None:
     probe.remove()
 
 
-WINDOW_BYTES = 32 * 2**20
-
-
 class WriteBehind:
     """Syncs a growing file window by window, so that at most two windows of 32 MiB are in the page cache.
 
@@ -450,7 +466,7 @@ class WriteBehind:
     checkpoint then takes three times as long (`benchmarks/checkpoint.py`).
 
     Args:
-        descriptor: of the file, open for as long as this is used.
+        descriptor: descriptor of the file, open for as long as this is used.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -460,17 +476,18 @@ class WriteBehind:
         self._pending: Future[None] | None = None
 
     def wrote(self, count: int) -> None:
-        """To be called after each write, with its length. Waits while the previous window is being synced.
+        """Count the bytes of a write that was done. Waits while the previous window is being synced.
 
         Raises:
             OSError: an earlier window could not be brought to the disk.
         """
         self._end += count
         length = self._end - self._start
-        if length < WINDOW_BYTES:
+        # One window is synced while the next one is filled: so at most two are in the cache.
+        if length < _WINDOW_BYTES:
             return
         self._wait()
-        self._pending = self._thread.submit(_let_go, self._descriptor, self._start, length)
+        self._pending = self._thread.submit(_sync_and_drop, self._descriptor, self._start, length)
         self._start = self._end
 
     def finish(self) -> None:
@@ -479,12 +496,14 @@ class WriteBehind:
             self._wait()
 
     def _wait(self) -> None:
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None  # its error is raised once
         if pending is not None:
             pending.result()
 
 
-def _let_go(descriptor: int, start: int, length: int) -> None:
+def _sync_and_drop(descriptor: int, start: int, length: int) -> None:
+    """Bring a window of a file to the disk, and free its pages in the cache."""
     os.fsync(descriptor)  # pages that are not on the disk yet cannot go
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)

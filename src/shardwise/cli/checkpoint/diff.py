@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted
-from shardwise.checkpoint.storage.locate import newest_intact
+from shardwise.checkpoint.storage.find_checkpoint import weights_folder
 from shardwise.cli import output
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.checkpoint.storage.root import StoreError
 
     try:
-        a, b = (newest_intact(location, output.progress).root for location in (arguments.a, arguments.b))
+        a, b = (weights_folder(location, output.progress).root for location in (arguments.a, arguments.b))
         with output.bar("comparing", sum(a.files().values())) as progress:
             difference = diff(a, b, progress)
     except StoreError as error:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted, parse_size, size
-from shardwise.checkpoint.storage.locate import newest_intact, reached
+from shardwise.checkpoint.storage.find_checkpoint import weights_folder
+from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ def add_max_shard_size(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint.format.to_hugging_face import Export
+    from shardwise.checkpoint.format.export_checkpoint import Export
 
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
-    export = Export(newest_intact(arguments.checkpoint, output.progress).root, arguments.dtype)
+    export = Export(weights_folder(arguments.checkpoint, output.progress).root, arguments.dtype)
     parent, name = split(arguments.dest)
     with output.bar(f"exporting to {name}", export.nbytes) as progress:
         done = export.write(parent, name, max_shard_bytes, progress)
@@ -83,4 +84,4 @@ def split(location: str) -> tuple[Root, str]:
     else:
         path = Path(location).expanduser().absolute()
         parent, name = str(path.parent), path.name
-    return reached(parent), name
+    return answering_root(parent), name

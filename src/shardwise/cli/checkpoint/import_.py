@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.units import count, counted, size
-from shardwise.checkpoint.storage.locate import reached
+from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
 from shardwise.config.yaml import parse_value
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
     from shardwise.checkpoint.importing.foreign_model import write_checkpoint
 
-    root = reached(arguments.dest if "://" in arguments.dest else Path(arguments.dest).expanduser())
+    root = answering_root(arguments.dest if "://" in arguments.dest else Path(arguments.dest).expanduser())
     if (root / "checkpoints").is_folder():
         root = root / "checkpoints"  # DEST is a run's folder
     opened = _open(arguments)
@@ -122,7 +122,7 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
 
 
 def _open(arguments: argparse.Namespace) -> ForeignModel:
-    from shardwise.checkpoint.importing.foreign_model import open_hugging_face
+    from shardwise.checkpoint.importing.hugging_face import open_hugging_face
     from shardwise.checkpoint.importing.megatron import open_megatron
     from shardwise.checkpoint.importing.nemo import open_nemo
     from shardwise.checkpoint.importing.neuronx import open_neuronx
@@ -132,7 +132,7 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
     if arguments.kind == _HUB:
         with keys_renamed(_KEYS):
             if hub.is_url(arguments.source):
-                return open_hugging_face(reached(arguments.source), ignore)
+                return open_hugging_face(answering_root(arguments.source), ignore)
             folder = hub.resolve(arguments.source, arguments.revision, announce=output.progress)
             return open_hugging_face(Root.of(folder), ignore)
     source = Path(arguments.source).expanduser()
@@ -148,7 +148,7 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
         raise ConfigError(
             f"the vocabulary of --tokenizer ({vocabulary:,}) must be at most the model's ({opened.config.vocab_size:,})"
         )
-    return replace(opened, beside=files, tokens=tokens) if files else opened
+    return replace(opened, small_files=files, tokens=tokens) if files else opened
 
 
 def _names(given: str | None) -> list[str]:

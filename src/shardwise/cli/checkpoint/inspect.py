@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import count, counted, duration, size
-from shardwise.checkpoint.storage.locate import all_of, locate
+from shardwise.checkpoint.storage.find_checkpoint import checkpoint_folder
 from shardwise.cli import output
 from shardwise.cli.checkpoint import add_path
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.format.manifest import Manifest
-    from shardwise.checkpoint.storage.step_folders import Found
+    from shardwise.checkpoint.storage.step_folders import StepFolder
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,14 +31,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from shardwise.checkpoint.storage.step_folders import abandoned
 
-    place = locate(arguments.path)
-    found = all_of(place)
-    if arguments.tensors and not place.single:
+    place = checkpoint_folder(arguments.path)
+    found = place.checkpoints()
+    if arguments.tensors and not place.is_checkpoint:
         raise ConfigError(f"--tensors needs one checkpoint, and {place.root} is a folder of them: name one in it")
     if arguments.json:
         described = [_described(each, arguments.tensors) for each in found]
-        output.json(described[0] if place.single else described)
-    elif place.single:
+        output.json(described[0] if place.is_checkpoint else described)
+    elif place.is_checkpoint:
         _show(found[0], arguments.tensors)
     else:
         output.line(f"{place.root}: {counted(len(found), 'checkpoint')}")
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _age(found: Found) -> str:
+def _age(found: StepFolder) -> str:
     """How long ago a checkpoint was made; empty where its manifest does not tell."""
     try:
         created = datetime.fromisoformat(found.manifest.created) if found.manifest is not None else None
@@ -59,8 +59,8 @@ def _age(found: Found) -> str:
         return ""
 
 
-def _show(found: Found, tensors: bool) -> None:
-    from shardwise.checkpoint.format.tensors import ordered_names
+def _show(found: StepFolder, tensors: bool) -> None:
+    from shardwise.checkpoint.format.stored_tensors import ordered_names
 
     manifest = found.manifest
     if manifest is None:
@@ -101,7 +101,7 @@ def _show(found: Found, tensors: bool) -> None:
         output.table(rows, ["state", "tensor", "shape", "dtype", "pieces"], right=(4,))
 
 
-def _described(found: Found, tensors: bool) -> dict[str, Any]:
+def _described(found: StepFolder, tensors: bool) -> dict[str, Any]:
     """A checkpoint as JSON shows it."""
     described: dict[str, Any] = {
         "path": str(found.folder),
@@ -133,7 +133,7 @@ def _described(found: Found, tensors: bool) -> dict[str, Any]:
 
 
 def _states(manifest: Manifest) -> list[str]:
-    from shardwise.checkpoint.format.tensors import ordered_states
+    from shardwise.checkpoint.format.stored_tensors import ordered_states
 
     return ordered_states(manifest.tensors)
 

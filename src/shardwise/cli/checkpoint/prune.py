@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted, size
-from shardwise.checkpoint.storage.locate import Place, locate
+from shardwise.checkpoint.storage.find_checkpoint import NamedFolder, checkpoint_folder
 from shardwise.cli import output
 from shardwise.cli.checkpoint import add_path
 from shardwise.runs.folder import RunDirectory, RunLock
@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if problems:
         raise ConfigError(problems)
-    place = locate(arguments.path)
-    if place.single:
+    place = checkpoint_folder(arguments.path)
+    if place.is_checkpoint:
         raise ConfigError(f"RUN ({place.root}) must be a run's folder or a folder of checkpoints: it is one checkpoint")
     with ExitStack() as locks:
         if not arguments.dry_run:
@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _runs(place: Place, given: str) -> list[Path]:
+def _runs(place: NamedFolder, given: str) -> list[Path]:
     """The folders on this machine of runs that may save there."""
-    from shardwise.checkpoint.storage.owner import owner
+    from shardwise.checkpoint.storage.run_identity import owner
 
     folders = [Path(given)]
     if place.root.is_local:

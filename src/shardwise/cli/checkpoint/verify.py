@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted, duration, size
-from shardwise.checkpoint.storage.locate import all_of, locate
+from shardwise.checkpoint.storage.find_checkpoint import checkpoint_folder
 from shardwise.cli import output
 from shardwise.cli.checkpoint import add_path
 
@@ -28,8 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from shardwise.checkpoint.format.verify import verify
 
-    place = locate(arguments.path)
-    found = all_of(place)
+    place = checkpoint_folder(arguments.path)
+    found = place.checkpoints()
     if all(each.incomplete for each in found):
         raise ConfigError(f"{place.root} must hold a checkpoint that was completed: there is none")
     described: list[dict[str, Any]] = []
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             _show(report, max(time.monotonic() - start, 1e-9))
     if arguments.json:
-        output.json(described[0] if place.single else described)
+        output.json(described[0] if place.is_checkpoint else described)
     return 0 if sound else 1
 
 

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             target = dest / remote.name if is_folder else dest
             file = fetch(remote, target, sha256, force=arguments.force, progress=progress, announce=output.progress)
             transferred = "was there already"
-            if file.came or not file.size:
-                transferred = f"{size(file.came)} came"
+            if file.fetched_bytes or not file.size:
+                transferred = f"{size(file.fetched_bytes)} came"
             output.line(f"{file.path}: {size(file.size)}, SHA-256 {file.sha256}, {transferred}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.canonical import canonical_tensors
+from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.optim.zero import ZeroRedundancyOptimizer

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.importing.foreign_model import open_hugging_face
+from shardwise.checkpoint.importing.hugging_face import open_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.hugging_face import CASES, make, open_folder, save

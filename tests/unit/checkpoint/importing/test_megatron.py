@@ -74,7 +74,7 @@ def test_llama3_scaling_and_head_size(tmp_path: Path) -> None:
 
 
 def test_weights_keep_their_dtype_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.checkpoint.importing.shards.STREAM_BYTES", 1000)
+    monkeypatch.setattr("shardwise.checkpoint.importing.tensor_parallel_shards.STREAM_BYTES", 1000)
     model = make("gpt").bfloat16()
     model.save_pretrained(tmp_path / "saved")
     folder = write(Source(model, gpt_args(model)), tmp_path / "megatron", "legacy", tp=2)

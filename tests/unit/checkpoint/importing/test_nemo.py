@@ -11,7 +11,7 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.importing.nemo import open_nemo
-from shardwise.checkpoint.importing.shards import difference
+from shardwise.checkpoint.importing.tensor_parallel_shards import drift
 from shardwise.config import GPTConfig, LlamaConfig
 from tests.hugging_face import VOCABULARY, save
 from tests.unit.checkpoint.importing.checks import assert_same_model
@@ -195,6 +195,6 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
 
 def test_zeros_of_either_sign_are_equal() -> None:
     zeros = torch.zeros(4, 2)
-    assert difference(zeros, -zeros) == 0.0
-    assert difference(zeros, torch.zeros(2, 4)) == math.inf
-    assert difference(zeros, torch.full((4, 2), math.nan)) == math.inf
+    assert drift(zeros, -zeros) == 0.0
+    assert drift(zeros, torch.zeros(2, 4)) == math.inf
+    assert drift(zeros, torch.full((4, 2), math.nan)) == math.inf

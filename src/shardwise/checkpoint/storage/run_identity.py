@@ -1,6 +1,7 @@
-"""The run that saves at a place: `run.json` beside the checkpoints names it, so that no other run overwrites them.
+"""The run that checkpoints belong to, and the run that a folder holds.
 
-The run that a folder holds already: configuration and id, rebuilt from its checkpoints where a file is damaged.
+`run.json` beside the checkpoints names the run that saves there, so that no other run overwrites them. The folder of a
+run has its configuration and id; `earlier_run` rebuilds them from the checkpoints where a file is damaged.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Owner:
     """A run: its id, and the folder and machine where it was last started.
 
     Attributes:
-        key: tells the folder from a copy of it; empty in files of older versions.
+        key: text that tells the folder from a copy of it; empty in files of older versions.
     """
 
     id: str
@@ -44,7 +45,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the run has surely ended: it ran on this machine, and no process holds its folder."""
+        """True if the run has surely ended: it ran on this machine, and no process holds its folder."""
         return self.host == platform.node() and not RunLock.is_held(Path(self.folder))
 
 
@@ -71,22 +72,22 @@ def original_of(root: Root, run: str | None, folder: Path) -> Path | None:
     Args:
         root: the place of the checkpoints, or a copy of it.
         run: id of the run in `folder`.
-        folder: of the run that is to save there.
+        folder: folder of the run that is to save there.
 
     Raises:
         StoreError: the place cannot be read.
     """
-    saving = owner(root)
-    if saving is None or saving.id != run:
+    last_owner = owner(root)
+    if last_owner is None or last_owner.id != run or _has_key(folder, last_owner.key):
         return None
-    former = Path(saving.folder)
-    if _has_key(folder, saving.key):
-        return None
+    former_folder = Path(last_owner.folder)
     with contextlib.suppress(OSError):
-        if RunDirectory(former).stored_id() == run:
-            return None if former.samefile(folder) else former
+        if RunDirectory(former_folder).stored_id() == run:
+            return None if former_folder.samefile(folder) else former_folder
     with contextlib.suppress(OSError):
-        return next((path for path in former.parent.iterdir() if _has_key(path, saving.key)), None)
+        for path in former_folder.parent.iterdir():
+            if _has_key(path, last_owner.key):
+                return path
     return None
 
 
@@ -98,29 +99,30 @@ def _has_key(folder: Path, key: str) -> bool:
 
 
 def is_inside(root: Root, folder: Path) -> bool:
-    """Whether a place lies in a run's folder: what is there was saved by this run, or copied with it."""
+    """True if a place lies in a run's folder: its checkpoints were saved by this run, or copied with it."""
     return root.is_local and root.local().resolve().is_relative_to(folder.resolve())
 
 
-def require_own(root: Root, run: str | None, *, is_empty: bool) -> None:
+def require_ownership(root: Root, run: str | None, *, is_empty: bool) -> None:
     """Raise ConfigError where the place belongs to another run, unless that run has ended and saved nothing.
 
     Args:
+        root: the place of the checkpoints.
         run: id of the run that is to save there; None where it has none yet.
         is_empty: the place holds no checkpoints.
     """
-    other = owner(root)
-    if other is None or other.id == run or (is_empty and other.is_gone):
+    last_owner = owner(root)
+    if last_owner is None or last_owner.id == run or (is_empty and last_owner.is_gone):
         return
     raise ConfigError(
-        f"checkpoint.path ({root}) must be a run's own, and it is that of {other.folder} on {other.host}: choose "
-        f"another checkpoint.path, give --run-dir that folder to continue it, or remove {root / OWNER} if that "
+        f"checkpoint.path ({root}) must be a run's own, and it is that of {last_owner.folder} on {last_owner.host}: "
+        f"choose another checkpoint.path, give --run-dir that folder to continue it, or remove {root / OWNER} if that "
         "run is gone or this place is a copy of its own"
         f"{see('checkpoints#place-of-another-run')}"
     )
 
 
-def take(root: Root, run: Owner) -> None:
+def record_owner(root: Root, run: Owner) -> None:
     """Record that the place belongs to this run.
 
     Raises:
@@ -136,9 +138,9 @@ class EarlierRun:
     """The run that a folder holds.
 
     Attributes:
-        config: as it was resolved.
-        id: None where the run has none yet.
-        notes: for the user, which files were rebuilt.
+        config: resolved configuration.
+        id: id of the run; None where it has none yet.
+        notes: sentences for the user, on files that were rebuilt.
     """
 
     config: Mapping[str, Any]
@@ -161,27 +163,32 @@ def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
     root = Root.of(config.checkpoint.path or directory.checkpoints)
     notes: list[str] = []
     if stored is None or problems:
+        # A file that contradicts `config` may be damaged: the newest checkpoint, which has checksums, decides.
         manifest = next(_manifests(root), None)
         if manifest is None:
             if stored is None or _took_steps(directory, root, stored):
                 raise ConfigError(problems)
             return None
-        if differing := resume_problems(manifest.config, config.recorded()):
-            raise ConfigError(differing if stored is None else problems)
+        manifest_problems = resume_problems(manifest.config, config.recorded())
+        if manifest_problems:
+            raise ConfigError(manifest_problems if stored is None else problems)
         stored = manifest.config
-        state = "is damaged, and is kept under a number" if directory.config.exists() else "is missing"
+        is_present = directory.config.exists()
+        state = "is damaged, and is kept under a number" if is_present else "is missing"
         notes.append(
             f"{directory.config} {state}: the configuration was taken from the checkpoint of step {manifest.step:,}"
         )
     run = directory.stored_id()
-    if run is None and (run := _rebuilt_id(directory, root)) is not None:
-        state = "is damaged" if directory.identity.exists() else "is missing"
-        notes.append(f"{directory.identity} {state}: the run's id was taken from its checkpoints")
+    if run is None:
+        run = _rebuilt_id(directory, root)
+        if run is not None:
+            state = "is damaged" if directory.identity.exists() else "is missing"
+            notes.append(f"{directory.identity} {state}: the run's id was taken from its checkpoints")
     return EarlierRun(stored, run, tuple(notes))
 
 
 def _stored(directory: RunDirectory, config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
-    """The configuration in `config.yaml`, None where it cannot be read; and why `config` cannot continue the run."""
+    """The configuration in `config.yaml`, None where it cannot be read; and the reasons against continuing the run."""
     try:
         stored = parse_yaml(read_plain(directory.config).decode(), str(directory.config))
         if isinstance(stored, dict):
@@ -206,16 +213,16 @@ def _manifests(root: Root) -> Iterator[Manifest]:
 
 
 def _took_steps(directory: RunDirectory, root: Root, stored: Mapping[str, Any]) -> bool:
-    """Whether the run trained, judging by its events, its results and the folders of its checkpoints."""
-    trained = any(next(directory.events(event), None) for event in ("step", "checkpoint"))
-    if trained or directory.results.exists():
+    """True if the run trained, judging by its events, its results and the folders of its checkpoints."""
+    has_events = any(next(directory.events(event), None) for event in ("step", "checkpoint"))
+    if has_events or directory.results.exists():
         return True
-    before = stored.get("checkpoint")
-    path = before.get("path") if isinstance(before, dict) else None
+    section = stored.get("checkpoint")
+    path = section.get("path") if isinstance(section, dict) else None
     try:
         return any(steps(place) for place in (root, Root.of(path or directory.checkpoints)))
     except (StoreError, ConfigError):
-        return True
+        return True  # it may have: its checkpoints must not be lost
 
 
 def _rebuilt_id(directory: RunDirectory, root: Root) -> str | None:
@@ -224,13 +231,16 @@ def _rebuilt_id(directory: RunDirectory, root: Root) -> str | None:
     Checkpoints inside the run's folder are its own. At another place they are its own where `run.json` names this
     folder and the run has lost its id; a new run in a folder of that name has never had one.
     """
-    saving, path = owner(root), directory.path.resolve()
-    if saving is not None and directory.identity.exists() and saving.folder == str(path):
-        return saving.id
+    last_owner = owner(root)
+    path = directory.path.resolve()
+    if last_owner is not None and directory.identity.exists() and last_owner.folder == str(path):
+        return last_owner.id
     if not is_inside(root, path):
         return None
-    if saving is not None:
-        return saving.id
+    if last_owner is not None:
+        return last_owner.id
     manifest = next(_manifests(root), None)
-    run = None if manifest is None else manifest.data.get("run")
+    if manifest is None:
+        return None
+    run = manifest.data.get("run")
     return run if isinstance(run, str) else None

@@ -15,7 +15,7 @@ from shardwise.base.errors import ConfigError, RunError, listing, see
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast, overflows
-from shardwise.checkpoint.format.tensors import StoredTensors, segments
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, segments
 from shardwise.checkpoint.format.writing import (
     CONFIG,
     MAX_SHARD_BYTES,
@@ -31,20 +31,21 @@ from shardwise.data.hub import INDEX
 
 MASTER = "master"
 _DTYPE_FIELDS = ("torch_dtype", "dtype")
+"""The names that releases of `transformers` give the dtype in `config.json`."""
 
 
 class Export:
-    """What an export will write, planned from the manifest.
+    """An export, planned from the manifest before anything is written.
 
     Attributes:
-        step: of the checkpoint.
-        weights: in the order of the checkpoint's files.
+        step: updates done at the checkpoint.
+        weights: weights in the order of the checkpoint's files.
         masters: number of weights that are taken from stored float32 masters.
 
     Args:
         folder: the checkpoint.
-        dtype: of all floating-point weights (a name in `FLOATS`); None: as they are stored. A weight that is to be cast
-            is taken from its float32 master, if the checkpoint has one.
+        dtype: dtype of all floating-point weights (a name in `FLOATS`); None: as they are stored. A weight that is to
+            be cast is taken from its float32 master, if the checkpoint has one.
 
     Raises:
         ConfigError: `folder` is no checkpoint. StoreError: it cannot be read, or is damaged.
@@ -57,10 +58,12 @@ class Export:
         self._manifest = Manifest.read(folder)
         self._stored = StoredTensors(folder, self._manifest.tensors, self._manifest)
         self._target = None if dtype is None else FLOATS[dtype]
-        self.step, self.masters = self._manifest.step, 0
+        self.step = self._manifest.step
+        self.masters = 0
         weights = self._manifest.tensors.get(MODEL, {})
-        places = {name: [(piece.file, piece.offset) for piece in entry.pieces[:1]] for name, entry in weights.items()}
-        self.weights = [self._weight(name) for name in sorted(weights, key=lambda name: places[name])]
+        # In the order of their bytes a disk reads the weights in one go.
+        positions = {name: [(piece.file, piece.offset) for piece in weights[name].pieces[:1]] for name in weights}
+        self.weights = [self._weight(name) for name in sorted(weights, key=lambda name: positions[name])]
         if not self.weights:
             raise ConfigError(f"{folder} must hold weights: it has none")
 
@@ -83,21 +86,24 @@ class Export:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         progress: Callable[[int], None] | None = None,
     ) -> WrittenFolder:
-        """The folder `name` in `parent`, which appears complete or not at all.
+        """Write the folder `name` in `parent`, which appears complete or not at all.
 
         Raises:
             ConfigError: it exists. DamageError: what is read does not match its checksums. RunError: a value is beyond
             the range of float16. StoreError: out of space, or the like.
         """
         sizes = self.dtypes
-        beside = self._beside(max(sizes, key=lambda dtype: sizes[dtype]))
-        return write_folder(parent, name, self.weights, beside, max_shard_bytes=max_shard_bytes, progress=progress)
+        main_dtype = max(sizes, key=lambda dtype: sizes[dtype])
+        small_files = self._small_files(main_dtype)
+        return write_folder(parent, name, self.weights, small_files, max_shard_bytes=max_shard_bytes, progress=progress)
 
     def _weight(self, name: str) -> StreamedWeight:
+        """A weight in the dtype of the export, from its master where that saves a rounding."""
         entry = self._manifest.tensors[MODEL][name]
-        target, state = entry.dtype, MODEL
+        target = entry.dtype
         if self._target is not None and entry.dtype in FLOATING:
             target = self._target
+        state = MODEL
         if target != entry.dtype and name in self._manifest.tensors.get(MASTER, {}):
             state = MASTER
             self.masters += 1
@@ -137,10 +143,10 @@ class Export:
             raise DamageError(f"{self._folder / CONFIG} is damaged: {error}") from None
         return described
 
-    def _beside(self, dtype: str) -> dict[str, bytes]:
-        """The other files of the model; `config.json` names the format of the weights."""
-        named = [field for field in _DTYPE_FIELDS if field in self.described] or ["torch_dtype"]
-        files = {CONFIG: to_json({**self.described, **dict.fromkeys(named, dtype)})}
+    def _small_files(self, dtype: str) -> dict[str, bytes]:
+        """Name → content of the other files; `config.json` names the dtype of the weights."""
+        dtype_fields = [field for field in _DTYPE_FIELDS if field in self.described] or ["torch_dtype"]
+        files = {CONFIG: to_json({**self.described, **dict.fromkeys(dtype_fields, dtype)})}
         for entry in self._manifest.files:
             if not entry.path.endswith(".safetensors") and entry.path not in (CONFIG, INDEX):
                 files[entry.path] = read_whole(self._folder, entry)

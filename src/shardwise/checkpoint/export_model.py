@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.canonical import canonical_tensors, held_tensors
-from shardwise.checkpoint.companions import Companions
+from shardwise.checkpoint.canonical_tensors import canonical_tensors, model_tensors
+from shardwise.checkpoint.companion_files import Companions
 from shardwise.checkpoint.format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
-from shardwise.checkpoint.reading import DTYPE_NAMES
 from shardwise.checkpoint.storage.root import Buffer, Root
+from shardwise.checkpoint.torch_dtypes import DTYPE_NAMES
 from shardwise.config import ModelConfig, OwnConfig
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import special_token_ids
@@ -40,18 +40,27 @@ def export_hugging_face(
         StoreError: it cannot be written: out of space, or the like.
     """
     if mesh.dp.rank == 0:
-        tensors, parameters = canonical_tensors(model, pipeline=mesh.pp), held_tensors(model, mesh.pp)
+        parameters = model_tensors(model, mesh.pp)
+        tensors = canonical_tensors(model, pipeline=mesh.pp)
         if mesh.world.rank == 0:
-            beside = model_files(config, next(model.parameters()).dtype, tokenizer)
+            small_files = model_files(config, next(model.parameters()).dtype, tokenizer)
             weights = [
-                StreamedWeight(name, DTYPE_NAMES[dtype], shape, partial(_read, tensors, name))
-                for _, _, held in parameters
-                for name, shape, dtype in held
+                StreamedWeight(
+                    tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, partial(_read, tensors, tensor.name)
+                )
+                for parameter in parameters
+                for tensor in parameter.tensors
             ]
             write_folder(
-                Root.of(folder.parent), folder.name, weights, beside, max_shard_bytes=max_shard_bytes, replaces=True
+                Root.of(folder.parent),
+                folder.name,
+                weights,
+                small_files,
+                max_shard_bytes=max_shard_bytes,
+                replaces=True,
             )
         else:
+            # Collective: the other ranks take part in each tensor that rank 0 puts together.
             for _ in tensors:
                 pass
     collectives.barrier(mesh.world)
@@ -60,7 +69,7 @@ def export_hugging_face(
 def model_files(
     config: ModelConfig, dtype: torch.dtype, tokenizer: Path | None, companions: Companions | None = None
 ) -> dict[str, bytes]:
-    """What `transformers` reads beside the weights: name → content of `config.json` and of the tokenizer's files.
+    """Name → content of the files that `transformers` reads beside the weights: `config.json` and the tokenizer's.
 
     The `config.json` of a user's own model is its `model` section, which only its class reads. The ids that begin and
     end a text are those of the companions, else the tokenizer's, or null: without them transformers would take those of
@@ -68,19 +77,25 @@ def model_files(
     generates nothing has none.
     """
     companions = companions or Companions()
-    files = {name: (tokenizer / name).read_bytes() for name in Root.of(tokenizer).files()} if tokenizer else {}
-    fields = config.model_dump(mode="json") if isinstance(config, OwnConfig) else to_hugging_face(config)
-    special: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-    if tokenizer is not None and config.causal:
-        special = special_token_ids(tokenizer)
-    named = special if isinstance(config, OwnConfig) else companions.ids.keys() - type(config).model_fields.keys()
-    special |= {name: ids for name, ids in companions.ids.items() if name in named}
-    described = {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special}
-    return {**companions.files, **files, CONFIG: to_json(described)}
+    tokenizer_files: dict[str, bytes] = {}
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    if tokenizer is not None:
+        tokenizer_files = {name: (tokenizer / name).read_bytes() for name in Root.of(tokenizer).files()}
+        if config.causal:
+            ids = special_token_ids(tokenizer)
+    if isinstance(config, OwnConfig):
+        fields = config.model_dump(mode="json")
+        ids |= {name: value for name, value in companions.ids.items() if name in ids}
+    else:
+        fields = to_hugging_face(config)
+        # Ids that are keys of the family, such as BERT's padding, stay the model's.
+        ids |= {name: value for name, value in companions.ids.items() if name not in type(config).model_fields}
+    described = {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **ids}
+    return {**companions.files, **tokenizer_files, CONFIG: to_json(described)}
 
 
 def _read(tensors: Iterator[tuple[str, Tensor]], name: str) -> Iterator[Buffer]:
     """The bytes of the next tensor, which has this name."""
-    following, tensor = next(tensors)
-    assert following == name
+    next_name, tensor = next(tensors)
+    assert next_name == name
     yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,7 +1,4 @@
-"""Plans from Python.
-
-Configurations from Python.
-"""
+"""Configurations and plans from Python."""
 
 from __future__ import annotations
 
@@ -40,11 +37,12 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
     """
     _require_arguments(config, device, nodes, best, fixed)
     with keys_renamed({"--device": "device", "--nodes": "nodes"}):
-        on = cluster(device, int(nodes))
-    return search(config, on, best=best, fixed=fixed)
+        devices = cluster(device, int(nodes))
+    return search(config, devices, best=best, fixed=fixed)
 
 
 def _require_arguments(config: object, device: object, nodes: object, best: object, fixed: object) -> None:
+    """Raise ConfigError, with every problem, where an argument is none that `plan` has."""
     problems = config_problems(config)
     if not isinstance(device, str):
         problems.append(f"device ({device!r}) must be the name of a device, such as 'h100:8', or of a YAML file")
@@ -52,15 +50,17 @@ def _require_arguments(config: object, device: object, nodes: object, best: obje
     if isinstance(fixed, str) or not isinstance(fixed, Collection):
         problems.append(f"fixed ({fixed!r}) must be a list of keys, such as ['parallel.tensor']")
     else:
-        problems += [_unknown(key) for key in fixed if key not in FIXABLE]
+        problems += [_unknown_key_problem(key) for key in fixed if key not in FIXABLE]
     if problems:
         raise ConfigError(problems)
 
 
-def _unknown(key: object) -> str:
-    near = next((known for known in FIXABLE if known.partition(".")[2] == key), None)
-    near = near or nearest_name(str(key), FIXABLE, cutoff=0.75)
-    hint = f"did you mean {near}?" if near else f"it may have {listing(FIXABLE)}"
+def _unknown_key_problem(key: object) -> str:
+    """The sentence on a key that no layout has, with the one that may be meant."""
+    # A key without its section, such as `tensor`, is the most likely slip.
+    meant = next((known for known in FIXABLE if known.partition(".")[2] == key), None)
+    meant = meant or nearest_name(str(key), FIXABLE, cutoff=0.75)
+    hint = f"did you mean {meant}?" if meant else f"it may have {listing(FIXABLE)}"
     return f"fixed: {key!r} is no key of a layout; {hint}"
 
 

@@ -1,0 +1,213 @@
+"""The mesh and the checks of arguments that `save_checkpoint` and `load_checkpoint` share.
+
+A problem is a ConfigError that says what is wrong, on every rank, and no AttributeError later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from numbers import Integral
+from pathlib import Path
+from typing import TypeVar, cast
+
+from torch import nn
+
+from shardwise.api.arguments import config_problems, shown_value
+from shardwise.base.errors import ConfigError, ShardwiseError, listing
+from shardwise.base.units import counted
+from shardwise.checkpoint.collective_reading import other_ends
+from shardwise.checkpoint.format.manifest import TensorEntry
+from shardwise.checkpoint.format.stored_tensors import mismatches
+from shardwise.checkpoint.importing.foreign_model import canonical_shapes
+from shardwise.checkpoint.load_weights import tensor_shapes
+from shardwise.checkpoint.storage.root import Root
+from shardwise.config import Config, OwnConfig
+from shardwise.distributed import collectives
+from shardwise.distributed.agreement import agree
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.placement import placements, unplaced_state
+from shardwise.models.hugging_face_names import spelling
+from shardwise.models.user_model import storage_problems
+from shardwise.optim.state import unstorable_states
+from shardwise.optim.zero import ZeroRedundancyOptimizer
+from shardwise.train.opening import require_equal
+
+_Result = TypeVar("_Result")
+_world_meshes: list[Mesh] = []
+"""The mesh of the world of the last call without `mesh=`: at most one. Only `mesh_of` reads it."""
+_SHOWN = 4
+_MOST_STEPS = 10**18
+"""No checkpoint is found again whose name has more digits."""
+
+
+def mesh_of(mesh: Mesh | None) -> Mesh:
+    """The mesh of a call; None: data parallelism alone over the present world. Collective where that is new.
+
+    A process group and its sockets stay until the process ends, so a world has one mesh for all calls.
+
+    Raises:
+        ConfigError: it is no mesh.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if mesh is not None:
+        raise ConfigError(f"mesh ({shown_value(mesh)}) must be a shardwise.Mesh, or None for data parallelism alone")
+    world = Group.world().process_group
+    if world is None:
+        return Mesh()
+    if not any(cached.world.process_group is world for cached in _world_meshes):
+        _world_meshes[:] = [Mesh()]
+    return _world_meshes[0]
+
+
+def on_first_rank(work: Callable[[], _Result], world: Group) -> _Result:
+    """Do some work on the first rank, and return its result, or raise its ShardwiseError, on every rank. Collective."""
+    result: _Result | None = None
+    problem: ShardwiseError | None = None
+    if world.rank == 0:
+        try:
+            result = work()
+        except ShardwiseError as error:
+            problem = error
+    result, problem = collectives.broadcast_object((result, problem), world)
+    if problem is not None:
+        raise problem
+    return cast("_Result", result)
+
+
+def require_saveable(model: object, optimizer: object, step: object, config: object, mesh: Mesh) -> None:
+    """Raise ConfigError, with every problem, for what no checkpoint can be made of."""
+    problems = _problems(model, optimizer, mesh)
+    if isinstance(model, nn.Module):
+        problems += storage_problems(model)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        unstorable = unstorable_states(optimizer)
+        if unstorable:
+            problems.append(
+                f"the state of {optimizer.optimizer_class.__name__} must be tensors of the parameters' shapes and "
+                f"numbers, which a checkpoint holds, but has {listing(unstorable, most=_SHOWN)}: keep it elsewhere, or "
+                "in the optimizer's parameter groups, and save it yourself"
+            )
+    if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) < _MOST_STEPS:
+        problems.append(f"step ({shown_value(step)}) must be the number of updates done, a whole number from 0 on")
+    if config is not None:
+        problems += config_problems(config, ", or None")
+    if problems:
+        raise ConfigError(problems)
+
+
+def require_one_save(root: Root, step: int, model: nn.Module, mesh: Mesh) -> None:
+    """Raise ConfigError, on every rank, where ranks save another step, to another folder, or other parameters."""
+    if root.is_local:
+        require_equal({"step": step, "folder": str(Path(root.path).absolute())}, mesh.world, places=("folder",))
+    else:
+        require_equal({"step": step, "folder": root.shown}, mesh.world)
+    tensors = {f"{piece.name} {list(piece.shape)}" for _, _, record in placements(model) for piece in record.pieces}
+    # The ranks of one pipeline stage must have the same parameters; other stages have others.
+    first_tensors = collectives.broadcast_object(tensors, mesh.stage)
+    differences: list[str] = []
+    if lacking := sorted(first_tensors - tensors):
+        differences.append(f"a rank lacks {listing(lacking, most=_SHOWN)}")
+    if additional := sorted(tensors - first_tensors):
+        differences.append(f"a rank has {listing(additional, most=_SHOWN)}")
+    problems: list[str] = []
+    if differences:
+        problems.append(
+            f"the model's parameters must be the same on all ranks: unlike the first, {' and '.join(differences)}"
+        )
+    agree(problems, mesh.world)
+
+
+def require_one_model(model: nn.Module, config: Config | None, mesh: Mesh) -> None:
+    """Raise ConfigError where stages share a name, or `config` is of another model. Collective over the pipeline.
+
+    The configuration of a model of the user's own names a class, which is not called here, so it is not compared.
+    """
+    local_names: dict[str, None] = {}
+    for _, _, record in placements(model):
+        for piece in record.pieces:
+            is_tied = other_ends(piece, mesh).size > 1
+            if piece.box.numel and not is_tied:
+                local_names[piece.name] = None
+    stages_with: Counter[str] = Counter()
+    for names in collectives.all_gather_objects(local_names, mesh.pp):
+        stages_with.update(names.keys())
+    repeated = [name for name, stages in stages_with.items() if stages > 1]
+    if repeated:
+        raise ConfigError(
+            f"pipeline stages must name their parameters differently, and several have "
+            f"{listing(repeated, most=_SHOWN)}: name the modules of each stage as the whole model does"
+        )
+    if config is None or isinstance(config.model, OwnConfig):
+        return
+    shapes = tensor_shapes(model, mesh.pp)
+    config_shapes = canonical_shapes(config.model)
+    # The model may spell its names otherwise, as Hugging Face's folders do.
+    canonical_names = spelling(config.model.family).canonical(list(shapes), set(config_shapes))
+    canonical_model = {canonical_names.get(name, name): shape for name, shape in shapes.items()}
+    config_tensors = {name: TensorEntry(shape, "F32", ()) for name, shape in config_shapes.items()}
+    problems = mismatches(f"config ({config.model.family})", canonical_model, config_tensors)
+    if problems:
+        problems[-1] += "; give the configuration of the model that is saved, or none"
+        raise ConfigError(problems)
+
+
+def require_loadable(model: object, optimizer: object | None, mesh: Mesh) -> None:
+    """Raise ConfigError, with every problem, for what no checkpoint can be loaded into."""
+    if problems := _problems(model, optimizer, mesh, needs_optimizer=False):
+        raise ConfigError(problems)
+
+
+def _problems(model: object, optimizer: object, mesh: Mesh, *, needs_optimizer: bool = True) -> list[str]:
+    """The reasons why no checkpoint can be made of a model and an optimizer, or loaded into them."""
+    problems: list[str] = []
+    if not isinstance(model, nn.Module):
+        problems.append(f"model ({shown_value(model)}) must be a torch.nn.Module")
+    elif lost := unplaced_state(model):
+        problems.append(
+            f"the model must have no persistent buffers, but has {listing(lost, most=_SHOWN)}: a checkpoint holds "
+            "parameters only, so register them by register_buffer(NAME, VALUE, persistent=False), and save them "
+            "yourself if they change"
+        )
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        if optimizer is not None or needs_optimizer:
+            problems.append(
+                f"optimizer ({shown_value(optimizer)}) must be a shardwise.ZeroRedundancyOptimizer, which wraps a "
+                "class: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)"
+            )
+    elif isinstance(model, nn.Module):
+        problems += _model_problems(model, optimizer) + _mesh_problems(optimizer, mesh)
+    return problems
+
+
+def _mesh_problems(optimizer: ZeroRedundancyOptimizer, mesh: Mesh) -> list[str]:
+    """The axes along which the ranks of an optimizer are not those of a mesh."""
+    problems: list[str] = []
+    axes = {"data-parallel": (optimizer.group, mesh.dp), "tensor-parallel": (optimizer.tensor, mesh.tp)}
+    for axis, (optimizer_group, mesh_group) in axes.items():
+        is_cut = max(optimizer_group.size, mesh_group.size) > 1
+        if is_cut and optimizer_group.ranks != mesh_group.ranks:
+            problems.append(
+                f"the {axis} ranks of the optimizer ({listing(optimizer_group.ranks)}) must be those of mesh "
+                f"({listing(mesh_group.ranks)}): give mesh= here and to the optimizer, the same"
+            )
+    return problems
+
+
+def _model_problems(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> list[str]:
+    """The reason why the trained parameters of an optimizer are not those of a model."""
+    trained = {parameter for bucket in optimizer.buckets for parameter in bucket.parameters}
+    parameters = dict(model.named_parameters())
+    reasons: list[str] = []
+    untrained = [name for name, p in parameters.items() if p.requires_grad and p.numel() and p not in trained]
+    if untrained:
+        reasons.append(f"it lacks {listing(untrained, most=_SHOWN)}")
+    foreign = len(trained - set(parameters.values()))
+    if foreign:
+        reasons.append(f"it holds {counted(foreign, 'parameter')} that the model lacks")
+    if not reasons:
+        return []
+    return [
+        f"the optimizer must hold the model's parameters: {', and '.join(reasons)}; make it of this model's parameters"
+    ]

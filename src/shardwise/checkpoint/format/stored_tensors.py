@@ -1,0 +1,308 @@
+"""The tensors of a folder: those in a checkpoint's manifest, or plain Hugging Face weights.
+
+Any box of a tensor can be read; it is put together from the stored pieces that overlap it. The second half compares the
+tensors of a folder with those of a model: names, shapes, dtypes, and second copies of a tied weight.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.base.errors import ConfigError, listing
+from shardwise.base.parsing import json_value
+from shardwise.base.tensor_box import Box
+from shardwise.base.units import size
+from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, cast, parse_header
+from shardwise.checkpoint.format.verify import consecutive
+from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.data.hub import INDEX, SINGLE, indexed
+from shardwise.models.hugging_face_names import spelling
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Canonical name → shape."""
+TRAINABLE = "float64, float32, float16 or bfloat16"
+"""The dtypes that a weight may have, for messages."""
+_MAX_INDEX_BYTES = 2**26
+"""Enough for 600,000 tensors of 100 bytes each: a longer file is no index, and is not read into memory."""
+_DIGITS = re.compile(r"(\d+)")
+_LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
+"""The part of a name that is a number; the first one is the layer's."""
+
+
+@dataclass
+class StoredTensors:
+    """The tensors that a folder holds, read when they are asked for.
+
+    Attributes:
+        folder: the folder.
+        states: state (`model`, `exp_avg`, …) → name → tensor.
+        manifest: manifest of a checkpoint; None for plain Hugging Face weights.
+        readers: number of a file → reader that has read parts of it so far.
+    """
+
+    folder: Root
+    states: Mapping[str, Mapping[str, TensorEntry]]
+    manifest: Manifest | None
+    _files: tuple[str, ...] = ()
+    readers: dict[int, ChunkedReader] = field(default_factory=dict)
+
+    @staticmethod
+    def of(folder: Root) -> StoredTensors:
+        """Open a checkpoint, or a folder with safetensors weights.
+
+        Raises:
+            ConfigError: it is neither. StoreError: it cannot be read, or is damaged.
+        """
+        if (folder / MANIFEST).exists():
+            manifest = Manifest.read(folder)
+            return StoredTensors(folder, manifest.tensors, manifest)
+        files = _weight_files(folder)
+        weights: dict[str, TensorEntry] = {}
+        damage: list[str] = []
+        for number, path in enumerate(files):
+            try:
+                header = parse_header(folder / path)
+            except DamageError as error:
+                damage.append(str(error))
+                continue
+            for name, tensor in header.items():
+                piece = PieceEntry(number, tensor.start, Box.whole(tensor.shape))
+                weights[name] = TensorEntry(tensor.shape, tensor.dtype, (piece,))
+        if damage:
+            raise DamageError("; ".join(damage))
+        return StoredTensors(folder, {MODEL: weights}, None, files)
+
+    def config(self) -> dict[str, Any]:
+        """The fields of `config.json`; empty where it is missing or cannot be read."""
+        try:
+            fields = json_value((self.folder / "config.json").read(0, _MAX_INDEX_BYTES))
+        except (StoreError, ValueError):
+            return {}
+        return fields if isinstance(fields, dict) else {}
+
+    def read(self, state: str, name: str, box: Box) -> npt.NDArray[Any]:
+        """A box of a tensor, its bits as `DTYPES` has them for numpy; shape `box.size`.
+
+        Raises:
+            DamageError: bytes of it do not match their checksum, or its pieces leave a gap in it.
+        """
+        tensor = self.states[state][name]
+        values = np.empty(box.size, DTYPES[tensor.dtype].numpy)
+        covered = 0
+        for piece in tensor.pieces:
+            overlap = box.intersect(piece.box)
+            if overlap is not None:
+                part = self.read_part(piece, tensor.dtype, overlap.relative_to(piece.box))
+                values[overlap.relative_to(box).slices] = part
+                covered += overlap.numel
+        if covered != box.numel:
+            raise DamageError(f"{self.folder}: the pieces of {state}/{name} do not tile it")
+        return values
+
+    def read_part(self, piece: PieceEntry, dtype_name: str, box: Box) -> npt.NDArray[Any]:
+        """A box of a piece; `box` is counted from the start of the piece's box."""
+        dtype = DTYPES[dtype_name]
+        runs = box.runs(piece.box.size)
+        if self.manifest is None and len(runs) > 1:
+            return self._read_columns(piece, dtype_name, box)
+        ranges = ((piece.offset + start * dtype.itemsize, length * dtype.itemsize) for start, length in runs)
+        parts = [self._bytes(piece.file, start, start + length) for start, length in ranges]
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        return np.frombuffer(data, dtype.numpy).reshape(box.size)
+
+    def _read_columns(self, piece: PieceEntry, dtype_name: str, box: Box) -> npt.NDArray[Any]:
+        """Some columns of a piece in a plain file, cut from its whole rows: else each row would take a read."""
+        dtype = DTYPES[dtype_name]
+        row_shape = piece.box.size[1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        step = max(1, READ_BYTES // row_bytes)
+        columns = []
+        for first in range(box.start[0], box.stop[0], step):
+            last = min(first + step, box.stop[0])
+            data = self._bytes(piece.file, piece.offset + first * row_bytes, piece.offset + last * row_bytes)
+            rows = np.frombuffer(data, dtype.numpy).reshape(-1, *row_shape)
+            columns.append(rows[(slice(None), *box.slices[1:])])
+        return np.concatenate(columns)
+
+    def _bytes(self, file: int, start: int, stop: int) -> bytes | memoryview:
+        """Bytes of a file, verified where it is a checkpoint's: plain files have no checksums."""
+        if self.manifest is not None:
+            return self.reader(file).read(start, stop)
+        path = self.folder / self._files[file]
+        data = path.read(start, stop)
+        if len(data) != stop - start:
+            raise DamageError(f"{path} is damaged: it ends at byte {start + len(data):,}, before byte {stop:,}")
+        return data
+
+    def reader(self, file: int) -> ChunkedReader:
+        """The reader of a checkpoint's file, which is kept."""
+        assert self.manifest is not None
+        if file not in self.readers:
+            self.readers[file] = ChunkedReader(self.folder, self.manifest.files[file])
+        return self.readers[file]
+
+
+def _weight_files(folder: Root) -> tuple[str, ...]:
+    """The safetensors files of a Hugging Face folder.
+
+    Raises:
+        ConfigError: there are none, or the index names what is not there.
+    """
+    if (folder / SINGLE).exists():
+        return (SINGLE,)
+    index = folder / INDEX
+    if not index.exists():
+        names = listing(folder.names()[:6]) or "nothing"
+        raise ConfigError(
+            f"{folder} must be a checkpoint (with {MANIFEST}) or have safetensors weights ({SINGLE} or {INDEX}): "
+            f"it has {names}"
+        )
+    length = index.size()
+    if length > _MAX_INDEX_BYTES:
+        raise ConfigError(
+            f"{index} ({size(length)}) must be an index of safetensors files, which has at most "
+            f"{size(_MAX_INDEX_BYTES)}"
+        )
+    return tuple(indexed(index.read(), folder, lambda name: (folder / name).exists()))
+
+
+# ---- the order of states and names, and cuts of a tensor
+
+
+def ordered_states(states: Iterable[str]) -> list[str]:
+    """The states by name, the model first."""
+    return sorted(states, key=lambda state: (state != MODEL, state))
+
+
+def ordered_names(names: Iterable[str]) -> list[str]:
+    """Names in their order, numbers in them by their value: layer 10 after layer 2."""
+    # Every second part is a number without leading zeros: the longer one is the larger one.
+    return sorted(names, key=lambda name: [(len(part) * part.isdigit(), part) for part in _DIGITS.split(name)])
+
+
+def segments(shape: tuple[int, ...], elements: int) -> Iterator[Box]:
+    """A tensor as boxes of at most `elements` elements, in order: whole rows where a row has fewer."""
+    total = math.prod(shape)
+    row = total // shape[0] if shape and shape[0] else total
+    step = max(elements // row, 1) * row if 0 < row <= elements else elements
+    for offset in range(0, total, step):
+        yield from Box.of_run(offset, min(step, total - offset), shape)
+
+
+# ---- the tensors of a folder against those of a model
+
+
+def find_sources(
+    where: str, family: str, shapes: Shapes, stored: Mapping[str, TensorEntry]
+) -> tuple[dict[str, list[str]], list[str]]:
+    """The names under which a folder holds each canonical tensor, the one to read first; and every mismatch.
+
+    Names may be spelled as `models/hugging_face_names.py` says for the model's family.
+
+    Args:
+        where: subject of the lines on mismatches.
+        family: family of the model.
+        shapes: canonical tensors of the model.
+        stored: name in the folder → tensor.
+    """
+    spelled = spelling(family)
+    canonical_names = spelled.canonical(list(stored), set(shapes))
+    sources: dict[str, list[str]] = {name: [] for name in shapes}
+    for name, canonical_name in canonical_names.items():
+        sources.setdefault(canonical_name, []).append(name)
+    for canonical_name, names in sources.items():
+        # The canonical spelling comes first, and the second copy of a tied weight last.
+        names.sort(key=lambda name: (name != canonical_name, name in spelled.tied))
+    return sources, mismatches(where, shapes, stored, canonical=canonical_names)
+
+
+def mismatches(
+    where: str,
+    shapes: Shapes,
+    stored: Mapping[str, TensorEntry],
+    *,
+    canonical: Mapping[str, str] | None = None,
+    needed: Iterable[str] | None = None,
+    state: str = MODEL,
+) -> list[str]:
+    """Every way in which the tensors of a folder are not the model's; layers with the same problem share a line.
+
+    Args:
+        where: subject of the lines.
+        shapes: canonical tensors of the model.
+        stored: name in the folder → tensor.
+        canonical: name in the folder → canonical name; other tensors there are no weights. Default: they are the same.
+        needed: canonical names that must be there, unless they have no elements. Default: all of the model's.
+        state: `model`, or the optimizer state that the tensors belong to.
+    """
+    canonical_names = {name: name for name in stored} if canonical is None else canonical
+    needed_names = set(shapes) if needed is None else set(needed)
+    missing = needed_names - set(canonical_names.values())
+    lacks = [(name, list(shape)) for name, shape in shapes.items() if name in missing and 0 not in shape]
+    unknown: list[tuple[str, object]] = []
+    wrong_shapes: list[tuple[str, object]] = []
+    wrong_dtypes: list[tuple[str, object]] = []
+    for name, canonical_name in canonical_names.items():
+        tensor = stored[name]
+        if canonical_name not in shapes:
+            unknown.append((name, list(tensor.shape)))
+            continue
+        if tensor.shape != shapes[canonical_name]:
+            wrong_shapes.append((name, f"{list(tensor.shape)} must be {list(shapes[canonical_name])}"))
+        if tensor.dtype not in FLOATING:
+            wrong_dtypes.append((name, tensor.dtype))
+    prefix = "" if state == MODEL else f"the {state} of "
+    quantized = f": dtype of {{}} ({{}}) must be {TRAINABLE}: quantized weights cannot be trained"
+    return [
+        *lines_of_layers(where, " lacks {} {}", lacks, prefix),
+        *lines_of_layers(where, " has {} {}, which the model lacks", unknown, prefix),
+        *lines_of_layers(where, ": shape of {} {}", wrong_shapes, prefix),
+        *lines_of_layers(where, quantized, wrong_dtypes, prefix),
+    ]
+
+
+def differing_copies(
+    where: str, tensors: StoredTensors, sources: Mapping[str, Sequence[str]], boxes: Iterable[tuple[str, Box]]
+) -> list[str]:
+    """Second copies of a tied weight that differ from the first in one of the boxes (canonical name, box).
+
+    Raises:
+        StoreError: the weights cannot be read.
+    """
+    stored = tensors.states[MODEL]
+    problems: dict[str, None] = {}
+    for canonical_name, box in boxes:
+        first, *copies = sources[canonical_name]
+        for copy in copies:
+            values = cast(tensors.read(MODEL, copy, box), stored[copy].dtype, stored[first].dtype)
+            if not np.array_equal(tensors.read(MODEL, first, box), values):
+                problems[f"{where}: {copy} must equal {first}: the model has one weight for both"] = None
+    return list(problems)
+
+
+def lines_of_layers(where: str, text: str, facts: Iterable[tuple[str, object]], prefix: str = "") -> Iterator[str]:
+    """Lines `where` + `text`, one for all layers with the same fact.
+
+    Args:
+        where: subject of the lines.
+        text: format of the name and the fact.
+        facts: (name, fact); `h.0.ln.bias` … `h.11.ln.bias` are shown as `h.{0…11}.ln.bias`.
+        prefix: text before each name.
+    """
+    layers: dict[tuple[str, str], list[int]] = {}
+    for name, fact in facts:
+        numbers = layers.setdefault((_LAYER.sub("*", name, count=1), str(fact)), [])
+        numbers += map(int, _LAYER.findall(name)[:1])
+    for (pattern, fact_text), numbers in layers.items():
+        runs = ", ".join(f"{a}…{b}" if a < b else f"{a}" for a, b in consecutive(sorted(numbers)))
+        name = pattern.replace("*", runs if runs.isdigit() else f"{{{runs}}}", 1)
+        yield where + text.format(prefix + name, fact_text)

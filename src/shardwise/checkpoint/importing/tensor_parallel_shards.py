@@ -1,0 +1,306 @@
+"""Tensors of tensor-parallel ranks, put together as views: no more than a few rows are in memory at a time."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardwise.base.errors import ConfigError, listing
+from shardwise.base.units import counted
+from shardwise.checkpoint.format.manifest import TensorEntry
+from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_of_layers, mismatches
+from shardwise.checkpoint.format.writing import STREAM_BYTES, StreamedWeight
+from shardwise.checkpoint.storage.root import Buffer
+from shardwise.checkpoint.torch_dtypes import DTYPE_NAMES
+
+_SHOWN = 8
+_DRIFT_REFUSED = "replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"
+_DRIFT_TOO_LARGE = (
+    "they differ by more than their norm, as unrelated matrices do: they are of different checkpoints, or the model's "
+    "configuration (such as num_key_value_heads) is not that of the shards"
+)
+_MOST_DRIFT = 1.0
+"""The largest `drift` of matrices that may be replicas: that of two random ones is √2, whatever their scale."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Element size → integers with the same bits."""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A tensor that is `torch.cat(parts)`, transposed or not, and is never in memory as a whole.
+
+    Without parts it stands for a tensor that is missing or misshapen, which `Shards` has noted.
+    """
+
+    parts: tuple[Tensor, ...] = ()
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows = (sum(len(part) for part in self.parts), *self.parts[0].shape[1:])
+        return rows[::-1] if self.transposed else rows
+
+    @property
+    def t(self) -> Stacked:
+        return Stacked(self.parts, not self.transposed)
+
+    def rows(self, start: int, stop: int) -> Stacked:
+        """Rows `start` to `stop`, as views."""
+        assert not self.transposed
+        views: list[Tensor] = []
+        first_row = 0
+        for part in self.parts:
+            low = max(start - first_row, 0)
+            high = min(stop - first_row, len(part))
+            if low < high:
+                views.append(part[low:high])
+            first_row += len(part)
+        return Stacked(tuple(views))
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop`, in memory."""
+        if self.transposed:
+            # Rows of the whole are columns of the parts.
+            return torch.cat([part[:, start:stop] for part in self.parts]).t()
+        return torch.cat(self.rows(start, stop).parts)
+
+    def segments(self) -> Iterator[Buffer]:
+        """The bytes, row-major, as many at a time as `STREAM_BYTES` allows, and no less than a row."""
+        total = self.shape[0]
+        row_bytes = max(1, torch.Size(self.shape[1:]).numel() * self.parts[0].element_size())
+        step = max(1, STREAM_BYTES // row_bytes)
+        for start in range(0, total, step):
+            data = self.read(start, min(start + step, total)).contiguous()
+            yield data.view(torch.uint8).numpy().data.cast("B")
+
+    @property
+    def entry(self) -> TensorEntry:
+        return TensorEntry(self.shape, DTYPE_NAMES[self.parts[0].dtype], ())
+
+
+def stack(tensors: Iterable[Stacked]) -> Stacked:
+    """The tensors one below the other."""
+    return Stacked(tuple(part for tensor in tensors for part in tensor.parts))
+
+
+def same_bits(tensor: Tensor, replica: Tensor) -> bool:
+    """True if two tensors are equal; a NaN equals itself."""
+    if tensor is replica:
+        return True
+    if tensor.dtype != replica.dtype or tensor.shape != replica.shape:
+        return False
+    integers = _INTEGERS[tensor.element_size()] if tensor.is_floating_point() else tensor.dtype
+    return torch.equal(tensor.view(integers), replica.view(integers))
+
+
+def drift(tensor: Tensor, replica: Tensor) -> float:
+    """The norm of the difference of two replicas as a part of the larger norm of both; infinite if it is no number."""
+    if same_bits(tensor, replica):
+        return 0.0
+    if tensor.shape != replica.shape:
+        return math.inf
+    norm = float(torch.maximum(tensor.float().norm(), replica.float().norm()))
+    if norm == 0.0:  # 0 and -0 have other bits
+        return 0.0
+    relative = float((tensor.float() - replica.float()).norm()) / norm
+    return relative if math.isfinite(relative) else math.inf
+
+
+def require_ranks(
+    where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: Callable[[int, int], str]
+) -> None:
+    """Raise ConfigError where the ranks of a source are not those of its degrees.
+
+    Args:
+        where: subject of the message.
+        ranks: (tensor-parallel rank, pipeline stage) of each rank.
+        tensor: tensor-parallel degree.
+        pipeline: number of pipeline stages.
+        name: gives the name of a rank.
+    """
+    expected = {(t, p) for t in range(tensor) for p in range(pipeline)}
+    degrees = f"TP {tensor} × PP {pipeline}"
+    problems: list[str] = []
+    if missing := sorted(expected - ranks):
+        names = listing((name(*rank) for rank in missing), most=_SHOWN)
+        problems.append(f"{where} must have every rank of {degrees}: it lacks {names}")
+    if extra := sorted(ranks - expected):
+        names = listing((name(*rank) for rank in extra), most=_SHOWN)
+        problems.append(f"{where} must have the ranks of {degrees} alone: it also has {names}")
+    if problems:
+        raise ConfigError(problems)
+
+
+@dataclass
+class Shards:
+    """The tensors of all tensor-parallel ranks and pipeline stages.
+
+    A method that finds a problem adds it to `problems` and returns a `Stacked` without parts instead of raising, so
+    that the user reads all problems at once. Replicas that differ are a problem unless drift is allowed: stochastic
+    rounding, for one, draws other bits on every rank.
+
+    Attributes:
+        where: name of the source, for messages.
+        ranks: tensor-parallel degree.
+        allow_drift: the first of several replicas is taken although others differ.
+        tensors: name → its tensors, one for each tensor-parallel rank.
+        problems: one line each.
+    """
+
+    where: str
+    ranks: int
+    allow_drift: bool = False
+    tensors: dict[str, list[Tensor]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    _used: set[str] = field(default_factory=set)
+    _missing: list[tuple[str, str]] = field(default_factory=list)
+    _accepted_drifts: dict[str, float] = field(default_factory=dict)
+    """Name → drift of replicas of which the first is taken."""
+    _refused_drifts: list[tuple[str, str]] = field(default_factory=list)
+    """(name, what the replicas must be)."""
+
+    def add(self, tensors_by_rank: Sequence[Mapping[str, Tensor]], place: str) -> None:
+        """Add one pipeline stage's tensors, by tensor-parallel rank; `place` names the stage in messages."""
+        for name in dict.fromkeys(name for tensors in tensors_by_rank for name in tensors):
+            lacking = [rank for rank, tensors in enumerate(tensors_by_rank) if name not in tensors]
+            if lacking:
+                self.problems.append(
+                    f"{self.where}: tensor-parallel rank {', '.join(map(str, lacking))} lacks {name} {place}"
+                )
+                continue
+            parts = [tensors[name] for tensors in tensors_by_rank]
+            same = "must be the same on every pipeline stage that has it: they differ on tensor-parallel rank {}"
+            # Several stages may have a tensor, such as a tied embedding: the first one counts.
+            self._require_replicas(name, self.tensors.setdefault(name, parts), parts, same)
+
+    def require_tied(self, name: str, copy: str) -> None:
+        """Note where a copy of a tied weight, if there is one, differs from it."""
+        if not self.has(copy) or not self.has(name):
+            return
+        self._used.add(copy)
+        equal = f"must equal {name}, the model has one weight for both: they differ on tensor-parallel rank {{}}"
+        self._require_replicas(copy, self.tensors[name], self.tensors[copy], equal)
+
+    def _require_replicas(self, name: str, parts: Sequence[Tensor], replicas: Sequence[Tensor], text: str) -> None:
+        """Note replicas that differ, rank by rank; `text`: what the tensor must be, with a place for the ranks."""
+        pairs = list(zip(parts, replicas, strict=True))
+        ranks = [str(rank) for rank, pair in enumerate(pairs) if not same_bits(*pair)]
+        if ranks:
+            largest = max(drift(*pair) for pair in pairs)
+            self.note_drift(name, largest, text.format(", ".join(ranks)), are_matrices=parts[0].dim() > 1)
+
+    def note_drift(self, name: str, drift: float, requirement: str, *, are_matrices: bool) -> None:
+        """Note the `drift` of replicas; `requirement`: what the tensor must be.
+
+        Vectors are not bounded: biases begin at 0, so that their drift may be larger than they are, and norm weights
+        are much alike in any model.
+        """
+        limit = _MOST_DRIFT if are_matrices else sys.float_info.max
+        if self.allow_drift and drift <= limit:
+            self._accepted_drifts[name] = drift
+        elif self.allow_drift:
+            self._refused_drifts.append((name, f"{requirement} ({drift:.0%} of their norm)"))
+        else:
+            self._refused_drifts.append((name, requirement))
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for the user on replicas that differ and are taken."""
+        if not self._accepted_drifts:
+            return []
+        name, largest = max(self._accepted_drifts.items(), key=lambda accepted: accepted[1])
+        return [
+            f"replicas of {counted(len(self._accepted_drifts), 'tensor')} differ, at most by "
+            f"{largest:.2%} of their norm ({name}): the first ones are taken"
+        ]
+
+    def require_floats(self) -> None:
+        """Note tensors that cannot be a model's weights, and ranks that disagree on a shape; these are left out."""
+        wrong_dtypes: list[tuple[str, str]] = []
+        wrong_shapes: list[tuple[str, str]] = []
+        for name, parts in list(self.tensors.items()):
+            dtypes = {part.dtype for part in parts}
+            if len(dtypes) > 1 or not dtypes <= set(DTYPE_NAMES):
+                dtype_names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                wrong_dtypes.append((name, " and ".join(dtype_names)))
+            if len({part.shape for part in parts}) > 1 or not parts[0].dim():
+                wrong_shapes.append((name, ", ".join(f"{list(part.shape)}" for part in parts)))
+        same = "the same on every tensor-parallel rank"
+        dtype_line = f": dtype of {{}} ({{}}) must be {TRAINABLE}, {same}"
+        self.problems += lines_of_layers(self.where, dtype_line, wrong_dtypes)
+        self.problems += lines_of_layers(self.where, f": shape of {{}} must be {same}: it is {{}}", wrong_shapes)
+        for name, _ in wrong_dtypes + wrong_shapes:
+            self.tensors.pop(name, None)
+            self._used.add(name)
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def parts(self, name: str) -> list[Tensor]:
+        """The tensors of a name, one for each rank; none where no rank has it, which is noted."""
+        if name not in self.tensors and name not in self._used:
+            self._missing.append((name, ""))
+        self._used.add(name)
+        return self.tensors.get(name, [])
+
+    def columns(self, name: str) -> Stacked:
+        """A weight of a column-parallel layer or an embedding: cut along dim 0."""
+        return Stacked(tuple(self.parts(name)))
+
+    def rows(self, name: str) -> Stacked:
+        """A weight of a row-parallel layer: cut along dim 1."""
+        parts = self.parts(name)
+        if any(part.dim() != 2 for part in parts):
+            self.misshapen(name, parts[0].shape, "a matrix")
+            return Stacked()
+        return Stacked(tuple(part.t() for part in parts)).t
+
+    def copies(self, name: str) -> Stacked:
+        """A tensor that every rank has whole: all copies must agree to the bit."""
+        parts = self.parts(name)
+        same = "must be the same on every tensor-parallel rank, and differs between rank 0 and rank {}"
+        self._require_replicas(name, parts[:1] * len(parts), parts, same)
+        return Stacked(tuple(parts[:1]))
+
+    def split(self, name: str, sizes: Sequence[int]) -> list[Stacked]:
+        """Tensors of `sizes` rows on each rank, which the ranks hold one below the other as one tensor."""
+        parts = self.parts(name)
+        if any(len(part) != sum(sizes) for part in parts):
+            self.misshapen(name, parts[0].shape, f"{sum(sizes)} rows on each tensor-parallel rank")
+            parts = []
+        splits = [part.split(list(sizes)) for part in parts]
+        return [Stacked(tuple(split[i] for split in splits)) for i in range(len(sizes))]
+
+    def misshapen(self, name: str, shape: Sequence[int], requirement: str) -> None:
+        """Note a tensor of a wrong shape; `requirement`: what the shape must be."""
+        self.problems.append(f"{self.where}: shape of {name} {list(shape)} must be {requirement}")
+
+    def weights(self, shapes: Shapes, tensors: Mapping[str, Stacked]) -> list[StreamedWeight]:
+        """The canonical weights, in the order of `shapes`; `tensors`: by canonical name.
+
+        Raises:
+            ConfigError: everything that was wrong.
+        """
+        unused = [(name, list(parts[0].shape)) for name, parts in self.tensors.items() if name not in self._used]
+        # Tensors without parts have their problem noted already.
+        expected = {name: shape for name, shape in shapes.items() if name not in tensors or tensors[name].parts}
+        entries = {name: tensor.entry for name, tensor in tensors.items() if tensor.parts}
+        drift_line = f": {{}} {{}}: {_DRIFT_TOO_LARGE if self.allow_drift else _DRIFT_REFUSED}"
+        problems = [
+            *self.problems,
+            *lines_of_layers(self.where, drift_line, self._refused_drifts),
+            *lines_of_layers(self.where, " lacks {}", self._missing),
+            *lines_of_layers(self.where, " has {} {}, which the model lacks", unused),
+            *mismatches(self.where, expected, entries),
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return [
+            StreamedWeight(name, tensors[name].entry.dtype, shape, tensors[name].segments)
+            for name, shape in shapes.items()
+        ]
