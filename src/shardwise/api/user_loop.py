@@ -22,7 +22,7 @@ from shardwise.checkpoint.importing.foreign_model import canonical_shapes
 from shardwise.checkpoint.load import tensor_shapes
 from shardwise.checkpoint.reading import other_ends
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, OwnConfig
+from shardwise.config import Config
 from shardwise.distributed import collectives
 from shardwise.distributed.agreement import agree
 from shardwise.distributed.mesh import Group, Mesh
@@ -129,13 +129,14 @@ def require_one_model(model: nn.Module, config: Config | None, mesh: Mesh) -> No
             f"pipeline stages must name their parameters differently, and several have {listing(twice, most=_SHOWN)}: "
             "name the modules of each stage as the whole model does"
         )
-    if config is None or isinstance(config.model, OwnConfig):
+    family = None if config is None else config.shapes
+    if family is None:
         return
-    shapes, described = tensor_shapes(model, mesh.pp), canonical_shapes(config.model)
-    canonical = spelling(config.model.family).canonical(list(shapes), set(described))
+    shapes, described = tensor_shapes(model, mesh.pp), canonical_shapes(family)
+    canonical = spelling(family.family).canonical(list(shapes), set(described))
     renamed = {canonical.get(name, name): shape for name, shape in shapes.items()}
     stored = {name: TensorEntry(shape, "F32", ()) for name, shape in described.items()}
-    if problems := mismatches(f"config ({config.model.family})", renamed, stored):
+    if problems := mismatches(f"config ({family.family})", renamed, stored):
         problems[-1] += "; give the configuration of the model that is saved, or none"
         raise ConfigError(problems)
 

@@ -15,7 +15,7 @@ from shardwise.checkpoint.companions import Companions
 from shardwise.checkpoint.format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
 from shardwise.checkpoint.reading import DTYPE_NAMES
 from shardwise.checkpoint.storage.root import Buffer, Root
-from shardwise.config import ModelConfig, OwnConfig
+from shardwise.config import ModelConfig, shapes_of
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import special_token_ids
 from shardwise.distributed import collectives
@@ -69,11 +69,12 @@ def model_files(
     """
     companions = companions or Companions()
     files = {name: (tokenizer / name).read_bytes() for name in Root.of(tokenizer).files()} if tokenizer else {}
-    fields = config.model_dump(mode="json") if isinstance(config, OwnConfig) else to_hugging_face(config)
+    family = shapes_of(config)
+    fields = config.model_dump(mode="json") if family is None else to_hugging_face(family)
     special: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     if tokenizer is not None and config.causal:
         special = special_token_ids(tokenizer)
-    named = special if isinstance(config, OwnConfig) else companions.ids.keys() - type(config).model_fields.keys()
+    named = special if family is None else companions.ids.keys() - type(family).model_fields.keys()
     special |= {name: ids for name, ids in companions.ids.items() if name in named}
     described = {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special}
     return {**companions.files, **files, CONFIG: to_json(described)}

@@ -23,7 +23,7 @@ from shardwise.checkpoint.storage.step_folders import step_of
 from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
-from shardwise.config.model import OwnConfig
+from shardwise.config.model import UserModelConfig
 from shardwise.data import hub
 from shardwise.data.reading.detect import detect
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -350,7 +350,7 @@ def _model_section(text: bytes, file: str, chosen: Mapping[str, Any]) -> dict[st
     return {
         key: value
         for key, value in described.items()
-        if key not in _BESIDE and not (value is None and key in OwnConfig.model_fields)
+        if key not in _BESIDE and not (value is None and key in UserModelConfig.model_fields)
     }
 
 

@@ -16,7 +16,7 @@ from shardwise.config.load import (
     recipe_text,
     require_data,
 )
-from shardwise.config.model import FamilyConfig, ModelConfig, OwnConfig
+from shardwise.config.model import FamilyConfig, ModelConfig, UserModelConfig, shapes_of
 from shardwise.config.resume_rules import kept_batch, kept_batch_note, resume_changes, resume_problems
 from shardwise.config.rules import check_layout
 from shardwise.config.sections import (
@@ -58,7 +58,6 @@ __all__ = [
     "LogConfig",
     "ModelConfig",
     "OptimizerConfig",
-    "OwnConfig",
     "ParallelConfig",
     "Precision",
     "PrecisionConfig",
@@ -66,6 +65,7 @@ __all__ = [
     "Rounding",
     "Schedule",
     "TrainConfig",
+    "UserModelConfig",
     "apply_overrides",
     "check_layout",
     "config_from",
@@ -83,4 +83,5 @@ __all__ = [
     "require_data",
     "resume_changes",
     "resume_problems",
+    "shapes_of",
 ]

@@ -14,7 +14,7 @@ from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, Obje
 from shardwise.config.section import Section, reject
 
 
-class OwnConfig(Section):
+class UserModelConfig(Section):
     """A causal language model of your own: `family` names its class, which gets every key under `model`."""
 
     model_config = ConfigDict(extra="allow")
@@ -47,7 +47,7 @@ class OwnConfig(Section):
 
 
 FamilyConfig: TypeAlias = Decoder | GPTConfig | GPTNeoXConfig | BertConfig
-ModelConfig: TypeAlias = FamilyConfig | OwnConfig
+ModelConfig: TypeAlias = FamilyConfig | UserModelConfig
 
 FAMILIES: dict[str, type[FamilyConfig]] = {
     get_args(family.model_fields["family"].annotation)[0]: family for family in get_args(FamilyConfig)
@@ -55,13 +55,21 @@ FAMILIES: dict[str, type[FamilyConfig]] = {
 """By the values of `model.family`."""
 
 
+def shapes_of(model: ModelConfig) -> FamilyConfig | None:
+    """The configuration of a family, which knows all shapes; None for a class of the user's, whose shapes nobody knows.
+
+    It is no attribute of the model: `UserModelConfig` has the user's keys, which may have any name.
+    """
+    return None if isinstance(model, UserModelConfig) else model
+
+
 def _read(value: Any) -> ModelConfig:
-    """A `model` section as its family's class reads it, or `OwnConfig` for package.module:Class."""
+    """A `model` section as its family's class reads it, or `UserModelConfig` for package.module:Class."""
     if not isinstance(value, dict | Section):
         reject([f"model ({value!r}) must be a mapping of keys"])
     name = value.get("family") if isinstance(value, dict) else getattr(value, "family", None)
     if isinstance(name, str) and ":" in name:
-        return OwnConfig.model_validate(value)
+        return UserModelConfig.model_validate(value)
     if str(name) not in FAMILIES:
         valid = f"{listing(FAMILIES, 'or')}, or package.module:Class for your own"
         missing = f"model.family is missing (the architecture: {valid})"

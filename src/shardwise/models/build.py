@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from shardwise.config import BertConfig, Config, DecoderConfig, GPTConfig, GPTNeoXConfig, OwnConfig
+from shardwise.config import BertConfig, Config, DecoderConfig, GPTConfig, GPTNeoXConfig
 from shardwise.distributed.mesh import Group
 from shardwise.layers.linear import set_overlap
 from shardwise.models.bert import Bert
@@ -46,8 +46,8 @@ def build_model(
     Raises:
         ConfigError: `model.family` names a class of the user's that cannot be imported or built.
     """
-    model = config.model
-    if isinstance(model, OwnConfig):
+    model = config.shapes
+    if model is None:
         built = build_own(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
     else:
         built = next(family for section, family in _FAMILIES.items() if isinstance(model, section))(

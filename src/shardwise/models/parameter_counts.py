@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.config import BertConfig, FamilyConfig, ModelConfig, OwnConfig
+from shardwise.config import BertConfig, FamilyConfig, ModelConfig, shapes_of
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.stages import Stage
 from shardwise.layers.chunks import vocabulary_rows
@@ -88,10 +88,11 @@ def local_parameter_count(
 
     stages: those of a pipeline that the rank has; None: the whole model. The result is None for a model of your own.
     """
-    if isinstance(model, OwnConfig):
+    shapes = shapes_of(model)
+    if shapes is None:
         return None
-    local = LocalWidths.of(model, tensor, vocab_multiple)
-    return sum(parameter.elements for parameter in local_parameters(model, tensor, local=local, stages=stages))
+    local = LocalWidths.of(shapes, tensor, vocab_multiple)
+    return sum(parameter.elements for parameter in local_parameters(shapes, tensor, local=local, stages=stages))
 
 
 def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
@@ -105,9 +106,8 @@ def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
 
 def canonical_tensor_count(model: ModelConfig) -> int | None:
     """Tensors of the whole model as Hugging Face names them; a tied one counts once. None for a model of your own."""
-    if isinstance(model, OwnConfig):
-        return None
-    return sum(parameter.tensors for parameter in local_parameters(model, 1))
+    shapes = shapes_of(model)
+    return None if shapes is None else sum(parameter.tensors for parameter in local_parameters(shapes, 1))
 
 
 def local_parameters(

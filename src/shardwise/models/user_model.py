@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.names import SAFETENSORS_METADATA, is_tensor_name
 from shardwise.base.user_code import RAISED, error_text, load
-from shardwise.config import Config, OwnConfig
+from shardwise.config import Config, UserModelConfig
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import of, placements, unplaced_state
@@ -192,8 +192,8 @@ def _constructor_problems(config: Config, constructor: _Constructor) -> list[str
     problems = [f"model.{key}: the run itself gives {key} to {family}: rename it" for key in keys if key in RUN]
     if not constructor.takes_config(keys):
         names = [name for name in constructor.names if name not in RUN]
-        # A class need not take the fields of OwnConfig: the layout is checked against them.
-        for key in sorted(keys.keys() - {*RUN, *names, *OwnConfig.model_fields}):
+        # A class need not take the fields of UserModelConfig: the layout is checked against them.
+        for key in sorted(keys.keys() - {*RUN, *names, *UserModelConfig.model_fields}):
             # `**kwargs` may take any key. Then a key is misspelt only if it is near an argument that has no key.
             meant = [name for name in names if name not in keys or not constructor.takes_any]
             near = nearest_name(key, meant, cutoff=0.8 if constructor.takes_any else 0.75)

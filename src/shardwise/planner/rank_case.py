@@ -25,9 +25,9 @@ from shardwise.config import (
     FamilyConfig,
     Layout,
     ModelConfig,
-    OwnConfig,
     Precision,
     Recompute,
+    shapes_of,
 )
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import LocalWidths, attention_work, block_work, head_work, matmul_parameter_count
@@ -67,8 +67,8 @@ class Case:
     @staticmethod
     def of_ranks(config: Config, layout: Layout, accelerator: bool, only: Collection[int] | None = None) -> list[Case]:
         """The cases of all pipeline ranks, or of those in `only`; empty for a model of your own."""
-        model = config.model
-        if isinstance(model, OwnConfig):
+        model = config.shapes
+        if model is None:
             return []
         local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
         precision, plan = config.precision.resolved(accelerator), stage_plan(config, layout)
@@ -197,10 +197,11 @@ def flops_per_token(
         count_masked: leave the halving out. That is the convention of PaLM (arXiv:2204.02311, appendix B) and of most
             published figures; it reports a higher utilisation for the same speed.
     """
-    if isinstance(model, OwnConfig):
+    shapes = shapes_of(model)
+    if shapes is None:
         return None
-    blocks = model.num_hidden_layers * block_work(model, sequence_length, count_masked=count_masked)
-    return 6.0 * (blocks + head_work(model, sequence_length, predictions))
+    blocks = shapes.num_hidden_layers * block_work(shapes, sequence_length, count_masked=count_masked)
+    return 6.0 * (blocks + head_work(shapes, sequence_length, predictions))
 
 
 def recomputed_flops_per_token(model: ModelConfig, sequence_length: int, recompute: Recompute) -> float | None:
@@ -208,12 +209,13 @@ def recomputed_flops_per_token(model: ModelConfig, sequence_length: int, recompu
 
     They are work of the hardware, not of the model: no part of its FLOPs or of MFU. None for a model of your own.
     """
-    if isinstance(model, OwnConfig):
+    shapes = shapes_of(model)
+    if shapes is None:
         return None
     if recompute == "none":
         return 0.0
-    core = 2.0 * model.num_hidden_layers * attention_work(model, sequence_length)
-    return core if recompute == "selective" else core + 2.0 * matmul_parameter_count(model, "token")
+    core = 2.0 * shapes.num_hidden_layers * attention_work(shapes, sequence_length)
+    return core if recompute == "selective" else core + 2.0 * matmul_parameter_count(shapes, "token")
 
 
 def model_flops_utilization(

@@ -20,7 +20,7 @@ from rich.text import Text
 from shardwise.base import units
 from shardwise.base.errors import listing
 from shardwise.base.hardware import available_memory, bfloat16_unit, peak_flops
-from shardwise.config import Config, Layout, OwnConfig, Precision, dump_yaml
+from shardwise.config import Config, Layout, Precision, dump_yaml
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import canonical_tensor_count, local_parameter_count, parameter_count
 from shardwise.pipeline import schedule_picture as picture
@@ -353,7 +353,7 @@ def start_rows(
     rank, same = _neediest(config, layout, accelerator)
     parts = ", ".join(f"{name} {units.size(size)}" for name, size in memory.items() if size)
     known = f"{_memory(sum(memory.values()), layout, same)}: {parts}"
-    if isinstance(config.model, OwnConfig):
+    if config.shapes is None:
         known = f"{parts} on each rank; activations are not known for a model of your own"
     rows = [
         ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.config import FamilyConfig, OwnConfig, config_from, load_config
+from shardwise.config import FamilyConfig, UserModelConfig, config_from, load_config
 from shardwise.config.hugging_face import from_hugging_face, read_hugging_face, to_hugging_face
 from shardwise.config.hugging_face_fields import FORMATS
 from shardwise.config.load import apply_overrides
@@ -50,7 +50,7 @@ KINDS = listing(FORMATS, "or")
 
 def model_of(values: dict[str, Any]) -> FamilyConfig:
     model = config_from({"model": from_hugging_face(values, "config.json"), **REST}).model
-    assert not isinstance(model, OwnConfig)
+    assert not isinstance(model, UserModelConfig)
     return model
 
 

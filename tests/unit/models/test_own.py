@@ -187,7 +187,7 @@ def test_a_constructor_may_take_the_section(write: Write) -> None:
     assert built.layer.weight.shape == (3, 16)
     assert built.group is group
     said = unbuildable(config("mine:Model"))
-    assert "cannot be built: AttributeError: 'OwnConfig' object has no attribute 'depth'" in said
+    assert "cannot be built: AttributeError: 'UserModelConfig' object has no attribute 'depth'" in said
 
 
 def test_the_runs_seed_decides_the_weights(write: Write) -> None:
