@@ -77,6 +77,10 @@ class TransformerConfig(Section):
     """Whether that tensor is ordered by head: Q, K and V of the first head, then those of the second, and so forth."""
     causal: ClassVar[bool] = True
     """Whether a token attends only to itself and those before it."""
+    embedding_norm: ClassVar[bool] = False
+    """True if the sum of the embeddings is normalised before the first block."""
+    head_transform: ClassVar[bool] = False
+    """True if the head computes `norm(act(dense(x)))` before the product with the vocabulary's matrix."""
     objectives: ClassVar[tuple[Objective, ...]] = ("lm",)
     """The losses, each a mean over its own count: next token (`lm`), masked tokens (`mlm`), next sentence (`nsp`)."""
 
@@ -139,8 +143,23 @@ class TransformerConfig(Section):
         return [] if scaling is None else rope_scaling_problems(scaling, self.rotary_dim)
 
     @property
+    def predicts_masked_tokens(self) -> bool:
+        """Return whether masked tokens are predicted, in place of the next token at every position."""
+        return "mlm" in self.objectives
+
+    @property
+    def predicts_sentences(self) -> bool:
+        """Return whether samples are pairs of sentences, of which the model says if the second follows the first."""
+        return "nsp" in self.objectives
+
+    @property
+    def token_types(self) -> int:
+        """Rows of the embedding of token types; 0 where tokens have no types."""
+        return 0
+
+    @property
     def rotary_dim(self) -> int:
-        """How many leading dimensions of each head rotary embeddings turn; 0 where positions are learned."""
+        """Number of leading dimensions of each head that rotary embeddings turn; 0 where positions are learned."""
         return 0
 
     def rotates(self, layer: int) -> bool:
@@ -334,6 +353,8 @@ class BertConfig(MultiHeadConfig):
     attention_bias: ClassVar[bool] = True
     parallel_residual: ClassVar[bool] = False
     causal: ClassVar[bool] = False
+    embedding_norm: ClassVar[bool] = True
+    head_transform: ClassVar[bool] = True
     objectives: ClassVar[tuple[Objective, ...]] = ("mlm", "nsp")
 
     keys: ClassVar[dict[str, str]] = {
@@ -374,3 +395,8 @@ class BertConfig(MultiHeadConfig):
         if self.type_vocab_size < 2:
             problems.append(f"model.type_vocab_size ({self.type_vocab_size}) must be at least 2: samples are pairs")
         return problems
+
+    @property
+    def token_types(self) -> int:
+        """Rows of the embedding of token types."""
+        return self.type_vocab_size

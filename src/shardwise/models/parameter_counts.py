@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.config import BertConfig, FamilyConfig, ModelConfig, shapes_of
+from shardwise.config import FamilyConfig, ModelConfig, shapes_of
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.stages import Stage
 from shardwise.layers.chunks import vocabulary_rows
@@ -149,17 +149,17 @@ class _StageParameters:
     def all(self) -> Iterator[LocalParameter]:
         """In the order in which the family's model has them."""
         model, is_first = self.model, self.stage.is_first
-        is_bert = isinstance(model, BertConfig)
-        if is_first or (self.stage.is_last and self.at_both_ends and not is_bert):
+        if is_first or (self.stage.is_last and self.at_both_ends and not model.head_transform):
             yield self.embedding()
         if is_first and model.learned_positions:
             yield self.table(model.max_position_embeddings)
-        if is_first and isinstance(model, BertConfig):
-            yield self.table(model.type_vocab_size)
+        if is_first and model.token_types:
+            yield self.table(model.token_types)
+        if is_first and model.embedding_norm:
             yield from self.norm()
         for _ in self.stage.layers:
             yield from self.block()
-        if self.stage.is_last and is_bert:
+        if self.stage.is_last and model.head_transform:
             yield from self.bert_heads()
         elif self.stage.is_last:
             yield from self.norm()
@@ -279,7 +279,7 @@ def head_work(model: FamilyConfig, sequence_length: int, predictions: int | None
         predictions: P (default: ⌈0.15·S⌉); other families predict at every position.
     """
     share = 1.0
-    if "mlm" in model.objectives:
+    if model.predicts_masked_tokens:
         share = (predictions or math.ceil(MASKED_FRACTION * sequence_length)) / sequence_length
     predicted = matmul_parameter_count(model, "prediction") * share
     return predicted + matmul_parameter_count(model, "sequence") / sequence_length

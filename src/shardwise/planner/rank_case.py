@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from shardwise.config import (
     DTYPE_BYTES,
-    BertConfig,
     Config,
     FamilyConfig,
     Layout,
@@ -150,7 +149,7 @@ class Case:
     @property
     def predicted(self) -> int:
         """Tokens that are predicted: T, or the P·B masked ones of BERT."""
-        if not isinstance(self.model, BertConfig):
+        if not self.model.predicts_masked_tokens:
             return self.tokens
         return self.config.data.predictions(self.config.train.sequence_length) * self.config.train.micro_batch
 

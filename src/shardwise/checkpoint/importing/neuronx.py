@@ -37,7 +37,7 @@ from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.shards import Shards, Stacked, difference, require_ranks, stack
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import BertConfig, GPTNeoXConfig, LlamaConfig
+from shardwise.config import LlamaConfig
 from shardwise.models.hugging_face_names import spelling
 
 _CURRENT = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
@@ -70,7 +70,7 @@ def open_neuronx(
     if not described.is_file():
         raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
     config = read_model(Root.of(described), ignore)
-    if not isinstance(config, LlamaConfig | GPTNeoXConfig | BertConfig):
+    if config.family not in ("llama", "gpt_neox", "bert"):
         raise ConfigError(f"the model in {described} ({config.family}) must be llama, gpt_neox or bert")
     ranks = _ranks(source)
     tensor, pipeline = (max(rank[i] for rank in ranks) + 1 for i in (0, 1))

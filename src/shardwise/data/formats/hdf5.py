@@ -18,7 +18,7 @@ from shardwise.data.formats.common import (
     Announce,
     PreparedData,
     needed_parts,
-    require_bert,
+    require_sentence_pairs,
     tokenizer_in_cache,
     tokenizer_of_tokens,
 )
@@ -69,7 +69,7 @@ class PreparedShards(PreparedData):
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedShards:
     """Opens the shards of `config`; what lies in chunks, and the tokenizer where one is named, is kept in the cache."""
-    data, model = config.data, require_bert(config)
+    data, model = config.data, require_sentence_pairs(config)
     shards, problems = [], []
     library()
     for path in shard_paths(data):
@@ -84,7 +84,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     tokenizer = tokenizer_of_tokens(config, map(of_folder, folders), problems)
     if problems:
         raise DataError(problems)
-    rows = ShardRows(unpack(root, shards, announce), model.vocab_size, model.type_vocab_size)
+    rows = ShardRows(unpack(root, shards, announce), model.vocab_size, model.token_types)
     bounds = part_bounds(len(rows), data.split_weights)
     problems = [
         f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at data.split={data.split}) "
@@ -109,7 +109,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
 
 def glance(config: Config) -> str:
     """How many shards there are; the first few are opened."""
-    require_bert(config)
+    require_sentence_pairs(config)
     paths = shard_paths(config.data)
     glanced = [Shard.open(path, config.train.sequence_length) for path in paths[:_GLANCED]]
     more = f", of which {len(glanced)} were opened" if len(glanced) < len(paths) else ""
