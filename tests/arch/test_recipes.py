@@ -184,7 +184,7 @@ def test_gpt3_has_32_sequences_for_each_node(recipe: str, nodes: int) -> None:
 def test_gpt3_tiny_runs_on_eight_ranks() -> None:
     config = load_config("gpt3-tiny")
     layout = check_layout(config, 8)
-    assert (layout.tensor, layout.sequence, layout.pipeline, layout.data) == (2, True, 2, 2)
+    assert (layout.tensor, layout.sequence_parallel, layout.pipeline, layout.data) == (2, True, 2, 2)
     assert config.optimizer.zero == 1
 
 

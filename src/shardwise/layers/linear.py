@@ -162,7 +162,7 @@ class _ColumnParallel(placement.PlacedModule):
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → all parts `[S, B, Σ local outputs]`."""
         if how := usable(self.overlap, x, self.group):
             sequence = self.sequence_parallel_enabled
-            return gather_and_multiply(x, self.weight, self.bias, self.group, how, sequence=sequence)
+            return gather_and_multiply(x, self.weight, self.bias, self.group, how, sequence_parallel=sequence)
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
         return self.multiply(enter(x, self.group))
 
@@ -447,7 +447,7 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
     layer, x = terms[0]
     sequence = layer.sequence_parallel_enabled
     if how := usable(layer.overlap, x, layer.group):
-        y = multiply_and_sum([(x, layer.weight) for layer, x in terms], layer.group, how, sequence=sequence)
+        y = multiply_and_sum([(x, layer.weight) for layer, x in terms], layer.group, how, sequence_parallel=sequence)
     else:
         partial = linear(x, layer.weight)
         for other, x in terms[1:]:

@@ -122,31 +122,33 @@ def usable(how: Overlap | None, x: Tensor, group: Group) -> Overlap | None:
 
 
 def gather_and_multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, how: Overlap, *, sequence: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, how: Overlap, *, sequence_parallel: bool
 ) -> Tensor:
     """`X Aᵀ + b` of a column-parallel layer: weight `[O, I]`, x `[S/g, B, I]` → `[S, B, O]`.
 
-    Without `sequence` parallelism x is `[S, B, I]`, whole on every rank, and only the backward pass communicates.
+    Without sequence parallelism x is `[S, B, I]`, whole on every rank, and only the backward pass communicates.
     """
-    return cast(Tensor, _GatherAndMultiply.apply(x, weight, bias, group, how, sequence))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _GatherAndMultiply.apply(x, weight, bias, group, how, sequence_parallel))  # type: ignore[no-untyped-call]
 
 
-def multiply_and_sum(terms: Sequence[tuple[Tensor, Tensor]], group: Group, how: Overlap, *, sequence: bool) -> Tensor:
+def multiply_and_sum(
+    terms: Sequence[tuple[Tensor, Tensor]], group: Group, how: Overlap, *, sequence_parallel: bool
+) -> Tensor:
     """`Σ_r Σ_k X_k A_kᵀ` of row-parallel layers: terms (x `[S, B, I_k]`, weight `[O, I_k]`) → `[S/g, B, O]`.
 
-    Without `sequence` parallelism the result is `[S, B, O]` on every rank, and only the forward pass communicates.
+    Without sequence parallelism the result is `[S, B, O]` on every rank, and only the forward pass communicates.
     """
     xs, weights = zip(*terms, strict=True)
-    return cast(Tensor, _MultiplyAndSum.apply(group, how, sequence, *xs, *weights))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _MultiplyAndSum.apply(group, how, sequence_parallel, *xs, *weights))  # type: ignore[no-untyped-call]
 
 
 class _GatherAndMultiply(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, how: Overlap, sequence: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, how: Overlap, sequence_parallel: bool
     ) -> Tensor:
-        ctx.group, ctx.how, ctx.sequence = group, how, sequence
-        if not sequence:
+        ctx.group, ctx.how, ctx.sequence_parallel = group, how, sequence_parallel
+        if not sequence_parallel:
             ctx.save_for_backward(x, weight)
             return linear(x, weight, bias)
         (y,), gathered = _gather_and_multiply(x, [weight], group, how)
@@ -161,7 +163,7 @@ class _GatherAndMultiply(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[0]:
             dx = linear(dy, weight.t()).contiguous()
-            if ctx.sequence:
+            if ctx.sequence_parallel:
                 out = dx.new_empty(dx.shape[0] // ctx.group.size, *dx.shape[1:])
                 pending = collectives.reduce_scatter_async(dx, ctx.group, out=out)
             else:
@@ -174,19 +176,19 @@ class _GatherAndMultiply(torch.autograd.Function):
 
 class _MultiplyAndSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Group, how: Overlap, sequence: bool, *terms: Tensor) -> Tensor:
-        ctx.group, ctx.how, ctx.sequence = group, how, sequence
+    def forward(ctx: Any, group: Group, how: Overlap, sequence_parallel: bool, *terms: Tensor) -> Tensor:
+        ctx.group, ctx.how, ctx.sequence_parallel = group, how, sequence_parallel
         ctx.save_for_backward(*terms)
         xs, weights = terms[: len(terms) // 2], terms[len(terms) // 2 :]
-        if sequence:
+        if sequence_parallel:
             collectives.check_divides(xs[0], 0, group)
-        if sequence and how == "symmetric_memory":
+        if sequence_parallel and how == "symmetric_memory":
             return _fused_sum(xs, weights, group)
         pending = []
-        rows = xs[0].shape[0] // (group.size if sequence else 1)
+        rows = xs[0].shape[0] // (group.size if sequence_parallel else 1)
         for piece in _pieces(rows):
-            partial = _product([_rows(x, piece, group) if sequence else x[piece] for x in xs], weights)
-            if sequence:
+            partial = _product([_rows(x, piece, group) if sequence_parallel else x[piece] for x in xs], weights)
+            if sequence_parallel:
                 out = partial.new_empty(piece.stop - piece.start, *partial.shape[2:])
                 pending.append(collectives.reduce_scatter_async(partial.flatten(0, 1), group, out=out))
             else:
@@ -200,7 +202,7 @@ class _MultiplyAndSum(torch.autograd.Function):
         count = len(terms) // 2
         xs, weights = terms[:count], terms[count:]
         turned = [weight.t() for weight in weights]
-        if ctx.sequence:
+        if ctx.sequence_parallel:
             dxs, dy = _gather_and_multiply(dy, turned, ctx.group, ctx.how)
         else:
             dxs = [linear(dy, weight) for weight in turned]
@@ -265,7 +267,7 @@ def _rows(whole: Tensor, piece: slice, group: Group) -> Tensor:
 
 def _as_gathered(whole: Tensor, ctx: Any) -> Tensor:
     """`[S, …]` in the order in which the layer's other operand has its rows: a sum over rows needs them alike."""
-    if not ctx.sequence or ctx.how == "symmetric_memory":
+    if not ctx.sequence_parallel or ctx.how == "symmetric_memory":
         return whole
     rows = whole.shape[0] // ctx.group.size
     return torch.cat([_rows(whole, piece, ctx.group).flatten(0, 1) for piece in _pieces(rows)])

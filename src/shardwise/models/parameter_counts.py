@@ -113,7 +113,7 @@ def canonical_tensor_count(model: ModelConfig) -> int | None:
 def local_parameters(
     model: FamilyConfig,
     tensor: int,
-    sequence: bool = False,
+    sequence_parallel: bool = False,
     *,
     local: LocalWidths | None = None,
     stages: Sequence[Stage] | None = None,
@@ -129,7 +129,7 @@ def local_parameters(
     has_first, has_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     at_both_ends = model.tie_word_embeddings and has_first != has_last
     for stage in stages:
-        yield from _StageParameters(model, local, tensor, sequence, stage, at_both_ends).all()
+        yield from _StageParameters(model, local, tensor, sequence_parallel, stage, at_both_ends).all()
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _StageParameters:
     model: FamilyConfig
     local: LocalWidths
     tensor: int
-    sequence: bool
+    sequence_parallel: bool
     stage: Stage
     at_both_ends: bool
 
@@ -214,7 +214,7 @@ class _StageParameters:
     @property
     def _partial_between(self) -> int:
         """Ranks over which the gradient of what is replicated between the cut layers is partial."""
-        return self.tensor if self.sequence else 1
+        return self.tensor if self.sequence_parallel else 1
 
     def norm(self) -> Iterator[LocalParameter]:
         """A weight, and a bias in LayerNorm."""

@@ -34,7 +34,7 @@ def build_stages(
         device: of the parameters; default: the mesh's.
     """
     where = mesh.device if device is None else device
-    build = partial(build_model, config, mesh.tp, sequence_parallel=layout.sequence, device=where, dtype=dtype)
+    build = partial(build_model, config, mesh.tp, sequence_parallel=layout.sequence_parallel, device=where, dtype=dtype)
     if layout.pipeline == 1:
         return build()
     plan = stage_plan(config, layout)

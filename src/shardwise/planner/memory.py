@@ -254,7 +254,7 @@ def _loss(case: Case) -> int:
     """
     a, rows, hidden = case.a, case.local.vocabulary, case.model.hidden_size
     limit = loss_chunk_elements(rows, case.accelerator)
-    scattered = case.layout.sequence and not case.model.head_transform
+    scattered = case.layout.sequence_parallel and not case.model.head_transform
     tokens_a_row = case.config.train.micro_batch * (case.layout.tensor if scattered else 1)
     chunk = min(case.predicted, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a

@@ -141,7 +141,7 @@ def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
     parallel, train = config.parallel, config.train
     virtual = parallel.stages_per_rank if parallel.stages_per_rank > 1 else None
     choice = Choice(
-        layout.tensor, layout.sequence, layout.pipeline, parallel.schedule, virtual, train.micro_batch,
+        layout.tensor, layout.sequence_parallel, layout.pipeline, parallel.schedule, virtual, train.micro_batch,
         train.recompute, config.optimizer.zero,
     )  # fmt: skip
     return Plan(choice, config, layout, cluster, time, memory)

@@ -195,7 +195,7 @@ def _shape(config: Config, layout: Layout, cluster: Cluster) -> tuple[Shape, int
         widths=(local.query, local.key_value),
         batch=train.micro_batch,
         length=train.sequence_length,
-        layout=(layout.tensor, layout.sequence, min(layout.tensor, cluster.per_node)),
+        layout=(layout.tensor, layout.sequence_parallel, min(layout.tensor, cluster.per_node)),
         dtypes=(precision.parameter, precision.gradient),
         recompute=train.recompute,
     )
@@ -230,11 +230,11 @@ def _message(
     if layout.pipeline == 1:
         return 0.0
     train, device = config.train, cluster.device
-    cut = layout.tensor if layout.sequence else 1
+    cut = layout.tensor if layout.sequence_parallel else 1
     elements = train.micro_batch * train.sequence_length * config.known_shapes.hidden_size
     size = DTYPE_BYTES[precision.parameter] * elements
     inside = layout.tensor * layout.data * 2 <= cluster.per_node
-    if program.splits_messages and not layout.sequence and layout.tensor > 1:
+    if program.splits_messages and not layout.sequence_parallel and layout.tensor > 1:
         of = device_seconds.Group(layout.tensor, min(layout.tensor, cluster.per_node))
         sent = device_seconds.message(device, c, size / layout.tensor, inside=inside)
         return sent + device_seconds.collective(device, c, of, float(size))

@@ -72,7 +72,7 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
         yield f"train.micro_batch={smaller}", changed("train", micro_batch=smaller), world
     if config.train.recompute != "full" and not is_own:
         yield "train.recompute=full", changed("train", recompute="full"), world
-    if tensor > 1 and not layout.sequence:
+    if tensor > 1 and not layout.sequence_parallel:
         yield "parallel.sequence=true", changed("parallel", sequence=True), world
     if layout.data > 1 and not config.optimizer.zero:
         yield "optimizer.zero=1", changed("optimizer", zero=1), world

@@ -89,7 +89,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         (
             "layout",
             f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {units.counted(layout.world, 'rank')}, "
-            f"sequence parallelism (SP) {'on' if layout.sequence else 'off'}, ZeRO-{config.optimizer.zero}",
+            f"sequence parallelism (SP) {'on' if layout.sequence_parallel else 'off'}, ZeRO-{config.optimizer.zero}",
         ),
         ("device", device),
         ("batch", _batch(config, layout)),
@@ -346,7 +346,7 @@ def start_rows(
     tokens = samples * train.sequence_length
     begin = f", {before:,} of them done" if before else ""
     stop = "" if end == train.steps else f", this run stops at {end:,}"
-    sequence = " + sequence" if layout.sequence else ""
+    sequence = " + sequence" if layout.sequence_parallel else ""
     roles = {"gradient": precision.gradient, "reduce": precision.reduce, "optimizer": precision.optimizer}
     others = "".join(f", {role} {dtype}" for role, dtype in roles.items() if dtype != precision.parameter)
     accelerator = not device_name.startswith("cpu")

@@ -56,7 +56,9 @@ def play(
     part = None if config.shapes is None else _part(config, unit)
     settings, batch = config.compile, _batch(config, torch.device("cpu") if only_capture else device)
     with fake_tensors() if only_capture else nullcontext():
-        model = build_model(config, mesh.tp, sequence_parallel=layout.sequence, device=device, dtype=dtype, part=part)
+        model = build_model(
+            config, mesh.tp, sequence_parallel=layout.sequence_parallel, device=device, dtype=dtype, part=part
+        )
         if only_capture:
             settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})
             batch = batch.empty_on(device)
@@ -96,7 +98,7 @@ def _input(config: Config, layout: Layout, device: torch.device, dtype: torch.dt
     """x as the stage before would send it."""
     if config.shapes is None:
         return None
-    rows = config.train.sequence_length // (layout.tensor if layout.sequence else 1)
+    rows = config.train.sequence_length // (layout.tensor if layout.sequence_parallel else 1)
     shape = rows, config.train.micro_batch, config.shapes.hidden_size
     return torch.zeros(shape, device=device, dtype=dtype, requires_grad=training)
 
