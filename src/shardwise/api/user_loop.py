@@ -22,12 +22,11 @@ from shardwise.checkpoint.importing.foreign_model import canonical_shapes
 from shardwise.checkpoint.load import tensor_shapes
 from shardwise.checkpoint.reading import other_ends
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config
+from shardwise.config import Config, weight_names
 from shardwise.distributed import collectives
 from shardwise.distributed.agreement import agree
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements, unplaced_state
-from shardwise.models.hugging_face_names import spelling
 from shardwise.models.user_model import storage_problems
 from shardwise.optim.state import unstorable_states
 from shardwise.optim.zero import ZeroRedundancyOptimizer
@@ -133,7 +132,7 @@ def require_one_model(model: nn.Module, config: Config | None, mesh: Mesh) -> No
     if family is None:
         return
     shapes, described = tensor_shapes(model, mesh.pp), canonical_shapes(family)
-    canonical = spelling(family.family).canonical(list(shapes), set(described))
+    canonical = weight_names(family.family).canonical(list(shapes), set(described))
     renamed = {canonical.get(name, name): shape for name, shape in shapes.items()}
     stored = {name: TensorEntry(shape, "F32", ()) for name, shape in described.items()}
     if problems := mismatches(f"config ({family.family})", renamed, stored):

@@ -15,8 +15,9 @@ from pydantic.fields import FieldInfo
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import read_small
 from shardwise.config.data import DataConfig
+from shardwise.config.families import FamilyConfig
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
-from shardwise.config.model import FAMILIES, FamilyConfig
+from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH
 from shardwise.config.section import PROBLEMS, Origin, as_given, system_names, utf8_text
 from shardwise.config.sections import Config

@@ -9,9 +9,10 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from shardwise.base.errors import listing
-from shardwise.config.decoders import Decoder
-from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, Objective
+from shardwise.config.decoders import DECODERS
+from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig, Objective
 from shardwise.config.section import Section, reject
+from shardwise.config.weight_names import WeightNames
 
 
 class UserModelConfig(Section):
@@ -46,21 +47,26 @@ class UserModelConfig(Section):
     )
 
 
-FamilyConfig: TypeAlias = Decoder | GPTConfig | GPTNeoXConfig | BertConfig
 ModelConfig: TypeAlias = FamilyConfig | UserModelConfig
 
+_RECORDS: tuple[type[FamilyConfig], ...] = (*DECODERS, GPTConfig, GPTNeoXConfig, BertConfig)
 FAMILIES: dict[str, type[FamilyConfig]] = {
-    get_args(family.model_fields["family"].annotation)[0]: family for family in get_args(FamilyConfig)
+    get_args(family.model_fields["family"].annotation)[0]: family for family in _RECORDS
 }
-"""By the values of `model.family`."""
+"""The value of `model.family` → the family's record. Everything that goes through all families reads this table."""
 
 
 def shapes_of(model: ModelConfig) -> FamilyConfig | None:
-    """The configuration of a family, which knows all shapes; None for a class of the user's, whose shapes nobody knows.
+    """Return the configuration of a family, which knows all shapes; None for a class of the user's, as nobody does.
 
     It is no attribute of the model: `UserModelConfig` has the user's keys, which may have any name.
     """
     return None if isinstance(model, UserModelConfig) else model
+
+
+def weight_names(family: str) -> WeightNames:
+    """Return the names of weights of a value of `model.family`; a class of the user's has its own names alone."""
+    return FAMILIES[family].weight_names if family in FAMILIES else WeightNames()
 
 
 def _read(value: Any) -> ModelConfig:

@@ -21,7 +21,7 @@ def recipe_schema() -> dict[str, Any]:
     It accepts what `load_config` reads and refuses unknown keys, wrong types and values out of range. What depends on
     several keys, such as whether a layout divides the heads, is checked by `load_config` alone.
     """
-    classes = (Config, *FAMILIES.values(), UserModelConfig)
+    classes: tuple[type[Section], ...] = (Config, *FAMILIES.values(), UserModelConfig)
     references, definitions = models_json_schema([(each, "validation") for each in classes])
     schemas = definitions["$defs"]
     names = {each: references[each, "validation"]["$ref"].rpartition("/")[2] for each in classes}

@@ -20,8 +20,9 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import has_query, redacted, without_secrets
 from shardwise.config.data import DataConfig
+from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
-from shardwise.config.model import AnyModel, FamilyConfig, shapes_of
+from shardwise.config.model import AnyModel, shapes_of
 from shardwise.config.section import Section, as_given, reject, utf8_text
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.config import Decoder
+from shardwise.config import DecoderConfig
 from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
 from shardwise.models.attention import Attention
@@ -23,7 +23,7 @@ from shardwise.models.rotary import Rotary
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) · up(x))` (SwiGLU, arXiv:2002.05202), gate and up in one matmul."""
 
-    def __init__(self, config: Decoder, name: str, make: Maker) -> None:
+    def __init__(self, config: DecoderConfig, name: str, make: Maker) -> None:
         super().__init__()
         self.gate_up = MergedColumnParallelLinear(
             config.hidden_size,
@@ -53,7 +53,7 @@ class GatedMLP(nn.Module):
 class LlamaBlock(nn.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`; or `x + norm(attention(x))`, then `x + norm(mlp(x))`."""
 
-    def __init__(self, config: Decoder, layer: int, make: Maker) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, make: Maker) -> None:
         super().__init__()
         name = f"model.layers.{layer}"
         q, k, v, o = (f"{name}.self_attn.{part}_proj" for part in "qkvo")
@@ -87,10 +87,10 @@ class LlamaBlock(nn.Module):
         return out
 
 
-class Llama(CausalLM[Decoder]):
+class Llama(CausalLM[DecoderConfig]):
     """The causal language model."""
 
-    def build(self, config: Decoder, make: Maker) -> None:
+    def build(self, config: DecoderConfig, make: Maker) -> None:
         self.rotary = Rotary(config)
         if make.has_embedding(config):
             self.embed_tokens = make.word_embedding(config, "model.embed_tokens")

@@ -25,8 +25,8 @@ from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, cast, pars
 from shardwise.checkpoint.format.verify import consecutive
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.config import weight_names
 from shardwise.data.hub import INDEX, SINGLE, indexed
-from shardwise.models.hugging_face_names import spelling
 
 _MAX_INDEX_BYTES = 2**26
 _DIGITS = re.compile(r"(\d+)")
@@ -232,7 +232,7 @@ def find_sources(
 
     Names may be spelled as `spelling.py` says for the model's family.
     """
-    spelled = spelling(family)
+    spelled = weight_names(family)
     canonical = spelled.canonical(list(stored), set(shapes))
     sources: dict[str, list[str]] = {name: [] for name in shapes}
     for name, own in canonical.items():

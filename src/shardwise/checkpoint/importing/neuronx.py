@@ -37,8 +37,7 @@ from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.shards import Shards, Stacked, difference, require_ranks, stack
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import LlamaConfig
-from shardwise.models.hugging_face_names import spelling
+from shardwise.config import LlamaConfig, weight_names
 
 _CURRENT = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 _OLD = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})")
@@ -75,7 +74,7 @@ def open_neuronx(
     ranks = _ranks(source)
     tensor, pipeline = (max(rank[i] for rank in ranks) + 1 for i in (0, 1))
     require_ranks(str(source), set(ranks), tensor, pipeline, lambda t, p: f"tp_rank_{t:02d}_pp_rank_{p:02d}")
-    spelled = spelling(config.family)
+    spelled = weight_names(config.family)
     states = {rank: _state(path, re.compile(spelled.buffers)) for rank, path in sorted(ranks.items())}
     shards = Shards(str(source), tensor, allow_drift)
     for stage in range(pipeline):
