@@ -86,8 +86,8 @@ def measure(config: Config) -> Held:
     shape = (train.sequence_length // (layout.tensor if layout.sequence_parallel else 1), train.micro_batch, width)
     start = torch.randn(shape, generator=torch.Generator().manual_seed(mesh.tp.rank)).to(dtype)
     rotary = getattr(model, "rotary", None)  # its tables are no activations
-    turns = None if rotary is None else rotary.tables(train.sequence_length, start)
-    context = Context(key, mask, turns=turns)
+    tables = None if rotary is None else rotary.tables(train.sequence_length, start)
+    context = Context(key, mask, rotary_tables=tables)
     x = start.requires_grad_()
     live = LiveTensors([x, *model.parameters(), *(p.grad for p in model.parameters())])
     with live:
