@@ -1,4 +1,4 @@
-"""`model.*`: what is trained, a family of this package or a class of the user's own."""
+"""The section `model`: the model that is trained, of a family of this package or a class of the user's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class UserModelConfig(Section):
     model_config = ConfigDict(extra="allow")
 
     has_dropout: ClassVar[bool] = False
-    """No dropout that shardwise draws: a class of your own may drop what it likes."""
+    """False, as shardwise draws no dropout for it: the class may drop what it likes."""
     causal: ClassVar[bool] = True
     objectives: ClassVar[tuple[Objective, ...]] = ("lm",)
     extends_positions: ClassVar[bool] = False
@@ -66,11 +66,13 @@ def shapes_of(model: ModelConfig) -> FamilyConfig | None:
 
 def weight_names(family: str) -> WeightNames:
     """Return the names of weights of a value of `model.family`; a class of the user's has its own names alone."""
-    return FAMILIES[family].weight_names if family in FAMILIES else WeightNames()
+    if family not in FAMILIES:
+        return WeightNames()
+    return FAMILIES[family].weight_names
 
 
 def _read(value: Any) -> ModelConfig:
-    """A `model` section as its family's class reads it, or `UserModelConfig` for package.module:Class."""
+    """Return a `model` section as its family's record, or as `UserModelConfig` for package.module:Class."""
     if not isinstance(value, dict | Section):
         reject([f"model ({value!r}) must be a mapping of keys"])
     name = value.get("family") if isinstance(value, dict) else getattr(value, "family", None)
@@ -78,8 +80,9 @@ def _read(value: Any) -> ModelConfig:
         return UserModelConfig.model_validate(value)
     if str(name) not in FAMILIES:
         valid = f"{listing(FAMILIES, 'or')}, or package.module:Class for your own"
-        missing = f"model.family is missing (the architecture: {valid})"
-        reject([missing if name is None else f"model.family ({name!r}) must be {valid}"])
+        if name is None:
+            reject([f"model.family is missing (the architecture: {valid})"])
+        reject([f"model.family ({name!r}) must be {valid}"])
     return FAMILIES[str(name)].model_validate(value)
 
 
@@ -102,4 +105,4 @@ class _ChosenByFamily:
 
 
 AnyModel = Annotated[ModelConfig, _ChosenByFamily()]
-"""What a `model` section is read as."""
+"""The type as which pydantic reads a `model` section."""

@@ -535,12 +535,12 @@ class Config(Section):
 
     @property
     def shapes(self) -> FamilyConfig | None:
-        """The model if it is of a family; None for a class of the user's, whose shapes nobody knows."""
+        """The model's configuration if it is of a family; None for a class of the user's, whose shapes nobody knows."""
         return shapes_of(self.model)
 
     @property
     def known_shapes(self) -> FamilyConfig:
-        """The model where a class of the user's was refused before."""
+        """The model's configuration of a family, after a rule has refused classes of the user's."""
         shapes = self.shapes
         assert shapes is not None, "the shapes of a class of the user's are not known"
         return shapes
