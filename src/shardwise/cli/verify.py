@@ -27,7 +27,7 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.hardware import accelerators
 from shardwise.base.units import counted
 from shardwise.cli import output
-from shardwise.config import Config, OwnConfig, load_config, recipe_name
+from shardwise.config import Config, load_config, recipe_name
 from shardwise.launch.environment import joined
 from shardwise.verify.job import CLEAR_LINE
 from shardwise.verify.layouts import AXES, Cell, candidates, parse_layouts
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 2:
         raise ConfigError(f"--steps ({arguments.steps}) must be at least 2: one before the checkpoint, one after it")
     recipe = load_config(arguments.recipe, arguments.overrides)
-    if isinstance(recipe.model, OwnConfig):
+    if recipe.shapes is None:
         from shardwise.models.user_model import check_own
 
         check_own(recipe)
@@ -215,7 +215,7 @@ class Verified:
             fields["dropout"] = "masks of train.dropout_mode invariant" + (
                 ": those of fast, the recipe's, depend on the layout" if was == "fast" else ""
             )
-        if isinstance(self.config.model, OwnConfig):
+        if self.config.shapes is None:
             fields["model"] = f"{self.name}, as it is: shardwise does not know how to shrink {self.config.model.family}"
         for number, reason in enumerate(self.refused):
             fields[f"left out{' ' * number}"] = reason
@@ -236,8 +236,8 @@ class Verified:
 
 
 def _sizes(config: Config) -> str:
-    model = config.model
-    if isinstance(model, OwnConfig):
+    model = config.shapes
+    if model is None:
         return ""
     heads = counted(model.num_attention_heads, "head")
     if model.num_key_value_heads != model.num_attention_heads:

@@ -10,7 +10,7 @@ import re
 from shardwise.base.errors import ConfigError, listing, nearest_numbers, see
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Layout
-from shardwise.config.model import ModelConfig, OwnConfig
+from shardwise.config.model import ModelConfig
 from shardwise.config.sections import SINGLE_STAGE, SPLIT_BACKWARD, V_SHAPED, Config, ParallelConfig
 
 
@@ -166,9 +166,9 @@ def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None
 
 def _schedule_problems(config: Config) -> list[str]:
     train, problems = config.train, []
-    model, limit = config.model, config.model.max_position_embeddings
+    model, shapes, limit = config.model, config.shapes, config.model.max_position_embeddings
     if limit is not None and train.sequence_length > limit and not model.extends_positions:
-        unless = " without model.rope_scaling" if not isinstance(model, OwnConfig) and model.rotary_dim else ""
+        unless = " without model.rope_scaling" if shapes is not None and shapes.rotary_dim else ""
         problems.append(
             f"train.sequence_length ({train.sequence_length}) must be at most "
             f"model.max_position_embeddings ({limit}){unless}"
@@ -275,15 +275,15 @@ def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     """
     parallel = config.parallel
     if parallel.pipeline == 1:
-        return _uncut_problems(parallel, is_own=isinstance(config.model, OwnConfig))
-    if isinstance(config.model, OwnConfig):
+        return _uncut_problems(parallel, is_own=config.shapes is None)
+    if config.shapes is None:
         return [
             f"parallel.pipeline ({parallel.pipeline}) must be 1 with a model of your own (model.family "
             f"{config.model.family}): shardwise does not know how to cut it into stages"
         ]
     problems = _stage_count_problems(parallel)
     if not problems:
-        problems = _layer_problems(parallel, config.model.num_hidden_layers)
+        problems = _layer_problems(parallel, config.shapes.num_hidden_layers)
     if not problems and micro_batches is not None:
         problems = _micro_batch_problems(config, micro_batches)
     return problems

@@ -20,8 +20,9 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import has_query, redacted, without_secrets
 from shardwise.config.data import DataConfig
+from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
-from shardwise.config.model import AnyModel, OwnConfig
+from shardwise.config.model import AnyModel, shapes_of
 from shardwise.config.section import Section, as_given, reject, utf8_text
 
 
@@ -533,12 +534,24 @@ class Config(Section):
         return recorded
 
     @property
+    def shapes(self) -> FamilyConfig | None:
+        """The model's configuration if it is of a family; None for a class of the user's, whose shapes nobody knows."""
+        return shapes_of(self.model)
+
+    @property
+    def known_shapes(self) -> FamilyConfig:
+        """The model's configuration of a family, after a rule has refused classes of the user's."""
+        shapes = self.shapes
+        assert shapes is not None, "the shapes of a class of the user's are not known"
+        return shapes
+
+    @property
     def companions(self) -> str | None:
         """The place that `checkpoint.companions` names, else that of `model.config`, unless weights are loaded."""
         checkpoint = self.checkpoint
-        if checkpoint.companions is not None or checkpoint.load is not None or isinstance(self.model, OwnConfig):
+        if checkpoint.companions is not None or checkpoint.load is not None or self.shapes is None:
             return checkpoint.companions
-        return self.model.origin.file
+        return self.shapes.origin.file
 
     def with_batch_for(self, ranks: int) -> Config:
         """This configuration with the global batch that its rule gives for a number of ranks.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from shardwise.config import DTYPE_BYTES, BertConfig, Config, Layout
+from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.sections import SINGLE_STAGE
 from shardwise.config.stages import Stage, rank_of
 from shardwise.layers.chunks import loss_chunk_elements, rounding_chunk_elements
@@ -222,12 +222,12 @@ def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, acc
 def _embedding_activations(case: Case) -> int:
     """What the embedding saves: the mask of its dropout, one byte for each element, and BERT's norm."""
     mask = case.x_elements if case.model.embedding_dropout_p else 0
-    return mask + (norm_bytes(case) if isinstance(case.model, BertConfig) else 0)
+    return mask + (norm_bytes(case) if case.model.embedding_norm else 0)
 
 
 def _last_activations(case: Case) -> int:
     """What is held between the last block and the loss: the last norm and its output; with BERT, x, gathered."""
-    return case.gathered_bytes if isinstance(case.model, BertConfig) else norm_bytes(case) + case.x_bytes
+    return case.gathered_bytes if case.model.head_transform else norm_bytes(case) + case.x_bytes
 
 
 def _document_tables(case: Case) -> int:
@@ -254,19 +254,18 @@ def _loss(case: Case) -> int:
     """
     a, rows, hidden = case.a, case.local.vocabulary, case.model.hidden_size
     limit = loss_chunk_elements(rows, case.accelerator)
-    is_bert = isinstance(case.model, BertConfig)
-    scattered = case.layout.sequence and not is_bert
+    scattered = case.layout.sequence_parallel and not case.model.head_transform
     tokens_a_row = case.config.train.micro_batch * (case.layout.tensor if scattered else 1)
     chunk = min(case.predicted, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a
-    head = 4 * a * hidden * case.predicted if is_bert else 0
+    head = 4 * a * hidden * case.predicted if case.model.head_transform else 0
     products = a * hidden * (chunk + max(rows, chunk))
     return _loss_gradients(case) + chunk * rows * per_logit + products + head
 
 
 def _loss_gradients(case: Case) -> int:
     """What the loss's forward pass keeps: the gradients of the head's weight, [V/t, H] in float32, and of its input."""
-    tokens = case.predicted if isinstance(case.model, BertConfig) else case.tokens_between
+    tokens = case.predicted if case.model.head_transform else case.tokens_between
     return (_FLOAT32 * case.local.vocabulary + case.a * tokens) * case.model.hidden_size
 
 

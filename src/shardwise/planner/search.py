@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, OwnConfig, check_layout
+from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, check_layout
 from shardwise.config.sections import SINGLE_STAGE, V_SHAPED, Recompute, Schedule
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import local_parameter_count
@@ -86,7 +86,7 @@ class Search:
 
 def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
     """The `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values."""
-    if isinstance(config.model, OwnConfig):
+    if config.shapes is None:
         raise ConfigError(
             f"model.family ({config.model.family}) must be one whose shapes are known: a model of your own is "
             "not known before it is built"
@@ -141,7 +141,7 @@ def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
     parallel, train = config.parallel, config.train
     virtual = parallel.stages_per_rank if parallel.stages_per_rank > 1 else None
     choice = Choice(
-        layout.tensor, layout.sequence, layout.pipeline, parallel.schedule, virtual, train.micro_batch,
+        layout.tensor, layout.sequence_parallel, layout.pipeline, parallel.schedule, virtual, train.micro_batch,
         train.recompute, config.optimizer.zero,
     )  # fmt: skip
     return Plan(choice, config, layout, cluster, time, memory)
@@ -150,10 +150,9 @@ def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
 def _state_bytes(config: Config, choice: Choice, layout: Layout, cluster: Cluster) -> float:
     """At least this many bytes: of the blocks of an average pipeline rank."""
     precision = config.precision.resolved(cluster.device.is_accelerator)
-    model = config.model
-    assert not isinstance(model, OwnConfig)
+    model = config.known_shapes
     layers = max(1, model.num_hidden_layers // layout.pipeline)
-    elements = _block_elements(config.model, layout.tensor) * layers
+    elements = _block_elements(model, layout.tensor) * layers
     moments = 2 if precision.parameter == precision.optimizer else 3
     each = DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient]
     return elements * (each + moments * DTYPE_BYTES[precision.optimizer] / (layout.data if choice.zero else 1))
@@ -283,8 +282,7 @@ def _shapes(
     config: Config, world: int, per_node: int, fixed: Collection[str]
 ) -> Iterator[tuple[int, bool, int, Schedule, int | None]]:
     """Tensor degree, sequence parallelism, pipeline degree, schedule and virtual stages."""
-    parallel, model = config.parallel, config.model
-    assert not isinstance(model, OwnConfig)
+    parallel, model = config.parallel, config.known_shapes
     most = per_node if "parallel.tensor" not in fixed else parallel.tensor
     tensors = [n for n in range(1, most + 1) if world % n == 0 and model.num_attention_heads % n == 0]
     if "parallel.tensor" in fixed:
@@ -313,8 +311,7 @@ def _schedules(config: Config, pipeline: int, fixed: Collection[str]) -> Iterato
         elif "parallel.virtual_stages" in fixed:
             yield schedule, config.parallel.virtual_stages
         else:
-            assert not isinstance(config.model, OwnConfig)
-            layers = config.model.num_hidden_layers
+            layers = config.known_shapes.num_hidden_layers
             yield from (
                 (schedule, virtual)
                 for virtual in range(2, layers // pipeline + 1)

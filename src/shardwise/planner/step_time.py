@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
-from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, OwnConfig, Precision
+from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, Precision
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import LocalWidths, local_parameter_count
 from shardwise.optim.bucket_layout import bucket_bytes
@@ -105,7 +105,7 @@ def step_time(
         program: how it is computed; None: as this package does it.
         constants: None: those of the device, else those that were fitted.
     """
-    if isinstance(config.model, OwnConfig):
+    if config.shapes is None:
         return None
     c, how = constants or constants_of(cluster.device), program or ours(config, cluster)
     precision = config.precision.resolved(cluster.device.is_accelerator)
@@ -163,12 +163,10 @@ def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> list[list[T
 
 def ours(config: Config, cluster: Cluster) -> Program:
     """How this package computes a step there."""
-    assert not isinstance(config.model, OwnConfig)
-    fused = config.model.attention_dropout_p == 0 or (
-        cluster.device.is_accelerator and config.train.dropout_mode == "fast"
-    )
+    model = config.known_shapes
+    fused = model.attention_dropout_p == 0 or (cluster.device.is_accelerator and config.train.dropout_mode == "fast")
     plain, rotary, gated = _KERNELS if cluster.device.is_accelerator else _OPERATORS
-    kernels = plain + (rotary if config.model.rotary_dim else 0) + (gated if config.model.gated else 0)
+    kernels = plain + (rotary if model.rotary_dim else 0) + (gated if model.gated else 0)
     return Program(fused_attention=fused, kernels=kernels, runs_ahead=cluster.device.is_accelerator)
 
 
@@ -176,8 +174,6 @@ def stage_works(
     config: Config, layout: Layout, cluster: Cluster, program: Program, constants: Constants
 ) -> list[StageWork]:
     """What each stage does, in the order of the model."""
-    model = config.model
-    assert not isinstance(model, OwnConfig)
     shape, rows = _shape(config, layout, cluster)
     block = block_seconds.block(shape, cluster.device, constants, program)
     first = block_seconds.embedding(shape, rows, cluster.device, constants, program)
@@ -191,8 +187,7 @@ def stage_works(
 
 def _shape(config: Config, layout: Layout, cluster: Cluster) -> tuple[Shape, int]:
     """The shape of the blocks on one rank, and its rows of the vocabulary."""
-    model, train = config.model, config.train
-    assert not isinstance(model, OwnConfig)
+    model, train = config.known_shapes, config.train
     local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
     precision = config.precision.resolved(cluster.device.is_accelerator)
     shape = block_seconds.shape_of(
@@ -200,7 +195,7 @@ def _shape(config: Config, layout: Layout, cluster: Cluster) -> tuple[Shape, int
         widths=(local.query, local.key_value),
         batch=train.micro_batch,
         length=train.sequence_length,
-        layout=(layout.tensor, layout.sequence, min(layout.tensor, cluster.per_node)),
+        layout=(layout.tensor, layout.sequence_parallel, min(layout.tensor, cluster.per_node)),
         dtypes=(precision.parameter, precision.gradient),
         recompute=train.recompute,
     )
@@ -235,11 +230,11 @@ def _message(
     if layout.pipeline == 1:
         return 0.0
     train, device = config.train, cluster.device
-    assert not isinstance(config.model, OwnConfig)
-    cut = layout.tensor if layout.sequence else 1
-    size = DTYPE_BYTES[precision.parameter] * train.micro_batch * train.sequence_length * config.model.hidden_size
+    cut = layout.tensor if layout.sequence_parallel else 1
+    elements = train.micro_batch * train.sequence_length * config.known_shapes.hidden_size
+    size = DTYPE_BYTES[precision.parameter] * elements
     inside = layout.tensor * layout.data * 2 <= cluster.per_node
-    if program.splits_messages and not layout.sequence and layout.tensor > 1:
+    if program.splits_messages and not layout.sequence_parallel and layout.tensor > 1:
         of = device_seconds.Group(layout.tensor, min(layout.tensor, cluster.per_node))
         sent = device_seconds.message(device, c, size / layout.tensor, inside=inside)
         return sent + device_seconds.collective(device, c, of, float(size))

@@ -17,7 +17,7 @@ from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.step_folders import is_damage
-from shardwise.config import Config, Layout, OwnConfig, Precision, check_layout
+from shardwise.config import Config, Layout, Precision, check_layout
 from shardwise.data.formats.common import PreparedData, make_batches
 from shardwise.data.samples.streaming import StreamBatches
 from shardwise.distributed import collectives, devices
@@ -202,12 +202,11 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
     """The schedule over the stages of this rank; None where the model is in one piece."""
     if not isinstance(model, Stages):
         return None
-    assert not isinstance(config.model, OwnConfig), "check_layout refuses it"
     from shardwise.pipeline.schedule import Pipeline  # here, as it imports torch's compiler, which is slow
 
     train = config.train
-    length = train.sequence_length // (layout.tensor if layout.sequence else 1)
-    x = torch.empty(length, train.micro_batch, config.model.hidden_size, dtype=dtype, device="meta")
+    length = train.sequence_length // (layout.tensor if layout.sequence_parallel else 1)
+    x = torch.empty(length, train.micro_batch, config.known_shapes.hidden_size, dtype=dtype, device="meta")
     return Pipeline(model, config.parallel, mesh, layout.accumulation(train), x, losses=len(config.model.objectives))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardwise.base.errors import ConfigError, divisors
-from shardwise.config import Config, OwnConfig, check_layout, config_from
+from shardwise.config import Config, check_layout, config_from
 from shardwise.config.sections import SPLIT_BACKWARD
 from shardwise.verify.layouts import Cell, common_batch
 
@@ -34,7 +34,7 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
     degrees = sorted({cell.tensor for cell in cells} | {1})
     model, optimizer, data = config.model, config.optimizer, config.data
     lr = _LR[optimizer.name]
-    is_own = isinstance(model, OwnConfig)
+    is_own = config.shapes is None
     length = math.lcm(_LENGTH, *degrees)
     if is_own and model.max_position_embeddings is not None:
         length = min(length, model.max_position_embeddings)
@@ -75,9 +75,9 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
 
 
 def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any]:
-    model = config.model
-    given = model.model_dump()
-    if isinstance(model, OwnConfig):
+    model = config.shapes
+    given = config.model.model_dump()
+    if model is None:
         return given
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     fewer = max(

@@ -222,6 +222,6 @@ def test_published_runs_are_computed_as_their_programs_do() -> None:
     assert late.config.precision.gradient != "bfloat16"
     llama = one("aws-neuron", model="llama2-7b", pp="1")
     assert llama.layout is not None
-    assert llama.layout.sequence
+    assert llama.layout.sequence_parallel
     assert one("vTrain").program.splits_messages
     assert one("vTrain").program.runs_ahead

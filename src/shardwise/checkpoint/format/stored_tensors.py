@@ -25,7 +25,6 @@ from shardwise.checkpoint.format.verify import consecutive
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.data.hub import INDEX, SINGLE, indexed
-from shardwise.models.hugging_face_names import spelling
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Canonical name → shape."""
@@ -206,7 +205,7 @@ def find_sources(
 ) -> tuple[dict[str, list[str]], list[str]]:
     """The names under which a folder holds each canonical tensor, the one to read first; and every mismatch.
 
-    Names may be spelled as `models/hugging_face_names.py` says for the model's family.
+    Names may be spelled as `config/weight_names.py` says for the model's family.
 
     Args:
         where: subject of the lines on mismatches.

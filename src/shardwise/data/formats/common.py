@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.base.errors import DataError
 from shardwise.base.units import counted
-from shardwise.config import BertConfig, Config, DataConfig
+from shardwise.config import Config, DataConfig, FamilyConfig
 from shardwise.data import cache
 from shardwise.data.reading.manifest import tokenizer_problems
 from shardwise.data.samples.batch import Batches, TokenArray, Tokens
@@ -161,14 +161,14 @@ def in_pairs(config: Config) -> bool:
     return "nsp" in config.model.objectives
 
 
-def require_bert(config: Config) -> BertConfig:
+def require_sentence_pairs(config: Config) -> FamilyConfig:
     """The model of `config`, which must be BERT, as shards of sentence pairs train no other; else DataError."""
-    if not isinstance(config.model, BertConfig):
+    if config.shapes is None or not config.shapes.predicts_sentences:
         raise DataError(
             f"model.family ({config.model.family}) must be bert where data.path ({config.data.name}) is HDF5 shards, "
             "which hold sentence pairs with masked tokens: name text, or Megatron's .bin and .idx"
         )
-    return config.model
+    return config.shapes
 
 
 def without_tokenizer(config: Config) -> list[str]:

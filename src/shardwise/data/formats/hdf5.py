@@ -18,7 +18,7 @@ from shardwise.data.formats.common import (
     Announce,
     PreparedData,
     needed_parts,
-    require_bert,
+    require_sentence_pairs,
     tokenizer_in_cache,
     tokenizer_of_tokens,
 )
@@ -77,7 +77,7 @@ class PreparedShards(PreparedData):
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedShards:
     """Opens the shards of `config`; arrays in chunks, and the tokenizer if one is named, are kept in the cache."""
     data = config.data
-    model = require_bert(config)
+    model = require_sentence_pairs(config)
     shards = []
     problems = []
     library()
@@ -93,7 +93,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     tokenizer = tokenizer_of_tokens(config, map(of_folder, folders), problems)
     if problems:
         raise DataError(problems)
-    rows = ShardRows(unpack(root, shards, announce), model.vocab_size, model.type_vocab_size)
+    rows = ShardRows(unpack(root, shards, announce), model.vocab_size, model.token_types)
     bounds = part_bounds(len(rows), data.split_weights)
     for part, (first, stop) in zip(needed_parts(config), pairwise(bounds), strict=False):
         if first == stop and not any_size:
@@ -118,7 +118,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
 
 def glance(config: Config) -> str:
     """The number of shards; the first few are opened."""
-    require_bert(config)
+    require_sentence_pairs(config)
     paths = shard_paths(config.data)
     glanced = [Hdf5Shard.open(path, config.train.sequence_length) for path in paths[:_GLANCED]]
     opened = f", of which {len(glanced)} were opened" if len(glanced) < len(paths) else ""
