@@ -1,12 +1,11 @@
 """A function called on new ranks of this machine, whose results come back: the harness of measurements.
 
-`verify`, `doctor` and `plan --calibrate` start ranks as `python -m shardwise.verify.rank_calls FOLDER`, and import no
+`verify`, `doctor` and `plan --calibrate` start ranks by `shardwise.verify.rank_process`, and import no
 torch for it. Function, arguments and results pass as pickles through a folder that only this user can read.
 """
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -15,17 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.launch.environment import keep_own
 from shardwise.launch.local import EndedError, LaunchError, launch
-from shardwise.launch.rank import as_rank, enter_job
 
 if TYPE_CHECKING:
     import torch
 
     from shardwise.distributed.mesh import Group
 
-_CALL = "call.pickle"
-_RESULTS = "results.pickle"
+CALL_FILE = "call.pickle"
+RESULTS_FILE = "results.pickle"
 
 
 @dataclass(frozen=True)
@@ -63,11 +60,11 @@ def call_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int, fol
     Raises:
         EndedError: a signal of the user ended the ranks.
     """
-    (folder / _RESULTS).unlink(missing_ok=True)
-    (folder / _CALL).write_bytes(pickle.dumps((function, arguments)))
+    (folder / RESULTS_FILE).unlink(missing_ok=True)
+    (folder / CALL_FILE).write_bytes(pickle.dumps((function, arguments)))
     failure = None
     try:
-        launch([sys.executable, "-P", "-m", "shardwise.verify.rank_calls", str(folder)], ranks, folder)
+        launch([sys.executable, "-P", "-m", "shardwise.verify.rank_process", str(folder)], ranks, folder)
     except EndedError:
         raise
     except LaunchError as error:
@@ -77,7 +74,7 @@ def call_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int, fol
 
 def _read_results(folder: Path) -> Iterator[Any]:
     """Yield the results so far, without a last one that its rank could not finish."""
-    path = folder / _RESULTS
+    path = folder / RESULTS_FILE
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -107,22 +104,3 @@ def process_group(device: torch.device, timeout: float = 600.0) -> Iterator[Grou
     join(device, timeout=timeout)
     yield Group.world()
     leave()  # not after an error: other ranks may have ended
-
-
-def main() -> int:
-    """Do the work of one rank."""
-    keep_own()
-    place = enter_job(None)
-    with as_rank(place) as ending:
-        folder = Path(sys.argv[1])
-        function, arguments = pickle.loads((folder / _CALL).read_bytes())
-        result = function(*arguments)
-        for value in result if inspect.isgenerator(result) else [result]:
-            if place is None or place.rank == 0:
-                with (folder / _RESULTS).open("ab") as file:
-                    pickle.dump(value, file)
-    return ending.code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
