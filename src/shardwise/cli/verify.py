@@ -29,10 +29,9 @@ from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.config import Config, load_config, recipe_name
 from shardwise.launch.environment import joined
-from shardwise.verify.job import CLEAR_LINE
 from shardwise.verify.layouts import AXES, Cell, candidates, parse_layouts
 from shardwise.verify.miniature import existing, miniature
-from shardwise.verify.run import Outcome, Verification
+from shardwise.verify.run import CLEAR_LINE, CellOutcome, Verification
 from shardwise.verify.tolerance import Tolerance
 
 _CPU_RANKS = 4
@@ -254,7 +253,7 @@ def _show_wrapped(text: str, first: str = "", then: str = "") -> None:
         output.line(line)
 
 
-def _show_table(outcomes: Sequence[Outcome]) -> None:
+def _show_table(outcomes: Sequence[CellOutcome]) -> None:
     """A row for each layout. Settings that all layouts share stand above; a mark is before those that are broken."""
     columns: dict[str, list[str]] = {
         "": ["✗" if outcome.problems else "" for outcome in outcomes],
@@ -282,7 +281,7 @@ def _show_table(outcomes: Sequence[Outcome]) -> None:
     output.table(rows, [*columns], right=range(len(columns) - 4, len(columns)), gap=gap)
 
 
-def _number(outcome: Outcome, what: str) -> str:
+def _number(outcome: CellOutcome, what: str) -> str:
     if outcome.differences is None:
         return "failed"
     value: float = getattr(outcome.differences, what)

@@ -11,6 +11,7 @@ from shardwise.base.errors import ConfigError, listing, nearest_numbers, see
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig
+from shardwise.config.optimizers import DEFAULT_OPTIMIZER
 from shardwise.config.sections import SINGLE_STAGE, SPLIT_BACKWARD, V_SHAPED, Config, ParallelConfig
 
 
@@ -256,7 +257,7 @@ def _hook_problems(config: Config) -> list[str]:
         )
     if hooks.loss is not None and config.compile.enabled:
         problems.append(f"compile.enabled (true) must be false with hooks.loss ({hooks.loss}), which is not compiled")
-    if hooks.optimizer is not None and config.optimizer.name != "adamw":
+    if hooks.optimizer is not None and config.optimizer.name != DEFAULT_OPTIMIZER:
         problems.append(
             f"optimizer.name ({config.optimizer.name}) must be left out with hooks.optimizer ({hooks.optimizer})"
         )

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
 from shardwise.base import units
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, listing
 from shardwise.base.redaction import has_query, redacted, without_secrets
 from shardwise.config.data import DataConfig
 from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, shapes_of
+from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
 from shardwise.config.section import Section, as_given, reject, utf8_text
 
 
@@ -252,7 +254,9 @@ def share_of(rule: str | None) -> Fraction | None:
 class OptimizerConfig(Section):
     """The update rule, its schedule and its sharding."""
 
-    name: Literal["adamw", "lamb"] = Field(default="adamw", description="the update rule")
+    name: str = Field(
+        default=DEFAULT_OPTIMIZER, description="the update rule", json_schema_extra={"enum": [*OPTIMIZERS]}
+    )
     lr: float = Field(gt=0, description="peak learning rate")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warmup; the last of them has lr")
@@ -261,7 +265,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay rates of the two moments")
     eps: float = Field(
-        default_factory=lambda data: 1e-6 if data.get("name") == "lamb" else 1e-8,
+        default_factory=lambda data: OPTIMIZERS[data.get("name", DEFAULT_OPTIMIZER)].eps,
         gt=0,
         description="added to the denominator; default: 1e-8, and 1e-6 with lamb",
     )
@@ -274,6 +278,19 @@ class OptimizerConfig(Section):
         description="MiB of gradients that are reduced at once; null = √(MiB of gradients · data-parallel ranks · 1 "
         "on accelerators, 1/8 on CPUs), at least 1",
     )
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The record of the optimizer that `name` names."""
+        return OPTIMIZERS[self.name]
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name_has_a_record(cls, value: object) -> object:
+        """Refuse a name without a record, as pydantic refuses a value that a `Literal` lacks."""
+        if not isinstance(value, str) or value not in OPTIMIZERS:
+            raise PydanticKnownError("literal_error", {"expected": listing(map(repr, OPTIMIZERS), "or")})
+        return value
 
     @field_validator("zero", mode="before")
     @classmethod
@@ -295,12 +312,12 @@ class OptimizerConfig(Section):
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             problems.append(f"optimizer.betas ({list(self.betas)}) must lie in [0, 1)")
-        if self.name == "lamb" and not self.weight_decay:
+        if self.spec.has_trust_ratios and not self.weight_decay:
             problems.append(
-                f"optimizer.weight_decay ({self.weight_decay}) must be greater than 0 with optimizer.name lamb, which "
-                "gives a trust ratio to what decays: set 0.01, or optimizer.name=adamw"
+                f"optimizer.weight_decay ({self.weight_decay}) must be greater than 0 with optimizer.name {self.name}, "
+                "which gives a trust ratio to what decays: set 0.01, or optimizer.name=adamw"
             )
-        if self.trust_clip and self.name != "lamb":
+        if self.trust_clip and not self.spec.has_trust_ratios:
             problems.append(
                 f"optimizer.trust_clip (true) must be false with optimizer.name {self.name}, which has no trust "
                 "ratios: leave it out, or set optimizer.name=lamb"

@@ -255,8 +255,8 @@ def _update(case: Case, data_rank: int, tensor_rank: int) -> list[Transfer]:
 
     Gradients are reduced over data parallelism first. Then the partial ones are summed, in the gradients' dtype: each
     rank sends only the partial elements of the slice that it owns. A tied embedding at both ends of a pipeline is
-    partial over these two ranks. LAMB needs two norms of each canonical tensor (arXiv:1904.00962). With stochastic
-    rounding, norms are sums in float64.
+    partial over these two ranks. Trust ratios need two norms of each canonical tensor (LAMB,
+    arXiv:1904.00962). With stochastic rounding, norms are sums in float64.
     """
     precision, optimizer, layout = case.precision, case.config.optimizer, case.layout
     tensor, data, objectives = layout.tensor, layout.data, len(case.model.objectives)
@@ -270,7 +270,7 @@ def _update(case: Case, data_rank: int, tensor_rank: int) -> list[Transfer]:
         Transfer("pp", "all_reduce", layout.pipeline, _FLOAT32 * objectives, 1, "loss of the last stage"),
         Transfer("world", "all_reduce", layout.world, 2 * norm, 1, "squared norms of gradients and parameters"),
     ]
-    if optimizer.name == "lamb":
+    if optimizer.spec.has_trust_ratios:
         size = 2 * norm * sum(parameter.tensors for parameter in local_parameters(case.model, 1))
         transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
     if optimizer.zero:

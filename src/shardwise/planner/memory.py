@@ -39,8 +39,8 @@ class MemoryEstimate:
     Attributes:
         parameters: this rank's part, with the padding of the vocabulary and of the buckets.
         gradients: as many elements, in the gradients' dtype.
-        optimizer: two moments of each element (AdamW, LAMB), and a master if the optimizer's dtype is not that of the
-            parameters; with ZeRO a data-parallel rank has 1/d of them.
+        optimizer: the optimizer's states of each element, and a master if its dtype is not that of the parameters; with
+            ZeRO a data-parallel rank has 1/d of them.
         activations: what micro-batches keep for their backward pass: one, or in a pipeline as many as are in flight.
         loss: the head's live weight gradient, the gradient of its input, and one chunk of logits.
         buffers: rotary tables; the numbers of elements for stochastic rounding; and what recompute, the gradients of
@@ -110,19 +110,26 @@ def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) ->
 def memory_of(case: Case) -> MemoryEstimate:
     """Peak bytes of the case's pipeline rank."""
     elements = sum(bucket.elements for bucket in bucket_shapes(case))
-    shard = elements // case.layout.data if case.config.optimizer.zero else elements
-    moments_and_master = 2 if case.precision.parameter == case.precision.optimizer else 3
+    separate_masters = case.precision.parameter != case.precision.optimizer
     step = _step_peak(case)
     numbers, rounding = _rounding(case)
     return MemoryEstimate(
         parameters=elements * DTYPE_BYTES[case.precision.parameter],
         gradients=elements * DTYPE_BYTES[case.precision.gradient],
-        optimizer=moments_and_master * shard * DTYPE_BYTES[case.precision.optimizer],
+        optimizer=_optimizer_bytes(case, separate_masters=separate_masters),
         activations=step.activations,
         loss=step.forward - step.activations,
         buffers=_rotary_tables(case) + numbers + max(step.whole, rounding) - step.forward,
         pipeline=step.sent + (case.x_bytes if case.layout.pipeline > 1 else 0),
     )
+
+
+def _optimizer_bytes(case: Case, *, separate_masters: bool) -> int:
+    """Bytes of the optimizer's states, and of masters if they are separate, on a data-parallel rank."""
+    elements = sum(bucket.elements for bucket in bucket_shapes(case))
+    shard = elements // case.layout.data if case.config.optimizer.zero else elements
+    kept_tensors = case.config.optimizer.spec.kept_tensors(separate_masters=separate_masters)
+    return kept_tensors * shard * DTYPE_BYTES[case.precision.optimizer]
 
 
 def _step_peak(case: Case) -> Peak:
@@ -201,21 +208,19 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
     if parameters is None:
         return None
     precision = config.precision.resolved(accelerator)
-    moments_and_master = 2 if precision.parameter == precision.optimizer else 3
-    return parameters * (DTYPE_BYTES[precision.parameter] + moments_and_master * DTYPE_BYTES[precision.optimizer])
+    kept_tensors = config.optimizer.spec.kept_tensors(separate_masters=precision.parameter != precision.optimizer)
+    return parameters * (DTYPE_BYTES[precision.parameter] + kept_tensors * DTYPE_BYTES[precision.optimizer])
 
 
 def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
     """Bytes of a node's memory in which copies of the state are kept, at most; None for a model of your own.
 
-    Master and two moments of what a rank updates: of two steps, and of the ranks of another node too.
+    Masters and states of what a rank updates: of two steps, and of the ranks of another node too.
     """
-    by_rank = memory_by_rank(config, layout, accelerator)
-    if by_rank is None:
+    cases = Case.of_ranks(config, layout, accelerator)
+    if not cases:
         return None
-    precision = config.precision.resolved(accelerator)
-    moments_and_master = 2 if precision.parameter == precision.optimizer else 3
-    state = 3 * max(memory.optimizer for memory in by_rank) // moments_and_master
+    state = max(_optimizer_bytes(case, separate_masters=True) for case in cases)
     return state * ranks_per_node * 2 * (2 if layout.world > ranks_per_node else 1)
 
 
@@ -305,11 +310,12 @@ def _rounding(case: Case) -> tuple[int, int]:
     """What stochastic rounding holds all the time, and for a moment while a chunk of a bucket is updated.
 
     All the time: an int32 number for each element of a chunk. For a moment, of the elements of a bucket that the rank
-    updates, a chunk at most: the master, its gradient and two moments in float32, and in int32 the random words, the
+    updates, a chunk at most: the master, its gradient and its states in float32, and in int32 the random words, the
     bits of one tensor and its signs.
     """
     if case.precision.rounding != "stochastic":
         return 0, 0
     chunk = rounding_chunk_elements(case.accelerator)
     owned = max(bucket.elements // bucket.slices for bucket in bucket_shapes(case))
-    return _FLOAT32 * chunk, 7 * _FLOAT32 * min(chunk, owned)
+    tensors = 5 + len(case.config.optimizer.spec.states)
+    return _FLOAT32 * chunk, tensors * _FLOAT32 * min(chunk, owned)

@@ -153,9 +153,9 @@ def _state_bytes(config: Config, choice: Choice, layout: Layout, cluster: Cluste
     model = config.known_shapes
     layers = max(1, model.num_hidden_layers // layout.pipeline)
     elements = _block_elements(model, layout.tensor) * layers
-    moments = 2 if precision.parameter == precision.optimizer else 3
+    kept_tensors = config.optimizer.spec.kept_tensors(separate_masters=precision.parameter != precision.optimizer)
     each = DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient]
-    return elements * (each + moments * DTYPE_BYTES[precision.optimizer] / (layout.data if choice.zero else 1))
+    return elements * (each + kept_tensors * DTYPE_BYTES[precision.optimizer] / (layout.data if choice.zero else 1))
 
 
 @lru_cache(maxsize=256)

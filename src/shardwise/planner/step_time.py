@@ -274,7 +274,8 @@ def _update(
     )
     owned = elements / (layout.data if zero else 1)
     state = DTYPE_BYTES[precision.optimizer]
-    touched = owned * (6 * state + DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
+    rewritten = config.optimizer.spec.kept_tensors(separate_masters=True)  # each is read and written
+    touched = owned * (2 * rewritten * state + DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
     cleared = elements * 2 * DTYPE_BYTES[precision.gradient]
     seconds = (touched + cleared) / (device.memory_bandwidth * c.update) + c.step
     return reduced, gathered, seconds

@@ -206,11 +206,9 @@ def blocks_of(stage: Stage) -> str:
 
 
 def _optimizer(config: Config) -> str:
-    if config.optimizer.name == "adamw":
-        return "AdamW"
     tensors = canonical_tensor_count(config.model)
-    which = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
-    return f"LAMB: the ranks agree on two norms of {which}, whole whatever the layout"
+    every_tensor = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
+    return config.optimizer.spec.summary.format(tensors=every_tensor)
 
 
 def _compute(config: Config) -> _Rows:

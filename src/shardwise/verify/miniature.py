@@ -16,7 +16,6 @@ _HEAD_WIDTH, _FEWEST_HEADS = 8, 4
 _LENGTH = 16
 _VOCABULARY = 128
 _BUCKET_MIB = 0.1
-_LR = {"adamw": 1e-3, "lamb": 1e-2}
 _END = 3
 """The token that ends a document in random text."""
 
@@ -27,13 +26,13 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
     It keeps: the family and its keys; the ratio of query to key/value heads; by which of the tensor-parallel degrees
     heads, feed-forward width and vocabulary can be divided; ties, dropout, precision, optimizer, the form of the
     schedule, a loss of the user's own, and what document ends change. It is small in width, depth, vocabulary and
-    sequence, and its warmup takes one step. The learning rate is 1e-3 (LAMB: 1e-2): steps move the losses, and the
-    differences that rounding makes, which grow with it, stay small. The masks of dropout are those of `invariant`, as
-    those of `fast` depend on the layout. A model of the user's own keeps its keys, as their meaning is not known.
+    sequence, and its warmup takes one step. The learning rate is that of the optimizer's record. The masks of dropout
+    are those of `invariant`, as those of `fast` depend on the layout. A model of the user's own keeps its keys, as
+    their meaning is not known.
     """
     degrees = sorted({cell.tensor for cell in cells} | {1})
     model, optimizer, data = config.model, config.optimizer, config.data
-    lr = _LR[optimizer.name]
+    lr = optimizer.spec.miniature_lr
     is_own = config.shapes is None
     length = math.lcm(_LENGTH, *degrees)
     if is_own and model.max_position_embeddings is not None:

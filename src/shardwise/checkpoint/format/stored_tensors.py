@@ -213,7 +213,7 @@ def find_sources(
         shapes: canonical tensors of the model.
         stored: name in the folder → tensor.
     """
-    spelled = spelling(family)
+    spelled = weight_names(family)
     canonical_names = spelled.canonical(list(stored), set(shapes))
     sources: dict[str, list[str]] = {name: [] for name in shapes}
     for name, canonical_name in canonical_names.items():
