@@ -25,9 +25,9 @@ LAYOUTS = (  # of 96 or 128 blocks on 1,024 devices with TP 8: (pipeline, schedu
 ONE = """
 import json, sys, time
 from shardwise.config import load_config
-from shardwise.cost.timeline import makespan
-from shardwise.devices import cluster
-from shardwise.planner import search
+from shardwise.pipeline.makespan import makespan
+from shardwise.planner.device_specs import cluster
+from shardwise.planner.search import search
 
 keys, nodes = json.loads(sys.argv[1]), int(sys.argv[2])
 config, on = load_config("gpt3-175b", [f"{key}={value}" for key, value in keys.items()]), cluster("h100:8", nodes)
