@@ -19,6 +19,7 @@ from shardwise.config.load import (
 from shardwise.config.model import ModelConfig, UserModelConfig, shapes_of, weight_names
 from shardwise.config.resume_rules import kept_batch, kept_batch_note, resume_changes, resume_problems
 from shardwise.config.rules import check_layout
+from shardwise.config.schedules import Schedule
 from shardwise.config.sections import (
     DTYPE_BYTES,
     CheckpointConfig,
@@ -33,7 +34,6 @@ from shardwise.config.sections import (
     PrecisionConfig,
     Recompute,
     Rounding,
-    Schedule,
     TrainConfig,
 )
 from shardwise.config.yaml import dump_yaml, parse_yaml

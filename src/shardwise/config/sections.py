@@ -25,6 +25,7 @@ from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, shapes_of
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
+from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 from shardwise.config.section import Section, as_given, reject, utf8_text
 
 
@@ -111,13 +112,7 @@ Rounding = Literal["nearest", "stochastic"]
 Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 TensorOverlap = Literal["pieces", "symmetric_memory"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]
-SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
-"""Schedules with one stage on each rank."""
-SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipev")
-"""Schedules that compute the gradients of weights apart from those of inputs."""
-V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
-"""Schedules in which rank r of p holds stages r and 2p-1-r."""
+_SINGLE_STAGE_NAMES = " and ".join(spec.name for spec in SCHEDULES.values() if spec.is_single_stage)
 _MAX_SEED = 2**63 - 1
 BATCH_RULE = r"([1-9]\d*) per ([1-9]\d*) ranks?"  # patterns are compiled where they are used: a start is short
 # The password of a URL: what stands between the user's name and `@`. A colon with digits is a port. A password may
@@ -134,12 +129,12 @@ class ParallelConfig(Section):
     )
     pipeline: int = Field(default=1, gt=0, description="pipeline-parallel degree (PP): the blocks are cut into stages")
     schedule: Schedule = Field(
-        default="1f1b", description="the order in which stages work on micro-batches; no effect with PP 1"
+        default=DEFAULT_SCHEDULE, description="the order in which stages work on micro-batches; no effect with PP 1"
     )
     virtual_stages: int | None = Field(
         default=None,
         gt=0,
-        description="stages on each rank; null = 1 with gpipe and 1f1b, which allow no other number, else 2",
+        description=f"stages on each rank; null = 1 with {_SINGLE_STAGE_NAMES}, which allow no other number, else 2",
     )
     stages: tuple[int, ...] | None = Field(
         default=None,
@@ -171,7 +166,7 @@ class ParallelConfig(Section):
         """Stages on each rank: 1 without a pipeline."""
         if self.pipeline == 1:
             return 1
-        return self.virtual_stages or (1 if self.schedule in SINGLE_STAGE else 2)
+        return self.virtual_stages or SCHEDULES[self.schedule].stages_per_rank
 
 
 class TrainConfig(Section):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from shardwise.config import DTYPE_BYTES, Config, Layout
-from shardwise.config.sections import SINGLE_STAGE
+from shardwise.config.schedules import SCHEDULES
 from shardwise.config.stages import Stage, rank_of
 from shardwise.layers.chunks import loss_chunk_elements, rounding_chunk_elements
 from shardwise.models.parameter_counts import parameter_count
@@ -155,7 +155,7 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
     received = 0 if keeps_input or stage.is_first else x
     gradient = 0 if stage.is_last else x
     onwards = back = 0
-    if parallel.schedule in SINGLE_STAGE:
+    if SCHEDULES[parallel.schedule].is_single_stage:
         kept += 0 if stage.is_last else x
     elif parallel.pipeline > 1:
         # A rank with several stages holds all that it sends until the end of the step.
@@ -185,7 +185,7 @@ def _sends(case: Case, stage: Stage) -> tuple[bool, bool]:
 
 def messages_of_a_micro_batch(case: Case) -> int:
     """Bytes that messages add to the rank's memory for each micro-batch of a long step."""
-    if case.layout.pipeline == 1 or case.config.parallel.schedule in SINGLE_STAGE:
+    if case.layout.pipeline == 1 or SCHEDULES[case.config.parallel.schedule].is_single_stage:
         return 0
     return case.x_bytes * sum(sum(_sends(case, stage)) for stage in case.stages)
 

@@ -16,7 +16,8 @@ from functools import lru_cache
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, check_layout
-from shardwise.config.sections import SINGLE_STAGE, V_SHAPED, Recompute, Schedule
+from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from shardwise.config.sections import Recompute, Schedule
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.pipeline.partition import stage_plan
@@ -177,7 +178,7 @@ def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> M
     """
     accelerator = cluster.device.is_accelerator
     micro_batches, p = layout.accumulation(config.train), layout.pipeline
-    whole = micro_batches < 5 * p or config.parallel.schedule == "gpipe"
+    whole = micro_batches < 5 * p or SCHEDULES[config.parallel.schedule].holds_all_micro_batches
     few = micro_batches if whole else 3 * p + micro_batches % p
     if p == 1:
         few = min(micro_batches, 2)
@@ -197,9 +198,7 @@ def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> M
     return max(found, key=lambda one: one.total)
 
 
-_SCHEDULES: tuple[Schedule, ...] = (
-    "1f1b", "gpipe", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev",
-)  # fmt: skip
+_SCHEDULES = (DEFAULT_SCHEDULE, *(name for name in SCHEDULES if name != DEFAULT_SCHEDULE))
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 _MOST_IN_MICRO_BATCH = 16
 FIXABLE = (
@@ -301,12 +300,12 @@ def _shapes(
 
 def _schedules(config: Config, pipeline: int, fixed: Collection[str]) -> Iterator[tuple[Schedule, int | None]]:
     if pipeline == 1:
-        yield ("1f1b", None)
+        yield (DEFAULT_SCHEDULE, None)
         return
     for schedule in (config.parallel.schedule,) if "parallel.schedule" in fixed else _SCHEDULES:
-        if schedule in SINGLE_STAGE:
+        if SCHEDULES[schedule].is_single_stage:
             yield schedule, None
-        elif schedule in V_SHAPED:
+        elif SCHEDULES[schedule].is_v_shaped:
             yield schedule, 2
         elif "parallel.virtual_stages" in fixed:
             yield schedule, config.parallel.virtual_stages

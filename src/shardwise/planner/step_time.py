@@ -14,8 +14,9 @@ from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, Precision
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import LocalWidths, local_parameter_count
 from shardwise.optim.bucket_layout import bucket_bytes
+from shardwise.pipeline.makespan import makespan
 from shardwise.pipeline.partition import stage_plan
-from shardwise.pipeline.timeline import StageTimes, Timed, makespan, timeline
+from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
 from shardwise.planner import block_seconds, device_seconds
 from shardwise.planner.block_seconds import Parts, Program, Shape, Times
 from shardwise.planner.device_seconds import Constants, constants_of, group
@@ -151,7 +152,7 @@ def least_time(config: Config, layout: Layout, cluster: Cluster) -> float:
     return max(busy) * micro_batches + sum(_update(config, layout, cluster, how, c, precision, works))
 
 
-def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> list[list[Timed]]:
+def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
     """What each pipeline rank does in a step, with the times that `step_time` adds up."""
     c, how = constants_of(cluster.device), ours(config, cluster)
     works = stage_works(config, layout, cluster, how, c)

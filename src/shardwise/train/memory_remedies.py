@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import size
 from shardwise.config import Config, Layout, check_layout
+from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.planner.memory import expected_memory, memory_of_machine
 
 
@@ -78,9 +79,9 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
         yield "optimizer.zero=1", changed("optimizer", zero=1), world
     if config.precision.resolved(accelerator).parameter == "float32":
         yield "precision.mode=mixed", changed("precision", mode="mixed"), world
-    if pipeline > 1 and config.parallel.schedule != "1f1b":
-        one_stage = changed("parallel", schedule="1f1b", virtual_stages=None, stages=None)
-        yield "parallel.schedule=1f1b", one_stage, world
+    if pipeline > 1 and config.parallel.schedule != DEFAULT_SCHEDULE:
+        one_stage = changed("parallel", schedule=DEFAULT_SCHEDULE, virtual_stages=None, stages=None)
+        yield f"parallel.schedule={DEFAULT_SCHEDULE}", one_stage, world
     if not is_own:
         deeper = changed("parallel", pipeline=2 * pipeline, stages=None)
         yield f"parallel.pipeline={2 * pipeline} on {2 * world} ranks", deeper, 2 * world

@@ -26,7 +26,7 @@ from shardwise.models.parameter_counts import canonical_tensor_count, local_para
 from shardwise.pipeline import schedule_picture as picture
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.schedule_picture import MOST_ROWS, ranks_left_out, shortened
-from shardwise.pipeline.simulation import bubble, simulate
+from shardwise.pipeline.timeline import bubble, simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.planner.memory import (
     checkpoint_bytes,

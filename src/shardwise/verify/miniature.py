@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, divisors
 from shardwise.config import Config, check_layout, config_from
-from shardwise.config.sections import SPLIT_BACKWARD
+from shardwise.config.schedules import SCHEDULES
 from shardwise.verify.layouts import Cell, common_batch
 
 _HEAD_WIDTH, _FEWEST_HEADS = 8, 4
@@ -135,7 +135,7 @@ def at(config: Config, cell: Cell) -> Config:
     parallel: dict[str, Any] = {"tensor": cell.tensor, "sequence": cell.sequence, "pipeline": cell.pipeline}
     if cell.schedule is not None:
         parallel["schedule"] = cell.schedule
-    if cell.schedule in SPLIT_BACKWARD:
+    if cell.schedule is not None and SCHEDULES[cell.schedule].splits_backward:
         parallel["tensor_overlap"] = None  # they exclude each other
     elif config.parallel.tensor_overlap == "symmetric_memory" and (cell.device == "cpu" or not cell.sequence):
         parallel["tensor_overlap"] = "pieces"

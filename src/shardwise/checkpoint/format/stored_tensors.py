@@ -24,6 +24,7 @@ from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, cast, pars
 from shardwise.checkpoint.format.verify import consecutive
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.config import weight_names
 from shardwise.data.hub import INDEX, SINGLE, indexed
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from shardwise.config import Config, Layout, check_layout, load_config
+from shardwise.config.schedules import DEFAULT_SCHEDULE
 
 PRODUCTS = ((64, 64, 64), (128, 256, 64), (128, 64, 256), (512, 256, 256), (512, 512, 512), (1024, 1024, 1024))
 """Matrix products [m, k] × [k, n] as (m, n, k): from those of a miniature to those that reach the largest rate."""
@@ -53,7 +54,12 @@ def probes(world: int) -> list[Probe]:
     ]
     if world % 2 == 0:
         tensor = ("parallel.tensor=2", "parallel.pipeline=1")
-        pipeline = ("parallel.tensor=1", "parallel.pipeline=2", "parallel.sequence=false", "parallel.schedule=1f1b")
+        pipeline = (
+            "parallel.tensor=1",
+            "parallel.pipeline=2",
+            "parallel.sequence=false",
+            f"parallel.schedule={DEFAULT_SCHEDULE}",
+        )
         miniatures += [
             Probe("llama2-tiny", (*_LLAMA, *tensor, "model.num_hidden_layers=6", "train.micro_batch=4")),
             Probe("gpt3-tiny", (*_GPT, *tensor, "parallel.sequence=true", "model.num_hidden_layers=4")),
