@@ -1,4 +1,4 @@
-"""What the launching process of a training does first: claim the run's folder, and prepare what the run reads."""
+"""The first work of the process that launches a training: claim the run's folder, and prepare the inputs of the run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shardwise.launch.environment import Rank
 from shardwise.runs.folder import RunDirectory, RunLock, new_run_path
 
 
-def claim(held: ExitStack, run_path: Path) -> None:
+def claim(locks: ExitStack, run_path: Path) -> None:
     """Hold the folder's lock until `held` is left, and forget stop requests that were for an earlier run.
 
     Raises:
         ConfigError: another process runs there; it is named, and nothing of its run is touched.
     """
-    lock = held.enter_context(RunLock(run_path))
+    lock = locks.enter_context(RunLock(run_path))
     if lock.problem is not None:
         output.progress(
             f"warning: {run_path} cannot be locked ({lock.problem}): a second run in this folder would not be refused"
@@ -32,7 +32,7 @@ def claim(held: ExitStack, run_path: Path) -> None:
     stop_requests.clear(run_path)
 
 
-def is_finished(held: ExitStack, config: Config, run_path: Path, place: Rank | None) -> bool:
+def is_finished(locks: ExitStack, config: Config, run_path: Path, place: Rank | None) -> bool:
     """Claim a folder that exists; True where its run has taken all its steps, which rank 0 then prints.
 
     Where `checkpoint.resume` names a step it is False: the checkpoints alone tell whether the run went back already.
@@ -40,13 +40,15 @@ def is_finished(held: ExitStack, config: Config, run_path: Path, place: Rank | N
     Raises:
         ConfigError: the run that is there cannot continue with this configuration, or another process runs there.
     """
-    leads, directory = place is None or place.rank == 0, RunDirectory(run_path)
+    leads = place is None or place.rank == 0
+    directory = RunDirectory(run_path)
     if leads and run_path.is_dir():
-        claim(held, run_path)
+        claim(locks, run_path)
     directory.require_folder()
     if earlier_run(directory, config) is None:
         return False
-    done, steps = directory.finished_steps(), config.train.steps
+    done = directory.finished_steps()
+    steps = config.train.steps
     if config.checkpoint.resume != "auto" or done is None or done < steps:
         return False
     if leads:
@@ -57,7 +59,9 @@ def is_finished(held: ExitStack, config: Config, run_path: Path, place: Rank | N
     return True
 
 
-def prepare_run(held: ExitStack, config: Config, recipe: str, run_path: Path | None, place: Rank | None) -> Path | None:
+def prepare_run(
+    locks: ExitStack, config: Config, recipe: str, run_path: Path | None, place: Rank | None
+) -> Path | None:
     """Fetch what keys name by a hub id and tokenize the data, each once; then make and claim a new run's folder.
 
     Returns:
@@ -73,7 +77,7 @@ def prepare_run(held: ExitStack, config: Config, recipe: str, run_path: Path | N
     run_path = run_path or new_run_path(recipe)
     RunDirectory(run_path).create()
     if is_new:
-        claim(held, run_path)
+        claim(locks, run_path)
     return run_path
 
 

@@ -25,7 +25,9 @@ from shardwise.runs.report.numbers import difference
 
 _FORMATS = (".png", ".svg")
 # Okabe and Ito's blue, vermilion and green, which colour-blind eyes tell apart; a grey for lines that only help.
-_COLORS, _GREEN, _GREY = ("#0072b2", "#d55e00"), "#009e73", "#77797d"
+_COLORS = ("#0072b2", "#d55e00")
+_GREEN = "#009e73"
+_GREY = "#77797d"
 _STYLE: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -53,7 +55,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    paths, tolerance, plot = (arguments.a, arguments.b), arguments.tolerance, arguments.plot
+    paths = (arguments.a, arguments.b)
+    tolerance = arguments.tolerance
+    plot = arguments.plot
     if not 0 <= tolerance < math.inf:
         raise ConfigError(f"--tolerance ({tolerance}) must be a number from 0, such as 0.01 for 1 %")
     if plot is not None and plot.suffix not in _FORMATS:
@@ -67,10 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     beyond = [step for step, difference in differences.items() if difference > tolerance]
     if plot is not None:
         _draw(plot, [(f"A: {paths[0]}", a), (f"B: {paths[1]}", b)], differences, tolerance)
-    found = {"difference": differences[largest], "step": largest, "a": a[largest], "b": b[largest]}
+    largest_difference = {"difference": differences[largest], "step": largest, "a": a[largest], "b": b[largest]}
     if arguments.json:
         names = {"a": str(paths[0]), "b": str(paths[1]), "steps": len(differences)}
-        output.json({**names, "largest": found, "tolerance": tolerance, "beyond": beyond, "within": not beyond})
+        output.json(
+            {**names, "largest": largest_difference, "tolerance": tolerance, "beyond": beyond, "within": not beyond}
+        )
         return int(bool(beyond))
     result = f"within the tolerance ({tolerance:g})"
     if beyond:
@@ -79,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("A", f"{paths[0]}: {_steps(a)}"),
         ("B", f"{paths[1]}: {_steps(b)}"),
         ("both", _steps(differences)),
-        ("largest", "{difference:.3g} at step {step:,}: loss {a:.8g} in A, {b:.8g} in B".format(**found)),
+        ("largest", "{difference:.3g} at step {step:,}: loss {a:.8g} in A, {b:.8g} in B".format(**largest_difference)),
         ("result", result),
     ]
     output.table(rows)

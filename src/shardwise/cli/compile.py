@@ -61,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         config = load_config(recipe, [*arguments.overrides, "compile.enabled=true"])
     chosen = arguments.cache_dir or (None if config is None else config.compile.cache_dir)
     cache = GraphCache(chosen or cache_root() / "compile")
-    other = arguments.list or arguments.clean or arguments.export or arguments.imported
-    if config is None and not other:
+    has_action = arguments.list or arguments.clean or arguments.export or arguments.imported
+    if config is None and not has_action:
         raise ConfigError("RECIPE must be given, or one of --list, --clean, --export and --import")
     if arguments.export is not None and arguments.export.is_dir():
         raise ConfigError(f"--export {arguments.export} must name a file, and is a folder")
@@ -98,8 +98,10 @@ def _list(cache: GraphCache) -> None:
         sequence = " + SP" if facts.get("parallel.sequence") else ""
         age = f"{units.duration(max(0.0, time.time() - entry.used))} ago"
         threads = f", {units.counted(facts['threads'], 'thread')}" if "threads" in facts else ""
-        where, tensor = f"{facts.get('device', '?')}{threads}", f"TP {facts.get('parallel.tensor', '?')}{sequence}"
-        size, torch = units.size(entry.bytes), facts.get("torch", "?")
+        where = f"{facts.get('device', '?')}{threads}"
+        tensor = f"TP {facts.get('parallel.tensor', '?')}{sequence}"
+        size = units.size(entry.bytes)
+        torch = facts.get("torch", "?")
         rows.append((_name(facts), tensor, shape, where, torch, entry.key[:12], size, age))
     if rows:
         output.table(rows, ("graph", "tensor", "micro-batch", "device", "torch", "key", "size", "used"))
@@ -114,7 +116,8 @@ def _name(facts: Facts) -> str:
 def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -> int:
     ranks = _positive("--nproc", arguments.nproc)
     layout = check_layout(config, ranks or config.parallel.ranks)
-    device, only_capture = _device(arguments.device), arguments.capture_only
+    device = _device(arguments.device)
+    only_capture = arguments.capture_only
     threads = _positive("--threads", arguments.threads) or _threads(layout, device)
     workers = _positive("--workers", arguments.workers) or cpu_count()
     from shardwise.distributed.devices import require_build_for
@@ -125,18 +128,18 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
         only_capture = True
         output.line(f"there is no {device} device here: graphs are captured, and not compiled; one device is enough")
     plan = Plan.make(config, layout, device, threads, only_capture=only_capture)
-    wanted = list(plan.facts)
+    graphs = list(plan.facts)
     if arguments.retry_failed:
-        wanted = [facts for facts in wanted if cache.log_of(facts).exists()]
-    known = [facts for facts in wanted if not only_capture and (hit := cache.find(facts)) and cache.is_whole(hit)]
+        graphs = [facts for facts in graphs if cache.log_of(facts).exists()]
+    known = [facts for facts in graphs if not only_capture and (hit := cache.find(facts)) and cache.is_whole(hit)]
     if not only_capture:
         _require_writable(cache)
     done = failed = 0
     for facts in known:
         done += 1
-        output.line(f"[{done}/{len(wanted)}] {_name(facts)}: in the cache")
+        output.line(f"[{done}/{len(graphs)}] {_name(facts)}: in the cache")
     problems = []
-    for outcome in compile_graphs(plan, [facts for facts in wanted if facts not in known], cache, workers):
+    for outcome in compile_graphs(plan, [facts for facts in graphs if facts not in known], cache, workers):
         done += 1
         seconds = units.duration(outcome.seconds)
         if outcome.problem is not None:
@@ -150,15 +153,15 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
             said = f"captured in {seconds}"
         else:
             said = f"compiled in {seconds}, {units.size(outcome.entry.bytes)}"
-        output.line(f"[{done}/{len(wanted)}] {_name(outcome.facts)}: {said}")
+        output.line(f"[{done}/{len(graphs)}] {_name(outcome.facts)}: {said}")
     removed = cache.prune(config.compile.cache_gib * 2**30, kept=plan.facts)
     if removed:
         output.line(
             f"removed {units.counted(len(removed), 'graph')} that were used longest ago: compile.cache_gib "
             f"({config.compile.cache_gib:g}) is reached"
         )
-    output.line(f"Total graphs: {len(wanted)}")
-    output.line(f"Total successful compilations: {0 if only_capture else len(wanted) - failed}")
+    output.line(f"Total graphs: {len(graphs)}")
+    output.line(f"Total successful compilations: {0 if only_capture else len(graphs) - failed}")
     output.line(f"Total failed compilations: {failed}")
     if failed and device != "cpu" and not accelerators()[1]:
         problems.append(f"without a {device} device torch cannot capture each backward pass; one device is enough")
@@ -179,7 +182,7 @@ def _device(chosen: str | None) -> str:
 
 
 def _threads(layout: Layout, device: str) -> int:
-    """What `train` would give its ranks on this machine."""
+    """The threads that `train` would give to each rank on this machine."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     ranks = layout.world if device == "cpu" else max(1, accelerators()[1])
     return int(given) if given.isdigit() and int(given) else max(1, cpu_count() // ranks)

@@ -36,7 +36,7 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
     Raises:
         ConfigError: there is no curve, or a loss of it is no finite number.
     """
-    wanted = LOSSES if name is None else (name.strip().lower(),)
+    loss_names = LOSSES if name is None else (name.strip().lower(),)
     curves: dict[str, dict[int, object]] = {}
     names: dict[str, None] = {}
     last = 0
@@ -44,7 +44,7 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
         for number, row in enumerate(_rows(path), 1):
             fields = {str(key).strip().lower(): value for key, value in row.items()}
             names |= dict.fromkeys(fields)
-            losses = {loss: fields[loss] for loss in wanted if fields.get(loss) not in (None, "")}
+            losses = {loss: fields[loss] for loss in loss_names if fields.get(loss) not in (None, "")}
             if not losses and fields.get("event") != "resume":  # an evaluation, or another scalar
                 continue
             at = next((fields[key] for key in _STEPS if key in fields), number)
@@ -59,13 +59,13 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
     except (UnicodeDecodeError, csv.Error):
         raise ConfigError(f"{path} must be text or JSON with numbers") from None
-    chosen = next((loss for loss in wanted if loss in curves), None)
+    chosen = next((loss for loss in loss_names if loss in curves), None)
     if not names or (chosen is not None and not curves[chosen]):
         raise ConfigError(f"{path} must hold a loss curve, and it has no values")
     if chosen is None:
         has = listing(map(_shown, names), most=10)
         raise ConfigError(
-            f"{path} must call its loss {listing(wanted, 'or')}, and it has {has}: for B, --loss says another name"
+            f"{path} must call its loss {listing(loss_names, 'or')}, and it has {has}: for B, --loss says another name"
         )
     return {step: _finite(loss, f"{path}: the loss of step {step:,}") for step, loss in sorted(curves[chosen].items())}
 
@@ -75,17 +75,17 @@ def _shown(text: str) -> str:
     return output.printable(text[:40])
 
 
-def _finite(value: object, what: str) -> float:
+def _finite(value: object, quantity: str) -> float:
     text = str(value)
     if not (_is_number(text) and math.isfinite(float(text))):
-        raise ConfigError(f"{what} ({_shown(text)}) must be a finite number")
+        raise ConfigError(f"{quantity} ({_shown(text)}) must be a finite number")
     return float(text)
 
 
-def _whole(value: object, what: str) -> int:
-    number = _finite(value, what)
+def _whole(value: object, quantity: str) -> int:
+    number = _finite(value, quantity)
     if not number.is_integer():
-        raise ConfigError(f"{what} ({value}) must be a whole number")
+        raise ConfigError(f"{quantity} ({value}) must be a whole number")
     return int(number)
 
 

@@ -66,7 +66,7 @@ def _plain(text: str) -> str:
 
 
 def _facts() -> dict[str, Any]:
-    """What a bug report needs beside the checks."""
+    """The facts that a bug report needs beside the checks."""
     variables = recorded_variables({name: value for name, value in os.environ.items() if name != RANK_PROCESS})
     return {
         "shardwise": __version__,
@@ -91,7 +91,7 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
     """A line of each check, and below it how to mend it."""
     width = max(len(check.name) for check in checks)
     for check in checks:
-        first, *rest = check.found.splitlines() or [""]
+        first, *further_lines = check.found.splitlines() or [""]
         yield f"{_MARKS[check.status]:<8} {check.name:<{width}}  {first}"
-        for line in [*rest, *([f"→ {check.mend}"] if check.mend else [])]:
+        for line in [*further_lines, *([f"→ {check.mend}"] if check.mend else [])]:
             yield f"{'':<{width + 11}}{line}"

@@ -21,12 +21,15 @@ def follow(log: Path, job: str, run_path: Path) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         _follow(log, job, run_path)
         return
-    again = f"follow it by `shardwise jobs log {job} --follow`, end it by `shardwise stop {run_path}`"
-    output.progress(f"job {job} goes on: {again}")
+    advice = f"follow it by `shardwise jobs log {job} --follow`, end it by `shardwise stop {run_path}`"
+    output.progress(f"job {job} goes on: {advice}")
 
 
 def _follow(log: Path, job: str, run_path: Path) -> None:
-    position, said, asked, present = 0, "", 0.0, True
+    position = 0
+    said = ""
+    asked = 0.0
+    present = True
     while True:
         if log.exists():
             with log.open("rb") as file:
@@ -43,9 +46,9 @@ def _follow(log: Path, job: str, run_path: Path) -> None:
         if time.monotonic() - asked > _ASK_SLURM_SECONDS:
             asked = time.monotonic()
             try:
-                found = commands.jobs(user=False, ids=[job])
-                present = bool(found)
-                waits = f"job {job} waits: {found[0].reason}" if found and found[0].reason else ""
+                queued = commands.jobs(user=False, ids=[job])
+                present = bool(queued)
+                waits = f"job {job} waits: {queued[0].reason}" if queued and queued[0].reason else ""
             except RunError as error:  # a controller that restarts: the job goes on
                 waits = str(error)
             if waits and waits != said:

@@ -95,21 +95,24 @@ def run(arguments: argparse.Namespace) -> int:
         with as_rank(place) as ending:
             from shardwise.train.inference_jobs import Prompt, run_generation
 
-            wanted, stops = min(arguments.max_tokens, room), folder.stops(tokenizer)
-            prompt = Prompt(tuple(ids), wanted, stops, arguments.temperature, arguments.top_p, arguments.seed)
+            most_tokens = min(arguments.max_tokens, room)
+            stops = folder.stops(tokenizer)
+            prompt = Prompt(tuple(ids), most_tokens, stops, arguments.temperature, arguments.top_p, arguments.seed)
             show = _show if leads and not arguments.json else lambda _: None
             show(text)
             with folder, keys_renamed(ARGUMENTS):
                 answer = run_generation(config, folder.weights, tokenizer, prompt, show)
             if leads:
-                stopped = "eos" if answer.ended else "context" if wanted < arguments.max_tokens else "max_tokens"
+                stopped = "eos" if answer.ended else "context" if most_tokens < arguments.max_tokens else "max_tokens"
                 _finish(arguments, folder, text, len(ids), answer, stopped)
         return ending.code
 
 
 def _require_ranks(config: Config, ranks: int) -> None:
     """Check the layout, whose ranks hold one copy of the model."""
-    world, tensor, pipeline = config.parallel.ranks, config.parallel.tensor, config.parallel.pipeline
+    world = config.parallel.ranks
+    tensor = config.parallel.tensor
+    pipeline = config.parallel.pipeline
     if ranks != world:
         keys = f"parallel.tensor ({tensor})"
         if pipeline > 1:
@@ -134,7 +137,10 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
 
 
 def _require_valid(arguments: argparse.Namespace) -> None:
-    tokens, temperature, top_p, seed = arguments.max_tokens, arguments.temperature, arguments.top_p, arguments.seed
+    tokens = arguments.max_tokens
+    temperature = arguments.temperature
+    top_p = arguments.top_p
+    seed = arguments.seed
     rules = [
         (tokens >= 1, f"--max-tokens ({tokens}) must be at least 1"),
         (0 <= temperature < math.inf, f"--temperature ({temperature}) must be at least 0; at 0 nothing is random"),

@@ -33,13 +33,13 @@ def run(arguments: argparse.Namespace) -> int:
     commands.require()
     if (arguments.action is None) != (arguments.id is None):
         raise ConfigError(f"shardwise jobs {arguments.action} needs the number of a job: shardwise jobs lists them")
-    found = jobs.states(RUNS)
+    states = jobs.states(RUNS)
     if arguments.action is None:
-        _list(found, as_json=arguments.json)
+        _list(states, as_json=arguments.json)
         return 0
-    named = [one for one in found if one.id == arguments.id]
+    named = [state for state in states if state.id == arguments.id]
     if not named:
-        known = f"known are {listing((one.id for one in found), most=8)}" if found else "none is known here"
+        known = f"known are {listing((state.id for state in states), most=8)}" if states else "none is known here"
         raise ConfigError(f"there is no job {arguments.id} of shardwise: {known}; jobs that ended are found in {RUNS}/")
     if arguments.action == "show":
         _show(named[0])
@@ -48,53 +48,54 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _list(found: list[jobs.JobState], *, as_json: bool) -> None:
+def _list(states: list[jobs.JobState], *, as_json: bool) -> None:
     if as_json:
-        output.json([{**asdict(one), "run": str(one.run)} for one in found])
-    elif found:
-        output.table([_row(one) for one in found], _HEAD, right=(2, 3, 4, 5, 6))
+        output.json([{**asdict(state), "run": str(state.run)} for state in states])
+    elif states:
+        output.table([_row(state) for state in states], _HEAD, right=(2, 3, 4, 5, 6))
     else:
         output.line(f"no job waits or runs, and no run in {RUNS}/ was submitted")
 
 
-def _row(one: jobs.JobState) -> tuple[str, ...]:
+def _row(state: jobs.JobState) -> tuple[str, ...]:
     return (
-        one.id,
-        _state(one),
-        "" if one.step is None else f"{one.step:,}",
-        "" if one.seconds is None else f"{one.seconds:.3g}",
-        "" if one.loss is None else f"{one.loss:.4f}",
-        "" if one.job is None else one.job.elapsed,
-        "" if one.job is None else str(one.job.nodes),
-        _near(one.run),
+        state.id,
+        _state(state),
+        "" if state.step is None else f"{state.step:,}",
+        "" if state.seconds is None else f"{state.seconds:.3g}",
+        "" if state.loss is None else f"{state.loss:.4f}",
+        "" if state.job is None else state.job.elapsed,
+        "" if state.job is None else str(state.job.nodes),
+        _near(state.run),
     )
 
 
-def _state(one: jobs.JobState) -> str:
-    """With SLURM's reason where it waits, and what it is where it does not train."""
-    reason = f" ({one.reason})" if one.reason else ""
-    return f"{one.state}{reason}{'' if one.kind == 'train' else f', {one.kind}'}"
+def _state(state: jobs.JobState) -> str:
+    """A job's state with SLURM's reason if it waits, and with its kind if it does not train."""
+    reason = f" ({state.reason})" if state.reason else ""
+    return f"{state.state}{reason}{'' if state.kind == 'train' else f', {state.kind}'}"
 
 
 def _near(run: Path) -> str:
     """A run's folder as seen from here."""
-    here = Path.cwd().resolve()
-    return str(run.relative_to(here) if run.is_relative_to(here) else run)
+    current = Path.cwd().resolve()
+    return str(run.relative_to(current) if run.is_relative_to(current) else run)
 
 
-def _show(one: jobs.JobState) -> None:
-    endings = [ending for ending in history(one.run) if ending.job == one.id]
-    rows = [("job", one.id), ("state", _state(one)), ("run", str(one.run))]
-    if one.job is not None:
-        limit, nodes = f"{one.job.elapsed} of {one.job.limit}", one.job.node_list or f"{one.job.nodes} asked for"
-        rows += [("partition", one.job.partition), ("elapsed", limit), ("nodes", nodes)]
-        if one.job.starts and one.job.state == "PENDING":
-            rows.append(("starts", f"{one.job.starts}, SLURM expects"))
-    if one.step is not None and one.loss is not None:
-        rows.append(("step", f"{one.step:,}, loss {one.loss:.4f}, {one.seconds or 0:.3g} s a step"))
+def _show(state: jobs.JobState) -> None:
+    endings = [ending for ending in history(state.run) if ending.job == state.id]
+    rows = [("job", state.id), ("state", _state(state)), ("run", str(state.run))]
+    if state.job is not None:
+        limit = f"{state.job.elapsed} of {state.job.limit}"
+        nodes = state.job.node_list or f"{state.job.nodes} asked for"
+        rows += [("partition", state.job.partition), ("elapsed", limit), ("nodes", nodes)]
+        if state.job.starts and state.job.state == "PENDING":
+            rows.append(("starts", f"{state.job.starts}, SLURM expects"))
+    if state.step is not None and state.loss is not None:
+        rows.append(("step", f"{state.step:,}, loss {state.loss:.4f}, {state.seconds or 0:.3g} s a step"))
     rows += [(f"start {number}", _told(ending)) for number, ending in enumerate(endings, 1)]
     began = endings[0].began if endings else 0.0
-    resumed = [event for event in RunDirectory(one.run).events("resume") if seconds_of(event) >= began]
+    resumed = [event for event in RunDirectory(state.run).events("resume") if seconds_of(event) >= began]
     loading = sum(event.get("load_seconds") or 0.0 for event in resumed)
     output.table([*rows, *jobs.goodput(endings, loading)])
 
@@ -106,11 +107,11 @@ def _told(ending: Ending) -> str:
     return f"{trained} in {ending.seconds:,.0f} s on {ending.nodes} nodes, {ending.how}{why}"
 
 
-def _log(one: jobs.JobState, *, is_followed: bool) -> None:
-    log = job_log(one.run, one.id) if one.kind == "train" else one.run / "logs" / f"compile-{one.id}.log"
-    if is_followed and one.job is not None:
-        follow(log, one.id, one.run)
+def _log(state: jobs.JobState, *, is_followed: bool) -> None:
+    log = job_log(state.run, state.id) if state.kind == "train" else state.run / "logs" / f"compile-{state.id}.log"
+    if is_followed and state.job is not None:
+        follow(log, state.id, state.run)
     elif log.exists():
         output.raw(output.text(log.read_text(encoding="utf-8", errors="replace").removesuffix("\n")))
     else:
-        output.line(f"job {one.id} has written no log yet: it is {_state(one)}")
+        output.line(f"job {state.id} has written no log yet: it is {_state(state)}")

@@ -34,17 +34,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = runs()
-    here = devices(owners(one for one in found if isinstance(one, Run)))
-    problems = [problem for one in found for problem in _problems(one)] + here.problems
+    listed_runs = runs()
+    machine_devices = devices(owners(run for run in listed_runs if isinstance(run, Run)))
+    problems = [problem for run in listed_runs for problem in _problems(run)] + machine_devices.problems
     if arguments.json:
-        machine = {"schema": SCHEMA, "host": platform.node(), "devices": [asdict(device) for device in here.devices]}
-        output.json({**machine, "runs": [row(one) for one in found], "problems": problems})
+        machine = {
+            "schema": SCHEMA,
+            "host": platform.node(),
+            "devices": [asdict(device) for device in machine_devices.devices],
+        }
+        output.json({**machine, "runs": [row(run) for run in listed_runs], "problems": problems})
         return 0
-    _table([_device(device) for device in here.devices], _DEVICES, (2,), widest=4)
+    _table([_device(device) for device in machine_devices.devices], _DEVICES, (2,), widest=4)
     output.line()
-    if found:
-        _table([_run(one) for one in found], _RUNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
+    if listed_runs:
+        _table([_run(run) for run in listed_runs], _RUNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
     else:
         output.line(f"no run in {RUNS}/")
     for problem in problems:
@@ -52,13 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _problems(one: Run | Unreadable) -> list[str]:
-    """Why a run, or what of it, cannot be read."""
-    return [one.reason] if isinstance(one, Unreadable) else one.problems
+def _problems(run: Run | Unreadable) -> list[str]:
+    """Sentences on a run, or on files of it, that cannot be read."""
+    return [run.reason] if isinstance(run, Unreadable) else run.problems
 
 
 def _device(device: Device) -> tuple[str, ...]:
-    used, total = device.memory_bytes, device.memory_total_bytes
+    used = device.memory_bytes
+    total = device.memory_total_bytes
     memory = (
         "" if total is None else units.size(total) if used is None else f"{units.size(used)} of {units.size(total)}"
     )
@@ -73,27 +78,32 @@ def _processes(processes: Sequence[Process]) -> str:
     for process in processes:
         if process.run is not None and process.rank is not None:
             ranks.setdefault(process.run, []).append(process.rank)
-    named = [f"{'ranks' if len(some) > 1 else 'rank'} {_spans(some)} of {run}" for run, some in ranks.items()]
+    named = [
+        f"{'ranks' if len(rank_numbers) > 1 else 'rank'} {_spans(rank_numbers)} of {run}"
+        for run, rank_numbers in ranks.items()
+    ]
     return "; ".join([*named, *(f"process {process.pid}" for process in processes if process.run is None)])
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """`0-3, 6`."""
+    """Numbers as a text of ranges: `0-3, 6`."""
     spans: list[list[int]] = []
-    for one in sorted(numbers):
-        if spans and one == spans[-1][1] + 1:
-            spans[-1][1] = one
+    for index in sorted(numbers):
+        if spans and index == spans[-1][1] + 1:
+            spans[-1][1] = index
         else:
-            spans.append([one, one])
+            spans.append([index, index])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
-def _run(one: Run | Unreadable) -> tuple[str, ...]:
-    fields = row(one)
-    loss, speed = number(fields["loss"]), number(fields["tokens_per_second"])
-    eta, heard = fields["eta_seconds"], one.heard
+def _run(run: Run | Unreadable) -> tuple[str, ...]:
+    fields = row(run)
+    loss = number(fields["loss"])
+    speed = number(fields["tokens_per_second"])
+    eta = fields["eta_seconds"]
+    heard = run.heard
     return (
-        one.name,
+        run.name,
         fields["state"],
         "" if fields["step"] is None else f"{fields['step']}/{'?' if fields['steps'] is None else fields['steps']}",
         "" if fields["loss"] is None else f"{loss:.4f}",
@@ -125,13 +135,14 @@ def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Sequence[i
         return
     kept = [i for i in range(len(head)) if any(line[i] for line in rows)]
     lines = [[output.printable(line[i]) for i in kept] for line in (head, *rows)]
-    at, width = kept.index(widest) if widest in kept else 0, shutil.get_terminal_size().columns
-    others = sum(max(map(len, column)) for i, column in enumerate(zip(*lines, strict=True)) if i != at)
-    full = others + max(len(line[at]) for line in lines)
+    at = kept.index(widest) if widest in kept else 0
+    width = shutil.get_terminal_size().columns
+    other_widths = sum(max(map(len, column)) for i, column in enumerate(zip(*lines, strict=True)) if i != at)
+    full = other_widths + max(len(line[at]) for line in lines)
     gap = 2 if full + 2 * (len(kept) - 1) <= width else 1
-    room = max(_SHORTEST, width - others - gap * (len(kept) - 1))
-    first, *rest = [[_cut(cell, room) if i == at else cell for i, cell in enumerate(line)] for line in lines]
-    output.table(rest, first, right=[i for i, column in enumerate(kept) if column in right], gap=gap)
+    room = max(_SHORTEST, width - other_widths - gap * (len(kept) - 1))
+    first, *cut_rows = [[_cut(cell, room) if i == at else cell for i, cell in enumerate(line)] for line in lines]
+    output.table(cut_rows, first, right=[i for i, column in enumerate(kept) if column in right], gap=gap)
 
 
 def _cut(text: str, room: int) -> str:

@@ -37,7 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    interval, port = arguments.interval, arguments.prometheus
+    interval = arguments.interval
+    port = arguments.prometheus
     if not 0 < interval <= _LONGEST_INTERVAL:
         raise ConfigError(f"--interval ({interval:g}) must be seconds above 0 and up to {_LONGEST_INTERVAL:,}, a day")
     if port is not None and not 0 < port <= _LARGEST_PORT:

@@ -1,4 +1,4 @@
-"""What a command prints: lines, tables and JSON on stdout, progress on stderr.
+"""Output of commands: lines, tables and JSON on stdout, progress on stderr.
 
 What is printed may come from a stranger's file, so a character that a terminal would obey is printed as its code.
 """
@@ -70,7 +70,7 @@ def table(
 
 
 @contextlib.contextmanager
-def bar(what: str, total: int | None) -> Iterator[Callable[[int], None] | None]:
+def bar(label: str, total: int | None) -> Iterator[Callable[[int], None] | None]:
     """A progress bar on stderr, to be advanced by bytes, of `total` where that is known; None where no terminal is."""
     if not sys.stderr.isatty():
         yield None
@@ -86,5 +86,5 @@ def bar(what: str, total: int | None) -> Iterator[Callable[[int], None] | None]:
         TimeRemainingColumn(),
     ]
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(redacted(printable(what)), total=total)
+        task = progress.add_task(redacted(printable(label)), total=total)
         yield lambda count: progress.advance(task, count)

@@ -131,7 +131,8 @@ def _show(name: str, found: Search) -> None:
 
 
 def _row(plan: Plan) -> tuple[str, ...]:
-    time, hours = plan.time, plan.seconds * plan.cluster.world / 3600
+    time = plan.time
+    hours = plan.seconds * plan.cluster.world / 3600
     mfu = plan.mfu
     return (
         plan.choice.text(),
@@ -168,7 +169,8 @@ def _why(plans: list[Plan], first: int, second: int) -> None:
     for number in (first, second):
         if not 1 <= number <= len(plans):
             raise ConfigError(f"--why {first} {second} must name two layouts of the list, 1 to {len(plans)}")
-    a, b = plans[first - 1], plans[second - 1]
+    a = plans[first - 1]
+    b = plans[second - 1]
     output.line(f"{first}: {a.choice.text()}")
     output.line(f"{second}: {b.choice.text()}")
     output.line()

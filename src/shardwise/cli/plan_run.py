@@ -168,7 +168,8 @@ def compare_run(run: Run, config: Config, cluster: Cluster) -> Comparison:
         part: (_of(plan.time, names), _sum([_median(run.series.parts[one]) for one in _RECORDED[part]]))
         for part, names in PARTS.items()
     }
-    expected, held = dict(plan.memory.rows()), run.last.get("memory_bytes") or {}
+    expected = dict(plan.memory.rows())
+    held = run.last.get("memory_bytes") or {}
     state = {one: (expected[one], held.get(one)) for one in ("parameters", "gradients", "optimizer")}
     peak = run.last.get("peak_memory_bytes")
     return Comparison(plan, len(seconds) - _SKIPPED, parts, (plan.time.total, total), state, (plan.memory.total, peak))
@@ -176,7 +177,8 @@ def compare_run(run: Run, config: Config, cluster: Cluster) -> Comparison:
 
 def corrected(comparison: Comparison) -> dict[str, float]:
     """Constants with which the prediction of each part would be what was measured, within what they can be."""
-    constants, found = constants_of(comparison.plan.cluster.device), {}
+    constants = constants_of(comparison.plan.cluster.device)
+    found = {}
     for part, names in _CORRECTS.items():
         expected, measured = comparison.parts[part]
         if measured is None or measured <= 0 or expected <= 0:

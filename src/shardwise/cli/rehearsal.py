@@ -30,7 +30,8 @@ def rehearse(job: str, run_path: Path) -> int:
     _await(lambda: commands.restarts(job) > 0, job, _TRAIN_SECONDS, "be queued again")
     saved = newest_checkpoint(run_path)
     output.line(f"it saved step {saved:,} and was queued again")
-    resumed, asked = RunDirectory(run_path), time.monotonic()
+    resumed = RunDirectory(run_path)
+    asked = time.monotonic()
 
     def has_resumed() -> bool:
         nonlocal asked
@@ -48,11 +49,11 @@ def rehearse(job: str, run_path: Path) -> int:
     return 0
 
 
-def _await(condition: Callable[[], bool], job: str, seconds: float, what: str) -> None:
+def _await(condition: Callable[[], bool], job: str, seconds: float, action: str) -> None:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            raise RunError(f"job {job} did not {what} within {seconds:,.0f} s; it goes on")
+            raise RunError(f"job {job} did not {action} within {seconds:,.0f} s; it goes on")
         if not commands.jobs(user=False, ids=[job]):
-            raise RunError(f"job {job} ended before it could {what}; `shardwise jobs log {job}` says why")
+            raise RunError(f"job {job} ended before it could {action}; `shardwise jobs log {job}` says why")
         time.sleep(_POLL_SECONDS)

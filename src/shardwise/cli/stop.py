@@ -35,12 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.run
     if not path.is_dir():
         raise ConfigError(f"there is no run {path}: name its folder")
-    is_here, holder = RunLock.is_held(path), RunLock.holder(path)
+    is_here = RunLock.is_held(path)
+    holder = RunLock.holder(path)
     cancelled = [] if is_here else _jobs_before_a_start(path)
     for job in cancelled:
         commands.cancel(job.id)
-        what = "waited in SLURM's queue" if job.state == "PENDING" else "compiled for the run"
-        output.line(f"job {job.id}, which {what}, is cancelled{how_it_ended(path)}")
+        activity = "waited in SLURM's queue" if job.state == "PENDING" else "compiled for the run"
+        output.line(f"job {job.id}, which {activity}, is cancelled{how_it_ended(path)}")
     if cancelled:
         return 0
     # Some cluster file systems keep locks within a host: they do not show those of a run on another host.
@@ -68,8 +69,8 @@ def _jobs_before_a_start(run_path: Path) -> list[commands.Job]:
     kinds = {job.id: job.kind for job in submitted(run_path)}
     if not kinds or shutil.which("squeue") is None:
         return []
-    found = [job for job in commands.jobs() if job.id in kinds]
-    is_waiting = any(job.state == "PENDING" for job in found)
+    jobs = [job for job in commands.jobs() if job.id in kinds]
+    is_waiting = any(job.state == "PENDING" for job in jobs)
     # The training first: it waits for the graphs, and would be found without them.
-    found.sort(key=lambda job: kinds[job.id] == "compile")
-    return [job for job in found if is_waiting and (job.state == "PENDING" or kinds[job.id] == "compile")]
+    jobs.sort(key=lambda job: kinds[job.id] == "compile")
+    return [job for job in jobs if is_waiting and (job.state == "PENDING" or kinds[job.id] == "compile")]

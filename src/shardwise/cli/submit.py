@@ -78,7 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
         ranks = on.per_node
     else:
         ranks = submission.ranks_per_node(config, nodes, gres)
-    layout, notes = submission.check_counts(config, nodes, ranks, lambda one, world: with_batch(one, world, run_path))
+    layout, notes = submission.check_counts(
+        config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, run_path)
+    )
     if config.shapes is None:
         from shardwise.models.user_model import check_own
 
@@ -141,7 +143,8 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
     text = recipe_text(job.recipe)
     kept = JobPlan(**{**vars(job), "recipe": str(job.run_path / "recipe.yaml")})
     script = submission.write_inputs(kept, job_script(kept), text)
-    options, compiling = [], None
+    options = []
+    compiling = None
     try:
         if arguments.precompile:
             compiling = commands.submit(compile_script(kept))
@@ -176,8 +179,12 @@ def _by_ssh(where: str) -> int:
     host, _, folder = where.partition(":")
     folder = folder.removeprefix("~/")  # ssh starts there
     given = sys.argv[sys.argv.index("submit") + 1 :]
-    kept = [one for number, one in enumerate(given) if one != "--ssh" and (number == 0 or given[number - 1] != "--ssh")]
-    kept = [one for one in kept if not one.startswith("--ssh=")]
+    kept = [
+        argument
+        for number, argument in enumerate(given)
+        if argument != "--ssh" and (number == 0 or given[number - 1] != "--ssh")
+    ]
+    kept = [argument for argument in kept if not argument.startswith("--ssh=")]
     command = submission.ssh_command(host, kept, Path(folder) if folder else Path.cwd())
     try:
         return subprocess.run(command, check=False, env=os.environ).returncode

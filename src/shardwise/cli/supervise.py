@@ -20,7 +20,8 @@ from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.supervisor import Place, Supervisor, usable_nodes
 from shardwise.runs.folder import RunLock
 
-_LOCK_TRIES, _LOCK_PAUSE = 60, 2.0
+_LOCK_TRIES = 60
+_LOCK_PAUSE = 2.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    recipe, overrides, ranks = arguments.recipe, arguments.overrides, arguments.ranks_per_node
+    recipe = arguments.recipe
+    overrides = arguments.overrides
+    ranks = arguments.ranks_per_node
     run_path: Path = arguments.run_dir
     allocation = commands.allocation(os.environ)
     if not run_path.is_dir():
@@ -52,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if allocation.requeues or arguments.killed_by is not None:
         _await_lock(run_path)
-    with ExitStack() as held:
-        if is_finished(held, config, run_path, None):
+    with ExitStack() as locks:
+        if is_finished(locks, config, run_path, None):
             return 0
         nodes = usable_nodes(allocation.nodes, ranks, refusal)
         if nodes < allocation.nodes:

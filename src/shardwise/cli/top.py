@@ -56,8 +56,10 @@ def _require_screen() -> None:
 
 
 def _rows(frame: Frame) -> list[tuple[str, str]]:
-    """What is known of the run, by names that stay."""
-    last, lost, slowest = frame.last, frame.lost, frame.slowest
+    """The rows of a run, under stable names."""
+    last = frame.last
+    lost = frame.lost
+    slowest = frame.slowest
     heard = "" if frame.heard is None else f", heard {units.duration(max(0.0, frame.now - frame.heard))} ago"
     total = "" if frame.steps is None else f" of {frame.steps:,}"
     pace = "" if frame.step_seconds is None else f", {drawing.seconds(frame.step_seconds)} a step"
@@ -94,14 +96,15 @@ def _loss(frame: Frame) -> str:
     last = frame.last
     if not last:
         return "no step is recorded yet"
-    rate, norm = drawing.plain(last.get("lr"), ".2e"), drawing.plain(last.get("grad_norm"), ".3g")
+    rate = drawing.plain(last.get("lr"), ".2e")
+    norm = drawing.plain(last.get("grad_norm"), ".3g")
     return f"{drawing.plain(last.get('loss'), '.4f')}, learning rate {rate}, gradient norm {norm}"
 
 
 def _shares(split: object) -> str:
     assert isinstance(split, dict)
-    whole = sum(split.values())
-    return ", ".join(f"{name} {amount / whole:.0%}" for name, amount in split.items()) if whole else "not recorded"
+    total = sum(split.values())
+    return ", ".join(f"{name} {amount / total:.0%}" for name, amount in split.items()) if total else "not recorded"
 
 
 def _ranks(frame: Frame) -> str:

@@ -74,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     on = _cluster(arguments)
     config = load_config(recipe, arguments.overrides)
     if on is not None:
-        place, arguments.nproc = None, on.world
+        place = None
+        arguments.nproc = on.world
     elif arguments.dry_run:
         place = joined()
     else:
@@ -149,14 +150,16 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
     """What a run would read, for the user; and why it could not."""
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
-    data, load = config.data, config.checkpoint.load
+    data = config.data
+    load = config.checkpoint.load
     is_built_in = data.path is None and data.blend is None and data.dataset in BUILT_IN_TEXTS
     is_built_in = is_built_in and config.hooks.data is None
     if not is_built_in or data.tokenizer is not None or config.model.vocab_size < _ANY_TOKENIZER:
         from shardwise.data import opening
 
         glance = opening.glance(config)
-        rows, problems = [*glance.rows], [*glance.problems]
+        rows = [*glance.rows]
+        problems = [*glance.problems]
     if config.companions is not None:
         from shardwise.checkpoint.storage.find_checkpoint import companions_folder
 
@@ -168,7 +171,8 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
         rows.append(("weights", f"{load}: not there yet; the run that saves it comes first"))
     elif load is not None:
         more, wrong = _glance_at_weights(load, config)
-        rows, problems = rows + more, problems + wrong
+        rows = rows + more
+        problems = problems + wrong
     return rows, problems
 
 
@@ -199,12 +203,15 @@ def _number_of_ranks(config: Config, nproc: int | None) -> int:
     """`--nproc`; else one rank per accelerator, rounded down to whole copies of the model, or on CPU one copy."""
     if nproc is not None:
         return nproc
-    count, tensor, pipeline = accelerators()[1], config.parallel.tensor, config.parallel.pipeline
+    count = accelerators()[1]
+    tensor = config.parallel.tensor
+    pipeline = config.parallel.pipeline
     degree = config.parallel.ranks
     if count == 0:
         return degree
     if count < degree:
-        keys, fix = f"parallel.tensor ({tensor})", f"set parallel.tensor={count} or less"
+        keys = f"parallel.tensor ({tensor})"
+        fix = f"set parallel.tensor={count} or less"
         if pipeline > 1:
             keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {degree})"
             fix = "lower one of them, or start it on several nodes by torchrun"
@@ -230,7 +237,9 @@ def _on_node(arguments: argparse.Namespace) -> int:
     from shardwise.launch.node import launch_on_node, this_node
 
     node = this_node()
-    nproc, run_path, world = arguments.nproc, arguments.run_dir, arguments.nproc * node.attempt.nodes
+    nproc = arguments.nproc
+    run_path = arguments.run_dir
+    world = arguments.nproc * node.attempt.nodes
 
     def prepare() -> None:
         from shardwise.cli.claim import fetch_inputs

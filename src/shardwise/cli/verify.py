@@ -86,8 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     is_named = False
     try:
-        found = verify(config, cells, folder)
-        is_named = any(str(folder) in problem for outcome in found.broken for problem in outcome.problems)
+        verification = verify(config, cells, folder)
+        is_named = any(str(folder) in problem for outcome in verification.broken for problem in outcome.problems)
     except EndedError as error:
         raise EndedError(str(error).replace("the run", "the verification")) from None
     finally:
@@ -95,12 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stderr.write(CLEAR_LINE)
         if not is_named:
             shutil.rmtree(folder, ignore_errors=True)
-    shown = Verified(recipe_name(arguments.recipe), recipe, config, found, refused)
+    shown = Verified(recipe_name(arguments.recipe), recipe, config, verification, refused)
     if arguments.json:
         output.json(shown.facts())
     else:
         shown.show()
-    return int(bool(found.broken))
+    return int(bool(verification.broken))
 
 
 def _devices(named: Sequence[str] | None, nproc: int | None) -> dict[str, int]:
@@ -110,13 +110,13 @@ def _devices(named: Sequence[str] | None, nproc: int | None) -> dict[str, int]:
         raise ConfigError("--devices accelerator: there is none on this machine that torch can use; leave it out")
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc ({nproc}) must be at least 1")
-    wanted = named if named is not None else ("cpu", "accelerator") if count else ("cpu",)
-    if nproc is not None and "accelerator" in wanted and nproc > count:
+    kinds = named if named is not None else ("cpu", "accelerator") if count else ("cpu",)
+    if nproc is not None and "accelerator" in kinds and nproc > count:
         raise ConfigError(
             f"--nproc ({nproc}) must be at most the number of accelerators ({count}): lower it, or add --devices cpu"
         )
     ranks = {"cpu": nproc or _CPU_RANKS, "accelerator": nproc or count}
-    return {kind if device == "accelerator" else device: ranks[device] for device in wanted}
+    return {kind if device == "accelerator" else device: ranks[device] for device in kinds}
 
 
 def _plan(
@@ -131,18 +131,18 @@ def _plan(
     """
     first = next(iter(devices))
     alone = [Cell(device) for device in devices if device != first]
-    wanted = [cell for device, ranks in devices.items() for cell in candidates(recipe, device, ranks, chosen)]
-    cells = list(dict.fromkeys([*alone, *wanted]))
-    if not wanted:
+    chosen_cells = [cell for device, ranks in devices.items() for cell in candidates(recipe, device, ranks, chosen)]
+    cells = list(dict.fromkeys([*alone, *chosen_cells]))
+    if not chosen_cells:
         raise ConfigError(
             f"no layout of {listing(devices.values(), 'or')} ranks is chosen by --layouts: parallel.tensor × "
             "parallel.pipeline must divide the number of ranks (--nproc)"
         )
     config = miniature(recipe, cells, steps, has_accelerator=set(devices) != {"cpu"})
-    found, reasons = existing(config, cells)
-    if not found:
+    kept_cells, reasons = existing(config, cells)
+    if not kept_cells:
         raise ConfigError(reasons)
-    return config, sorted(found, key=lambda cell: [*devices].index(cell.device)), reasons
+    return config, sorted(kept_cells, key=lambda cell: [*devices].index(cell.device)), reasons
 
 
 _WIDTH = 80
@@ -150,35 +150,37 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class Verified:
-    """A verification and what it was of.
+    """A verification with the recipe that it verified.
 
     Attributes:
-        name: of the recipe.
-        config: of the miniature.
-        refused: why layouts were left out.
+        name: the recipe's name.
+        recipe: the recipe's configuration.
+        config: the configuration of the miniature.
+        verification: the outcomes.
+        refused: the reasons for which layouts were left out.
     """
 
     name: str
     recipe: Config
     config: Config
-    found: Verification
+    verification: Verification
     refused: Sequence[str]
 
     def facts(self) -> dict[str, Any]:
-        """All that was found, for JSON."""
+        """The result as `--json` prints it."""
         return {
             "recipe": self.name,
             "miniature": self.config.recorded(),
             "tolerance": asdict(Tolerance.of(self.config)),
-            "losses": list(self.found.losses),
+            "losses": list(self.verification.losses),
             "left_out": list(self.refused),
-            "layouts": [outcome.facts() for outcome in self.found.outcomes],
-            "broken": len(self.found.broken),
+            "layouts": [outcome.facts() for outcome in self.verification.outcomes],
+            "broken": len(self.verification.broken),
         }
 
     def show(self) -> None:
         """Print what was trained, a table for each device, and the verdict."""
-        *outcomes, _ = self.found.outcomes
+        *outcomes, _ = self.verification.outcomes
         self._show_training()
         for device in dict.fromkeys(outcome.cell.device for outcome in outcomes):
             of_device = [outcome for outcome in outcomes if outcome.cell.device == device]
@@ -189,7 +191,9 @@ class Verified:
         self._show_verdict()
 
     def _show_training(self) -> None:
-        train, losses, first = self.config.train, self.found.losses, self.found.outcomes[-1].cell
+        train = self.config.train
+        losses = self.verification.losses
+        first = self.verification.outcomes[-1].cell
         tolerance = Tolerance.of(self.config)
         middle = train.steps // 2
         fields = {
@@ -222,7 +226,8 @@ class Verified:
             _show_wrapped(text, f"{name.strip():9}  ", " " * 11)
 
     def _show_verdict(self) -> None:
-        broken, number = self.found.broken, len(self.found.outcomes) - 1
+        broken = self.verification.broken
+        number = len(self.verification.outcomes) - 1
         for outcome in broken:
             _show_wrapped(f"{outcome.cell.name}:")
             for line in "\n".join(outcome.problems).splitlines():
@@ -281,8 +286,8 @@ def _show_table(outcomes: Sequence[CellOutcome]) -> None:
     output.table(rows, [*columns], right=range(len(columns) - 4, len(columns)), gap=gap)
 
 
-def _number(outcome: CellOutcome, what: str) -> str:
+def _number(outcome: CellOutcome, field: str) -> str:
     if outcome.differences is None:
         return "failed"
-    value: float = getattr(outcome.differences, what)
+    value: float = getattr(outcome.differences, field)
     return f"{value:.1e}" if value else "0"

@@ -68,7 +68,7 @@ def _show(difference: Difference, most: int | None) -> None:
     unmatched += [(state, f"{name} is only in B") for state, name in difference.only_b]
     for state in dict.fromkeys([*(tensor.state for tensor in difference.tensors), *(state for state, _ in unmatched)]):
         tensors = [tensor for tensor in difference.tensors if tensor.state == state]
-        _show_state(state, tensors, [line for of, line in unmatched if of == state], most)
+        _show_state(state, tensors, [line for line_state, line in unmatched if line_state == state], most)
 
 
 def _show_state(state: str, tensors: list[TensorDifference], unmatched: list[str], most: int | None) -> None:

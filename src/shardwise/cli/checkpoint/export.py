@@ -70,11 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def shard_bytes(given: str) -> int:
-    """What `--max-shard-size` says, in bytes."""
-    found = parse_size(given)
-    if not found:
+    """Return the bytes that `--max-shard-size` names."""
+    digits = parse_size(given)
+    if not digits:
         raise ConfigError(f"--max-shard-size ({given}) must be a size from 1 byte on, such as 500MB or 2GiB")
-    return found
+    return digits
 
 
 def split(location: str) -> tuple[Root, str]:
@@ -83,5 +83,6 @@ def split(location: str) -> tuple[Root, str]:
         parent, _, name = location.rstrip("/").rpartition("/")
     else:
         path = Path(location).expanduser().absolute()
-        parent, name = str(path.parent), path.name
+        parent = str(path.parent)
+        name = path.name
     return answering_root(parent), name

@@ -26,7 +26,10 @@ from shardwise.data import hub
 if TYPE_CHECKING:
     from shardwise.checkpoint.importing.foreign_model import ForeignModel
 
-_HUB, _MEGATRON, _NEMO, _NEURONX = "hugging-face", "megatron", "neuronx-nemo-megatron", "neuronx-distributed"
+_HUB = "hugging-face"
+_MEGATRON = "megatron"
+_NEMO = "neuronx-nemo-megatron"
+_NEURONX = "neuronx-distributed"
 _OPTIONS = {
     "config": ("--config", (_NEURONX,)),
     "revision": ("--revision", (_HUB,)),

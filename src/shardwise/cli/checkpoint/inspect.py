@@ -32,47 +32,51 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.checkpoint.storage.step_folders import abandoned
 
     place = checkpoint_folder(arguments.path)
-    found = place.checkpoints()
+    checkpoints = place.checkpoints()
     if arguments.tensors and not place.is_checkpoint:
         raise ConfigError(f"--tensors needs one checkpoint, and {place.root} is a folder of them: name one in it")
     if arguments.json:
-        described = [_described(each, arguments.tensors) for each in found]
+        described = [_described(checkpoint, arguments.tensors) for checkpoint in checkpoints]
         output.json(described[0] if place.is_checkpoint else described)
     elif place.is_checkpoint:
-        _show(found[0], arguments.tensors)
+        _show(checkpoints[0], arguments.tensors)
     else:
-        output.line(f"{place.root}: {counted(len(found), 'checkpoint')}")
-        if found:
-            rows = [[f"{each.step:,}", size(each.bytes), _age(each), each.problem or "complete"] for each in found]
+        output.line(f"{place.root}: {counted(len(checkpoints), 'checkpoint')}")
+        if checkpoints:
+            rows = [
+                [f"{checkpoint.step:,}", size(checkpoint.bytes), _age(checkpoint), checkpoint.problem or "complete"]
+                for checkpoint in checkpoints
+            ]
             output.table(rows, ["step", "size", "age", "state"], right=(0, 1, 2))
         if aside := abandoned(place.root):
             output.line(f"set aside: {', '.join(folder.name for folder in aside)}")
     return 0
 
 
-def _age(found: StepFolder) -> str:
-    """How long ago a checkpoint was made; empty where its manifest does not tell."""
+def _age(checkpoint: StepFolder) -> str:
+    """The age of a checkpoint as a text; empty if its manifest does not tell it."""
     try:
-        created = datetime.fromisoformat(found.manifest.created) if found.manifest is not None else None
+        created = datetime.fromisoformat(checkpoint.manifest.created) if checkpoint.manifest is not None else None
         return "" if created is None else duration(max((datetime.now(UTC) - created).total_seconds(), 0.0))
     except (ValueError, TypeError):
         return ""
 
 
-def _show(found: StepFolder, tensors: bool) -> None:
+def _show(checkpoint: StepFolder, tensors: bool) -> None:
     from shardwise.checkpoint.format.stored_tensors import ordered_names
 
-    manifest = found.manifest
+    manifest = checkpoint.manifest
     if manifest is None:
-        raise ConfigError(str(found.problem))
-    age = _age(found)
-    train, states = manifest.config.get("train"), _states(manifest)
+        raise ConfigError(str(checkpoint.problem))
+    age = _age(checkpoint)
+    train = manifest.config.get("train")
+    states = _states(manifest)
     planned = train.get("steps") if isinstance(train, dict) else None
     versions = ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()) if version)
     output.table(
         [
-            ("checkpoint", f"{found.folder}: {size(found.bytes)} in {counted(len(manifest.files), 'file')}"),
-            ("state", found.problem or "complete (`shardwise checkpoint verify` reads the checksums)"),
+            ("checkpoint", f"{checkpoint.folder}: {size(checkpoint.bytes)} in {counted(len(manifest.files), 'file')}"),
+            ("state", checkpoint.problem or "complete (`shardwise checkpoint verify` reads the checksums)"),
             ("written", f"{manifest.created} ({age} ago)" if age else manifest.created),
             ("versions", versions),
             ("step", f"{manifest.step:,} of {planned:,}" if isinstance(planned, int) else f"{manifest.step:,}"),
@@ -101,16 +105,16 @@ def _show(found: StepFolder, tensors: bool) -> None:
         output.table(rows, ["state", "tensor", "shape", "dtype", "pieces"], right=(4,))
 
 
-def _described(found: StepFolder, tensors: bool) -> dict[str, Any]:
+def _described(checkpoint: StepFolder, tensors: bool) -> dict[str, Any]:
     """A checkpoint as JSON shows it."""
     described: dict[str, Any] = {
-        "path": str(found.folder),
-        "step": found.step,
-        "bytes": found.bytes,
-        "state": "complete" if found.problem is None else "damaged" if found.manifest else "incomplete",
-        "problem": found.problem,
+        "path": str(checkpoint.folder),
+        "step": checkpoint.step,
+        "bytes": checkpoint.bytes,
+        "state": "complete" if checkpoint.problem is None else "damaged" if checkpoint.manifest else "incomplete",
+        "problem": checkpoint.problem,
     }
-    manifest = found.manifest
+    manifest = checkpoint.manifest
     if manifest is None:
         return described
     simple = ("samples", "position", "tokens", "created", "versions", "layout", "optimizer", "data", "schedule", "rng")
@@ -154,8 +158,9 @@ def _layout(layout: Mapping[str, Any]) -> str:
     if not all(type(layout.get(key)) is int for key in keys):
         return _flat(layout)
     tensor, pipeline, data, world = (layout[key] for key in keys)
-    rest = _flat({key: value for key, value in layout.items() if key not in keys})
-    return f"TP {tensor} × PP {pipeline} × DP {data} = {counted(world, 'rank')}{'; ' if rest else ''}{rest}"
+    further_keys = _flat({key: value for key, value in layout.items() if key not in keys})
+    text = f"TP {tensor} × PP {pipeline} × DP {data} = {counted(world, 'rank')}"
+    return f"{text}; {further_keys}" if further_keys else text
 
 
 def _optimizer(manifest: Manifest) -> str:

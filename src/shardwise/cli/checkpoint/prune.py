@@ -37,7 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from shardwise.checkpoint.storage.step_folders import abandoned, removable, remove_checkpoint
 
-    keep, every = arguments.keep, arguments.keep_every
+    keep = arguments.keep
+    every = arguments.keep_every
     problems = [
         f"{name} ({value}) must be at least 1"
         for name, value in (("--keep", keep), ("--keep-every", every))
@@ -53,16 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
             for run in _runs(place, arguments.path):
                 _lock(locks, run)
         checkpoints, leftovers = removable(place.root, keep, every)
-        others = [*leftovers, *(abandoned(place.root) if arguments.abandoned else [])]
-        sizes = [(each.folder, each.bytes) for each in checkpoints]
-        sizes += [(folder, sum(folder.files().values())) for folder in others]
+        folders = [*leftovers, *(abandoned(place.root) if arguments.abandoned else [])]
+        sizes = [(checkpoint.folder, checkpoint.bytes) for checkpoint in checkpoints]
+        sizes += [(folder, sum(folder.files().values())) for folder in folders]
         if not arguments.dry_run:
             for folder, _ in sizes:
                 remove_checkpoint(folder)
     verb = "would remove" if arguments.dry_run else "removed"
-    for folder, held in sizes:
-        output.line(f"{verb} {folder} ({size(held)})")
-    total = size(sum(held for _, held in sizes))
+    for folder, nbytes in sizes:
+        output.line(f"{verb} {folder} ({size(nbytes)})")
+    total = size(sum(nbytes for _, nbytes in sizes))
     freed = f"{total} would be freed" if arguments.dry_run else f"{total} freed"
     output.line(f"{counted(len(sizes), 'folder')}, {freed}" if sizes else "nothing to remove")
     return 0

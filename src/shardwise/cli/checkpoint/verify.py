@@ -29,20 +29,20 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.checkpoint.format.verify import verify
 
     place = checkpoint_folder(arguments.path)
-    found = place.checkpoints()
-    if all(each.incomplete for each in found):
+    checkpoints = place.checkpoints()
+    if all(checkpoint.incomplete for checkpoint in checkpoints):
         raise ConfigError(f"{place.root} must hold a checkpoint that was completed: there is none")
     described: list[dict[str, Any]] = []
     sound = True
-    for each in found:
-        described.append({"path": str(each.folder), "step": each.step, "state": "incomplete"})
-        if each.incomplete:
+    for checkpoint in checkpoints:
+        described.append({"path": str(checkpoint.folder), "step": checkpoint.step, "state": "incomplete"})
+        if checkpoint.incomplete:
             if not arguments.json:
-                output.line(f"{each.folder}: skipped, it was not completed")
+                output.line(f"{checkpoint.folder}: skipped, it was not completed")
             continue
         start = time.monotonic()
-        with output.bar(f"verifying {each.folder.name}", each.bytes) as progress:
-            report = verify(each.folder, progress)
+        with output.bar(f"verifying {checkpoint.folder.name}", checkpoint.bytes) as progress:
+            report = verify(checkpoint.folder, progress)
         described[-1] |= _described(report)
         sound = sound and report.sound
         if not arguments.json:
@@ -54,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(report: Report, seconds: float) -> None:
     read = f"{size(report.bytes)} in {duration(seconds)} ({size(report.bytes / seconds)}/s)"
-    held = f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}"
+    contents = f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}"
     state = counted(len(report.problems), "problem") if report.problems else _state(report)
-    output.line(f"{report.folder}: {state}; {held}, {read}")
+    output.line(f"{report.folder}: {state}; {contents}, {read}")
     for problem in report.problems:
         output.line(f"  {problem}")
     for name, count in report.non_finite.items():
