@@ -9,9 +9,11 @@ import pytest
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, config_from
-from shardwise.data import hub
+from shardwise.data import hub, opening
 from shardwise.data.formats import stream as stream_data
-from shardwise.data.opening import Glance, glance, inspect, prepare
+from shardwise.data.formats.inspection import Inspection
+from shardwise.data.opening import FORMATS, DataFormat, Glance, format_of, glance, inspect, prepare
+from shardwise.data.random_text import random_text
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.reading.text_sources import open_source
 from shardwise.data.tokens.tokenizer import train_tokenizer
@@ -198,3 +200,30 @@ def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None
     assert look(path="texts", format="text").problems == []
     with pytest.raises(DataError, match="texts/table is a table of separated values"):
         inspect("texts", 1, {})
+
+
+def test_a_new_format_is_one_record(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command supports it then, and refuses keys that do not fit its samples."""
+
+    def open_data(config: Config, root: Path, announce: object, *, any_size: bool) -> Any:
+        return random_text()
+
+    dummy = DataFormat(
+        name="dummy",
+        contents="tokens",
+        is_at=lambda path: path.suffix == ".dummy",
+        open_data=open_data,
+        glance=lambda config: "a dummy",
+        inspect=lambda data, samples: Inspection(str(data.path), "dummy", 0, [], {}),
+    )
+    monkeypatch.setattr(opening, "FORMATS", {"dummy": dummy, **FORMATS})
+    config = chosen(path="some.dummy")
+    assert format_of(config.data) is dummy
+    assert prepare(config, at).count("train") == random_text().count("train")
+    assert look(path="some.dummy").rows == [
+        ("data", "some.dummy: a dummy"),
+        ("tokenizer", "none, as the data hold tokens"),
+    ]
+    assert inspect("some.dummy", 1, {}).format == "dummy"
+    (problem,) = look(path="some.dummy", streaming=True, tokenizer="tokenizer").problems
+    assert problem.endswith("whose tokens are read where they lie")

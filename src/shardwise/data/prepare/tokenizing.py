@@ -32,7 +32,7 @@ from shardwise.data.reading.megatron_files import UnfinishedIndex, written_dtype
 from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.samples.order import IntArray
 from shardwise.data.split import Part
-from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks, PieceTexts, batches, sentence_pieces
+from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks, PieceTexts, group_by_size, sentence_pieces
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.windows import TextWindow, text_windows
 from shardwise.launch.environment import PARENT_PID
@@ -45,7 +45,7 @@ SMALL_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Position:
+class SourcePosition:
     """The part of a source that has been read.
 
     Attributes:
@@ -73,7 +73,7 @@ class TextBatch:
     texts: list[str]
     contexts: list[int]
     ends: list[int]
-    stop: Position
+    stop: SourcePosition
 
 
 def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Iterator[TextBatch]:
@@ -84,9 +84,9 @@ def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Itera
         sentences: True if the texts are sentences, False if they are windows of documents.
     """
     digest = ContentDigest()
-    position = Position()
+    position = SourcePosition()
     # `digest` is that of the text up to the end of a batch, or of one piece more if it ends within a document.
-    for batch in batches(
+    for batch in group_by_size(
         _pieces(source, digest, tokenizer, sentences), lambda piece: piece.characters, BATCH_CHARACTERS
     ):
         texts = [text for piece in batch for text in piece.texts]
@@ -95,7 +95,7 @@ def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Itera
         ends = [count for count, piece in zip(counts, batch, strict=True) if piece.ends_document]
         documents = position.documents + len(ends)
         characters = position.characters + sum(piece.characters for piece in batch)
-        position = Position(position.batches + 1, documents, characters, digest.bytes, digest.hexdigest())
+        position = SourcePosition(position.batches + 1, documents, characters, digest.bytes, digest.hexdigest())
         yield TextBatch(texts, contexts, ends, position)
 
 
@@ -242,7 +242,7 @@ class WrittenCounts:
 class TokenizingProgress:
     """The part of the source that has been read, and the contents that were written of it."""
 
-    read: Position = field(default_factory=Position)
+    read: SourcePosition = field(default_factory=SourcePosition)
     written: WrittenCounts = field(default_factory=WrittenCounts)
 
     @classmethod
@@ -250,7 +250,7 @@ class TokenizingProgress:
         """The progress of which `state` is the `dataclasses.asdict`."""
         # `open_sequence` is in the states of earlier versions.
         written = {name: number for name, number in state["written"].items() if name != "open_sequence"}
-        return cls(Position(**state["read"]), WrittenCounts(**written))
+        return cls(SourcePosition(**state["read"]), WrittenCounts(**written))
 
 
 def write_tokens(
@@ -300,7 +300,7 @@ class ChangedError(DataError):
     """The text that was read before has changed."""
 
 
-def _after(batches: Iterator[TextBatch], begin: Position, advance: Callable[[int], None]) -> Iterator[TextBatch]:
+def _after(batches: Iterator[TextBatch], begin: SourcePosition, advance: Callable[[int], None]) -> Iterator[TextBatch]:
     """The batches after a position, which must be the same text as before."""
     if begin.batches:
         last = next((batch for batch in batches if batch.stop.batches == begin.batches), None)

@@ -30,7 +30,7 @@ from shardwise.base.units import size
 from shardwise.config import DataConfig
 from shardwise.data.reading.content import UTF_8
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, ColumnSource, FileSource, Source
-from shardwise.data.tokens.encoding import ContentDigest, batches, cut_sentences
+from shardwise.data.tokens.encoding import ContentDigest, cut_sentences, group_by_size
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -239,7 +239,7 @@ def estimate(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentence
                 packed.add(path)
     total = sum(round(path.stat().st_size * (_PACKED if path in packed else 1.0)) for path in files)
     digest = ContentDigest()
-    pieces = next(batches(digest.watch(source.pieces()), lambda piece: piece.characters, PIECE_CHARACTERS), [])
+    pieces = next(group_by_size(digest.watch(source.pieces()), lambda piece: piece.characters, PIECE_CHARACTERS), [])
     texts = []
     for piece in pieces:
         texts += cut_sentences(piece.text) if sentences else [piece.text]

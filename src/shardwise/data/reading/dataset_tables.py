@@ -204,7 +204,7 @@ class _HubTables:
 
     def _require_own_files(self, place: str, data_files: Mapping[Any, list[str]]) -> None:
         """Raises DataError if the card names files elsewhere or of this machine, which old releases would read."""
-        # The library reads any address of a card, files of this machine too. Only those of the repository are allowed.
+        # The library reads any address that a card names, files of this machine too: only those of the repository pass.
         for address in [str(address) for addresses in data_files.values() for address in addresses]:
             *members, archive = address.split("::")  # a member of an archive is zip://MEMBER::ARCHIVE
             before, _, name = archive.partition(place)

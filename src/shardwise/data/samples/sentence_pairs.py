@@ -155,6 +155,7 @@ class SentencePairBatches(Batches):
         at_sentence = chunk.first_sentence + 1 + draws.below(_SPLIT, np.maximum(chunk.sentences - 1, 1))
         at_token = chunk.start + 1 + draws.below(_SPLIT, np.maximum(size - 1, 1))
         split = np.where(chunk.sentences > 1, bounds[np.minimum(at_sentence, len(bounds) - 1)], at_token)
+        # A chunk of one token is A alone, so B is a random one.
         random = np.where(size > 1, draws.below(_RANDOM, 2), 1)
         b_start, b_size = self._random_segment(indices, chunk.document, self.room - (split - chunk.start), draws)
         return _Segments(

@@ -24,7 +24,7 @@ from shardwise.base.errors import DataError
 from shardwise.data.reading.text_sources import BLOCK_CHARACTERS, TextPiece, TextShard, cut_document
 from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
-from shardwise.data.tokens.encoding import DocumentMarks, batches
+from shardwise.data.tokens.encoding import DocumentMarks, group_by_size
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.windows import encode_windows, text_windows
 
@@ -184,7 +184,7 @@ class TextStream:
         begun = False
         pieces = ((None, piece) for piece in chain.from_iterable(documents))
         windows = (window for _, window in text_windows(pieces, self._tokenizer))
-        for batch in batches(windows, lambda window: window.characters, _ENCODED_CHARACTERS):
+        for batch in group_by_size(windows, lambda window: window.characters, _ENCODED_CHARACTERS):
             self._stop_if_asked()
             ends = [window.ends_document for window in batch]
             rows.append(self._marks.put(*encode_windows(batch, self._tokenizer), ends, begun=begun)[0])

@@ -63,7 +63,7 @@ def encode_documents(
     begun = False  # True if the next window continues a document
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
-        for batch in batches(text_windows(parts, tokenizer), lambda item: item[1].characters, _BATCH_CHARACTERS):
+        for batch in group_by_size(text_windows(parts, tokenizer), lambda item: item[1].characters, _BATCH_CHARACTERS):
             windows = [window for _, window in batch]
             ends = [window.ends_document for window in windows]
             tokens, sizes = marks.put(*encode_windows(windows, tokenizer), ends, begun=begun)
@@ -92,7 +92,7 @@ def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokeniz
             for row in bounds[part].values():
                 row.write([0])
         has_sentences = dict.fromkeys(PARTS, False)  # True for a part whose last document has some already
-        for batch in batches(sentence_pieces(parts), lambda item: item[1].characters, _BATCH_CHARACTERS):
+        for batch in group_by_size(sentence_pieces(parts), lambda item: item[1].characters, _BATCH_CHARACTERS):
             texts = [sentence for _, piece in batch for sentence in piece.texts]
             tokens, sizes = tokenizer.encode_rows(texts, literally=True)
             # All sentences of a batch are encoded at once, and then divided into those of each piece again.
@@ -186,7 +186,7 @@ def _cut_piece(sentences: list[str], ends_document: bool) -> PieceTexts:
     return PieceTexts([sentence for sentence in sentences if sentence.strip()], ends_document)
 
 
-def batches(items: Iterable[_Item], characters_of: Callable[[_Item], int], least: int) -> Iterator[list[_Item]]:
+def group_by_size(items: Iterable[_Item], characters_of: Callable[[_Item], int], least: int) -> Iterator[list[_Item]]:
     """Consecutive items in lists that have `least` characters or more; the last list may have fewer.
 
     No item is taken from `items` beyond those that were returned.
