@@ -44,7 +44,7 @@ def _documents() -> list[str]:
     if named := os.environ.get("BENCH_TEXT"):
         return [text for text in _HEADING.split(Path(named).read_text(encoding="utf-8")) if text.strip()]
     from shardwise.config import DataConfig
-    from shardwise.data.reading.sources import open_source
+    from shardwise.data.reading.text_sources import open_source
 
     texts, parts = [], []
     for piece in open_source(DataConfig()).pieces():

@@ -52,7 +52,7 @@ def write(folder: Path) -> None:
     """A sparse .bin of 100 GB, one of 10 million documents, one to read from, and compressed HDF5 shards."""
     import h5py
 
-    from shardwise.data.reading.megatron import IndexedWriter
+    from shardwise.data.reading.megatron_files import IndexedWriter
 
     with IndexedWriter(folder / "sparse", vocab_size=50_257) as writer:
         writer.add([1])
@@ -92,7 +92,7 @@ def _stretch(prefix: Path, sizes: np.ndarray) -> None:
 
 
 def open_sparse(folder: Path) -> dict[str, float]:
-    from shardwise.data.reading.megatron import IndexedFile
+    from shardwise.data.reading.megatron_files import IndexedFile
 
     def opened() -> Any:
         file = IndexedFile.open(str(folder / "sparse"))
@@ -104,7 +104,7 @@ def open_sparse(folder: Path) -> dict[str, float]:
 
 def index(folder: Path) -> dict[str, float]:
     """From the files to the first batch of an epoch."""
-    from shardwise.data.reading.megatron import IndexedFile
+    from shardwise.data.reading.megatron_files import IndexedFile
     from shardwise.data.samples.causal import DocumentBatches, Documents
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -120,7 +120,7 @@ def index(folder: Path) -> dict[str, float]:
 
 def loader(folder: Path) -> dict[str, float]:
     """Tokens a second of one thread, by length of a sample; from the page cache, in random order."""
-    from shardwise.data.reading.megatron import IndexedFile
+    from shardwise.data.reading.megatron_files import IndexedFile
     from shardwise.data.samples.causal import DocumentBatches, Documents
 
     file = IndexedFile.open(str(folder / "tokens"))

@@ -25,7 +25,7 @@ LAYOUTS = (  # of 96 or 128 blocks on 1,024 devices with TP 8: (pipeline, schedu
 ONE = """
 import json, sys, time
 from shardwise.config import load_config
-from shardwise.pipeline.timeline import makespan
+from shardwise.pipeline.makespan import makespan
 from shardwise.planner.device_specs import cluster
 from shardwise.planner.search import search
 

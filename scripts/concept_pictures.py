@@ -25,7 +25,7 @@ from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.config import Config, ParallelConfig, Schedule, check_layout, load_config
 from shardwise.distributed.placement import placements
-from shardwise.pipeline.simulation import simulate
+from shardwise.pipeline.timeline import simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.planner.memory import expected_memory
 

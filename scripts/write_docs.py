@@ -14,7 +14,8 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from shardwise.config import Config
+from shardwise.config import Config, UserModelConfig
+from shardwise.config.model import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -131,7 +132,8 @@ def page_of(names: list[str], introduction: str) -> str:
         parts.append(f"## {name}: {field.description}\n")
         if name in NOTES:
             parts.append(f"{NOTES[name]}\n")
-        choices = sections(field.annotation)
+        # The annotation of `model` names the base class of the families, not each of them.
+        choices = [*FAMILIES.values(), UserModelConfig] if name == "model" else sections(field.annotation)
         for section in choices:
             if len(choices) > 1:
                 family = get_args(section.model_fields["family"].annotation)

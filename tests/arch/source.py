@@ -9,7 +9,8 @@ from pathlib import Path
 import pydantic
 from pydantic.fields import FieldInfo
 
-from shardwise.config import Config
+from shardwise.config import Config, UserModelConfig
+from shardwise.config.model import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "shardwise"
@@ -75,7 +76,10 @@ def config_fields(model: type[pydantic.BaseModel] = Config, prefix: str = "") ->
     """Every key of a recipe, dotted, with its field."""
     found = {}
     for name, field in model.model_fields.items():
+        # The annotation of `model` names the base class of the families, not each of them.
         inner = models_of(field.annotation)
+        if name == "model":
+            inner = [*FAMILIES.values(), UserModelConfig]
         for child in inner:
             found |= config_fields(child, f"{prefix}{name}.")
         if not inner:

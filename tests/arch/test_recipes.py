@@ -11,7 +11,7 @@ import pytest
 
 from scripts.quickstart_layout import overrides
 from shardwise.base.errors import ConfigError
-from shardwise.config import Config, OwnConfig, check_layout, load_config, require_data
+from shardwise.config import Config, UserModelConfig, check_layout, load_config, require_data
 from shardwise.layers.chunks import vocabulary_rows
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.planner.memory import expected_memory
@@ -133,7 +133,7 @@ def test_tiny_recipe_holds_its_promise(recipe: str) -> None:
     assert config.optimizer.lr <= 1e-3
     assert config.data.dataset == "tiny"
     model = config.model
-    assert not isinstance(model, OwnConfig)
+    assert not isinstance(model, UserModelConfig)
     assert not model.has_dropout
     assert model.num_attention_heads >= 4
     assert model.num_hidden_layers >= 8
@@ -184,7 +184,7 @@ def test_gpt3_has_32_sequences_for_each_node(recipe: str, nodes: int) -> None:
 def test_gpt3_tiny_runs_on_eight_ranks() -> None:
     config = load_config("gpt3-tiny")
     layout = check_layout(config, 8)
-    assert (layout.tensor, layout.sequence, layout.pipeline, layout.data) == (2, True, 2, 2)
+    assert (layout.tensor, layout.sequence_parallel, layout.pipeline, layout.data) == (2, True, 2, 2)
     assert config.optimizer.zero == 1
 
 

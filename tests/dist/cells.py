@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import Config, Schedule
-from shardwise.config.sections import SPLIT_BACKWARD
+from shardwise.config.schedules import SCHEDULES
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.build import build_trainer
 from shardwise.train.replicas import check_replicas
@@ -105,7 +105,7 @@ class Cell:
         )
         cut = (self.schedule == "none") == (self.pipeline == 1) and 1 < self.world <= RANKS
         tensor = (self.tensor > 1 or not (self.sequence or self.overlap)) and not (
-            self.overlap and self.schedule in SPLIT_BACKWARD
+            self.overlap and self.schedule != "none" and SCHEDULES[self.schedule].splits_backward
         )
         return model and cut and tensor and (self.data > 1 or not self.zero)
 

@@ -80,9 +80,9 @@ def compiled(sequence: bool, backend: str, whole: bool, kind: Any = LlamaConfig)
     block, rows = model.layers[0], S // 2 if sequence else S
     x = random(group.rank if sequence else 0, rows, B, 16).requires_grad_()
     assert model.rotary is not None
-    turns = model.rotary.tables(S, x)
+    tables = model.rotary.tables(S, x)
     errors = compare(
-        "block", block, {"x": x, **dict(block.named_parameters())}, x, Context(turns=turns), backend=backend
+        "block", block, {"x": x, **dict(block.named_parameters())}, x, Context(rotary_tables=tables), backend=backend
     )
     assert group.meter.calls, "eager did not communicate"
     return errors

@@ -75,7 +75,7 @@ def measure(config: Config) -> Held:
     mesh = shared_mesh(config.parallel.tensor)
     layout, train, precision = check_layout(config, mesh.world.size), config.train, config.precision.resolved(False)
     dtype = getattr(torch, precision.parameter)
-    model: Any = build_model(config, mesh.tp, sequence_parallel=layout.sequence, dtype=dtype)
+    model: Any = build_model(config, mesh.tp, sequence_parallel=layout.sequence_parallel, dtype=dtype)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     key = None
@@ -83,11 +83,11 @@ def measure(config: Config) -> Held:
         key = DropoutKey(train.seed, 1, torch.arange(train.micro_batch), 0, train.dropout_mode)
     mask = None if config.model.causal else torch.ones(train.micro_batch, 1, 1, train.sequence_length).bool()
     width = model.config.hidden_size
-    shape = (train.sequence_length // (layout.tensor if layout.sequence else 1), train.micro_batch, width)
+    shape = (train.sequence_length // (layout.tensor if layout.sequence_parallel else 1), train.micro_batch, width)
     start = torch.randn(shape, generator=torch.Generator().manual_seed(mesh.tp.rank)).to(dtype)
     rotary = getattr(model, "rotary", None)  # its tables are no activations
-    turns = None if rotary is None else rotary.tables(train.sequence_length, start)
-    context = Context(key, mask, turns=turns)
+    tables = None if rotary is None else rotary.tables(train.sequence_length, start)
+    context = Context(key, mask, rotary_tables=tables)
     x = start.requires_grad_()
     live = LiveTensors([x, *model.parameters(), *(p.grad for p in model.parameters())])
     with live:

@@ -24,7 +24,7 @@ from shardwise.models.blocks import Stages
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.clock import StepTiming
 from shardwise.pipeline.in_flight import Pass, peak
-from shardwise.pipeline.simulation import bubble
+from shardwise.pipeline.timeline import bubble
 from shardwise.train.trace import Trace
 from tests.dist.dense import mesh as shared_mesh
 

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
-from shardwise.data.reading.megatron import MAGIC
+from shardwise.data.reading.megatron_files import MAGIC
 from tests.arch.source import ROOT
 from tests.e2e import processes
 from tests.e2e.command import Outcome, metrics, miniature, shardwise, within
@@ -143,9 +143,13 @@ if int(number):
 """
 """The process of the command sends itself a signal as it opens or renames the first file after a file has its size."""
 IN_SEVERAL_PROCESSES = """
-import shardwise.data.prepare.tokens as t, shardwise.data.prepare.tokens as b, shardwise.data.prepare.text as j
-import shardwise.data.prepare.hdf5 as h
-t.COMMIT_SECONDS, b.BATCH_CHARACTERS, j._SMALL_BYTES, h.SECTION_TOKENS = 0.0, 20_000, 0, 60_000
+import shardwise.data.prepare.tokenizing as tokenizing
+import shardwise.data.prepare.from_text as from_text
+import shardwise.data.prepare.to_hdf5 as to_hdf5
+tokenizing.COMMIT_SECONDS = 0.0
+tokenizing.BATCH_CHARACTERS = 20_000
+from_text.SMALL_BYTES = to_hdf5.SMALL_BYTES = 0
+to_hdf5.SECTION_TOKENS = 60_000
 """
 """What is done is durable at once."""
 MOMENTS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.data.reading.megatron import IndexedWriter
+from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.e2e.command import Outcome, metrics, shardwise, within
 from tests.e2e.page import run_section

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from scripts.tutorial_outputs import bash
-from shardwise.data.reading.megatron import IndexedWriter
+from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.arch.source import ROOT
 from tests.e2e.command import environment

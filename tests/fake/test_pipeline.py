@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.config import Config, Layout, Schedule, check_layout, load_config
-from shardwise.config.sections import SINGLE_STAGE
+from shardwise.config.schedules import SCHEDULES
 from shardwise.data.formats.common import PreparedText
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import skip_pipeline_warm_up
@@ -50,7 +50,7 @@ ALWAYS = {
 def config_of(recipe: str, schedule: Schedule, whole: bool) -> tuple[Config, Layout]:
     _, pipeline, data = DEGREES[recipe]
     micro_batches = 2 * pipeline if schedule == "dualpipev" else pipeline
-    stages = pipeline * (1 if schedule in SINGLE_STAGE else 2)
+    stages = pipeline * SCHEDULES[schedule].stages_per_rank
     overrides = {"parallel.schedule": schedule, "train.global_batch": micro_batches * data}
     if not whole:
         overrides["model.num_hidden_layers"] = stages

@@ -22,12 +22,11 @@ from shardwise.checkpoint.format.stored_tensors import mismatches
 from shardwise.checkpoint.importing.foreign_model import canonical_shapes
 from shardwise.checkpoint.load_weights import tensor_shapes
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, OwnConfig
+from shardwise.config import Config, weight_names
 from shardwise.distributed import collectives
 from shardwise.distributed.agreement import agree
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements, unplaced_state
-from shardwise.models.hugging_face_names import spelling
 from shardwise.models.user_model import storage_problems
 from shardwise.optim.state import unstorable_states
 from shardwise.optim.zero import ZeroRedundancyOptimizer
@@ -139,15 +138,16 @@ def require_one_model(model: nn.Module, config: Config | None, mesh: Mesh) -> No
             f"pipeline stages must name their parameters differently, and several have "
             f"{listing(repeated, most=_SHOWN)}: name the modules of each stage as the whole model does"
         )
-    if config is None or isinstance(config.model, OwnConfig):
+    family = None if config is None else config.shapes
+    if family is None:
         return
     shapes = tensor_shapes(model, mesh.pp)
-    config_shapes = canonical_shapes(config.model)
+    config_shapes = canonical_shapes(family)
     # The model may spell its names otherwise, as Hugging Face's folders do.
-    canonical_names = spelling(config.model.family).canonical(list(shapes), set(config_shapes))
+    canonical_names = weight_names(family.family).canonical(list(shapes), set(config_shapes))
     canonical_model = {canonical_names.get(name, name): shape for name, shape in shapes.items()}
     config_tensors = {name: TensorEntry(shape, "F32", ()) for name, shape in config_shapes.items()}
-    problems = mismatches(f"config ({config.model.family})", canonical_model, config_tensors)
+    problems = mismatches(f"config ({family.family})", canonical_model, config_tensors)
     if problems:
         problems[-1] += "; give the configuration of the model that is saved, or none"
         raise ConfigError(problems)

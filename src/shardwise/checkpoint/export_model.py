@@ -15,7 +15,7 @@ from shardwise.checkpoint.companion_files import Companions
 from shardwise.checkpoint.format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
 from shardwise.checkpoint.storage.root import Buffer, Root
 from shardwise.checkpoint.torch_dtypes import DTYPE_NAMES
-from shardwise.config import ModelConfig, OwnConfig
+from shardwise.config import ModelConfig, shapes_of
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import special_token_ids
 from shardwise.distributed import collectives
@@ -83,13 +83,14 @@ def model_files(
         tokenizer_files = {name: (tokenizer / name).read_bytes() for name in Root.of(tokenizer).files()}
         if config.causal:
             ids = special_token_ids(tokenizer)
-    if isinstance(config, OwnConfig):
+    family = shapes_of(config)
+    if family is None:
         fields = config.model_dump(mode="json")
         ids |= {name: value for name, value in companions.ids.items() if name in ids}
     else:
-        fields = to_hugging_face(config)
+        fields = to_hugging_face(family)
         # Ids that are keys of the family, such as BERT's padding, stay the model's.
-        ids |= {name: value for name, value in companions.ids.items() if name not in type(config).model_fields}
+        ids |= {name: value for name, value in companions.ids.items() if name not in type(family).model_fields}
     described = {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **ids}
     return {**companions.files, **tokenizer_files, CONFIG: to_json(described)}
 

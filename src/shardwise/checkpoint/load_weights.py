@@ -41,7 +41,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
     """Set the model's weights to those of a Hugging Face folder; collective over the world.
 
     Each rank reads the rows that it needs, cast to the parameter's dtype; padding stays 0. Call it before an optimizer
-    is made, which may keep copies. Names may be spelled as `models/hugging_face_names.py` says.
+    is made, which may keep copies. Names may be spelled as `config/weight_names.py` says.
 
     Raises:
         ConfigError: every mismatch that any rank found, raised on every rank: names that are missing or unknown,
@@ -98,7 +98,7 @@ def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple
 def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> None:
     """Set the model's weights to those of a checkpoint, every chunk that is read verified; collective over the world.
 
-    Names may be spelled as `models/hugging_face_names.py` says for the `family`; another has its own names alone.
+    Names may be spelled as `config/weight_names.py` says for the `family`; another has its own names alone.
 
     A weight in float32 comes from the stored master where there is one, so that no rounding is added. Where the ranks
     of data parallelism, or both ends of a pipeline, hold the same values, each of them reads an equal part.

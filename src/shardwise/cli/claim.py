@@ -12,7 +12,7 @@ from shardwise.cli import output
 from shardwise.config import Config
 from shardwise.data import hub
 from shardwise.data.opening import prepare
-from shardwise.data.reading.datasets import fetch_dataset
+from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank
 from shardwise.runs.folder import RunDirectory, RunLock, new_run_path

@@ -35,7 +35,7 @@ from shardwise.launch.environment import is_launched
 from shardwise.launch.rank import as_rank, check_accelerators, enter_job
 
 if TYPE_CHECKING:
-    from shardwise.data.parts import Part
+    from shardwise.data.split import Part
     from shardwise.train.evaluation import Evaluation
 
 _KEYS = (
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         layout = check_layout(config, world)
         if not is_launched():
             from shardwise.data.opening import prepare
-            from shardwise.data.reading.datasets import fetch_dataset
+            from shardwise.data.reading.dataset_tables import fetch_dataset
 
             if config.data.tokenizer is not None:
                 open_tokenizer(config, folder, announce=announce)

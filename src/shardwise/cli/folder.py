@@ -23,9 +23,9 @@ from shardwise.checkpoint.storage.step_folders import step_of
 from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
-from shardwise.config.model import OwnConfig
+from shardwise.config.model import UserModelConfig
 from shardwise.data import hub
-from shardwise.data.reading.detect import detect
+from shardwise.data.opening import format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.local import launch_without_run
 
@@ -275,7 +275,7 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     if user_data.get("tokenizer") is None:
         data["tokenizer"] = folder.tokenizer
     config = config_from(sections)
-    if config.data.tokenizer is None and detect(config.data) == "text":
+    if config.data.tokenizer is None and format_of(config.data).name == "text":
         raise _without_tokenizer(folder)
     return config
 
@@ -368,7 +368,7 @@ def _model_section(text: bytes, file: str, user_model: Mapping[str, Any]) -> dic
     section = {}
     for key, value in described.items():
         # A checkpoint's file has null for optional keys that were not set.
-        is_unset = value is None and key in OwnConfig.model_fields
+        is_unset = value is None and key in UserModelConfig.model_fields
         if key not in _OTHER_FIELDS and not is_unset:
             section[key] = value
     return section

@@ -281,7 +281,7 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
                        textcoords="offset points")  # fmt: skip
     above.set(xlabel="memory of the neediest rank (GB)", ylabel="step (s)", title="the best layouts, by their number")
     best = plans[0]
-    rows = timeline_of(best.config, best.layout, best.cluster)
+    rows = timeline_of(best.config, best.layout, best.cluster).ranks
     bars = 0
     for rank, row in enumerate(rows):
         for one in row[: max(1, _MOST_BARS // len(rows))]:

@@ -21,7 +21,7 @@ from shardwise.base.redaction import redacted
 from shardwise.cli import output
 from shardwise.cli.following import follow
 from shardwise.cli.train import glance_at_inputs, with_batch
-from shardwise.config import Layout, OwnConfig, load_config, recipe_name, recipe_text, require_data
+from shardwise.config import Layout, load_config, recipe_name, recipe_text, require_data
 from shardwise.launch.slurm import commands, submission
 from shardwise.launch.slurm.script import JobPlan, compile_script, job_log, job_script, job_set
 from shardwise.planner.device_specs import Cluster, cluster
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         ranks = submission.ranks_per_node(config, nodes, gres)
     layout, notes = submission.check_counts(config, nodes, ranks, lambda one, world: with_batch(one, world, run_path))
-    if isinstance(config.model, OwnConfig):
+    if config.shapes is None:
         from shardwise.models.user_model import check_own
 
         check_own(config)

@@ -24,7 +24,6 @@ from shardwise.config import (
     BUILT_IN_TEXTS,
     Config,
     Layout,
-    OwnConfig,
     check_layout,
     kept_batch,
     load_config,
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     layout = check_layout(config, world, is_new=run_path is None)
     if not arguments.dry_run:
         require_data(config, recipe)
-    if isinstance(config.model, OwnConfig):
+    if config.shapes is None:
         from shardwise.models.user_model import check_own
 
         check_own(config)

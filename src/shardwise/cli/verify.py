@@ -27,12 +27,11 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.hardware import accelerators
 from shardwise.base.units import counted
 from shardwise.cli import output
-from shardwise.config import Config, OwnConfig, load_config, recipe_name
+from shardwise.config import Config, load_config, recipe_name
 from shardwise.launch.environment import joined
-from shardwise.verify.job import CLEAR_LINE
 from shardwise.verify.layouts import AXES, Cell, candidates, parse_layouts
 from shardwise.verify.miniature import existing, miniature
-from shardwise.verify.run import Outcome, Verification
+from shardwise.verify.run import CLEAR_LINE, CellOutcome, Verification
 from shardwise.verify.tolerance import Tolerance
 
 _CPU_RANKS = 4
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 2:
         raise ConfigError(f"--steps ({arguments.steps}) must be at least 2: one before the checkpoint, one after it")
     recipe = load_config(arguments.recipe, arguments.overrides)
-    if isinstance(recipe.model, OwnConfig):
+    if recipe.shapes is None:
         from shardwise.models.user_model import check_own
 
         check_own(recipe)
@@ -215,7 +214,7 @@ class Verified:
             fields["dropout"] = "masks of train.dropout_mode invariant" + (
                 ": those of fast, the recipe's, depend on the layout" if was == "fast" else ""
             )
-        if isinstance(self.config.model, OwnConfig):
+        if self.config.shapes is None:
             fields["model"] = f"{self.name}, as it is: shardwise does not know how to shrink {self.config.model.family}"
         for number, reason in enumerate(self.refused):
             fields[f"left out{' ' * number}"] = reason
@@ -236,8 +235,8 @@ class Verified:
 
 
 def _sizes(config: Config) -> str:
-    model = config.model
-    if isinstance(model, OwnConfig):
+    model = config.shapes
+    if model is None:
         return ""
     heads = counted(model.num_attention_heads, "head")
     if model.num_key_value_heads != model.num_attention_heads:
@@ -254,7 +253,7 @@ def _show_wrapped(text: str, first: str = "", then: str = "") -> None:
         output.line(line)
 
 
-def _show_table(outcomes: Sequence[Outcome]) -> None:
+def _show_table(outcomes: Sequence[CellOutcome]) -> None:
     """A row for each layout. Settings that all layouts share stand above; a mark is before those that are broken."""
     columns: dict[str, list[str]] = {
         "": ["✗" if outcome.problems else "" for outcome in outcomes],
@@ -282,7 +281,7 @@ def _show_table(outcomes: Sequence[Outcome]) -> None:
     output.table(rows, [*columns], right=range(len(columns) - 4, len(columns)), gap=gap)
 
 
-def _number(outcome: Outcome, what: str) -> str:
+def _number(outcome: CellOutcome, what: str) -> str:
     if outcome.differences is None:
         return "failed"
     value: float = getattr(outcome.differences, what)

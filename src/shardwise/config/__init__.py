@@ -1,8 +1,8 @@
 """Configuration: YAML recipes and command-line overrides become one frozen, checked `Config`."""
 
 from shardwise.config.data import BUILT_IN_TEXTS, DataConfig
-from shardwise.config.decoders import Decoder, DecoderConfig, LlamaConfig
-from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig
+from shardwise.config.decoders import DecoderConfig, LlamaConfig
+from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
 from shardwise.config.layout import Layout
 from shardwise.config.load import (
     apply_overrides,
@@ -16,9 +16,10 @@ from shardwise.config.load import (
     recipe_text,
     require_data,
 )
-from shardwise.config.model import FamilyConfig, ModelConfig, OwnConfig
+from shardwise.config.model import ModelConfig, UserModelConfig, shapes_of, weight_names
 from shardwise.config.resume_rules import kept_batch, kept_batch_note, resume_changes, resume_problems
 from shardwise.config.rules import check_layout
+from shardwise.config.schedules import Schedule
 from shardwise.config.sections import (
     DTYPE_BYTES,
     CheckpointConfig,
@@ -33,7 +34,6 @@ from shardwise.config.sections import (
     PrecisionConfig,
     Recompute,
     Rounding,
-    Schedule,
     TrainConfig,
 )
 from shardwise.config.yaml import dump_yaml, parse_yaml
@@ -46,7 +46,6 @@ __all__ = [
     "CompileConfig",
     "Config",
     "DataConfig",
-    "Decoder",
     "DecoderConfig",
     "DropoutMode",
     "DtypeName",
@@ -58,7 +57,6 @@ __all__ = [
     "LogConfig",
     "ModelConfig",
     "OptimizerConfig",
-    "OwnConfig",
     "ParallelConfig",
     "Precision",
     "PrecisionConfig",
@@ -66,6 +64,7 @@ __all__ = [
     "Rounding",
     "Schedule",
     "TrainConfig",
+    "UserModelConfig",
     "apply_overrides",
     "check_layout",
     "config_from",
@@ -83,4 +82,6 @@ __all__ = [
     "require_data",
     "resume_changes",
     "resume_problems",
+    "shapes_of",
+    "weight_names",
 ]

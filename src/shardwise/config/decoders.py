@@ -1,7 +1,7 @@
 """Llama and the families that differ from it by facts: rotary positions, RMSNorm, a gated MLP, grouped-query attention.
 
-Each family has its keys with Hugging Face's defaults, and states the facts in which it differs. As in
-`config/families.py`, `annotations` are not imported from `__future__`.
+Each family has its keys with Hugging Face's defaults, and states the facts in which it differs. A new one is a class
+here that `DECODERS` names. As in `config/families.py`, `annotations` are not imported from `__future__`.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from shardwise.base.errors import divisors, listing, nearest_numbers
 from shardwise.config.families import (
     AttentionBias,
+    FamilyConfig,
     Longest,
     NormedWidth,
     NormKind,
@@ -19,19 +20,37 @@ from shardwise.config.families import (
     RopeScaling,
     RotaryBase,
     Tied,
-    TransformerConfig,
 )
+from shardwise.config.hugging_face_fields import ConfigFile
+from shardwise.config.weight_names import WeightNames
 
 _MLPBias: TypeAlias = Annotated[bool, Field(description="biases in the feed-forward layer")]
 _Epsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the mean square in RMSNorm")]
 
+_SIZES_OF_LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+_SIZES_OF_QWEN = _SIZES_OF_LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
+# A window in a file means nothing while use_sliding_window is false, which is all that is supported.
+_UNUSED_WINDOW = frozenset({"sliding_window"})
 
-class DecoderConfig(TransformerConfig):
+
+class DecoderConfig(FamilyConfig):
     """The keys and facts that these families share."""
+
+    weight_names: ClassVar[WeightNames] = WeightNames(
+        base="model.",
+        heads=("lm_head.",),
+        buffers=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+    )
 
     norm_kind: ClassVar[NormKind] = "rms_norm"
     gated: ClassVar[bool] = True
-    parallel_residual: ClassVar[bool] = False
 
     derived: ClassVar[tuple[str, ...]] = ("num_key_value_heads", "head_dim")
     keys: ClassVar[dict[str, str]] = {
@@ -60,15 +79,18 @@ class DecoderConfig(TransformerConfig):
 
     def _problems(self) -> list[str]:
         problems = []
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
         if heads % kv_heads:
             valid = nearest_numbers(kv_heads, divisors(heads))
             problems.append(
                 f"model.num_key_value_heads ({kv_heads}) must divide model.num_attention_heads ({heads}): "
                 f"nearest {listing(valid, 'or')}"
             )
-        derived = "head_dim" not in self.model_fields_set and type(self).model_fields["head_dim"].default_factory
-        if derived and self.hidden_size % heads:
+        head_dim_is_derived = (
+            "head_dim" not in self.model_fields_set and type(self).model_fields["head_dim"].default_factory is not None
+        )
+        if head_dim_is_derived and self.hidden_size % heads:
             problems.append(
                 f"model.hidden_size ({self.hidden_size}) must be a multiple of model.num_attention_heads ({heads}), "
                 "or set model.head_dim"
@@ -79,12 +101,19 @@ class DecoderConfig(TransformerConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Rotary embeddings turn whole heads."""
+        """Number of leading dimensions of each head that rotary embeddings turn: all."""
         return self.head_dim
 
 
 class LlamaConfig(DecoderConfig):
     """A Llama (1, 2 or 3): RoPE, RMSNorm, SwiGLU, grouped-query attention."""
+
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "llama",
+        "LlamaForCausalLM",
+        defaults=_SIZES_OF_LLAMA | {"rms_norm_eps": 1e-6},
+        only={"pretraining_tp": 1, "rope_interleaved": False},
+    )
 
     family: Literal["llama"] = Field(description="the architecture")
     rms_norm_eps: _Epsilon = 1e-5
@@ -94,6 +123,13 @@ class LlamaConfig(DecoderConfig):
 
 class MistralConfig(DecoderConfig):
     """Mistral without a sliding window: a Llama without biases."""
+
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "mistral",
+        "MistralForCausalLM",
+        defaults=_SIZES_OF_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8},
+        absent={"sliding_window": 4096},
+    )
 
     attention_bias: ClassVar[bool] = False
     mlp_bias: ClassVar[bool] = False
@@ -105,6 +141,15 @@ class MistralConfig(DecoderConfig):
 class Qwen2Config(DecoderConfig):
     """Qwen2 and Qwen2.5: a Llama with biases on the Q, K and V projections and no others."""
 
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        defaults=_SIZES_OF_QWEN,
+        only={"use_mrope": False},
+        inert=_UNUSED_WINDOW,
+        writes_derived_heads=False,
+    )
+
     attention_bias: ClassVar[bool] = True
     attention_output_bias: ClassVar[bool] = False
     mlp_bias: ClassVar[bool] = False
@@ -115,6 +160,10 @@ class Qwen2Config(DecoderConfig):
 
 class Qwen3Config(DecoderConfig):
     """Qwen3: a Llama with RMSNorm on each query and key head."""
+
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "qwen3", "Qwen3ForCausalLM", defaults=_SIZES_OF_QWEN, inert=_UNUSED_WINDOW
+    )
 
     query_key_norm: ClassVar[NormedWidth] = "head"
     mlp_bias: ClassVar[bool] = False
@@ -128,6 +177,14 @@ class Qwen3Config(DecoderConfig):
 class Olmo2Config(DecoderConfig):
     """OLMo 2: a Llama with RMSNorm on the outputs of attention and MLP, and on queries and keys over all heads."""
 
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        defaults=_SIZES_OF_LLAMA | {"vocab_size": 50304},
+        absent={"pad_token_id": 1},
+        writes_derived_heads=False,
+    )
+
     norm_place: ClassVar[NormPlace] = "output"
     query_key_norm: ClassVar[NormedWidth] = "all_heads"
     mlp_bias: ClassVar[bool] = False
@@ -139,6 +196,22 @@ class Olmo2Config(DecoderConfig):
 
 class SmolLM3Config(DecoderConfig):
     """SmolLM3: a Llama in which some blocks, every fourth by default, have no rotary positions."""
+
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        defaults={
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+        },
+        absent={"pad_token_id": 128004},
+        inert=_UNUSED_WINDOW | {"pretraining_tp"},
+        writes_derived_heads=False,
+    )
 
     derived: ClassVar[tuple[str, ...]] = (*DecoderConfig.derived, "no_rope_layers")
 
@@ -161,25 +234,36 @@ class SmolLM3Config(DecoderConfig):
         """Drop numbers beyond the last block, which mean nothing to Hugging Face either."""
         if not isinstance(data, dict):
             return data
-        layers, given = data.get("num_hidden_layers"), data.get("no_rope_layers")
-        if not isinstance(layers, int) or not isinstance(given, list | tuple):
+        layers = data.get("num_hidden_layers")
+        numbers = data.get("no_rope_layers")
+        if not isinstance(layers, int) or not isinstance(numbers, list | tuple):
             return data
-        return {**data, "no_rope_layers": given[:layers]}
+        return {**data, "no_rope_layers": numbers[:layers]}
 
     def _problems(self) -> list[str]:
-        problems, given, layers = super()._problems(), list(self.no_rope_layers), self.num_hidden_layers
-        if len(given) != layers or not set(given) <= {0, 1}:
-            problems.append(f"model.no_rope_layers ({given}) must have 0 or 1 for each of the {layers} blocks")
+        problems = super()._problems()
+        layers = self.num_hidden_layers
+        numbers = list(self.no_rope_layers)
+        if len(numbers) != layers or not set(numbers) <= {0, 1}:
+            problems.append(f"model.no_rope_layers ({numbers}) must have 0 or 1 for each of the {layers} blocks")
         return problems
 
     def rotates(self, layer: int) -> bool:
-        """Whether rotary embeddings turn the heads of that block."""
+        """Return whether rotary embeddings turn the heads of this block."""
         return bool(self.no_rope_layers[layer])
 
 
 def every_nth_without_rope(interval: int, layers: int) -> tuple[int, ...]:
-    """SmolLM3's `no_rope_layers` where each block whose number is a multiple of `interval` has no rotary positions."""
+    """Return SmolLM3's `no_rope_layers` for `layers` blocks: each block `interval`, 2 · `interval`, … has a 0."""
     return tuple(int(number % interval != 0) for number in range(1, layers + 1))
 
 
-Decoder: TypeAlias = LlamaConfig | MistralConfig | Qwen2Config | Qwen3Config | Olmo2Config | SmolLM3Config
+DECODERS: tuple[type[DecoderConfig], ...] = (
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Olmo2Config,
+    SmolLM3Config,
+)
+"""The families of this file, in the order of the documentation."""

@@ -1,16 +1,21 @@
-"""The families that `model.family` names: their keys, as Hugging Face's `config.json` spells them, and their facts.
+"""The record of a model's family: its keys, as Hugging Face's `config.json` spells them, its facts and its files.
+
+Every family is one class. Other modules ask it for a fact, never for its name, so that a family which differs from
+another by facts alone needs no change elsewhere. `config/model.py` lists the classes.
 
 This module does not import `annotations` from `__future__`: pydantic would evaluate each annotation, then a string,
 again for every class that inherits it.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from shardwise.base.errors import divisors, listing, nearest_numbers
+from shardwise.config.hugging_face_fields import ConfigFile
 from shardwise.config.rope_scaling import rope_scaling_problems, with_one_type
 from shardwise.config.section import MOST_LAYERS, Origin, Section, reject
+from shardwise.config.weight_names import WeightNames
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Objective: TypeAlias = Literal["lm", "mlm", "nsp"]
@@ -47,38 +52,61 @@ _LearnedPositions: TypeAlias = Annotated[int, Field(gt=0, description="learned p
 _NormEpsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the variance in LayerNorm")]
 
 
-class TransformerConfig(Section):
+class FamilyConfig(Section):
     """The keys that all families share, and the facts of their architecture that models and formulas read.
 
-    Models and formulas ask for a fact, never for the family. A family states the facts in which it differs.
+    A family states the facts in which it differs from the defaults here.
     """
+
+    config_file: ClassVar[ConfigFile]
+    """The way in which its `config.json` is written."""
+    weight_names: ClassVar[WeightNames]
+    """Names of weights in published checkpoints."""
 
     aliases: ClassVar[dict[str, str]] = {}
     """Other spellings of the family's keys."""
     derived: ClassVar[tuple[str, ...]] = ()
     """Keys for which null means the default, as in Hugging Face's files."""
     keys: ClassVar[dict[str, str]] = {}
-    """The family's key for each of `activation`, `norm_eps` and the kinds of dropout; kinds it lacks are absent."""
+    """Role → the family's key for it. Roles are `activation`, `norm_eps` and the kinds of dropout that it has."""
 
     norm_kind: ClassVar[NormKind] = "layer_norm"
     norm_place: ClassVar[NormPlace] = "input"
     """`input`: x + f(norm(x)) for each of attention and MLP. `sum`: norm(x + f(x)). `output`: x + norm(f(x))."""
     query_key_norm: ClassVar[NormedWidth | None] = None
-    """RMSNorm of q and k before they are rotated: over each head, or over all heads at once. None: neither is done."""
+    """Width of the RMSNorm of q and k before they are rotated: each head, or all heads at once. None: no norm."""
     attention_output_bias: ClassVar[bool] = True
-    """Whether the output projection has a bias where Q, K and V have one."""
+    """True if the output projection has a bias where Q, K and V have one."""
     gated: ClassVar[bool] = False
-    """Whether the MLP is `down(act(gate(x)) · up(x))`, else `down(act(up(x)))`."""
+    """True if the MLP is `down(act(gate(x)) · up(x))`, false if it is `down(act(up(x)))`."""
     learned_positions: ClassVar[bool] = False
-    """Whether positions are a table of embeddings, added to those of the tokens."""
+    """True if positions are a table of embeddings, added to those of the tokens."""
     fused_query_key_value: ClassVar[bool] = False
-    """Whether Q, K and V are one canonical tensor."""
+    """True if Q, K and V are one canonical tensor."""
     interleaved_heads: ClassVar[bool] = False
-    """Whether that tensor is ordered by head: Q, K and V of the first head, then those of the second, and so forth."""
+    """True if that tensor is ordered by head: Q, K and V of the first head, then those of the second, and so forth."""
     causal: ClassVar[bool] = True
-    """Whether a token attends only to itself and those before it."""
+    """True if a token attends only to itself and those before it."""
+    embedding_norm: ClassVar[bool] = False
+    """True if the sum of the embeddings is normalised before the first block."""
+    head_transform: ClassVar[bool] = False
+    """True if the head computes `norm(act(dense(x)))` before the product with the vocabulary's matrix."""
     objectives: ClassVar[tuple[Objective, ...]] = ("lm",)
     """The losses, each a mean over its own count: next token (`lm`), masked tokens (`mlm`), next sentence (`nsp`)."""
+
+    if TYPE_CHECKING:  # each is a key in some families and a fact in others
+
+        @property
+        def num_key_value_heads(self) -> int: ...
+
+        @property
+        def head_dim(self) -> int: ...
+
+        @property
+        def attention_bias(self) -> bool: ...
+
+        @property
+        def mlp_bias(self) -> bool: ...
 
     _origin: Origin = PrivateAttr(default=Origin())
 
@@ -101,11 +129,11 @@ class TransformerConfig(Section):
 
     @property
     def origin(self) -> Origin:
-        """Where the keys come from."""
+        """The sources of the keys."""
         return self._origin
 
     def came_from(self, origin: Origin) -> None:
-        """Note, once, where the keys come from. It is no part of the configuration and is not recorded with it."""
+        """Note, once, the sources of the keys. They are no part of the configuration and are not recorded with it."""
         self._origin = origin
 
     @model_validator(mode="before")
@@ -134,22 +162,42 @@ class TransformerConfig(Section):
         return self
 
     def _problems(self) -> list[str]:
-        """What is wrong with the values of several keys together."""
+        """Return the rules that the values of several keys break together."""
         scaling = getattr(self, "rope_scaling", None)
         return [] if scaling is None else rope_scaling_problems(scaling, self.rotary_dim)
 
     @property
+    def predicts_masked_tokens(self) -> bool:
+        """True if masked tokens are predicted, in place of the next token at every position."""
+        return "mlm" in self.objectives
+
+    @property
+    def predicts_sentences(self) -> bool:
+        """True if samples are pairs of sentences, and the model says whether the second follows the first."""
+        return "nsp" in self.objectives
+
+    @property
+    def parallel_residual(self) -> bool:
+        """True if attention and MLP read the same x."""
+        return False
+
+    @property
+    def token_types(self) -> int:
+        """Rows of the embedding of token types; 0 where tokens have no types."""
+        return 0
+
+    @property
     def rotary_dim(self) -> int:
-        """How many leading dimensions of each head rotary embeddings turn; 0 where positions are learned."""
+        """Number of leading dimensions of each head that rotary embeddings turn; 0 where positions are learned."""
         return 0
 
     def rotates(self, layer: int) -> bool:
-        """Whether rotary embeddings turn the heads of this block."""
+        """Return whether rotary embeddings turn the heads of this block."""
         return self.rotary_dim > 0
 
     @property
     def extends_positions(self) -> bool:
-        """Whether `rope_scaling` stretches the rotary embedding beyond `max_position_embeddings`."""
+        """True if `rope_scaling` stretches the rotary embedding beyond `max_position_embeddings`."""
         scaling = getattr(self, "rope_scaling", None)
         return scaling is not None and scaling["rope_type"] != "default"
 
@@ -160,7 +208,7 @@ class TransformerConfig(Section):
 
     @property
     def norm_eps(self) -> float:
-        """What a norm adds to the variance (LayerNorm) or to the mean square (RMSNorm)."""
+        """Number that a norm adds to the variance (LayerNorm) or to the mean square (RMSNorm)."""
         return float(getattr(self, self.keys["norm_eps"]))
 
     @property
@@ -170,7 +218,7 @@ class TransformerConfig(Section):
 
     @property
     def hidden_dropout_p(self) -> float:
-        """Dropout of what attention and MLP add to the residual stream."""
+        """Dropout of the outputs of attention and MLP, before they are added to the residual stream."""
         return self._dropout("hidden_dropout")
 
     @property
@@ -184,22 +232,24 @@ class TransformerConfig(Section):
         return self._dropout("ffn_dropout")
 
     def _dropout(self, kind: str) -> float:
-        return float(getattr(self, self.keys[kind])) if kind in self.keys else 0.0
+        if kind not in self.keys:
+            return 0.0
+        return float(getattr(self, self.keys[kind]))
 
     @property
     def has_dropout(self) -> bool:
-        """Whether training drops anything."""
+        """True if training drops anything."""
         return any(self._dropout(kind) for kind in self.keys if kind.endswith("_dropout"))
 
 
-class MultiHeadConfig(TransformerConfig):
+class MultiHeadConfig(FamilyConfig):
     """Families whose heads divide the hidden size and have a key and a value each, with biases in every layer."""
 
     mlp_bias: ClassVar[bool] = True
 
     @property
     def num_key_value_heads(self) -> int:
-        """As many as query heads."""
+        """Key and value heads: as many as query heads."""
         return self.num_attention_heads
 
     @property
@@ -218,16 +268,41 @@ class MultiHeadConfig(TransformerConfig):
         ]
 
 
+_SIZES_OF_BERT = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+_SPELLINGS_OF_GPT2 = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
+
 class GPTConfig(MultiHeadConfig):
     """GPT-2 and GPT-3: learned positions, LayerNorm before each layer, biases, a tied or untied output head.
 
     GPT-2's own spellings are read too: n_embd, n_inner, n_layer, n_head, n_positions, layer_norm_eps, hidden_act.
     """
 
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "gpt2",
+        "GPT2LMHeadModel",
+        defaults=_SIZES_OF_BERT | {"vocab_size": 50257},
+        names=_SPELLINGS_OF_GPT2 | {"intermediate_size": "n_inner"},
+        spellings=_SPELLINGS_OF_GPT2 | {"n_ctx": "n_positions"},
+        only={"reorder_and_upcast_attn": False, "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True},
+        null_if_derived=("intermediate_size",),
+    )
+    # OpenAI's weights on the hub have no prefix, and each layer's causal mask.
+    weight_names: ClassVar[WeightNames] = WeightNames(
+        base="transformer.",
+        heads=("lm_head.",),
+        buffers=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
+        tied={"lm_head.weight": "transformer.wte.weight"},
+    )
+
     learned_positions: ClassVar[bool] = True
     fused_query_key_value: ClassVar[bool] = True
     attention_bias: ClassVar[bool] = True
-    parallel_residual: ClassVar[bool] = False
 
     aliases: ClassVar[dict[str, str]] = {
         "n_embd": "hidden_size",
@@ -271,6 +346,28 @@ class GPTNeoXConfig(MultiHeadConfig):
 
     Older Hugging Face files call rope_theta rotary_emb_base; this name is read too.
     """
+
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        defaults={
+            "vocab_size": 50432,
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+        },
+        # GPT-NeoX 20B's file has BERT's names of the dropouts too, which Hugging Face does not read.
+        only={"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+    )
+    # transformers 5 names the head lm_head in memory, and embed_out in files as version 4 does.
+    weight_names: ClassVar[WeightNames] = WeightNames(
+        base="gpt_neox.",
+        heads=("embed_out.", "lm_head."),
+        renamed=((r"^lm_head\.", "embed_out."),),
+        buffers=r"gpt_neox\.(layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)|rotary_emb\.inv_freq)",
+        tied={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    )
 
     fused_query_key_value: ClassVar[bool] = True
     interleaved_heads: ClassVar[bool] = True
@@ -317,23 +414,53 @@ class GPTNeoXConfig(MultiHeadConfig):
 
     @property
     def parallel_residual(self) -> bool:
-        """Whether attention and MLP read the same x."""
+        """True if attention and MLP read the same x."""
         return self.use_parallel_residual
 
     @property
     def rotary_dim(self) -> int:
-        """How many leading dimensions of each head rotary embeddings turn: ⌊rotary_pct · head_dim⌋."""
+        """Number of leading dimensions of each head that rotary embeddings turn: ⌊rotary_pct · head_dim⌋."""
         return int(self.head_dim * self.rotary_pct)
 
 
 class BertConfig(MultiHeadConfig):
     """BERT: LayerNorm after each layer, token types, padding mask, masked-token and next-sentence heads."""
 
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "bert",
+        "BertForPreTraining",
+        defaults=_SIZES_OF_BERT | {"vocab_size": 30522, "intermediate_size": 3072},
+        only={"is_decoder": False, "position_embedding_type": "absolute", "tie_word_embeddings": True},
+        # Google's multilingual and Chinese files have these; Hugging Face's pooler has none of them.
+        inert=frozenset(
+            {
+                "directionality",
+                "pooler_fc_size",
+                "pooler_num_attention_heads",
+                "pooler_num_fc_layers",
+                "pooler_size_per_head",
+                "pooler_type",
+            }
+        ),
+    )
+    # Google's weights were TensorFlow's: gamma and beta. The decoder is the word embedding, and its bias the head's.
+    weight_names: ClassVar[WeightNames] = WeightNames(
+        base="bert.",
+        heads=("cls.",),
+        renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+        buffers=r"bert\.embeddings\.(position_ids|token_type_ids)",
+        tied={
+            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+        },
+    )
+
     norm_place: ClassVar[NormPlace] = "sum"
     learned_positions: ClassVar[bool] = True
     attention_bias: ClassVar[bool] = True
-    parallel_residual: ClassVar[bool] = False
     causal: ClassVar[bool] = False
+    embedding_norm: ClassVar[bool] = True
+    head_transform: ClassVar[bool] = True
     objectives: ClassVar[tuple[Objective, ...]] = ("mlm", "nsp")
 
     keys: ClassVar[dict[str, str]] = {
@@ -374,3 +501,8 @@ class BertConfig(MultiHeadConfig):
         if self.type_vocab_size < 2:
             problems.append(f"model.type_vocab_size ({self.type_vocab_size}) must be at least 2: samples are pairs")
         return problems
+
+    @property
+    def token_types(self) -> int:
+        """Rows of the embedding of token types."""
+        return self.type_vocab_size

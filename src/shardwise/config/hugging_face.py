@@ -1,7 +1,7 @@
 """Hugging Face's `config.json` and our `model` section, in both directions.
 
-A field is translated, or has the one value that we support (`formats.ONLY`), or changes nothing that is trained
-(`formats.status`), or the user says so (`model.ignore`); every other field is an error. An absent field has Hugging
+A field is translated, or has the one value that we support (`ONLY`), or changes nothing that is trained
+(`status`), or the user says so (`model.ignore`); every other field is an error. An absent field has Hugging
 Face's default.
 """
 
@@ -12,30 +12,33 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_value, scalar
-from shardwise.config.decoders import DecoderConfig, every_nth_without_rope
-from shardwise.config.families import GPTConfig, GPTNeoXConfig
-from shardwise.config.hugging_face_fields import FORMATS, ONLY, Format, status
-from shardwise.config.model import FamilyConfig
+from shardwise.config.decoders import every_nth_without_rope
+from shardwise.config.families import FamilyConfig
+from shardwise.config.hugging_face_fields import ABSENT_IF_EMPTY, ONLY, is_inert
+from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH, effective_scaling, unknown_fields, with_one_type
 
+_ROTARY_KEYS = ("rope_theta", "rope_scaling", "rotary_pct")
+_ONLY_IN_RECIPES = ("family", "ignore")
+"""Keys of a `model` section that no `config.json` has."""
 _DERIVED = ("num_key_value_heads", "head_dim")
 """Fields that follow from others where they are null, even if the family's default is a number."""
 _SAME_ACTIVATION = {"swish": "silu", "gelu_python": "gelu"}
 _FULL = "full_attention"
 _MOVED = ("rope_theta", "partial_rotary_factor")
-"""Fields of `rope_parameters` that are keys by themselves here."""
+"""Fields of `rope_parameters` that are keys of their own in a `model` section."""
 
 
 class UnsupportedError(ConfigError):
     """Fields of a `config.json` that describe a model which shardwise lacks.
 
     Attributes:
-        section: the `model` section of the file, with defaults in their place.
+        section: the `model` section of the file, with defaults in place of these fields.
     """
 
     def __init__(self, problems: Sequence[str], section: dict[str, Any]) -> None:
@@ -44,7 +47,7 @@ class UnsupportedError(ConfigError):
 
 
 def read_hugging_face(path: Path, ignore: Collection[str] = ()) -> dict[str, Any]:
-    """The `model` section that a `config.json`, or the folder that holds one, describes.
+    """Return the `model` section that a `config.json`, or the folder that holds one, describes.
 
     Args:
         path: the file or the folder.
@@ -65,7 +68,7 @@ def read_hugging_face(path: Path, ignore: Collection[str] = ()) -> dict[str, Any
 
 
 def parse_hugging_face(text: bytes, origin: str, ignore: Collection[str] = ()) -> dict[str, Any]:
-    """The `model` section that the text of a `config.json` describes; `origin` and `ignore` as in `from_hugging_face`.
+    """Return the `model` section that the text of a `config.json` describes; arguments as in `from_hugging_face`.
 
     Raises:
         ConfigError: the text is no JSON object; else as `from_hugging_face`.
@@ -84,7 +87,7 @@ def parse_hugging_face(text: bytes, origin: str, ignore: Collection[str] = ()) -
 
 
 def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection[str] = ()) -> dict[str, Any]:
-    """The `model` section that the fields of a Hugging Face configuration describe.
+    """Return the `model` section that the fields of a Hugging Face configuration describe.
 
     Old and new spellings are read: GPT-2's `n_embd`, `rotary_pct` and `rotary_emb_base`, `rope_theta` and
     `rope_scaling` or the `rope_parameters` of transformers 5. Pydantic checks the section's own values later.
@@ -95,186 +98,301 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
         ignore: names of fields that change nothing, as the user says (`model.ignore`).
 
     Raises:
-        UnsupportedError: with every field that describes a model which shardwise lacks, and what is supported.
+        UnsupportedError: a field describes a model which shardwise lacks; names all such fields and what is supported.
         ConfigError: the model is of none of our families.
     """
-    kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in FORMATS:
-        shown = "is missing: it" if kind is None else f"({_shown(kind)})"
-        raise ConfigError(f"{origin}: model_type {shown} must be {listing(FORMATS, 'or')}")
-    form = FORMATS[kind]
-    given, problems = _one_spelling(values, form)
-    problems += _layers(given, form)
-    if given.get("use_sliding_window") is False and "sliding_window" not in form.absent:
-        given.pop("sliding_window", None)  # the width of a window that is not used
-    section: dict[str, Any] = {"family": form.family}
+    model_type = values.get("model_type")
+    families = families_by_model_type()
+    if not isinstance(model_type, str) or model_type not in families:
+        shown = "is missing: it" if model_type is None else f"({_shown(model_type)})"
+        raise ConfigError(f"{origin}: model_type {shown} must be {listing(families, 'or')}")
+    family = families[model_type]
+    unread, problems = _one_spelling(values, family)
+    problems += _take_layers(unread, family)
+    if unread.get("use_sliding_window") is False and "sliding_window" not in family.config_file.absent:
+        unread.pop("sliding_window", None)  # the width of a window that is not used
+    section: dict[str, Any] = {"family": _family_name(family)}
     if ignore:
         section["ignore"] = list(ignore)
-    for key, (name, default) in form.fields.items():
-        value = given.pop(name, default)
-        if value is None and name not in (*_DERIVED, "pad_token_id"):
-            value = default
-        problem = None
-        if key == form.model.keys["activation"]:
-            value = _SAME_ACTIVATION.get(str(value), value)
-            if value not in form.activations:
-                problem = _unsupported(name, value, form.activations)
-        elif name in form.only and value != form.only[name]:
-            problem = _unsupported(name, value, (form.only[name],))
-        elif value is None and default is not None and name not in _DERIVED:
-            problem = f"{name} (null) is not supported: only an id"
+    for key, (name, default) in translated_fields(family).items():
+        value, problem = _value_of(key, name, default, unread, family)
         if problem is not None:
             problems.append(problem)
-            value = default
         if value is not None:
             section[key] = value
-    if "rope_theta" in form.model.model_fields:
-        rotary, rotary_problems = _rotary(given, section["max_position_embeddings"], form, ignore)
+    if "rope_theta" in family.model_fields:
+        rotary, rotary_problems = _take_rotary(unread, section["max_position_embeddings"], family, ignore)
         section |= rotary
         problems += rotary_problems
-    problems += _leftover(given, form, ignore) + _not_ignorable(values, form, ignore)
+    problems += _problems_of_unread(unread, family, ignore) + _not_ignorable(values, family, ignore)
     if problems:
         raise UnsupportedError([f"{origin}: {problem}" for problem in problems], section)
     return section
 
 
 def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
-    """The fields of a model's `config.json`, as transformers 4 and 5 read them, without dtype and token ids."""
-    kind, form = next((kind, form) for kind, form in FORMATS.items() if form.family == model.family)
-    fields: dict[str, Any] = {"architectures": [form.architecture], "model_type": kind}
-    fields |= {name: getattr(model, key) for key, (name, _) in form.fields.items()}
-    fields |= dict.fromkeys(form.absent)
+    """Return the fields of a model's `config.json`, as transformers 4 and 5 read them, without dtype and token ids."""
+    family = type(model)
+    file = family.config_file
+    keys = family.model_fields
+    fields: dict[str, Any] = {"architectures": [file.architecture], "model_type": file.model_type}
+    for key, (name, _) in translated_fields(family).items():
+        value = getattr(model, key)
+        if key in file.null_if_derived and value == keys[key].get_default(
+            call_default_factory=True, validated_data=vars(model)
+        ):
+            value = None
+        fields[name] = value
+    fields |= dict.fromkeys(file.absent)
     if not model.ffn_dropout_p:
         fields.pop("ffn_dropout", None)  # only shardwise reads this field
-    if isinstance(model, GPTConfig) and model.intermediate_size == 4 * model.hidden_size:
-        fields["n_inner"] = None
-    if not form.writes_derived_heads and model.head_dim * model.num_attention_heads == model.hidden_size:
+    if not file.writes_derived_heads and model.head_dim * model.num_attention_heads == model.hidden_size:
         del fields["head_dim"]
-    if isinstance(model, DecoderConfig | GPTNeoXConfig):
-        scaling = dict(model.rope_scaling or {"rope_type": "default"})
-        fields["rope_parameters"] = {"rope_theta": model.rope_theta, **scaling}
-        fields["rope_scaling"] = model.rope_scaling
-        if isinstance(model, GPTNeoXConfig):
-            fields["rope_parameters"]["partial_rotary_factor"] = model.rotary_pct
-            fields |= {"rotary_pct": model.rotary_pct, "rotary_emb_base": model.rope_theta}
-        else:
-            fields["rope_theta"] = model.rope_theta
+    if "rope_theta" in keys:
+        fields |= _rotary_fields(model)
     return fields
 
 
-def _layers(given: dict[str, Any], form: Format) -> list[str]:
-    """Take `layer_types` and `no_rope_layer_interval` out of `given`; returns what is wrong with them.
+def _rotary_fields(model: FamilyConfig) -> dict[str, Any]:
+    """Return the rotary fields of a file, for transformers 5 (`rope_parameters`) and for version 4 beside it."""
+    keys = vars(model)
+    theta = keys["rope_theta"]
+    scaling = keys["rope_scaling"]
+    parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    fields = {"rope_parameters": parameters, "rope_scaling": scaling}
+    if "rotary_pct" not in keys:
+        return {**fields, "rope_theta": theta}
+    fraction = keys["rotary_pct"]
+    parameters["partial_rotary_factor"] = fraction
+    return {**fields, "rotary_pct": fraction, "rotary_emb_base": theta}
+
+
+def families_by_model_type() -> dict[str, type[FamilyConfig]]:
+    """Return the records of all families by Hugging Face's `model_type`."""
+    return {family.config_file.model_type: family for family in FAMILIES.values()}
+
+
+def _family_name(family: type[FamilyConfig]) -> str:
+    """Return the value of `model.family` that names a record."""
+    return next(name for name, known in FAMILIES.items() if known is family)
+
+
+def translated_fields(family: type[FamilyConfig]) -> dict[str, tuple[str, Any]]:
+    """Map each key of a family to Hugging Face's field and its default; `None` where the family derives the default.
+
+    `rope_theta`, `rope_scaling` and `rotary_pct` are not among them: Hugging Face writes them in several ways.
+    """
+    file = family.config_file
+    fields = {}
+    for key, info in family.model_fields.items():
+        if key in _ONLY_IN_RECIPES or key in _ROTARY_KEYS:
+            continue
+        default = None if info.default_factory else info.default
+        fields[key] = (file.names.get(key, key), file.defaults.get(key, default))
+    return fields
+
+
+def _fields_read(family: type[FamilyConfig]) -> set[str]:
+    """Return the fields that are translated for a family, in all spellings."""
+    names = set(family.config_file.spellings)
+    names.update(name for name, _ in translated_fields(family).values())
+    if "rope_theta" in family.model_fields:
+        names.update(_ROTARY_KEYS, ("partial_rotary_factor", "rope_parameters", "rotary_emb_base"))
+    return names
+
+
+def _neutral_values() -> dict[str, tuple[Any, ...]]:
+    """Map fields of single families to the values that mean the same as their absence in a family that lacks them."""
+    neutral: dict[str, tuple[Any, ...]] = {}
+    for family in FAMILIES.values():
+        for name, value in family.config_file.only.items():
+            if name not in ("position_embedding_type", "tie_word_embeddings"):
+                neutral[name] = (value,)
+    for family in FAMILIES.values():
+        fields = translated_fields(family)
+        for role, key in family.keys.items():
+            if role.endswith("_dropout"):
+                neutral[fields[key][0]] = (0,)
+    return neutral | {
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "partial_rotary_factor": (1,),
+        "position_embedding_type": ("rope", "rotary"),
+        "rotary_pct": (1,),
+        "use_parallel_residual": (False,),
+    }
+
+
+def status(name: str, value: Any, family: type[FamilyConfig]) -> Literal["inert", "neutral", "unsupported", "unknown"]:
+    """Return the meaning of a field in a family's file, if it is none of the fields that are translated.
+
+    The family's own words count before those for all families, and these before other families' fields.
+
+    Returns:
+        `inert`: it changes nothing, whatever its value. `neutral`: its value changes nothing. `unsupported`: it changes
+        what the model computes. `unknown`: the family does not read it as far as is known here, but it may mean a model
+        that computes something else, so the user decides (`model.ignore`).
+    """
+    file = family.config_file
+    only = {**ONLY, **file.only}
+    if name in file.inert or (is_inert(name) and name not in file.only):
+        return "inert"
+    if name in only:
+        is_neutral = value is None or value == only[name] or (name in ABSENT_IF_EMPTY and not value)
+        return "neutral" if is_neutral else "unsupported"
+    if name in _fields_read(family):
+        return "unsupported"
+    is_neutral = value is None or value in _neutral_values().get(name, ())
+    return "neutral" if is_neutral else "unknown"
+
+
+def _value_of(
+    key: str, name: str, default: Any, unread: dict[str, Any], family: type[FamilyConfig]
+) -> tuple[Any, str | None]:
+    """Take the field `name` out of `unread`; returns the value of our key, None to leave it out, and an error or None.
+
+    With an error the value is the default.
+    """
+    file = family.config_file
+    value = unread.pop(name, default)
+    if value is None and name not in (*_DERIVED, "pad_token_id"):
+        value = default
+    if key == family.keys["activation"]:
+        value = _SAME_ACTIVATION.get(str(value), value)
+        supported = get_args(family.model_fields[key].annotation)
+        if value not in supported:
+            return default, _unsupported(name, value, supported)
+    elif name in file.only and value != file.only[name]:
+        return default, _unsupported(name, value, (file.only[name],))
+    elif value is None and default is not None and name not in _DERIVED:
+        return default, f"{name} (null) is not supported: only an id"
+    return value, None
+
+
+def _take_layers(unread: dict[str, Any], family: type[FamilyConfig]) -> list[str]:
+    """Take `layer_types` and `no_rope_layer_interval` out of `unread`; returns the errors in them.
 
     Every family attends fully in all layers, so `layer_types` may say nothing else. From the interval, `no_rope_layers`
     is made where the file lacks it.
     """
-    name, default = form.fields["num_hidden_layers"]
-    layers = given.get(name, default)
-    layers = layers if isinstance(layers, int) else default  # pydantic refuses another type later
-    problems, types = [], given.pop("layer_types", None)
+    fields = translated_fields(family)
+    name, default = fields["num_hidden_layers"]
+    layers = unread.get(name, default)
+    if not isinstance(layers, int):
+        layers = default  # pydantic refuses another type later
+    problems = []
+    types = unread.pop("layer_types", None)
     if types and types != [_FULL] * layers:
         problems.append(f'layer_types ({_shown(types)}) is not supported: only "{_FULL}" for each of {layers} layers')
-    if "no_rope_layers" in form.fields:
-        interval = given.pop("no_rope_layer_interval", 4)
+    if "no_rope_layers" in fields:
+        interval = unread.pop("no_rope_layer_interval", 4)
         if not isinstance(interval, int) or interval < 1:
             problems.append(f"no_rope_layer_interval ({_shown(interval)}) must be a positive whole number")
-        elif given.get("no_rope_layers") is None:
-            given["no_rope_layers"] = every_nth_without_rope(interval, layers)
+        elif unread.get("no_rope_layers") is None:
+            unread["no_rope_layers"] = every_nth_without_rope(interval, layers)
     return problems
 
 
-def _one_spelling(values: Mapping[str, Any], form: Format) -> tuple[dict[str, Any], list[str]]:
-    """The fields under the names that `form` has for them; and an error for each two spellings that differ."""
-    given, problems = dict(values), []
-    for spelling, name in form.spellings.items():
-        if spelling not in given:
+def _one_spelling(values: Mapping[str, Any], family: type[FamilyConfig]) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields under the family's names for them, and an error for each two spellings that differ."""
+    fields = dict(values)
+    problems = []
+    for spelling, name in family.config_file.spellings.items():
+        if spelling not in fields:
             continue
-        value = given.pop(spelling)
-        if given.setdefault(name, value) != value:
-            problems.append(f"{spelling} ({_shown(value)}) and {name} ({_shown(given[name])}) must be equal")
-    return given, problems
+        value = fields.pop(spelling)
+        if fields.setdefault(name, value) != value:
+            problems.append(f"{spelling} ({_shown(value)}) and {name} ({_shown(fields[name])}) must be equal")
+    return fields, problems
 
 
-def _rotary(
-    given: dict[str, Any], longest: int, form: Format, ignore: Collection[str]
+def _take_rotary(
+    unread: dict[str, Any], longest: int, family: type[FamilyConfig], ignore: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Take the fields of rotary embeddings out of `given`; returns our keys for them, and what contradicts them.
+    """Take the fields of rotary embeddings out of `unread`; returns our keys for them, and the errors in them.
 
-    Fields of the mappings that no type of scaling has come into `given`, unless `ignore` names them.
+    Fields of the mappings that no type of scaling has come into `unread`, unless `ignore` names them.
 
     As in transformers 5, `rope_scaling` counts before `rope_parameters`, and both before the fields beside them.
     """
-    keys = form.model.model_fields
-    partial = "rotary_pct" in keys
-    scalings = {name: given.pop(name, None) or {} for name in ("rope_scaling", "rope_parameters")}
-    problems = [
-        f"{name} ({_shown(value)}) must be an object" for name, value in scalings.items() if not isinstance(value, dict)
-    ]
-    scalings = {name: value if isinstance(value, dict) else {} for name, value in scalings.items()}
-    for name, value in scalings.items():
+    keys = family.model_fields
+    is_partial = "rotary_pct" in keys
+    problems = []
+    mappings: dict[str, dict[str, Any]] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = unread.pop(name, None) or {}
+        if not isinstance(value, dict):
+            problems.append(f"{name} ({_shown(value)}) must be an object")
+            value = {}
+        mappings[name] = value
+    for name, value in mappings.items():
         unknown = [key for key in unknown_fields(value) if key not in _MOVED]
-        given |= {f"{name}.{key}": value[key] for key in unknown if key not in ignore}
-        scalings[name] = {key: inner for key, inner in value.items() if key not in unknown}
-    # A length beside the mappings counts before one in them, where their type needs it.
-    length = {key: given.pop(key) for key in (LENGTH,) if given.get(key) is not None}
-    old, new = ({**value, **length} if value else {} for value in scalings.values())
-    theta_field, part_field = ("rotary_emb_base", "rotary_pct") if partial else ("rope_theta", "partial_rotary_factor")
+        unread |= {f"{name}.{key}": value[key] for key in unknown if key not in ignore}
+        mappings[name] = {key: inner for key, inner in value.items() if key not in unknown}
+    if unread.get(LENGTH) is not None:
+        # A length beside the mappings counts before one in them, where their type needs it.
+        length = unread.pop(LENGTH)
+        mappings = {name: {**value, LENGTH: length} if value else {} for name, value in mappings.items()}
+    old = mappings["rope_scaling"]
+    new = mappings["rope_parameters"]
     chosen = old or new
-    theta = _first(chosen.get("rope_theta"), given.get(theta_field), keys["rope_theta"].default)
-    part = _first(
-        chosen.get("partial_rotary_factor"), given.get(part_field), keys["rotary_pct"].default if partial else 1.0
-    )
+    theta_field = "rotary_emb_base" if is_partial else "rope_theta"
+    fraction_field = "rotary_pct" if is_partial else "partial_rotary_factor"
+    default_fraction = keys["rotary_pct"].default if is_partial else 1.0
+    theta = _first(chosen.get("rope_theta"), unread.get(theta_field), keys["rope_theta"].default)
+    fraction = _first(chosen.get("partial_rotary_factor"), unread.get(fraction_field), default_fraction)
     scaling = _scaling(chosen, longest)
     if old and new and scaling != _scaling(new, longest):
         problems.append(f"rope_scaling ({_shown(old)}) and rope_parameters ({_shown(new)}) must say the same")
     for name, effective, source in (
         ("rope_theta", theta, theta_field),
         ("rotary_emb_base", theta, theta_field),
-        ("partial_rotary_factor", part, part_field),
-        ("rotary_pct", part, part_field),
+        ("partial_rotary_factor", fraction, fraction_field),
+        ("rotary_pct", fraction, fraction_field),
     ):
-        for place, value in ((name, given.pop(name, None)), (f"rope_parameters.{name}", new.get(name))):
+        for place, value in ((name, unread.pop(name, None)), (f"rope_parameters.{name}", new.get(name))):
             if value is not None and value != effective:
                 problems.append(
                     f"{place} ({_shown(value)}) must be {_shown(effective)}, which Hugging Face reads from "
                     f"rope_scaling, rope_parameters or {source}"
                 )
     section: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
-    if partial:
-        section["rotary_pct"] = part
-    elif part != 1.0:
-        problems.append(_unsupported("partial_rotary_factor", part, (1.0,)))
+    if is_partial:
+        section["rotary_pct"] = fraction
+    elif fraction != 1.0:
+        problems.append(_unsupported("partial_rotary_factor", fraction, (1.0,)))
     return section, problems
 
 
 def _scaling(parameters: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
-    """Our `rope_scaling` of Hugging Face's: what decides the angles, without what is a key by itself here."""
+    """Return our `rope_scaling` for Hugging Face's: the fields that decide the angles, without those that are keys."""
     scaling = with_one_type(
         {key: value for key, value in parameters.items() if key not in _MOVED and value is not None}
     )
     return effective_scaling({"rope_type": "default", **scaling}, longest)
 
 
-def _leftover(given: Mapping[str, Any], form: Format, ignore: Collection[str]) -> list[str]:
-    """An error for each field that is not translated and has another value than the one that changes nothing.
+def _problems_of_unread(unread: Mapping[str, Any], family: type[FamilyConfig], ignore: Collection[str]) -> list[str]:
+    """Return an error for each field that was not translated and has another value than the one that changes nothing.
 
     The fields that no family knows are one error, with the key that leaves them out.
     """
-    only = {**ONLY, **form.only}
+    file = family.config_file
+    only = {**ONLY, **file.only}
     problems = [
         f"{name} is missing, which means {_shown(value)}: only {_shown(only[name])} is supported"
-        for name, value in form.absent.items()
-        if name not in given and name in only
+        for name, value in file.absent.items()
+        if name not in unread and name in only
     ]
     unknown = []
-    for name, value in given.items():
-        kind = status(name, value, form)
-        if kind == "unsupported":
+    for name, value in unread.items():
+        meaning = status(name, value, family)
+        if meaning == "unsupported":
             problems.append(_unsupported(name, value, (only[name],)))
-        elif kind == "unknown" and name not in ignore:
+        elif meaning == "unknown" and name not in ignore:
             unknown.append(name)
     if unknown:
-        shown = listing(f"{name} ({_shown(given[name])})" for name in unknown)
+        shown = listing(f"{name} ({_shown(unread[name])})" for name in unknown)
         are, they = ("is no field", "it changes") if len(unknown) == 1 else ("are no fields", "they change")
         problems.append(
             f"{shown} {are} that shardwise knows: if {they} nothing that the model computes, set "
@@ -283,9 +401,9 @@ def _leftover(given: Mapping[str, Any], form: Format, ignore: Collection[str]) -
     return problems
 
 
-def _not_ignorable(values: Mapping[str, Any], form: Format, ignore: Collection[str]) -> list[str]:
-    """An error for the fields of the file that `model.ignore` names although they change what a model computes."""
-    names = [name for name in ignore if name in values and status(name, values[name], form) == "unsupported"]
+def _not_ignorable(values: Mapping[str, Any], family: type[FamilyConfig], ignore: Collection[str]) -> list[str]:
+    """Return an error for the fields of the file that `model.ignore` names although they change the computation."""
+    names = [name for name in ignore if name in values and status(name, values[name], family) == "unsupported"]
     if not names:
         return []
     change = "changes" if len(names) == 1 else "change"
@@ -293,7 +411,7 @@ def _not_ignorable(values: Mapping[str, Any], form: Format, ignore: Collection[s
 
 
 def _override(names: Iterable[str]) -> str:
-    """`model.ignore` as one word of a command line; names that YAML would read as other values stand in quotes."""
+    """Return `model.ignore` as one word of a command line; quotes names that YAML would read as other values."""
     shown = [
         name if re.fullmatch(r"[A-Za-z_][\w.-]*", name) and scalar(name) == name else json.dumps(name) for name in names
     ]
@@ -306,7 +424,7 @@ def _unsupported(name: str, value: Any, valid: Iterable[Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """As JSON, cut short where it is long."""
+    """Return the value as JSON, cut short where it is long."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}…"
 

@@ -1,40 +1,32 @@
-"""How each family's Hugging Face `config.json` is written, and which values of its fields this package supports."""
+"""Fields of Hugging Face's `config.json`: the record of a family's file, and the fields that mean the same in all."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
-
-from shardwise.config.decoders import LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
-from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig
-from shardwise.config.model import FamilyConfig
-
-_ROTARY = ("rope_theta", "rope_scaling", "rotary_pct")
-_ROTARY_FIELDS = (*_ROTARY, "partial_rotary_factor", "rope_parameters", "rotary_emb_base")
-_OURS = ("family", "ignore")
-"""Keys of a `model` section that no `config.json` has."""
+from typing import Any
 
 
 @dataclass(frozen=True)
-class Format:
-    """How one family's `config.json` is written.
+class ConfigFile:
+    """The way in which one family's `config.json` is written.
 
     A field has the name and the default of the family's key, where `names` and `defaults` do not say otherwise.
 
     Attributes:
-        model: the family's class.
-        architecture: the value of `architectures`.
-        defaults: our key → Hugging Face's default, where the family's class has none or another one.
-        names: our key → Hugging Face's field, where they differ.
+        model_type: value of the field `model_type`, which names the family in a file.
+        architecture: value of the field `architectures`.
+        defaults: key → Hugging Face's default, where the family's class has none or another one.
+        names: key → Hugging Face's field, where they differ.
         spellings: another spelling that Hugging Face reads → field.
         only: field → its one supported value, beside `ONLY`; these count before `inert` and `is_inert`.
-        absent: field → what its absence means to transformers; our files say null there.
+        absent: field → the value that its absence means to transformers; written files say null there.
         inert: fields that change nothing that is trained in this family, whatever `ONLY` says.
-        writes_derived_heads: whether a file states `head_dim` where it follows from other fields.
+        writes_derived_heads: true if a file states `head_dim` where it follows from other fields.
+        null_if_derived: keys that a file states as null where they follow from others.
     """
 
-    model: type[FamilyConfig]
+    model_type: str
     architecture: str
     defaults: Mapping[str, Any]
     names: Mapping[str, str] = field(default_factory=dict)
@@ -43,34 +35,7 @@ class Format:
     absent: Mapping[str, Any] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     writes_derived_heads: bool = True
-
-    @property
-    def family(self) -> str:
-        """The value of `model.family`."""
-        return str(get_args(self.model.model_fields["family"].annotation)[0])
-
-    @property
-    def fields(self) -> dict[str, tuple[str, Any]]:
-        """Our key → Hugging Face's field and its default; `None` where the family derives the default.
-
-        `rope_theta`, `rope_scaling` and `rotary_pct` are not among them: Hugging Face writes them in several ways.
-        """
-        keys = {key: info for key, info in self.model.model_fields.items() if key not in (*_OURS, *_ROTARY)}
-        return {
-            key: (self.names.get(key, key), self.defaults.get(key, None if info.default_factory else info.default))
-            for key, info in keys.items()
-        }
-
-    @property
-    def read(self) -> frozenset[str]:
-        """The fields that are translated, in all spellings."""
-        rotary = _ROTARY_FIELDS if "rope_theta" in self.model.model_fields else ()
-        return frozenset(self.spellings).union((name for name, _ in self.fields.values()), rotary)
-
-    @property
-    def activations(self) -> tuple[str, ...]:
-        """The supported values of the activation."""
-        return get_args(self.model.model_fields[self.model.keys["activation"]].annotation)
+    null_if_derived: tuple[str, ...] = ()
 
 
 # Fields that change what a model of any family computes, each with the one value at which it changes nothing. No
@@ -184,159 +149,9 @@ def is_inert(name: str) -> bool:
     return name in _INERT or name.startswith("_") or name.endswith(("_token_id", "_token_ids"))
 
 
-_SIZES_OF_LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-_SIZES_OF_QWEN = _SIZES_OF_LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
-_SIZES_OF_BERT = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
-# What a file says of windows means nothing while use_sliding_window is false, which is all that is supported.
-_UNUSED_WINDOW = frozenset({"sliding_window"})
-_SPELLINGS_OF_GPT2 = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}
-
-FORMATS = {
-    "llama": Format(
-        LlamaConfig,
-        "LlamaForCausalLM",
-        defaults=_SIZES_OF_LLAMA | {"rms_norm_eps": 1e-6},
-        only={"pretraining_tp": 1, "rope_interleaved": False},
-    ),
-    "mistral": Format(
-        MistralConfig,
-        "MistralForCausalLM",
-        defaults=_SIZES_OF_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8},
-        absent={"sliding_window": 4096},
-    ),
-    "qwen2": Format(
-        Qwen2Config,
-        "Qwen2ForCausalLM",
-        defaults=_SIZES_OF_QWEN,
-        only={"use_mrope": False},
-        inert=_UNUSED_WINDOW,
-        writes_derived_heads=False,
-    ),
-    "qwen3": Format(
-        Qwen3Config,
-        "Qwen3ForCausalLM",
-        defaults=_SIZES_OF_QWEN,
-        inert=_UNUSED_WINDOW,
-    ),
-    "olmo2": Format(
-        Olmo2Config,
-        "Olmo2ForCausalLM",
-        defaults=_SIZES_OF_LLAMA | {"vocab_size": 50304},
-        absent={"pad_token_id": 1},
-        writes_derived_heads=False,
-    ),
-    "smollm3": Format(
-        SmolLM3Config,
-        "SmolLM3ForCausalLM",
-        defaults={
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-        },
-        absent={"pad_token_id": 128004},
-        inert=_UNUSED_WINDOW | {"pretraining_tp"},
-        writes_derived_heads=False,
-    ),
-    "gpt2": Format(
-        GPTConfig,
-        "GPT2LMHeadModel",
-        defaults=_SIZES_OF_BERT | {"vocab_size": 50257},
-        names=_SPELLINGS_OF_GPT2 | {"intermediate_size": "n_inner"},
-        spellings=_SPELLINGS_OF_GPT2 | {"n_ctx": "n_positions"},
-        only={"reorder_and_upcast_attn": False, "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True},
-    ),
-    "gpt_neox": Format(
-        GPTNeoXConfig,
-        "GPTNeoXForCausalLM",
-        defaults={
-            "vocab_size": 50432,
-            "hidden_size": 6144,
-            "intermediate_size": 24576,
-            "num_hidden_layers": 44,
-            "num_attention_heads": 64,
-        },
-        # GPT-NeoX 20B's file has BERT's names of the dropouts too, which Hugging Face does not read.
-        only={"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
-    ),
-    "bert": Format(
-        BertConfig,
-        "BertForPreTraining",
-        defaults=_SIZES_OF_BERT | {"vocab_size": 30522, "intermediate_size": 3072},
-        only={"is_decoder": False, "position_embedding_type": "absolute", "tie_word_embeddings": True},
-        # Of Google's multilingual and Chinese files; Hugging Face's pooler has none of them.
-        inert=frozenset(
-            {
-                "directionality",
-                "pooler_fc_size",
-                "pooler_num_attention_heads",
-                "pooler_num_fc_layers",
-                "pooler_size_per_head",
-                "pooler_type",
-            }
-        ),
-    ),
-}
-"""By `model_type`."""
-
 # Fields that count as absent where they are 0, false or empty.
-_NONE_IF_EMPTY = frozenset({
+ABSENT_IF_EMPTY = frozenset({
     "compression_config", "mlp_only_layers", "moe_intermediate_size", "n_routed_experts", "n_shared_experts",
     "no_rope_layers", "num_experts", "num_experts_per_tok", "num_local_experts", "per_layer_config", "quantization",
     "quantization_config", "shared_expert_intermediate_size",
 })  # fmt: skip
-# Fields of single families, with the values that mean the same as their absence in a family that lacks them.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **{
-        name: (value,)
-        for form in FORMATS.values()
-        for name, value in form.only.items()
-        if name not in ("position_embedding_type", "tie_word_embeddings")
-    },
-    **{
-        form.fields[key][0]: (0,)
-        for form in FORMATS.values()
-        for role, key in form.model.keys.items()
-        if role.endswith("_dropout")
-    },
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "partial_rotary_factor": (1,),
-    "position_embedding_type": ("rope", "rotary"),
-    "rotary_pct": (1,),
-    "use_parallel_residual": (False,),
-}
-
-
-def status(name: str, value: Any, form: Format) -> Literal["inert", "neutral", "unsupported", "unknown"]:
-    """What a field says in a family's file, beside the fields that are translated.
-
-    The family's own words count before those for all families, and these before other families' fields.
-
-    Returns:
-        `inert`: it changes nothing, whatever its value. `neutral`: its value changes nothing. `unsupported`: it changes
-        what the model computes. `unknown`: the family does not read it as far as is known here, but it may mean a model
-        that computes something else, so the user decides (`model.ignore`).
-    """
-    only = {**ONLY, **form.only}
-    if name in form.inert or (is_inert(name) and name not in form.only):
-        return "inert"
-    if name in only:
-        is_neutral = value == only[name] or (name in _NONE_IF_EMPTY and not value)
-        return "neutral" if value is None or is_neutral else "unsupported"
-    if name in form.read:
-        return "unsupported"
-    return "neutral" if value is None or value in _NEUTRAL.get(name, ()) else "unknown"

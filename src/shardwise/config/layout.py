@@ -15,7 +15,7 @@ class Layout:
     Attributes:
         world: ranks of the job.
         tensor, pipeline: degrees.
-        sequence: whether activations are cut along the sequence between tensor-parallel regions.
+        sequence_parallel: true if activations are cut along the sequence between tensor-parallel layers.
         virtual: pipeline stages on each rank.
 
     Raises:
@@ -24,7 +24,7 @@ class Layout:
 
     world: int
     tensor: int = 1
-    sequence: bool = False
+    sequence_parallel: bool = False
     pipeline: int = 1
     virtual: int = 1
 
@@ -68,7 +68,7 @@ class Layout:
         return {
             "ranks": self.world,
             "tensor": self.tensor,
-            "sequence": self.sequence,
+            "sequence": self.sequence_parallel,
             "pipeline": self.pipeline,
             "data": self.data,
         }

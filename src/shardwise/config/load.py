@@ -15,8 +15,9 @@ from pydantic.fields import FieldInfo
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import read_small
 from shardwise.config.data import DataConfig
+from shardwise.config.families import FamilyConfig
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
-from shardwise.config.model import FAMILIES, FamilyConfig, OwnConfig
+from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH
 from shardwise.config.section import PROBLEMS, Origin, as_given, system_names, utf8_text
 from shardwise.config.sections import Config
@@ -188,9 +189,9 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
                 all_problems += _texts(details, family)
     if all_problems or config is None:
         raise ConfigError(list(dict.fromkeys(all_problems)))
-    if not isinstance(config.model, OwnConfig):
+    if config.shapes is not None:
         names = [path.split(".")[1] for path in typed if path.startswith("model.")]
-        config.model.came_from(Origin(file, from_file, frozenset(_canonical(family, name) for name in names)))
+        config.shapes.came_from(Origin(file, from_file, frozenset(_canonical(family, name) for name in names)))
     return config
 
 

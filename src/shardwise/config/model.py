@@ -1,4 +1,4 @@
-"""`model.*`: what is trained, a family of this package or a class of the user's own."""
+"""The section `model`: the model that is trained, of a family of this package or a class of the user's."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from shardwise.base.errors import listing
-from shardwise.config.decoders import Decoder
-from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, Objective
+from shardwise.config.decoders import DECODERS
+from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig, Objective
 from shardwise.config.section import Section, reject
+from shardwise.config.weight_names import WeightNames
 
 
-class OwnConfig(Section):
+class UserModelConfig(Section):
     """A causal language model of your own: `family` names its class, which gets every key under `model`."""
 
     model_config = ConfigDict(extra="allow")
 
     has_dropout: ClassVar[bool] = False
-    """No dropout that shardwise draws: a class of your own may drop what it likes."""
+    """False, as shardwise draws no dropout for it: the class may drop what it likes."""
     causal: ClassVar[bool] = True
     objectives: ClassVar[tuple[Objective, ...]] = ("lm",)
     extends_positions: ClassVar[bool] = False
@@ -46,26 +47,42 @@ class OwnConfig(Section):
     )
 
 
-FamilyConfig: TypeAlias = Decoder | GPTConfig | GPTNeoXConfig | BertConfig
-ModelConfig: TypeAlias = FamilyConfig | OwnConfig
+ModelConfig: TypeAlias = FamilyConfig | UserModelConfig
 
+_RECORDS: tuple[type[FamilyConfig], ...] = (*DECODERS, GPTConfig, GPTNeoXConfig, BertConfig)
 FAMILIES: dict[str, type[FamilyConfig]] = {
-    get_args(family.model_fields["family"].annotation)[0]: family for family in get_args(FamilyConfig)
+    get_args(family.model_fields["family"].annotation)[0]: family for family in _RECORDS
 }
-"""By the values of `model.family`."""
+"""The value of `model.family` → the family's record. Everything that goes through all families reads this table."""
+
+
+def shapes_of(model: ModelConfig) -> FamilyConfig | None:
+    """Return the configuration of a family, which knows all shapes; None for a class of the user's, as nobody does.
+
+    It is no attribute of the model: `UserModelConfig` has the user's keys, which may have any name.
+    """
+    return None if isinstance(model, UserModelConfig) else model
+
+
+def weight_names(family: str) -> WeightNames:
+    """Return the names of weights of a value of `model.family`; a class of the user's has its own names alone."""
+    if family not in FAMILIES:
+        return WeightNames()
+    return FAMILIES[family].weight_names
 
 
 def _read(value: Any) -> ModelConfig:
-    """A `model` section as its family's class reads it, or `OwnConfig` for package.module:Class."""
+    """Return a `model` section as its family's record, or as `UserModelConfig` for package.module:Class."""
     if not isinstance(value, dict | Section):
         reject([f"model ({value!r}) must be a mapping of keys"])
     name = value.get("family") if isinstance(value, dict) else getattr(value, "family", None)
     if isinstance(name, str) and ":" in name:
-        return OwnConfig.model_validate(value)
+        return UserModelConfig.model_validate(value)
     if str(name) not in FAMILIES:
         valid = f"{listing(FAMILIES, 'or')}, or package.module:Class for your own"
-        missing = f"model.family is missing (the architecture: {valid})"
-        reject([missing if name is None else f"model.family ({name!r}) must be {valid}"])
+        if name is None:
+            reject([f"model.family is missing (the architecture: {valid})"])
+        reject([f"model.family ({name!r}) must be {valid}"])
     return FAMILIES[str(name)].model_validate(value)
 
 
@@ -88,4 +105,4 @@ class _ChosenByFamily:
 
 
 AnyModel = Annotated[ModelConfig, _ChosenByFamily()]
-"""What a `model` section is read as."""
+"""The type as which pydantic reads a `model` section."""

@@ -1,4 +1,4 @@
-"""Which fields each rotary-embedding scaling takes (`model.rope_scaling`, as Hugging Face writes it)."""
+"""Fields of each type of rotary-embedding scaling (`model.rope_scaling`, as Hugging Face writes it)."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 _FIELDS = {rope_type: (*names, *_OPTIONAL.get(rope_type, ())) for rope_type, names in _REQUIRED.items()}
 _NAMES = {name for names in _FIELDS.values() for name in names} | {"finetuned"}
-"""Fields of all types; files with `finetuned` say by it that the weights were trained with the scaling."""
+"""Fields of all types. `finetuned` says that the weights were trained with the scaling: it decides nothing."""
 
 
 def with_one_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """A `rope_scaling` mapping with `rope_type` alone: the old name `type` counts where `rope_type` is null."""
-    rest = {key: value for key, value in scaling.items() if key not in ("rope_type", "type")}
-    kinds = [scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None]
-    return {"rope_type": kinds[0], **rest} if kinds else rest
+    """Return a `rope_scaling` mapping without the old name `type`, which counts if `rope_type` is null."""
+    fields = {key: value for key, value in scaling.items() if key not in ("rope_type", "type")}
+    for key in ("rope_type", "type"):
+        if scaling.get(key) is not None:
+            return {"rope_type": scaling[key], **fields}
+    return fields
 
 
 def unknown_fields(scaling: Mapping[str, Any]) -> list[str]:
-    """Fields of a `rope_scaling` mapping of a known type that no type has."""
+    """Return the fields of a `rope_scaling` mapping of a known type that no type has."""
     if str(with_one_type(scaling).get("rope_type", "default")) not in _REQUIRED:
         return []
     return [key for key in scaling if key not in _NAMES and key not in ("rope_type", "type")]
 
 
 def effective_scaling(scaling: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
-    """The fields of a `rope_scaling` mapping that decide the angles; None where nothing is scaled.
+    """Return the fields of a `rope_scaling` mapping that decide the angles; None if nothing is scaled.
 
     Fields of other types are left out: transformers does not read them. The length before the scaling is filled in,
     from `longest`, the model's `max_position_embeddings`. Types and fields that transformers lacks too are kept.
@@ -50,20 +52,23 @@ def effective_scaling(scaling: Mapping[str, Any], longest: int) -> dict[str, Any
     rope_type = scaling["rope_type"]
     if not isinstance(rope_type, str) or rope_type not in _FIELDS:
         return dict(scaling)  # `rope_scaling_problems` refuses it
-    fields, unread = _FIELDS[rope_type], _NAMES.difference(_FIELDS[rope_type])
-    effective = {key: value for key, value in scaling.items() if value is not None and key not in unread}
-    if LENGTH in fields:
+    ignored = _NAMES.difference(_FIELDS[rope_type])
+    effective = {key: value for key, value in scaling.items() if value is not None and key not in ignored}
+    if LENGTH in _FIELDS[rope_type]:
         return {**effective, LENGTH: effective.get(LENGTH, longest)}
-    return None if effective == {"rope_type": "default"} else effective
+    if effective == {"rope_type": "default"}:
+        return None
+    return effective
 
 
 def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[str]:
-    """What is wrong with a `rope_scaling` mapping; an empty list when nothing is."""
+    """Return an error for each rule that a `rope_scaling` mapping breaks."""
     rope_type = scaling.get("rope_type")
+    valid = f"one of {listing(_REQUIRED, 'or')}"
+    if rope_type is None:
+        return [f"model.rope_scaling.rope_type is missing: {valid}"]
     if not isinstance(rope_type, str) or rope_type not in _REQUIRED:
-        valid = f"one of {listing(_REQUIRED, 'or')}"
-        given = f"is missing: {valid}" if rope_type is None else f"({rope_type!r}) must be {valid}"
-        return [f"model.rope_scaling.rope_type {given}"]
+        return [f"model.rope_scaling.rope_type ({rope_type!r}) must be {valid}"]
     allowed = ("rope_type", *_FIELDS[rope_type])
     problems = [
         f"model.rope_scaling.{key} is missing: rope_type {rope_type} needs it"
@@ -83,7 +88,8 @@ def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[s
             f"model.rope_scaling.low_freq_factor ({scaling['low_freq_factor']})"
         )
     if not problems and rope_type == "yarn":
-        fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
+        fast = scaling.get("beta_fast") or 32  # transformers' defaults
+        slow = scaling.get("beta_slow") or 1
         if fast < slow:
             problems.append(
                 f"model.rope_scaling.beta_fast ({fast}) must be at least model.rope_scaling.beta_slow ({slow})"
@@ -92,6 +98,7 @@ def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[s
 
 
 def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
+    """Return an error if the value of a field is not valid."""
     name = f"model.rope_scaling.{key}"
     shown = f"{name} ({value!r})"
     if key in ("short_factor", "long_factor"):
@@ -104,7 +111,9 @@ def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
             ]
         return []
     if key == "truncate":
-        return [] if isinstance(value, bool) else [f"{shown} must be true or false"]
+        if isinstance(value, bool):
+            return []
+        return [f"{shown} must be true or false"]
     if _is_number(value) and value > LARGEST:
         return [f"{shown} must be at most {LARGEST}"]
     if key == LENGTH and not (_is_number(value) and isinstance(value, int) and value > 0):
@@ -113,7 +122,9 @@ def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
         return [f"{shown} must be a number"]
     if key == "factor" and value < 1:
         return [f"{shown} must be at least 1"]
-    return [] if value > 0 else [f"{shown} must be greater than 0"]
+    if value <= 0:
+        return [f"{shown} must be greater than 0"]
+    return []
 
 
 def _is_number(value: object) -> TypeGuard[float]:

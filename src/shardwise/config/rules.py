@@ -10,8 +10,10 @@ import re
 from shardwise.base.errors import ConfigError, listing, nearest_numbers, see
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Layout
-from shardwise.config.model import ModelConfig, OwnConfig
-from shardwise.config.sections import SINGLE_STAGE, SPLIT_BACKWARD, V_SHAPED, Config, ParallelConfig
+from shardwise.config.model import ModelConfig
+from shardwise.config.optimizers import DEFAULT_OPTIMIZER
+from shardwise.config.schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
+from shardwise.config.sections import Config, ParallelConfig
 
 
 def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
@@ -119,10 +121,10 @@ def _tensor_problems(config: Config, sequence: bool) -> list[str]:
 def _overlap_problems(config: Config) -> list[str]:
     parallel = config.parallel
     how, problems = parallel.tensor_overlap, []
-    if how is not None and parallel.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD:
+    if how is not None and parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward:
         problems.append(
             f"parallel.tensor_overlap ({how}) must be null with parallel.schedule {parallel.schedule}, which computes "
-            "the gradients that it overlaps apart from each other: choose another schedule, such as 1f1b"
+            f"the gradients that it overlaps apart from each other: choose another schedule, such as {DEFAULT_SCHEDULE}"
         )
     if how == "symmetric_memory" and not parallel.sequence:
         problems.append(
@@ -136,10 +138,11 @@ def _compile_problems(config: Config) -> list[str]:
     parallel, problems = config.parallel, []
     if not config.compile.enabled:
         return ["compile.require_cached (true) must go with compile.enabled (true)"] * config.compile.require_cached
-    if parallel.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD:
+    if parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward:
         problems.append(
             f"compile.enabled (true) must be false with parallel.schedule {parallel.schedule}, which cuts the "
-            "backward pass of a block in two, and that of a compiled block is whole: choose another, such as 1f1b"
+            "backward pass of a block in two, and that of a compiled block is whole: choose another, such as "
+            f"{DEFAULT_SCHEDULE}"
         )
     if parallel.tensor > 1 and parallel.tensor_overlap is not None:
         problems.append(
@@ -166,9 +169,9 @@ def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None
 
 def _schedule_problems(config: Config) -> list[str]:
     train, problems = config.train, []
-    model, limit = config.model, config.model.max_position_embeddings
+    model, shapes, limit = config.model, config.shapes, config.model.max_position_embeddings
     if limit is not None and train.sequence_length > limit and not model.extends_positions:
-        unless = " without model.rope_scaling" if not isinstance(model, OwnConfig) and model.rotary_dim else ""
+        unless = " without model.rope_scaling" if shapes is not None and shapes.rotary_dim else ""
         problems.append(
             f"train.sequence_length ({train.sequence_length}) must be at most "
             f"model.max_position_embeddings ({limit}){unless}"
@@ -256,7 +259,7 @@ def _hook_problems(config: Config) -> list[str]:
         )
     if hooks.loss is not None and config.compile.enabled:
         problems.append(f"compile.enabled (true) must be false with hooks.loss ({hooks.loss}), which is not compiled")
-    if hooks.optimizer is not None and config.optimizer.name != "adamw":
+    if hooks.optimizer is not None and config.optimizer.name != DEFAULT_OPTIMIZER:
         problems.append(
             f"optimizer.name ({config.optimizer.name}) must be left out with hooks.optimizer ({hooks.optimizer})"
         )
@@ -267,36 +270,37 @@ def _hook_problems(config: Config) -> list[str]:
 
 
 def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
-    """Every reason why the model cannot be cut into these stages, or why the schedule cannot run with `micro_batches`.
+    """Return every reason why the model cannot be cut into these stages, or the schedule cannot run them.
 
     Args:
         config: the whole configuration.
-        micro_batches: of a step, on each rank; None if that is no whole number.
+        micro_batches: number of micro-batches of a step on each rank; None if the batch cannot be divided into them.
     """
     parallel = config.parallel
     if parallel.pipeline == 1:
-        return _uncut_problems(parallel, is_own=isinstance(config.model, OwnConfig))
-    if isinstance(config.model, OwnConfig):
+        return _no_pipeline_problems(parallel, is_own=config.shapes is None)
+    if config.shapes is None:
         return [
             f"parallel.pipeline ({parallel.pipeline}) must be 1 with a model of your own (model.family "
             f"{config.model.family}): shardwise does not know how to cut it into stages"
         ]
-    problems = _stage_count_problems(parallel)
+    # Each rule assumes those before it: with a wrong number of stages, the numbers of blocks mean nothing.
+    problems = _virtual_stages_problems(parallel)
     if not problems:
-        problems = _layer_problems(parallel, config.model.num_hidden_layers)
+        problems = _block_count_problems(parallel, config.shapes.num_hidden_layers)
     if not problems and micro_batches is not None:
         problems = _micro_batch_problems(config, micro_batches)
     return problems
 
 
-def _uncut_problems(parallel: ParallelConfig, *, is_own: bool) -> list[str]:
-    """`parallel.stages` must be left out without a pipeline."""
+def _no_pipeline_problems(parallel: ParallelConfig, *, is_own: bool) -> list[str]:
+    """Return why `parallel.stages` must be left out if there is no pipeline, and the degree that would suit it."""
     if parallel.stages is None:
         return []
     per_rank = parallel.model_copy(update={"pipeline": len(parallel.stages)}).stages_per_rank
-    degree, rest = divmod(len(parallel.stages), per_rank)
+    degree, remainder = divmod(len(parallel.stages), per_rank)
     fix = "leave it out"
-    if degree > 1 and not rest and not is_own:
+    if degree > 1 and remainder == 0 and not is_own:
         fix += f", or set parallel.pipeline={degree}"
         if per_rank > 1:
             fix += f", which with parallel.schedule {parallel.schedule} has {per_rank} stages on each rank"
@@ -306,72 +310,76 @@ def _uncut_problems(parallel: ParallelConfig, *, is_own: bool) -> list[str]:
     ]
 
 
-def _stage_count_problems(parallel: ParallelConfig) -> list[str]:
-    schedule, given = parallel.schedule, parallel.virtual_stages
-    if given is None:
+def _virtual_stages_problems(parallel: ParallelConfig) -> list[str]:
+    """Return why the schedule cannot have `parallel.virtual_stages` stages on each rank."""
+    spec = SCHEDULES[parallel.schedule]
+    virtual_stages = parallel.virtual_stages
+    if virtual_stages is None:
         return []
-    must = f"parallel.virtual_stages ({given}) must be"
-    if schedule in SINGLE_STAGE and given > 1:
+    must = f"parallel.virtual_stages ({virtual_stages}) must be"
+    if spec.is_single_stage and virtual_stages > 1:
         return [
-            f"{must} 1 with parallel.schedule {schedule}, which has one stage on each rank: set "
-            "parallel.schedule=interleaved, or leave parallel.virtual_stages out"
+            f"{must} 1 with parallel.schedule {spec.name}, which has one stage on each rank: set "
+            f"parallel.schedule={DEFAULT_WITH_SEVERAL_STAGES}, or leave parallel.virtual_stages out"
         ]
-    if schedule in V_SHAPED and given != 2:
+    if spec.is_v_shaped and virtual_stages != 2:
         return [
-            f"{must} 2 with parallel.schedule {schedule}, whose stages go to the last rank and back: leave "
+            f"{must} 2 with parallel.schedule {spec.name}, whose stages go to the last rank and back: leave "
             "parallel.virtual_stages out"
         ]
-    if schedule not in SINGLE_STAGE and given == 1:
+    if spec.is_interleaved and virtual_stages == 1:
         return [
-            f"{must} at least 2 with parallel.schedule {schedule}: leave parallel.virtual_stages out, or set "
-            "parallel.schedule=1f1b, which has one stage on each rank"
+            f"{must} at least 2 with parallel.schedule {spec.name}: leave parallel.virtual_stages out, or set "
+            f"parallel.schedule={DEFAULT_SCHEDULE}, which has one stage on each rank"
         ]
     return []
 
 
-def _layer_problems(parallel: ParallelConfig, layers: int) -> list[str]:
-    per_rank, schedule = parallel.stages_per_rank, parallel.schedule
+def _block_count_problems(parallel: ParallelConfig, layers: int) -> list[str]:
+    """Return why a model with so many blocks cannot be cut into the stages."""
+    per_rank = parallel.stages_per_rank
     stages = parallel.pipeline * per_rank
     product = f"parallel.pipeline ({parallel.pipeline})"
     if per_rank > 1:
         product = f"parallel.pipeline × stages on each rank ({parallel.pipeline} × {per_rank} = {stages})"
     if stages > layers:
-        fix = _fewer(parallel, layers)
+        fix = _fix_for_too_many_stages(parallel, layers)
         return [f"{product} must be at most model.num_hidden_layers ({layers}), as each stage has a block: {fix}"]
     if parallel.stages is not None:
-        return _named_problems(parallel.stages, stages, product, layers)
+        return _stage_size_problems(parallel.stages, stages, product, layers)
     if per_rank == 1 or layers % stages == 0:
         return []
     valid = _equal_degrees(per_rank, layers)
-    degrees = f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}, " if valid else ""
+    degrees = ""
+    if valid:
+        degrees = f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}, "
     return [
-        f"{product} must divide model.num_hidden_layers ({layers}) with parallel.schedule {schedule}, which has equal "
-        f"stages: {degrees}name unequal ones by parallel.stages, or {_one_stage(parallel, layers)}"
+        f"{product} must divide model.num_hidden_layers ({layers}) with parallel.schedule {parallel.schedule}, which "
+        f"has equal stages: {degrees}name unequal ones by parallel.stages, or {_fix_by_one_stage(parallel, layers)}"
     ]
 
 
 def _equal_degrees(per_rank: int, layers: int) -> list[int]:
-    """Pipeline degrees that cut the model into equal stages, `per_rank` on each rank."""
+    """Return the pipeline degrees that cut the model into equal stages, `per_rank` on each rank."""
     return [degree for degree in range(2, layers // per_rank + 1) if layers % (degree * per_rank) == 0]
 
 
-def _fewer(parallel: ParallelConfig, layers: int) -> str:
-    """The fix for more stages than blocks."""
+def _fix_for_too_many_stages(parallel: ParallelConfig, layers: int) -> str:
     per_rank = parallel.stages_per_rank
-    most = layers // per_rank
+    largest = layers // per_rank
     if layers == 1:
         return "set parallel.pipeline=1"
-    if most > 1 and (per_rank == 1 or parallel.stages is not None):
-        return f"set parallel.pipeline={most} or less"
+    if largest > 1 and (per_rank == 1 or parallel.stages is not None):
+        return f"set parallel.pipeline={largest} or less"
     valid = _equal_degrees(per_rank, layers)
     if not valid:
-        return _one_stage(parallel, layers)
+        return _fix_by_one_stage(parallel, layers)
     return f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}"
 
 
-def _one_stage(parallel: ParallelConfig, layers: int) -> str:
-    """The fix that has one stage on each rank."""
-    changes = ["set parallel.schedule=1f1b"]
+def _fix_by_one_stage(parallel: ParallelConfig, layers: int) -> str:
+    """Return the changes after which each rank has one stage."""
+    changes = [f"set parallel.schedule={DEFAULT_SCHEDULE}"]
     if parallel.virtual_stages is not None:
         changes.append("leave parallel.virtual_stages out")
     if parallel.pipeline > layers:
@@ -379,58 +387,39 @@ def _one_stage(parallel: ParallelConfig, layers: int) -> str:
     return listing(changes)
 
 
-def _named_problems(named: tuple[int, ...], stages: int, product: str, layers: int) -> list[str]:
-    shown, problems = list(named), []
-    if len(named) != stages:
-        problems.append(f"the length of parallel.stages {shown} ({len(named)}) must be {product}")
-    if min(named, default=1) < 1:
+def _stage_size_problems(sizes: tuple[int, ...], stages: int, product: str, layers: int) -> list[str]:
+    """Return what is wrong with `parallel.stages`, the number of blocks of each stage."""
+    shown = list(sizes)
+    problems = []
+    if len(sizes) != stages:
+        problems.append(f"the length of parallel.stages {shown} ({len(sizes)}) must be {product}")
+    if min(sizes, default=1) < 1:
         problems.append(f"each number of parallel.stages {shown} must be at least 1: a stage has a block")
-    if sum(named) != layers:
-        problems.append(f"the sum of parallel.stages {shown} ({sum(named)}) must be model.num_hidden_layers ({layers})")
-    if problems:
-        equal, more = divmod(layers, stages)
-        example = [equal + (stage >= stages - more) for stage in range(stages)]
-        problems = [f"{problem}, such as {example}" for problem in problems]
-    return problems
+    if sum(sizes) != layers:
+        problems.append(f"the sum of parallel.stages {shown} ({sum(sizes)}) must be model.num_hidden_layers ({layers})")
+    smallest, larger_stages = divmod(layers, stages)
+    example = [smallest + (stage >= stages - larger_stages) for stage in range(stages)]
+    return [f"{problem}, such as {example}" for problem in problems]
 
 
 def fits_schedule(parallel: ParallelConfig, micro_batches: int) -> bool:
-    """Whether the schedule can run with that many micro-batches in a step."""
-    return _required(parallel, micro_batches) is None
-
-
-def _required(parallel: ParallelConfig, micro_batches: int) -> str | None:
-    """What the number of micro-batches must be for the schedule; None if it is so.
-
-    Interleaved schedules take micro-batches in equal rounds, each of at least as many as there are ranks; if there are
-    fewer micro-batches than ranks, all are one round.
-    """
-    degree = parallel.pipeline
-    match parallel.schedule:
-        case "gpipe" | "zbv":
-            return None
-        case "1f1b":
-            fits, required = micro_batches >= degree, f"at least parallel.pipeline ({degree})"
-        case "dualpipev":
-            fits = micro_batches >= 2 * degree
-            required = f"at least 2 × parallel.pipeline (2 × {degree} = {2 * degree})"
-        case "interleaved" | "interleaved_zero_bubble":
-            rounds = max(1, micro_batches // degree)
-            fits = micro_batches % rounds == 0
-            required = f"a multiple of the {rounds} rounds that parallel.pipeline ({degree}) takes them in"
-    return None if fits else required
+    """Return whether the schedule can run with that many micro-batches in a step."""
+    return SCHEDULES[parallel.schedule].unmet_requirement(parallel.pipeline, micro_batches) is None
 
 
 def _micro_batch_problems(config: Config, micro_batches: int) -> list[str]:
-    parallel, train = config.parallel, config.train
-    required = _required(parallel, micro_batches)
-    if required is None:
+    """Return why the schedule cannot run with so many micro-batches in a step, and the nearest batches that suit it."""
+    parallel = config.parallel
+    train = config.train
+    requirement = SCHEDULES[parallel.schedule].unmet_requirement(parallel.pipeline, micro_batches)
+    if requirement is None:
         return []
+    # 2p micro-batches suit every schedule, so the range holds numbers that fit.
     fitting = (n for n in range(1, micro_batches + 2 * parallel.pipeline + 1) if fits_schedule(parallel, n))
-    near = nearest_numbers(micro_batches, fitting)
-    batches = listing((n * (train.global_batch // micro_batches) for n in near), "or")
+    nearest = nearest_numbers(micro_batches, fitting)
+    batches = listing((n * (train.global_batch // micro_batches) for n in nearest), "or")
     smaller = f", or lower train.micro_batch ({train.micro_batch})" if train.micro_batch > 1 else ""
     return [
-        f"the micro-batches of a step on each rank ({micro_batches}) must be {required} with parallel.schedule "
+        f"the micro-batches of a step on each rank ({micro_batches}) must be {requirement} with parallel.schedule "
         f"{parallel.schedule}: set train.global_batch={batches}{smaller}"
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from shardwise.config.model import FAMILIES, OwnConfig
+from shardwise.config.model import FAMILIES, UserModelConfig
 from shardwise.config.section import Section
 from shardwise.config.sections import BATCH_RULE, Config
 
@@ -21,7 +21,7 @@ def recipe_schema() -> dict[str, Any]:
     It accepts what `load_config` reads and refuses unknown keys, wrong types and values out of range. What depends on
     several keys, such as whether a layout divides the heads, is checked by `load_config` alone.
     """
-    classes = (Config, *FAMILIES.values(), OwnConfig)
+    classes: tuple[type[Section], ...] = (Config, *FAMILIES.values(), UserModelConfig)
     references, definitions = models_json_schema([(each, "validation") for each in classes])
     schemas = definitions["$defs"]
     names = {each: references[each, "validation"]["$ref"].rpartition("/")[2] for each in classes}
@@ -46,7 +46,7 @@ def recipe_schema() -> dict[str, Any]:
             "required": ["family"],
             "allOf": [
                 *(_chosen({"const": name}, names[family]) for name, family in FAMILIES.items()),
-                _chosen({"pattern": _OWN}, names[OwnConfig]),
+                _chosen({"pattern": _OWN}, names[UserModelConfig]),
             ],
         },
     }

@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
 from shardwise.base import units
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, listing
 from shardwise.base.redaction import has_query, redacted, without_secrets
 from shardwise.config.data import DataConfig
+from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
-from shardwise.config.model import AnyModel, OwnConfig
+from shardwise.config.model import AnyModel, shapes_of
+from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
+from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 from shardwise.config.section import Section, as_given, reject, utf8_text
 
 
@@ -108,13 +112,7 @@ Rounding = Literal["nearest", "stochastic"]
 Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 TensorOverlap = Literal["pieces", "symmetric_memory"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]
-SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
-"""Schedules with one stage on each rank."""
-SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipev")
-"""Schedules that compute the gradients of weights apart from those of inputs."""
-V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
-"""Schedules in which rank r of p holds stages r and 2p-1-r."""
+_SINGLE_STAGE_NAMES = " and ".join(spec.name for spec in SCHEDULES.values() if spec.is_single_stage)
 _MAX_SEED = 2**63 - 1
 BATCH_RULE = r"([1-9]\d*) per ([1-9]\d*) ranks?"  # patterns are compiled where they are used: a start is short
 # The password of a URL: what stands between the user's name and `@`. A colon with digits is a port. A password may
@@ -131,12 +129,12 @@ class ParallelConfig(Section):
     )
     pipeline: int = Field(default=1, gt=0, description="pipeline-parallel degree (PP): the blocks are cut into stages")
     schedule: Schedule = Field(
-        default="1f1b", description="the order in which stages work on micro-batches; no effect with PP 1"
+        default=DEFAULT_SCHEDULE, description="the order in which stages work on micro-batches; no effect with PP 1"
     )
     virtual_stages: int | None = Field(
         default=None,
         gt=0,
-        description="stages on each rank; null = 1 with gpipe and 1f1b, which allow no other number, else 2",
+        description=f"stages on each rank; null = 1 with {_SINGLE_STAGE_NAMES}, which allow no other number, else 2",
     )
     stages: tuple[int, ...] | None = Field(
         default=None,
@@ -168,7 +166,7 @@ class ParallelConfig(Section):
         """Stages on each rank: 1 without a pipeline."""
         if self.pipeline == 1:
             return 1
-        return self.virtual_stages or (1 if self.schedule in SINGLE_STAGE else 2)
+        return self.virtual_stages or SCHEDULES[self.schedule].stages_per_rank
 
 
 class TrainConfig(Section):
@@ -251,7 +249,9 @@ def share_of(rule: str | None) -> Fraction | None:
 class OptimizerConfig(Section):
     """The update rule, its schedule and its sharding."""
 
-    name: Literal["adamw", "lamb"] = Field(default="adamw", description="the update rule")
+    name: str = Field(
+        default=DEFAULT_OPTIMIZER, description="the update rule", json_schema_extra={"enum": [*OPTIMIZERS]}
+    )
     lr: float = Field(gt=0, description="peak learning rate")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warmup; the last of them has lr")
@@ -260,7 +260,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay rates of the two moments")
     eps: float = Field(
-        default_factory=lambda data: 1e-6 if data.get("name") == "lamb" else 1e-8,
+        default_factory=lambda data: OPTIMIZERS[data.get("name", DEFAULT_OPTIMIZER)].eps,
         gt=0,
         description="added to the denominator; default: 1e-8, and 1e-6 with lamb",
     )
@@ -273,6 +273,19 @@ class OptimizerConfig(Section):
         description="MiB of gradients that are reduced at once; null = √(MiB of gradients · data-parallel ranks · 1 "
         "on accelerators, 1/8 on CPUs), at least 1",
     )
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The record of the optimizer that `name` names."""
+        return OPTIMIZERS[self.name]
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name_has_a_record(cls, value: object) -> object:
+        """Refuse a name without a record, as pydantic refuses a value that a `Literal` lacks."""
+        if not isinstance(value, str) or value not in OPTIMIZERS:
+            raise PydanticKnownError("literal_error", {"expected": listing(map(repr, OPTIMIZERS), "or")})
+        return value
 
     @field_validator("zero", mode="before")
     @classmethod
@@ -294,12 +307,12 @@ class OptimizerConfig(Section):
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             problems.append(f"optimizer.betas ({list(self.betas)}) must lie in [0, 1)")
-        if self.name == "lamb" and not self.weight_decay:
+        if self.spec.has_trust_ratios and not self.weight_decay:
             problems.append(
-                f"optimizer.weight_decay ({self.weight_decay}) must be greater than 0 with optimizer.name lamb, which "
-                "gives a trust ratio to what decays: set 0.01, or optimizer.name=adamw"
+                f"optimizer.weight_decay ({self.weight_decay}) must be greater than 0 with optimizer.name {self.name}, "
+                "which gives a trust ratio to what decays: set 0.01, or optimizer.name=adamw"
             )
-        if self.trust_clip and self.name != "lamb":
+        if self.trust_clip and not self.spec.has_trust_ratios:
             problems.append(
                 f"optimizer.trust_clip (true) must be false with optimizer.name {self.name}, which has no trust "
                 "ratios: leave it out, or set optimizer.name=lamb"
@@ -533,12 +546,24 @@ class Config(Section):
         return recorded
 
     @property
+    def shapes(self) -> FamilyConfig | None:
+        """The model's configuration if it is of a family; None for a class of the user's, whose shapes nobody knows."""
+        return shapes_of(self.model)
+
+    @property
+    def known_shapes(self) -> FamilyConfig:
+        """The model's configuration of a family, after a rule has refused classes of the user's."""
+        shapes = self.shapes
+        assert shapes is not None, "the shapes of a class of the user's are not known"
+        return shapes
+
+    @property
     def companions(self) -> str | None:
         """The place that `checkpoint.companions` names, else that of `model.config`, unless weights are loaded."""
         checkpoint = self.checkpoint
-        if checkpoint.companions is not None or checkpoint.load is not None or isinstance(self.model, OwnConfig):
+        if checkpoint.companions is not None or checkpoint.load is not None or self.shapes is None:
             return checkpoint.companions
-        return self.model.origin.file
+        return self.shapes.origin.file
 
     def with_batch_for(self, ranks: int) -> Config:
         """This configuration with the global batch that its rule gives for a number of ranks.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.config.sections import V_SHAPED, ParallelConfig
+from shardwise.config.schedules import SCHEDULES
+from shardwise.config.sections import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -12,10 +13,10 @@ class Stage:
     """Consecutive blocks; the first stage also holds the embedding, and the last one the head.
 
     Attributes:
-        index: from 0, in the order of the model.
+        index: number of the stage in the order of the model, from 0.
         rank: the pipeline rank that holds it.
-        layers: its blocks.
-        stages: how many stages the model has.
+        layers: numbers of its blocks.
+        stages: number of stages of the whole model.
     """
 
     index: int
@@ -33,7 +34,12 @@ class Stage:
 
 
 def rank_of(parallel: ParallelConfig, stage: int) -> int:
-    """The pipeline rank of a stage. Ranks 0, 1, … get one stage each per round; in a V, odd rounds go backwards."""
-    degree = parallel.pipeline
-    round_, place = divmod(stage, degree)
-    return degree - 1 - place if parallel.schedule in V_SHAPED and round_ % 2 else place
+    """Return the pipeline rank that holds a stage, given by its index in the order of the model.
+
+    Stages are dealt out in rounds, one to each rank. In a V-shaped schedule every second round goes from the last rank
+    to the first, so that rank r of p holds the stages r and 2p-1-r.
+    """
+    round_number, place = divmod(stage, parallel.pipeline)
+    if SCHEDULES[parallel.schedule].is_v_shaped and round_number % 2 == 1:
+        return parallel.pipeline - 1 - place
+    return place

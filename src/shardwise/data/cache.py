@@ -38,14 +38,15 @@ from shardwise.base.files import (
     write_atomic,
 )
 from shardwise.base.parsing import json_value
-from shardwise.data.parts import PARTS, Part
 from shardwise.data.samples.batch import TokenArray
 from shardwise.data.samples.sentences import Sentences
+from shardwise.data.split import PARTS, Part
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 2
 BOUNDS = ("sentences", "documents")
 BOUNDS_DTYPE = np.dtype("<i8")
+# A start reads at most 256 blocks of 64 KiB of each file, 16 MiB: a fraction of a second on a network file system.
 _BLOCK = 1 << 16
 _CHECKED_BLOCKS = 256
 
@@ -64,7 +65,7 @@ def writing(root: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(root: Path, key: str) -> Iterator[bool]:
-    """Waits for the only lock on `key`; false where the file system has no locks (then several may build at once)."""
+    """Waits for the only lock on `key`; False if the file system has no locks (then several may build at once)."""
     with writing(root):
         path = root / "locks" / f"{key}.lock"
         make_folder(path.parent)
@@ -112,7 +113,7 @@ class TokenWriter(ArrayWriter):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A folder of the cache."""
 
     path: Path
@@ -130,7 +131,7 @@ class Entry:
         return np.memmap(self.path / f"{part}.bin", dtype=dtype, mode="r")
 
     def sentences(self, part: Part) -> Sentences:
-        """The part's sentences, mapped from the files, where the entry has them."""
+        """The part's sentences, mapped from the files; the entry must have been built for sentence pairs."""
         bounds, documents = (
             np.memmap(self.path / f"{part}.{name}.bin", dtype=BOUNDS_DTYPE, mode="r") for name in BOUNDS
         )
@@ -138,12 +139,12 @@ class Entry:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 where every id fits it, else int32."""
+    """uint16 if every id fits it, else int32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
 
 
-def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[Entry], bool]) -> Entry | None:
-    """The entry, or None where it is absent, of another format, or damaged as `is_sound` finds.
+def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool]) -> CacheEntry | None:
+    """The entry, or None if it is absent, of another format, or damaged as `is_sound` finds.
 
     Raises:
         DataError: another user may have put it there.
@@ -152,34 +153,40 @@ def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[Entry], bool
     with writing(root):
         require_trusted(path)
     try:
-        entry = Entry(path, json_value((path / "manifest.json").read_text(encoding="utf-8")))
-        return entry if entry.manifest["format"] == FORMAT and is_sound(entry) else None
+        entry = CacheEntry(path, json_value((path / "manifest.json").read_text(encoding="utf-8")))
+        if entry.manifest["format"] == FORMAT and is_sound(entry):
+            return entry
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        pass  # a damaged manifest may hold anything
+    return None
 
 
-def open_tokens(root: Path, key: str) -> Entry | None:
-    """The entry of tokens, or None where it is absent, truncated or altered."""
+def open_tokens(root: Path, key: str) -> CacheEntry | None:
+    """The entry of tokens, or None if it is absent, truncated or altered."""
     return open_entry(root, "tokens", key, _are_sound_tokens)
 
 
-def _are_sound_tokens(entry: Entry) -> bool:
-    manifest, itemsize = entry.manifest, np.dtype(entry.manifest["dtype"]).itemsize
+def _are_sound_tokens(entry: CacheEntry) -> bool:
+    manifest = entry.manifest
+    itemsize = np.dtype(manifest["dtype"]).itemsize
     files = []
     for part in PARTS:
         facts = manifest[part]
         files.append((f"{part}.bin", facts["tokens"] * itemsize, facts["checked"]))
-        for name in BOUNDS if "bounds" in facts else ():
-            row = facts["bounds"][name]
-            files.append((f"{part}.{name}.bin", row["length"] * BOUNDS_DTYPE.itemsize, row["checked"]))
-    return (manifest["tokenizer"] is None or has_its_tokenizer(entry)) and all(
+        if "bounds" in facts:
+            for name in BOUNDS:
+                row = facts["bounds"][name]
+                files.append((f"{part}.{name}.bin", row["length"] * BOUNDS_DTYPE.itemsize, row["checked"]))
+    if manifest["tokenizer"] is not None and not has_its_tokenizer(entry):
+        return False
+    return all(
         (entry.path / name).stat().st_size == size and spread_digest(entry.path / name) == checked
         for name, size, checked in files
     )
 
 
-def has_its_tokenizer(entry: Entry) -> bool:
-    """Whether the tokenizer is the one that was written."""
+def has_its_tokenizer(entry: CacheEntry) -> bool:
+    """True if the tokenizer is the one that was written."""
     return bool(entry.manifest["tokenizer"] == tokenizer_digest(entry.tokenizer_path))
 
 
@@ -187,7 +194,7 @@ def has_its_tokenizer(entry: Entry) -> bool:
 def _building(target: Path, exclusive: bool) -> Iterator[Path]:
     """A folder to fill, which becomes the entry when the block ends without an error, and vanishes otherwise."""
     make_folder(target.parent)
-    if exclusive:
+    if exclusive:  # nobody else fills a folder for this entry: what is there was left by a process that was killed
         for leftover in target.parent.glob(f".*-{target.name}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
     unique = f"{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -195,7 +202,8 @@ def _building(target: Path, exclusive: bool) -> Iterator[Path]:
     folder.mkdir()
     try:
         yield folder
-        if target.exists():  # damaged; a crash between the two renames leaves no entry, which is built again
+        # An entry that is there is damaged. A crash between the two renames leaves none, and it is built again.
+        if target.exists():
             damaged = target.parent / f".damaged-{unique}"
             target.rename(damaged)
             shutil.rmtree(damaged, ignore_errors=True)
@@ -205,14 +213,14 @@ def _building(target: Path, exclusive: bool) -> Iterator[Path]:
 
 
 def open_or_build(
-    root: Path, kind: str, key: str, is_sound: Callable[[Entry], bool], build: Callable[[Path], Mapping[str, Any]]
-) -> Entry:
-    """The entry as `open_entry` opens it; where there is none, `build` fills a folder that becomes the entry.
+    root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool], build: Callable[[Path], Mapping[str, Any]]
+) -> CacheEntry:
+    """The entry as `open_entry` opens it; if there is none, `build` fills a folder that becomes the entry.
 
     Any number of processes may call it at once: one builds, and the others wait.
 
     Args:
-        build: returns the facts of the manifest.
+        build: function that fills the folder and returns the facts of the manifest.
 
     Raises:
         DataError: the cache cannot be written, or returns other bytes than were written.
@@ -220,6 +228,7 @@ def open_or_build(
     if (entry := open_entry(root, kind, key, is_sound)) is not None:
         return entry
     with locked(root, key) as exclusive:
+        # Another process may have built it during the wait.
         if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
         with writing(root), _building(root / kind / key, exclusive) as folder:
@@ -239,8 +248,8 @@ def open_or_build_tokens(
     build: Callable[[Path], Mapping[str, Any]],
     name: str,
     announce: Callable[[str], None] | None,
-) -> Entry:
-    """As `open_or_build`, of an entry of tokens; `announce` is called before they are built of the data `name`."""
+) -> CacheEntry:
+    """The entry of tokens, built by `open_or_build`; `announce` is called before they are built of the data `name`."""
 
     def announced(folder: Path) -> Mapping[str, Any]:
         if announce is not None:
@@ -251,7 +260,7 @@ def open_or_build_tokens(
 
 
 def digest_of(described: Any) -> str:
-    """A digest of what JSON can describe."""
+    """A digest of a value that JSON can describe."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
@@ -279,12 +288,13 @@ def known_content(root: Path, stamp: str | None) -> str | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with os.fdopen(open_own(root / "sources" / f"{stamp}.json", os.O_RDONLY), "rb") as file:
             content = json_value(file.read())["content"]
-        return content if isinstance(content, str) else None
+        if isinstance(content, str):
+            return content
     return None
 
 
 def remember_content(root: Path, stamp: str | None, content: str) -> None:
-    """Keeps the content digest of a text for its next use, where the cache may be written: it only saves time."""
+    """Keeps the content digest of a text for its next use, if the cache can be written: it only saves time."""
     if stamp is not None:
         with contextlib.suppress(OSError):
             path = root / "sources" / f"{stamp}.json"

@@ -23,7 +23,8 @@ from shardwise.base.files import reason_of
 from shardwise.base.names import name_problem
 from shardwise.base.parsing import json_value
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 TOKENIZERS = (
     ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",),
     ("gpt2-vocab.json", "gpt2-merges.txt"),
@@ -43,7 +44,7 @@ _LICENCES = tuple(
 )
 """Files with the terms of use, as repositories spell them: LICENSE, license.txt, LICENCE.md, USE_POLICY.md, NOTICE."""
 BESIDE_WEIGHTS = (GENERATION, *_TOKENIZER_FILES, *_LICENCES)
-"""Files that a model's folder holds beside its weights and config.json."""
+"""Files that a model's folder holds in addition to its weights and config.json."""
 _WEIGHTS = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS)
 # Files in folders are not fetched, such as the weights of another format, except for those of `CHAT_TEMPLATES`: no
 # pattern of other files begins with a star, so none matches in a folder whose name begins as that does.
@@ -59,14 +60,17 @@ FOUND = {
     "hub": "on the hub, fetched when the run starts",
     "unknown": "not in the cache of this machine, and the hub cannot be reached from here",
 }
-"""What a dry run says of a hub id, by where `find` found it."""
-_SHA256, _GIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
+"""The words of a dry run about a hub id, by the result of `find`."""
+# Names of files in the hub's cache: SHA-256 of large files, git's hash of others.
+_SHA256 = re.compile("[0-9a-f]{64}")
+_GIT = re.compile("[0-9a-f]{40}")
 _SHOWN = 6
+# A dry run does not wait longer for the hub's answer.
 _PATIENCE_SECONDS = 10.0
 
 
 def is_url(load: str) -> bool:
-    """Whether `checkpoint.load` names a checkpoint by a URL, such as s3://bucket/run/step-00000100."""
+    """True if `checkpoint.load` names a checkpoint by a URL, such as s3://bucket/run/step-00000100."""
     return "://" in load
 
 
@@ -79,9 +83,9 @@ def resolve(
     processes may call this at once: each file is fetched by one of them.
 
     Args:
-        load: a folder or a hub id.
-        revision: a branch, tag or commit of the hub id; None: its main branch.
-        cached: open the hub id from the cache, without a request.
+        load: folder or hub id.
+        revision: branch, tag or commit of the hub id; None: its main branch.
+        cached: True to open the hub id from the cache, without a request.
         announce: called with one line before a fetch.
 
     Raises:
@@ -92,7 +96,11 @@ def resolve(
 
 
 def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
-    """The folder that `checkpoint.load` names, else what it names on the hub; else ConfigError. Sends no request."""
+    """The folder that `checkpoint.load` names, else the files that it names on the hub; no request is sent.
+
+    Raises:
+        ConfigError: it is neither a folder with weights nor a hub id.
+    """
     folder = Path(load).expanduser()
     if folder.is_dir():
         if revision is not None:
@@ -103,8 +111,11 @@ def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
         check_weights(folder)
         return folder
     if folder.exists():
-        is_file = f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={folder.parent}"
-        raise ConfigError(_without_weights(load, [folder.name]) if folder.suffix in _PICKLED else is_file)
+        if folder.suffix in _PICKLED:
+            raise ConfigError(_without_weights(load, [folder.name]))
+        raise ConfigError(
+            f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={folder.parent}"
+        )
     _check_id(load, folder, f"checkpoint.load ({load}) must be a folder with weights")
     return HubFiles(
         "checkpoint.load", load, revision, _WEIGHTS,
@@ -127,7 +138,11 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
 
 
 def place_of_tokenizer(named: str) -> Path | HubFiles:
-    """The path that `data.tokenizer` names, else what it names on the hub; else ConfigError. Sends no request."""
+    """The path that `data.tokenizer` names, else the files that it names on the hub; no request is sent.
+
+    Raises:
+        ConfigError: it is neither a path nor a hub id.
+    """
     path = Path(named).expanduser()
     if path.exists():
         return path
@@ -145,13 +160,19 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
     )  # fmt: skip
 
 
-def obtain(wanted: HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
-    """The folder of these files at their newest commit, whose name is the commit's; the rest is as in `resolve`."""
-    return _from_cache(wanted) if cached else _fetch(wanted, announce)
+def obtain(files: HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
+    """The folder of these files at their newest commit, whose name is the commit's; arguments are as in `resolve`."""
+    if cached:
+        return _from_cache(files)
+    return _fetch(files, announce)
 
 
 def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
-    """What `data.dataset` names on the hub; ConfigError if it is no hub id. Sends no request."""
+    """The files that `data.dataset` names on the hub; no request is sent.
+
+    Raises:
+        ConfigError: it is no hub id.
+    """
     repository, at, revision = named.partition("@")
     key = f"data.dataset ({named})"
     near = nearest_name(repository, built_in)
@@ -184,8 +205,9 @@ def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path
 
 
 def _is_damaged(content: Path) -> bool:
-    """Whether a file of the cache differs from what its name says: SHA-256 of large files, git's hash of others."""
+    """True if a file of the cache differs from its name: the SHA-256 of large files, git's hash of others."""
     with content.open("rb") as file:
+        # Git hashes a header with the size before the content.
         if _SHA256.fullmatch(content.name):
             digest = hashlib.file_digest(file, hashlib.sha256)
         elif _GIT.fullmatch(content.name):
@@ -197,7 +219,7 @@ def _is_damaged(content: Path) -> bool:
 
 
 def holds_tokenizer(names: Collection[str]) -> bool:
-    """Whether files with these names include a tokenizer."""
+    """True if files with these names include a tokenizer."""
     return any(set(kind) <= set(names) for kind in TOKENIZERS)
 
 
@@ -214,8 +236,8 @@ def without_tokenizer(shown: str, names: Iterable[str]) -> str:
         if present and len(present) < len(kind):
             absent = [name for name in kind if name not in names]
             return f"{shown} holds {listing(present)} without {listing(absent)}, and the tokenizer is read from both"
-    what = f"it has {listing(names, most=_SHOWN)}" if names else "it is empty"
-    return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {what}"
+    contents = f"it has {listing(names, most=_SHOWN)}" if names else "it is empty"
+    return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {contents}"
 
 
 def check_weights(folder: Path) -> None:
@@ -273,7 +295,9 @@ def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> Non
     is_local = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
     if is_local or is_file or Path(name.partition("/")[0]).is_dir():
         near = nearest_name(path.name, _names(path.parent))
-        raise ConfigError(f"{missing}; did you mean {path.parent / near}?" if near else missing)
+        if near:
+            missing += f"; did you mean {path.parent / near}?"
+        raise ConfigError(missing)
     if not _ID.fullmatch(name):
         raise ConfigError(f"{missing}, and {_ID_RULE}")
 
@@ -283,17 +307,17 @@ class HubFiles:
     """A repository on the hub, and the files that are needed of it.
 
     Attributes:
-        key: the configuration key that names it.
-        repository: its hub id.
-        revision: a branch, tag or commit; None: the main branch.
-        patterns: the files to fetch.
-        is_there: whether files with these names are enough.
-        lacking: the message if they are not.
-        check: raises ConfigError for a folder with enough names that lacks something else.
-        repo_type: the hub's word for what the repository holds.
-        hint: the end of a message, which names what else may have been meant.
-        no_revision: the message where the repository has no such revision; empty: the usual one.
-        verified: check the hashes of files in the cache and fetch damaged ones again; only for small files.
+        key: configuration key that names the repository.
+        repository: hub id.
+        revision: branch, tag or commit; None: the main branch.
+        patterns: patterns of the files to fetch.
+        is_there: function that returns True if files with these names are enough.
+        lacking: function that returns the message if they are not.
+        check: function that raises ConfigError for a folder with enough names that lacks something else.
+        repo_type: kind of repository, in the hub's word.
+        hint: end of a message, with another name that may have been meant.
+        no_revision: message if the repository has no such revision; empty: the usual one.
+        verified: True to check the hashes of files in the cache and fetch damaged ones again; only for small files.
     """
 
     key: str
@@ -310,7 +334,9 @@ class HubFiles:
 
     @property
     def named(self) -> str:
-        return self.repository if self.revision is None else f"{self.repository} at revision {self.revision}"
+        if self.revision is None:
+            return self.repository
+        return f"{self.repository} at revision {self.revision}"
 
     def require(self, folder: Path) -> None:
         """Raises ConfigError if the folder lacks needed files."""
@@ -328,8 +354,8 @@ class HubFiles:
         return Path(folder)
 
 
-def find(wanted: HubFiles) -> Literal["cache", "hub", "unknown"]:
-    """Where the files are, in the words of `FOUND`; nothing is fetched.
+def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
+    """The place of the files, in the words of `FOUND`; nothing is fetched.
 
     Raises:
         ConfigError: the hub does not have them, or does not give them to this user.
@@ -337,21 +363,21 @@ def find(wanted: HubFiles) -> Literal["cache", "hub", "unknown"]:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    with contextlib.suppress(ConfigError):
-        _from_cache(wanted)
+    with contextlib.suppress(ConfigError):  # the cache lacks them
+        _from_cache(files)
         return "cache"
-    ask = HfApi().dataset_info if wanted.repo_type == "dataset" else HfApi().model_info
+    ask = HfApi().dataset_info if files.repo_type == "dataset" else HfApi().model_info
     try:
-        found = ask(wanted.repository, revision=wanted.revision, timeout=_PATIENCE_SECONDS)
+        answer = ask(files.repository, revision=files.revision, timeout=_PATIENCE_SECONDS)
     except HfHubHTTPError as error:
         if error.response.status_code >= 500:
             return "unknown"
-        raise ConfigError(_refusal(error, wanted, _site())) from None
+        raise ConfigError(_refusal(error, files, _site())) from None
     except Exception:  # noqa: BLE001  the client's transport decides on the type
         return "unknown"
-    names = [file.rfilename for file in found.siblings or [] if "/" not in file.rfilename]
-    if not wanted.is_there(names):
-        raise ConfigError(wanted.lacking(names))
+    names = [file.rfilename for file in answer.siblings or [] if "/" not in file.rfilename]
+    if not files.is_there(names):
+        raise ConfigError(files.lacking(names))
     return "hub"
 
 
@@ -363,22 +389,22 @@ def _site() -> str:
     return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
 
 
-def _from_cache(wanted: HubFiles) -> Path:
+def _from_cache(files: HubFiles) -> Path:
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = wanted.download(local_files_only=True)
+        folder = files.download(local_files_only=True)
     except LocalEntryNotFoundError:
         raise ConfigError(
-            f"{wanted.key} ({wanted.named}) must be in the cache of this machine "
+            f"{files.key} ({files.named}) must be in the cache of this machine "
             f"({constants.HF_HUB_CACHE}): fetch it there by `hf download`, or share the cache by HF_HOME"
         ) from None
-    wanted.require(folder)
+    files.require(folder)
     return folder
 
 
-def _fetch(wanted: HubFiles, announce: Callable[[str], None] | None) -> Path:
+def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -388,31 +414,33 @@ def _fetch(wanted: HubFiles, announce: Callable[[str], None] | None) -> Path:
     logging.getLogger("huggingface_hub._snapshot_download").addFilter(_is_no_answer)
     site = _site()
     try:
-        folder = wanted.download(local_files_only=True)
-        damaged = drop_damaged(folder, wanted.patterns) if wanted.verified else []
-        wanted.require(folder)
-        if wanted.revision == folder.name and not damaged:
+        folder = files.download(local_files_only=True)
+        damaged = drop_damaged(folder, files.patterns) if files.verified else []
+        files.require(folder)
+        if files.revision == folder.name and not damaged:
             return folder  # a commit never changes
     except (LocalEntryNotFoundError, ConfigError):
         if announce is not None:
-            announce(f"fetching {wanted.named} from {site}: once, then cached in {constants.HF_HUB_CACHE}")
+            announce(f"fetching {files.named} from {site}: once, then cached in {constants.HF_HUB_CACHE}")
     try:
-        folder = wanted.download()
+        folder = files.download()
         folder.mkdir(parents=True, exist_ok=True)  # the client makes none if it fetches nothing
-        if not wanted.is_there(_names(folder)):
-            names = HfApi().list_repo_files(wanted.repository, revision=folder.name, repo_type=wanted.repo_type)
-            raise ConfigError(wanted.lacking([name for name in names if "/" not in name]))
+        if not files.is_there(_names(folder)):
+            names = HfApi().list_repo_files(files.repository, revision=folder.name, repo_type=files.repo_type)
+            raise ConfigError(files.lacking([name for name in names if "/" not in name]))
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  the client's transport decides on the type; the user reads a sentence
-        raise ConfigError(_refusal(error, wanted, site)) from None
-    wanted.require(folder)
+        raise ConfigError(_refusal(error, files, site)) from None
+    files.require(folder)
     return folder
 
 
 def _names(folder: Path) -> list[str]:
-    """The names in a folder; none where it does not exist, as the hub's client makes none if it fetches nothing."""
-    return [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    """The names in a folder; none if it does not exist, as the hub's client makes none if it fetches nothing."""
+    if not folder.is_dir():
+        return []
+    return [file.name for file in folder.iterdir()]
 
 
 def _is_no_answer(record: logging.LogRecord) -> bool:
@@ -420,34 +448,38 @@ def _is_no_answer(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("No files matched")
 
 
-def _refusal(error: Exception, wanted: HubFiles, site: str) -> str:
+def _refusal(error: Exception, files: HubFiles, site: str) -> str:
     """The message for a failed fetch: the reason and the fix."""
     from huggingface_hub import constants, errors
 
+    # The client reports an answer of the hub as a missing entry of the cache.
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
         error = error.__cause__
-    is_dataset = wanted.repo_type == "dataset"
-    page, tokens = f"{site}/{'datasets/' if is_dataset else ''}{wanted.repository}", f"{site}/settings/tokens"
-    key, token = f"{wanted.key} ({wanted.named})", f"HF_TOKEN to a token of that account ({tokens})"
+    is_dataset = files.repo_type == "dataset"
+    page = f"{site}/datasets/{files.repository}" if is_dataset else f"{site}/{files.repository}"
+    tokens = f"{site}/settings/tokens"
+    key = f"{files.key} ({files.named})"
+    token = f"HF_TOKEN to a token of that account ({tokens})"
     if isinstance(error, errors.GatedRepoError):
         return f"{key} is gated: accept its licence on {page}, then set {token}{see('data#gated-repository')}"
-    if isinstance(error, errors.RevisionNotFoundError) and wanted.no_revision:
-        return wanted.no_revision
+    if isinstance(error, errors.RevisionNotFoundError) and files.no_revision:
+        return files.no_revision
     if isinstance(error, errors.RevisionNotFoundError):
-        revision = "checkpoint.revision" if wanted.key == "checkpoint.load" else f"the revision of {wanted.key}"
-        return f"{revision} ({wanted.revision}) must be a branch, tag or commit of {wanted.repository}: see {page}"
+        revision = "checkpoint.revision" if files.key == "checkpoint.load" else f"the revision of {files.key}"
+        return f"{revision} ({files.revision}) must be a branch, tag or commit of {files.repository}: see {page}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        no_repository = f"there is no such folder in {Path.cwd()}, and on {site} no such repository"
-        nowhere = f"on {site} there is no such data set" if is_dataset else no_repository
+        nowhere = f"there is no such folder in {Path.cwd()}, and on {site} no such repository"
+        if is_dataset:
+            nowhere = f"on {site} there is no such data set"
         return (
             f"{key}: {nowhere} that this account may read: check the name, or accept the licence on {page} and set "
-            f"{token}{wanted.hint}"
+            f"{token}{files.hint}"
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{site} cannot be reached"
-        use = f"set {wanted.key} to the folder"
+        use = f"set {files.key} to the folder"
         if is_dataset:
-            use = f"set data.path to its files, or share the cache by HF_HOME{wanted.hint}"
+            use = f"set data.path to its files, or share the cache by HF_HOME{files.hint}"
         return (
             f"{key} cannot be fetched: {offline}, and the cache {constants.HF_HUB_CACHE} lacks it; fetch it where "
             f"there is access (`hf download`), and {use}"
@@ -457,5 +489,7 @@ def _refusal(error: Exception, wanted: HubFiles, site: str) -> str:
         if status in (401, 403):
             return f"{key}: {site} refuses the token in use (status {status}): set HF_TOKEN to a valid one ({tokens})"
         return f"{key} cannot be fetched: {site} answers with status {status}; try again later"
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+    reason = type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        reason = error.strerror
     return f"{key} cannot be fetched from {site} into {constants.HF_HUB_CACHE}: {reason}"

@@ -1,17 +1,20 @@
-"""How commands reach data of any format: opened for a run, glanced at by a dry run, or inspected."""
+"""The way of every command to data of any format: opened for a run, glanced at by a dry run, or inspected.
+
+`FORMATS` has one record for each format, which answers all that is asked of it here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import cache_root
 from shardwise.config import Config, DataConfig, data_from
 from shardwise.data import hub
-from shardwise.data.formats import datasets, hdf5, megatron, own, stream, text
+from shardwise.data.formats import datasets, hdf5, megatron, stream, text, user_samples
 from shardwise.data.formats.common import (
     Announce,
     PreparedData,
@@ -21,53 +24,150 @@ from shardwise.data.formats.common import (
     without_tokenizer,
 )
 from shardwise.data.formats.inspection import Inspection
-from shardwise.data.reading.datasets import is_saved
-from shardwise.data.reading.detect import DataFormat, detect
+from shardwise.data.reading import dataset_tables, hdf5_files, megatron_files
 from shardwise.data.samples.sentence_pairs import chunk_room
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
 
-
-class _Format(Protocol):
-    """What a module of `formats` has. Each function raises a DataError with every problem of the data."""
-
-    def open_data(self, config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedData:
-        """The data that `config` names, made ready for a run; what takes long to make is kept in the cache `root`."""
-
-    def glance(self, config: Config) -> str:
-        """What the data are, for the user of a dry run; found in a moment. Of the network, only the hub is asked."""
-
-    def inspect(self, data: DataConfig, samples: int) -> Inspection:
-        """What the data hold, and their first `samples`."""
+Contents = Literal["tokens", "masked pairs", "text", "text or tokens"]
+"""Kinds of samples: tokens in a row, sentence pairs whose tokens are masked already, or text that becomes tokens."""
 
 
-FORMATS: Mapping[DataFormat, _Format] = {"megatron": megatron, "hdf5": hdf5, "datasets": datasets, "text": text}
-_OF_TOKENS = ("megatron", "hdf5")
-"""Formats that hold tokens and are read where they lie."""
+class OpenData(Protocol):
+    """Opens the data that `config` names for a run; results that take long to make are kept in the cache `root`."""
+
+    def __call__(self, config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedData: ...
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """Data that a run can be trained on.
+
+    Each function raises a DataError with every problem of the data.
+
+    Attributes:
+        contents: kind of the samples.
+        open_data: opens the data for a run.
+        glance: describes the data to the user of a dry run in a moment. Of the network, only the hub is asked.
+    """
+
+    contents: Contents
+    open_data: OpenData
+    glance: Callable[[Config], str]
+
+    @property
+    def holds_tokens(self) -> bool:
+        """True if the data are tokens in any case, which are read as they are."""
+        return self.contents in ("tokens", "masked pairs")
+
+
+@dataclass(frozen=True)
+class DataFormat(SampleSource):
+    """A format of files, as `data.format` names it.
+
+    Attributes:
+        name: value of `data.format`; "text" stands for jsonl and parquet too.
+        is_at: True if names at a path show that data of the format lie there. No file is opened; an OSError means that
+            the system refuses the path.
+        inspect: describes the data, with the first samples, whose number is given.
+        has_splits: True if the data may have splits with names.
+    """
+
+    name: str
+    is_at: Callable[[Path], bool]
+    inspect: Callable[[DataConfig, int], Inspection]
+    has_splits: bool = False
+
+
+FORMATS: Mapping[str, DataFormat] = {
+    format.name: format
+    for format in (
+        DataFormat(
+            name="megatron",
+            contents="tokens",
+            is_at=megatron_files.is_indexed,
+            open_data=megatron.open_data,
+            glance=megatron.glance,
+            inspect=megatron.inspect,
+        ),
+        DataFormat(
+            name="hdf5",
+            contents="masked pairs",
+            is_at=hdf5_files.names_shards,
+            open_data=hdf5.open_data,
+            glance=hdf5.glance,
+            inspect=hdf5.inspect,
+        ),
+        DataFormat(
+            name="datasets",
+            contents="text or tokens",
+            is_at=dataset_tables.is_saved,
+            open_data=datasets.open_data,
+            glance=datasets.glance,
+            inspect=datasets.inspect,
+            has_splits=True,
+        ),
+        DataFormat(
+            name="text",
+            contents="text",
+            is_at=lambda _path: True,
+            open_data=text.open_data,
+            glance=text.glance,
+            inspect=text.inspect,
+        ),
+    )
+}
+"""All formats, by their names, in the order in which they are looked for at a path."""
+
+USER_SAMPLES = SampleSource(contents="tokens", open_data=user_samples.open_data, glance=user_samples.glance)
+"""The object that `hooks.data` names."""
+
+
+def format_of(data: DataConfig) -> DataFormat:
+    """The format of the data that the `data` section names: as its keys say, else by the names at the path.
+
+    No file is opened. A path that the system refuses counts as text: opening it will report the reason.
+    """
+    if data.blend is not None:  # of prefixes
+        return FORMATS["megatron"]
+    if data.path is None:
+        return FORMATS["datasets" if data.is_hub_dataset else "text"]
+    if data.format != "auto":
+        return FORMATS.get(data.format, FORMATS["text"])
+    path = Path(data.path).expanduser()
+    try:
+        return next(format for format in FORMATS.values() if format.is_at(path))
+    except OSError:
+        return FORMATS["text"]
 
 
 def prepare(
     config: Config, cache_dir: Path | None = None, announce: Announce = None, *, any_size: bool = False
 ) -> PreparedData:
-    """Opens the data of `config`, tokenizing it first where the cache has none.
+    """Opens the data of `config`, tokenizing it first if the cache has none.
 
     Any number of processes may call it at once: one builds and the others wait.
 
     Args:
-        announce: is called with one line when something is built.
-        any_size: the parts need not hold a sample each, as they must for training.
+        announce: called with one line when something is built.
+        any_size: True if parts may hold less than a sample each, which training needs.
 
     Raises:
-        DataError: when the text or the tokenizer is missing, unreadable or too small, or the cache cannot be written.
+        DataError: the text or the tokenizer is missing, unreadable or too small, or the cache cannot be written.
     """
     if config.hooks.data is not None:
-        return own.open_data(config, cache_root(cache_dir), announce, any_size=any_size)
-    format = checked_format(config)
-    opener = stream if config.data.streaming else FORMATS[format]
-    return opener.open_data(config, cache_root(cache_dir), announce, any_size=any_size)
+        open_data = USER_SAMPLES.open_data
+    else:
+        format = checked_format(config)
+        open_data = stream.open_data if config.data.streaming else format.open_data
+    return open_data(config, cache_root(cache_dir), announce, any_size=any_size)
 
 
 def checked_format(config: Config) -> DataFormat:
-    """The format of the data of `config`, which are not read; DataError where other keys ask what it cannot give."""
+    """The format of the data of `config`, which are not read.
+
+    Raises:
+        DataError: other keys ask for something that data of the format cannot give.
+    """
     data = config.data
     _, eval_weight, test_weight = data.split_weights
     if eval_weight == 0 and config.train.eval_every > 0:
@@ -77,17 +177,16 @@ def checked_format(config: Config) -> DataFormat:
             f"{see('data#no-evaluation-part')}"
         )
     if in_pairs(config):
-        chunk_room(config.train.sequence_length)
-    format = detect(data)
-    if data.split_names and format != "datasets":
+        chunk_room(config.train.sequence_length)  # raises if it is too short for a pair
+    format = format_of(data)
+    if data.split_names and not format.has_splits:
         raise DataError(
             f"data.split ({data.split}) must be weights such as 95,5 where {data.key} ({data.name}) is no data set "
             "with splits"
         )
-    holds_tokens = format in _OF_TOKENS
-    if holds_tokens and (problems := mark_problems(data)):
+    if format.holds_tokens and (problems := mark_problems(data)):
         raise DataError(problems)
-    if data.streaming and holds_tokens:
+    if data.streaming and format.holds_tokens:
         raise DataError(
             f"data.streaming (true) must be false with {data.key} ({data.name}), whose tokens are read where they lie"
         )
@@ -96,7 +195,7 @@ def checked_format(config: Config) -> DataFormat:
             f"data.streaming (true) must be false with model.family ({config.model.family}): pairs of sentences are "
             "made of prepared text"
         )
-    if test_weight and not holds_tokens and not data.split_names:
+    if test_weight and not format.holds_tokens and not data.split_names:
         raise DataError(
             f"data.split ({data.split}) must be two weights, training and evaluation, where {data.key} "
             f"({data.name}) is text: only Megatron data, HDF5 shards and splits with names have a test part"
@@ -106,11 +205,11 @@ def checked_format(config: Config) -> DataFormat:
 
 @dataclass(frozen=True)
 class Glance:
-    """What a glance at data and tokenizer finds.
+    """The result of a glance at data and tokenizer.
 
     Attributes:
-        rows: names and what they are, for the user.
-        problems: why a run could not start.
+        rows: names and their descriptions, for the user.
+        problems: reasons for which a run could not start.
     """
 
     rows: Sequence[tuple[str, str]]
@@ -118,28 +217,29 @@ class Glance:
 
 
 def glance(config: Config) -> Glance:
-    """What a dry run says of the data and the tokenizer of `config`; nothing is fetched or prepared.
+    """The rows of a dry run about the data and the tokenizer of `config`; nothing is fetched or prepared.
 
     Only a hub id that the cache lacks is looked up on the hub.
     """
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
     looks: dict[str, Callable[[], str]] = {}
-    format: DataFormat
+    source: SampleSource
     if config.hooks.data is not None:
-        format = "megatron"  # as those, its samples are tokens
-        looks["data"] = lambda: own.glance(config)
+        source = USER_SAMPLES
+        looks["data"] = lambda: source.glance(config)
     elif config.data.is_named:
         try:
-            format = checked_format(config)
+            source = checked_format(config)
         except ConfigError as error:
             return Glance(rows, error.problems)
-        looks["data"] = lambda: f"{config.data.name}: {FORMATS[format].glance(config)}"
+        looks["data"] = lambda: f"{config.data.name}: {source.glance(config)}"
     else:
-        format = "text"
+        source = FORMATS["text"]
         rows.append(("data", "none is named: a run needs data.path, data.blend or data.dataset"))
     if config.data.is_named or config.data.tokenizer is not None:
-        looks["tokenizer"] = lambda: _glance_at_tokenizer(config, format)
+        looks["tokenizer"] = lambda: _glance_at_tokenizer(config, source.contents)
+    # A problem of the data must not hide one of the tokenizer.
     for name, describe in looks.items():
         try:
             rows.append((name, describe()))
@@ -148,44 +248,54 @@ def glance(config: Config) -> Glance:
     return Glance(rows, problems)
 
 
-def _glance_at_tokenizer(config: Config, format: DataFormat) -> str:
-    named, vocabulary = config.data.tokenizer, config.model.vocab_size
-    if named is not None:
-        place = hub.place_of_tokenizer(named)
-        if not isinstance(place, Path) and (found := hub.find(place)) != "cache":
-            return f"{named}: {hub.FOUND[found]}"
-        tokenizer = open_user_tokenizer(named, vocabulary, pairs=in_pairs(config))
-        document_marks(config.data, tokenizer)
-        note = "" if tokenizer.note is None else f"; {tokenizer.note}"
-        return f"{named}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({vocabulary:,}){note}"
-    if format in _OF_TOKENS:
-        if format == "megatron" and (problems := without_tokenizer(config)):
-            raise DataError(problems)
-        return "none, as the data hold tokens"
-    if format == "datasets":
+def _glance_at_tokenizer(config: Config, contents: Contents) -> str:
+    vocabulary = config.model.vocab_size
+    if config.data.tokenizer is not None:
+        return _glance_at_user_tokenizer(config, config.data.tokenizer)
+    if contents == "text":
+        trained_special_tokens(vocabulary, pairs=in_pairs(config))
+        return f"byte-level BPE of {vocabulary:,} tokens, trained on the data when the run starts"
+    if contents == "text or tokens":
         return "where the data hold text, one is trained on them"
-    trained_special_tokens(vocabulary, pairs=in_pairs(config))
-    return f"byte-level BPE of {vocabulary:,} tokens, trained on the data when the run starts"
+    # Pairs of shards have their special tokens; the samples of other tokens may need some.
+    if contents == "tokens" and (problems := without_tokenizer(config)):
+        raise DataError(problems)
+    return "none, as the data hold tokens"
+
+
+def _glance_at_user_tokenizer(config: Config, name: str) -> str:
+    vocabulary = config.model.vocab_size
+    place = hub.place_of_tokenizer(name)
+    if not isinstance(place, Path) and (location := hub.find(place)) != "cache":
+        return f"{name}: {hub.FOUND[location]}"
+    tokenizer = open_user_tokenizer(name, vocabulary, pairs=in_pairs(config))
+    document_marks(config.data, tokenizer)
+    note = "" if tokenizer.note is None else f"; {tokenizer.note}"
+    return f"{name}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({vocabulary:,}){note}"
 
 
 def inspect(path: str, samples: int, keys: Mapping[str, Any]) -> Inspection:
-    """What the data at a path hold, of any format; DataError where there are none, or they are damaged.
+    """An inspection of the data at a path, of any format.
 
     Args:
-        samples: how many of the first ones are shown.
+        samples: number of the first samples that are shown.
         keys: other keys of the section `data`.
+
+    Raises:
+        DataError: there are no data at the path, or they are damaged.
     """
     place = Path(path).expanduser()
+    # A folder without its description of columns is still inspected as a data set, whose reader says what is missing.
     folder = place.parent if place.suffix == ".arrow" else place
-    if is_saved(folder, damaged=True):
+    if dataset_tables.is_saved(folder, damaged=True):
         return datasets.inspect(data_from({"path": str(folder), **keys}), samples)
     data = data_from({"path": path, **keys})
-    format = detect(data)
-    if format in _OF_TOKENS and (problems := mark_problems(data)):
+    format = format_of(data)
+    if format.holds_tokens and (problems := mark_problems(data)):
         raise DataError(problems)
-    if format == "text" and not place.exists():
+    if format.name == "text" and not place.exists():
         where = "" if place.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
             f"PATH ({path}) does not exist{where}: name Megatron's PREFIX, HDF5 shards, an arrow folder or text"
         )
-    return FORMATS[format].inspect(data, samples)
+    return format.inspect(data, samples)

@@ -1,4 +1,4 @@
-"""What callers pass to layers and losses: the ranks that share them, and arguments of other libraries."""
+"""Arguments of layers and losses: the ranks that share them, and arguments of other libraries."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _REPLACED = {
     "scale_grad_by_freq": _NOT_SUPPORTED,
     "sparse": _NOT_SUPPORTED,
 }
-"""Arguments of neuronx-distributed's and Megatron-LM's classes and losses of these names: what to do instead."""
+"""Argument of neuronx-distributed's or Megatron-LM's class or loss of the same name → advice for its users."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tensor_model_parallel_group": (None,),
@@ -99,22 +99,22 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "scale_grad_by_freq": (False,),
     "sparse": (False,),
 }
-"""Values of these arguments that change nothing here: a call that gives them runs as it is."""
+"""Values of these arguments that change nothing here: a call with them runs."""
 
 _warned: list[str] = []
-"""The layer or loss of which this process warned: the first one stands for all."""
+"""The layer or loss of which this process warned. It warns once: the first one stands for all."""
 
 
 def sharing_group(owner: str, group: Ranks | None, *, needed: bool = True) -> Group:
-    """The ranks that share a layer or loss. None: each rank holds all of it.
+    """Return the ranks that share a layer or loss; without `group`, this rank alone.
 
     In a job of several ranks the first layer or loss without a group causes a warning, from the job's first rank: the
     other ranks run the same script.
 
     Args:
         owner: the name of the class or function.
-        group: what its caller gave.
-        needed: whether it would do something else with a group.
+        group: argument of its caller.
+        needed: true if it would compute something else with a group.
     """
     if group is None and needed and not torch.compiler.is_compiling() and not _warned and job_size() > 1:
         _warned.append(owner)
@@ -124,8 +124,12 @@ def sharing_group(owner: str, group: Ranks | None, *, needed: bool = True) -> Gr
 
 
 def _warn_unshared(owner: str) -> None:
-    callers = enumerate(inspect.stack(0))
-    level = next((i for i, caller in callers if not _is_ours(caller.frame.f_globals.get("__name__", ""))), 0)
+    """Warn at the line of the user's code that made the layer."""
+    level = 0
+    for number, caller in enumerate(inspect.stack(0)):
+        if not _is_of_package(caller.frame.f_globals.get("__name__", "")):
+            level = number
+            break
     warnings.warn(
         f"{owner} was given no group=, so each of the {job_size()} ranks of this job holds and computes all of it: "
         "pass the ranks that share it, such as group=mesh.tp of mesh = Mesh(tensor=2), or group=Group() if nothing "
@@ -140,7 +144,7 @@ def refuse_unknown(owner: type | Callable[..., object], given: Mapping[str, obje
     Args:
         owner: the class or function.
         given: keyword arguments of the call beside its named arguments.
-        known: names of those that it takes.
+        known: names of the keyword arguments that it takes.
 
     Raises:
         ArgumentError: some are unknown; the message says what replaces each.
@@ -165,7 +169,7 @@ def without_neutral(given: Mapping[str, object], neutral: Mapping[str, Sequence[
     return {
         name: value
         for name, value in given.items()
-        if not any(type(value) is type(other) and value == other for other in neutral.get(name, ()))
+        if not any(type(value) is type(unused) and value == unused for unused in neutral.get(name, ()))
     }
 
 
@@ -176,10 +180,10 @@ def by_name(
 
     Args:
         owner: the name of the class that is called.
-        further: positional arguments behind those that the class names.
-        names: what other libraries call the arguments at these positions, in their order.
+        further: positional arguments after those that the class names.
+        names: names that other libraries give to the arguments at these positions, in order.
         given: keyword arguments of the call.
-        last: the last argument that the class names, for a class without further ones.
+        last: last argument that the class names, for a class without further ones.
 
     Raises:
         ArgumentError: there are more positional arguments than names, or one is given by keyword too.
@@ -194,5 +198,5 @@ def by_name(
     return {**positional, **given}
 
 
-def _is_ours(module: str) -> bool:
+def _is_of_package(module: str) -> bool:
     return module.split(".")[0] == __name__.split(".")[0]

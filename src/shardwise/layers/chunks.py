@@ -6,7 +6,7 @@ LOSS_CHUNK_ELEMENTS_CPU = 2**21
 """Logits that the chunked loss holds at once on a CPU: 8 MiB, about what its caches keep."""
 
 LOSS_CHUNK_ELEMENTS_ACCELERATOR = 2**27
-"""Logits held at once on an accelerator: 512 MiB, large enough that its matrix products stay at full rate."""
+"""Logits of the same on an accelerator: 512 MiB, large enough that its matrix products stay at full rate."""
 
 LOSS_CHUNK_TOKENS = 256
 """The fewest tokens of a chunk: each chunk is added to the whole weight gradient, which takes long for few tokens."""
@@ -22,20 +22,20 @@ in another way, and the result of an element must not depend on its place.
 """
 
 ROUNDING_CHUNK_ELEMENTS_ACCELERATOR = 2**22
-"""Likewise on an accelerator, where short kernels would wait for the host: about 250 MiB for a moment."""
+"""Elements of the same on an accelerator, where short kernels would wait for the host: about 250 MiB for a moment."""
 
 
 def rounding_chunk_elements(accelerator: bool) -> int:
-    """Elements that stochastic rounding updates in float32 at once."""
+    """Return the elements that stochastic rounding updates in float32 at once."""
     return ROUNDING_CHUNK_ELEMENTS_ACCELERATOR if accelerator else ROUNDING_CHUNK_ELEMENTS_CPU
 
 
 def loss_chunk_elements(rows: int, accelerator: bool) -> int:
-    """Logits that the chunked loss holds at once on a rank that holds `rows` rows of the head."""
+    """Return the logits that the chunked loss holds at once on a rank that holds `rows` rows of the head."""
     limit = LOSS_CHUNK_ELEMENTS_ACCELERATOR if accelerator else LOSS_CHUNK_ELEMENTS_CPU
     return max(limit, LOSS_CHUNK_TOKENS * rows)
 
 
 def vocabulary_rows(vocabulary: int, tensor: int, multiple: int = 1) -> int:
-    """Rows of embedding and head on each of t ranks: ceil(V / t), rounded up to a multiple."""
+    """Return the rows of embedding and head on each of t ranks: V / t, rounded up to a multiple."""
     return -(-vocabulary // (tensor * multiple)) * multiple

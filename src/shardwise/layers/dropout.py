@@ -1,4 +1,4 @@
-"""Dropout that knows which random numbers belong to which element.
+"""Dropout whose masks are a function of the place in the model and in the run.
 
 Legend: S sequence, B batch, H hidden, n heads, g = ranks of the tensor-parallel group.
 
@@ -31,11 +31,12 @@ from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the model a mask is drawn.
+    """The place in the model at which a mask is drawn.
 
     Attributes:
-        layer, site: numbers of the block, and of the place in it.
-        shard: the part of the activation that this rank has; 0 where it has all of it.
+        layer: number of the block.
+        site: number of the place in the block.
+        shard: number of the part of the activation that this rank has; 0 if it has all of it.
     """
 
     layer: int
@@ -44,45 +45,50 @@ class Place:
 
 
 class _Masks:
-    """The masks of `invariant` mode, from what a key knows of a place."""
+    """The masks of `invariant` mode.
+
+    Attributes:
+        samples_B: `[B]`, number of each sample in the run, on the model's device.
+    """
 
     samples_B: Tensor
 
     def keep(self, rows: Tensor, width: int, p: float, place: Place, columns: Tensor | None = None) -> Tensor:
-        """Which elements stay (`invariant` mode), each with probability 1 - p: booleans `[R, B, width]`.
+        """Draw the elements that stay (`invariant` mode), each with probability 1 - p: booleans `[R, B, width]`.
 
         Element j of row `rows[i]` of a sample has the number `rows[i] · width + j` at its `place` in the model. With
         `columns`, only these of each row are drawn.
         """
-        column = torch.arange(width, device=rows.device) if columns is None else columns
+        if columns is None:
+            columns = torch.arange(width, device=rows.device)
         stream_B1 = mixed(self.samples_B ^ self.stream(place, rows.device)).unsqueeze(1)
         # A hash is uniform over the signed 64-bit integers: a share p of them lies below this threshold.
         threshold = min(math.floor(p * 2.0**64), 2**64 - 1) - 2**63
         if torch.compiler.is_compiling():  # one kernel, which holds nothing between its operations
-            return mixed(stream_B1 + (rows.view(-1, 1, 1) * width + column) * INCREMENT) >= threshold
-        keep = torch.empty((len(rows), len(self.samples_B), len(column)), dtype=torch.bool, device=rows.device)
-        chunk = max(1, MASK_CHUNK_ELEMENTS // (len(self.samples_B) * len(column)))
+            return mixed(stream_B1 + (rows.view(-1, 1, 1) * width + columns) * INCREMENT) >= threshold
+        keep = torch.empty((len(rows), len(self.samples_B), len(columns)), dtype=torch.bool, device=rows.device)
+        chunk = max(1, MASK_CHUNK_ELEMENTS // (len(self.samples_B) * len(columns)))
         for start in range(0, len(rows), chunk):
-            elements = rows[start : start + chunk].view(-1, 1, 1) * width + column
+            elements = rows[start : start + chunk].view(-1, 1, 1) * width + columns
             torch.ge(mixed(stream_B1 + elements * INCREMENT), threshold, out=keep[start : start + chunk])
         return keep
 
     def stream(self, place: Place, device: torch.device) -> Tensor:
-        """The number of a place's masks, `[]`, on the device."""
+        """Return the number from which the masks of a place are hashed, `[]`, on the device."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class DropoutKey(_Masks):
-    """What a forward pass of one micro-batch draws its masks from.
+    """The source of all masks of one micro-batch's forward pass.
 
     It travels with the activations, so that recompute draws the same masks, whatever ran in between.
 
     Attributes:
         seed: the run's seed.
         step: the optimizer step.
-        samples_B: `[B]`, each sample's number in the run, on the model's device.
-        first_sample: the first of these numbers, on the host.
+        samples_B: `[B]`, number of each sample in the run, on the model's device.
+        first_sample: first of these numbers, on the host.
         mode: `fast` or `invariant`, see docs/dropout-and-recompute.md.
     """
 
@@ -93,11 +99,11 @@ class DropoutKey(_Masks):
     mode: DropoutMode = "fast"
 
     def number(self, *place: int) -> int:
-        """A 63-bit hash of the key's seed and step and of a place in the model."""
+        """Return a 63-bit hash of the key's seed and step and of a place in the model."""
         return hashed(self.seed, self.step, *place)
 
     def seeded(self, device: torch.device, layer: int, site: int, shard: int) -> AbstractContextManager[None]:
-        """Inside, torch's generator of the device begins at a state of this place's own (`fast` mode).
+        """Set torch's generator of the device to a state of this place alone, inside of a `with` (`fast` mode).
 
         The place is a `layer`, a `site` in it, and the `shard` of the activation that the rank has.
         """
@@ -107,28 +113,34 @@ class DropoutKey(_Masks):
         return torch.full((), self.number(place.layer, place.site), device=device)  # `tensor` would wait for a copy
 
     def shard(self, place: Place) -> int:
-        """The part of the activation that this rank has at a place."""
+        """Return the number of the part of the activation that this rank has at a place."""
         return place.shard
 
     def dropped(self, x: Tensor, p: float, place: Place) -> Tensor:
-        """Dropout of x `[…]` in `fast` mode: p is the probability of 0, and `place` where in the model it is."""
+        """Return x `[…]` after dropout with probability p at a place in the model (`fast` mode)."""
         with self.seeded(x.device, place.layer, place.site, place.shard):
             dropped: Tensor = torch.native_dropout(x, p, True)[0]
         return dropped
 
     def of_block(self, places: Sequence[Place]) -> BlockKey:
-        """The key of the block that has these places."""
-        numbers, shards = [0] * SITES, [0] * SITES
+        """Return the key of the block that has these places."""
+        numbers = [0] * SITES
+        shards = [0] * SITES
         for place in places:
-            first = () if self.mode == "invariant" else (self.first_sample,)
-            shard = () if self.mode == "invariant" else (place.shard,)
-            numbers[place.site] = self.number(*first, place.layer, place.site, *shard)
+            if self.mode == "invariant":
+                numbers[place.site] = self.number(place.layer, place.site)
+            else:
+                numbers[place.site] = self.number(self.first_sample, place.layer, place.site, place.shard)
             shards[place.site] = place.shard
         device = self.samples_B.device
-        # A generator's seed is read on the host.
-        where = torch.device("cpu") if self.mode == "fast" else device
-        at = [to_device(torch.tensor(values), each) for values, each in ((numbers, where), (shards, device))]
-        return BlockKey(self.samples_B, self.mode, *at)
+        # The numbers of `fast` mode are a generator's seeds, which are read on the host.
+        device_of_numbers = torch.device("cpu") if self.mode == "fast" else device
+        return BlockKey(
+            self.samples_B,
+            self.mode,
+            to_device(torch.tensor(numbers), device_of_numbers),
+            to_device(torch.tensor(shards), device),
+        )
 
 
 SITES = 4
@@ -140,8 +152,10 @@ class BlockKey(_Masks):
     """The part of a `DropoutKey` that concerns one block, in tensors: one compiled graph serves all blocks and ranks.
 
     Attributes:
-        numbers: `[SITES]`: seeds of generators, on the host (`fast` mode), or numbers of streams.
-        shards: `[SITES]`, the part of the activation that this rank has.
+        samples_B: `[B]`, number of each sample in the run.
+        mode: `fast` or `invariant`.
+        numbers: `[SITES]`, seeds of generators, on the host (`fast` mode), or numbers of streams.
+        shards: `[SITES]`, number of the part of the activation that this rank has.
     """
 
     samples_B: Tensor
@@ -165,7 +179,7 @@ AnyKey = DropoutKey | BlockKey
 
 @functools.cache
 def define_dropout() -> None:
-    """Define the operator by which a compiled graph draws masks in `fast` mode: those that `DropoutKey` draws."""
+    """Define the operator by which a compiled graph draws in `fast` mode the masks that `DropoutKey` draws."""
 
     @torch.library.custom_op("shardwise::dropout", mutates_args=())
     def dropout(x: Tensor, number: Tensor, p: float) -> tuple[Tensor, Tensor]:
@@ -193,10 +207,11 @@ class Dropout(nn.Module):
 
     Args:
         p: the probability that an element becomes 0.
-        layer, site: its place in the model.
+        layer: number of the block.
+        site: number of the place in the block.
         group: the ranks that share the activation.
-        sequence_parallel_enabled: whether each has a part of the sequence.
-        input_is_parallel: whether each has a part of the width, as a row-parallel layer's input.
+        sequence_parallel_enabled: true if each rank has a part of the sequence.
+        input_is_parallel: true if each rank has a part of the width, as in the input of a row-parallel layer.
     """
 
     def __init__(
@@ -225,18 +240,23 @@ class Dropout(nn.Module):
             return x
         if key.mode == "fast":
             return key.dropped(x, self.p, self.place)
-        rows, columns = (torch.arange(x.shape[dim], device=x.device) for dim in (0, -1))
-        shard, cuts = key.shard(self.place), self._width_shards
-        if cuts > 1:
+        # Rows and columns are numbered as in the whole activation, so that the mask does not depend on the layout.
+        rows = torch.arange(x.shape[0], device=x.device)
+        columns = torch.arange(x.shape[-1], device=x.device)
+        shard = key.shard(self.place)
+        if self._width_shards > 1:
             columns += shard * len(columns)
         else:
             rows += shard * len(rows)
-        return scaled(x, key.keep(rows, x.shape[-1] * cuts, self.p, self.place, columns), self.p)
+        keep = key.keep(rows, x.shape[-1] * self._width_shards, self.p, self.place, columns)
+        return scaled(x, keep, self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, {self.place}"
 
 
 def scaled(x: Tensor, keep: Tensor, p: float) -> Tensor:
-    """`x · keep / (1 - p)`; of the mask, one byte an element is kept for the backward pass."""
-    return x * keep * (1.0 / (1.0 - p)) if p < 1.0 else x * 0.0
+    """Return `x · keep / (1 - p)`; the mask, one byte an element, is kept for the backward pass."""
+    if p == 1.0:
+        return x * 0.0
+    return x * keep * (1.0 / (1.0 - p))

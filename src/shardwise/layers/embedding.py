@@ -1,6 +1,6 @@
-"""Token embedding cut along the vocabulary (Megatron-LM, arXiv:1909.08053 §3).
+"""Token embedding and output head, both cut along the vocabulary (Megatron-LM, arXiv:1909.08053 §3).
 
-The output head of a language model, cut along the vocabulary.
+Shapes per rank, g = group size: S sequence, B batch, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.layers.loss import IGNORE_INDEX, chunk_losses, linear_cross_entro
 from shardwise.layers.matmul import linear
 
 _POSITIONAL = ("max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-"""What torch's and neuronx-distributed's embeddings take after `padding_idx`."""
+"""Arguments of torch's and neuronx-distributed's embeddings after `padding_idx`."""
 
 
 class ParallelEmbedding(placement.PlacedModule):
@@ -34,13 +34,15 @@ class ParallelEmbedding(placement.PlacedModule):
     gradient.
 
     Args:
-        num_embeddings: V.
+        num_embeddings: V, rows of the whole table.
         embedding_dim: H.
-        padding_idx: an id whose row receives no gradient; one below 0 counts from the end, as in `torch.nn.Embedding`.
+        padding_idx: id whose row receives no gradient; one below 0 counts from the end, as in `torch.nn.Embedding`.
         further: torch's next positional arguments, which must have torch's default values: `max_norm`, `norm_type`,
             `scale_grad_by_freq` and `sparse`.
-        row_multiple: a rank's number of rows is rounded up to a multiple of this.
-        sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions`.
+        row_multiple: number to a multiple of which a rank's rows are rounded up.
+        sequence_parallel_enabled: true if the sequence is cut over the group between layers.
+        name: canonical name of the layer, without `.weight`.
+        options: see `LayerOptions`.
     """
 
     def __init__(
@@ -56,40 +58,46 @@ class ParallelEmbedding(placement.PlacedModule):
     ) -> None:
         super().__init__()
         options = cast(LayerOptions, by_name(type(self).__name__, further, _POSITIONAL, options))
-        where = tensor_options(self, options)
+        made_with = tensor_options(self, options)
         self.group = group = sharing_group(type(self).__name__, options.get("group"))
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx ({padding_idx}) must be in [-{num_embeddings}, {num_embeddings})")
         self.num_embeddings = num_embeddings
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
-        shape, rows = (num_embeddings, embedding_dim), vocabulary_rows(num_embeddings, group.size, row_multiple)
-        piece = placement.Piece.rows(full_name(name, "weight", seed), shape, group, init, per_rank=rows)
-        self.weight = placement.make_parameter((rows, embedding_dim), (piece,), group, **where)
+        rows = vocabulary_rows(num_embeddings, group.size, row_multiple)
+        piece = placement.Piece.rows(
+            full_name(name, "weight", options.get("seed")),
+            (num_embeddings, embedding_dim),
+            group,
+            options.get("init", DEFAULT_INIT),
+            per_rank=rows,
+        )
+        self.weight = placement.make_parameter((rows, embedding_dim), (piece,), group, **made_with)
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(ids, self.weight, self.padding_idx)
         self._check(ids)
-        held = self.weight.shape[0]
-        first = self.group.rank * held
-        local = ids - first
-        elsewhere = (local < 0) | (local >= held)
+        local_rows = self.weight.shape[0]
+        first = self.group.rank * local_rows
+        local_ids = ids - first
+        is_elsewhere = (local_ids < 0) | (local_ids >= local_rows)
         padding = None
-        if self.padding_idx is not None and first <= self.padding_idx < first + held:
+        if self.padding_idx is not None and first <= self.padding_idx < first + local_rows:
             padding = self.padding_idx - first
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
-        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        rows = F.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight, padding)
+        rows = rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(rows, self.group)
 
     def _check(self, ids: Tensor) -> None:
-        """Refuse ids that no rank holds, as `F.embedding` does; on a CPU only, since reading them from an accelerator
-        stalls it."""
+        """Refuse ids that no rank holds, as `F.embedding` does."""
+        # On a CPU only: reading ids from an accelerator would stall it.
         if torch.compiler.is_compiling() or ids.device.type != "cpu" or not (ids.numel() and has_data(ids)):
             return
-        low, high = int(ids.min()), int(ids.max())
+        low = int(ids.min())
+        high = int(ids.max())
         if low < 0 or high >= self.num_embeddings:
             raise IndexError(f"id ({low if low < 0 else high}) must be in [0, {self.num_embeddings})")
 
@@ -105,8 +113,11 @@ class ReplicatedEmbedding(placement.PlacedModule):
     `torch.nn.Embedding`.
 
     Args:
-        num_embeddings, embedding_dim: rows of the table, and H.
-        sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions`.
+        num_embeddings: rows of the table.
+        embedding_dim: H.
+        sequence_parallel_enabled: true if the sequence is cut over the group between layers.
+        name: canonical name of the layer, without `.weight`.
+        options: see `LayerOptions`.
     """
 
     def __init__(
@@ -119,20 +130,25 @@ class ReplicatedEmbedding(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        where, owner = tensor_options(self, options), type(self).__name__
+        made_with = tensor_options(self, options)
+        owner = type(self).__name__
         self.group = group = sharing_group(owner, options.get("group"), needed=sequence_parallel_enabled)
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
         shape = (num_embeddings, embedding_dim)
         piece = placement.Piece.replicated(
-            full_name(name, "weight", seed), shape, group, init, partial=sequence_parallel_enabled
+            full_name(name, "weight", options.get("seed")),
+            shape,
+            group,
+            options.get("init", DEFAULT_INIT),
+            partial=sequence_parallel_enabled,
         )
-        self.weight = placement.make_parameter(shape, (piece,), group, **where)
+        self.weight = placement.make_parameter(shape, (piece,), group, **made_with)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids `[S, …]`, equal on every rank → `[S, …, H]`, or this rank's `[S/g, …, H]` with sequence parallelism."""
-        mine = collectives.split_sequence(ids, self.group) if self.sequence_parallel_enabled else ids
-        return F.embedding(mine, self.weight)
+        if self.sequence_parallel_enabled:
+            ids = collectives.split_sequence(ids, self.group)
+        return F.embedding(ids, self.weight)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, sequence_parallel={self.sequence_parallel_enabled}"
@@ -146,14 +162,17 @@ class ParallelLMHead(placement.PlacedModule):
     Args:
         hidden_size: H.
         vocab_size: V.
-        tied_weight: the embedding's local weight, which has the same rows, instead of a weight of its own.
-        bias_name: whole canonical name of the bias, such as `cls.predictions.bias`; None: the head has none.
-        row_multiple: a rank's number of rows is rounded up to a multiple of this.
-        sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions`.
+        tied_weight: local weight of the embedding, which has the same rows; None: the head makes a weight.
+        bias_name: full canonical name of the bias, such as `cls.predictions.bias`; None: the head has no bias.
+        row_multiple: number to a multiple of which a rank's rows are rounded up.
+        sequence_parallel_enabled: true if the sequence is cut over the group between layers.
+        name: canonical name of the layer, without `.weight`.
+        options: see `LayerOptions`.
 
     Attributes:
-        chunk_losses: what `linear_cross_entropy` takes as `losses`.
-        own_loss: gives the sum of the losses of whole logits `[S, B, V]` and targets `[S, B]` instead; or None.
+        chunk_losses: function that `linear_cross_entropy` takes as `losses`.
+        own_loss: function of the user's that returns the sum of the losses of whole logits `[S, B, V]` and targets
+            `[S, B]`; None: the cross-entropy.
     """
 
     def __init__(
@@ -169,23 +188,29 @@ class ParallelLMHead(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        where = tensor_options(self, options)
+        made_with = tensor_options(self, options)
         self.group = group = sharing_group(type(self).__name__, options.get("group"))
         self.vocab_size = vocab_size
         self.chunk_losses = chunk_losses
         self.own_loss: Callable[[Tensor, Tensor], Tensor] | None = None
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
         if tied_weight is not None:
-            rows, self.weight = tied_weight.shape[0], tied_weight
+            rows = tied_weight.shape[0]
+            self.weight = tied_weight
         else:
-            shape, rows = (vocab_size, hidden_size), vocabulary_rows(vocab_size, group.size, row_multiple)
-            piece = placement.Piece.rows(full_name(name, "weight", seed), shape, group, init, per_rank=rows)
-            self.weight = placement.make_parameter((rows, hidden_size), (piece,), group, **where)
+            rows = vocabulary_rows(vocab_size, group.size, row_multiple)
+            piece = placement.Piece.rows(
+                full_name(name, "weight", options.get("seed")),
+                (vocab_size, hidden_size),
+                group,
+                options.get("init", DEFAULT_INIT),
+                per_rank=rows,
+            )
+            self.weight = placement.make_parameter((rows, hidden_size), (piece,), group, **made_with)
         self.bias = None
         if bias_name is not None:
             piece = placement.Piece.rows(bias_name, (vocab_size,), group, Init.constant(0.0), per_rank=rows)
-            self.bias = placement.make_parameter((rows,), (piece,), group, **where)
+            self.bias = placement.make_parameter((rows,), (piece,), group, **made_with)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[S, B, H]` (`[S/g, B, H]` with sequence parallelism) → logits `[S, B, V]` on every rank."""
@@ -202,27 +227,28 @@ class ParallelLMHead(placement.PlacedModule):
         call_forward_pre_hooks(self)
         local_rows = self.weight.shape[0]
         first = self.group.rank * local_rows
-        held = max(0, min(local_rows, self.vocab_size - first))
-        rows = x.flatten(0, -2)
-        largest, ids = [], []
-        for chunk in rows.split(max(1, loss_chunk_elements(local_rows, x.device.type != "cpu") // local_rows)):
+        columns = max(0, min(local_rows, self.vocab_size - first))  # the others are padding
+        chunk_rows = max(1, loss_chunk_elements(local_rows, x.device.type != "cpu") // local_rows)
+        largest = []
+        ids = []
+        for chunk in x.flatten(0, -2).split(chunk_rows):
             logits = linear(chunk, self.weight, self.bias).float()
-            logits[:, held:] = float("-inf")
+            logits[:, columns:] = float("-inf")
             value, index = logits.max(dim=-1)
             largest.append(value)
             ids.append(index + first)
-        # Of ranks that tie the first wins, as it would on one rank.
+        # argmax takes the first of ranks that tie, as one rank would take the lowest id.
         by_rank = collectives.all_gather(torch.cat(largest).unsqueeze(0), self.group)
         ids_by_rank = collectives.all_gather(torch.cat(ids).unsqueeze(0), self.group)
         return ids_by_rank.gather(0, by_rank.argmax(dim=0, keepdim=True))[0].view(x.shape[:-1])
 
     def loss(self, x: Tensor, targets_SB: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
-        """Sum of the tokens' cross-entropies, chunk by chunk, a float32 scalar.
+        """Return the sum of the tokens' cross-entropies, computed chunk by chunk: a float32 scalar.
 
         Args:
-            x: as in the forward pass.
+            x: input of the forward pass.
             targets_SB: `[S, B]`, whole on every rank.
-            ignore_index: targets that have loss 0 and gradient 0.
+            ignore_index: value of targets that have loss 0 and gradient 0.
         """
         if self.own_loss is not None:
             return self.own_loss(self(x).float(), targets_SB)

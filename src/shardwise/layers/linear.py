@@ -22,12 +22,12 @@ from shardwise.layers.matmul import Overlap, gather_and_multiply, linear, multip
 
 DEFAULT_INIT = Init.normal(0.02)
 _POSITIONAL = ("dtype", "device", "stride", "init_method")
-"""What neuronx-distributed's linear layers take from the fifth position on."""
+"""Arguments of neuronx-distributed's linear layers from the fifth position on."""
 _POSITIONAL_OF_GQA = ("dtype", "device", "init_method")
 
 
 class TensorOptions(TypedDict, total=False):
-    """How a layer's parameters are made."""
+    """Keywords for making a layer's parameters."""
 
     seed: int | None
     device: torch.device | str | None
@@ -43,9 +43,10 @@ class LayerOptions(TensorOptions, total=False):
             for a whole layer.
         seed: the run's seed; the weights are then a function of (seed, name) at any layout, and the layer needs a name.
             None draws from torch's generator.
-        init: how the weight is drawn, such as `Init.normal(0.01)` (default: `Init.normal(0.02)`). Norms begin at
+        init: distribution of the weight, such as `Init.normal(0.01)` (default: `Init.normal(0.02)`). Norms begin at
             1 and biases at 0, whatever it is.
-        device, dtype: of the local tensors.
+        device: device of the local tensors.
+        dtype: dtype of the local tensors.
     """
 
     group: Ranks | None
@@ -56,8 +57,8 @@ class LinearOptions(LayerOptions, total=False):
     """Keywords that every linear layer takes: those of `LayerOptions`, and one more.
 
     Attributes:
-        transposed: the canonical weight is `[in, out]`, as that of GPT-2's `Conv1D`; the local one is `[out, in]`
-            nevertheless.
+        transposed: true if the canonical weight is `[in, out]`, as that of GPT-2's `Conv1D`; the local one is
+            `[out, in]` nevertheless.
     """
 
     transposed: bool
@@ -66,7 +67,7 @@ class LinearOptions(LayerOptions, total=False):
 def tensor_options(
     layer: nn.Module, options: LayerOptions, known: frozenset[str] = LayerOptions.__optional_keys__
 ) -> TensorOptions:
-    """The part of a layer's keywords that its parameters take.
+    """Return the layer's keywords that its parameters take.
 
     Raises:
         ArgumentError: a keyword that the layer does not take.
@@ -91,7 +92,7 @@ def linear_options(
 
 
 def full_name(name: str | None, leaf: str, seed: int | None) -> str:
-    """Canonical tensor name; one that is left open is completed with the module's path later."""
+    """Return the canonical name of a tensor; without `name` it is completed with the module's path later."""
     if seed is not None and name is None:
         raise ValueError("a layer with a seed needs a name: its weights are drawn from (seed, name)")
     return f"{name or ''}.{leaf}"
@@ -104,7 +105,7 @@ class _ColumnParallel(placement.PlacedModule):
     name are one canonical layer, whose outputs they are in that order.
 
     Attributes:
-        overlap: whether it communicates behind its matmuls, and how (`layers/matmul.py`); None: in turn with them.
+        overlap: way in which it communicates during its matmuls (`layers/matmul.py`); None: in turn with them.
     """
 
     overlap: Overlap | None = None
@@ -120,7 +121,7 @@ class _ColumnParallel(placement.PlacedModule):
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        where = tensor_options(self, options, LinearOptions.__optional_keys__)
+        made_with = tensor_options(self, options, LinearOptions.__optional_keys__)
         self.group = group = sharing_group(type(self).__name__, options.get("group"))
         self.input_size = input_size
         self.gather_output = gather_output
@@ -130,28 +131,32 @@ class _ColumnParallel(placement.PlacedModule):
                 raise ValueError(f"output size ({size}) must be divisible by the group's size ({group.size})")
         self._copies = [copies for _, _, copies in parts]
         self._sizes = [size * copies // group.size for _, size, copies in parts]
-        seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
+        seed = options.get("seed")
+        init = options.get("init", DEFAULT_INIT)
         transposed = options.get("transposed", False)
 
-        def pieces(leaf: str, tail: tuple[int, ...], how: Init) -> tuple[placement.Piece, ...]:
-            made = []
+        def pieces(leaf: str, columns: tuple[int, ...], init: Init) -> tuple[placement.Piece, ...]:
+            """Return the pieces of the weight, or of the bias, which has no `columns`."""
+            pieces = []
             for i, (name, size, copies) in enumerate(parts):
                 piece = placement.Piece.rows(
-                    full_name(name, leaf, seed), (size, *tail), group, how, at=sum(self._sizes[:i]), copies=copies
+                    full_name(name, leaf, seed), (size, *columns), group, init, at=sum(self._sizes[:i]), copies=copies
                 )
                 # Rows of the canonical layer of this name: parts of one name follow each other in it.
-                layer = [part[1] if part[0] == name else 0 for part in parts]
-                piece = piece.within(sum(layer), sum(layer[:i]))
-                made.append(piece.transpose() if transposed and tail else piece)
-            return tuple(made)
+                rows = [part[1] if part[0] == name else 0 for part in parts]
+                piece = piece.within(sum(rows), sum(rows[:i]))
+                if transposed and columns:
+                    piece = piece.transpose()
+                pieces.append(piece)
+            return tuple(pieces)
 
-        local = sum(self._sizes)
+        outputs = sum(self._sizes)
         self.weight = placement.make_parameter(
-            (local, input_size), pieces("weight", (input_size,), init), group, **where
+            (outputs, input_size), pieces("weight", (input_size,), init), group, **made_with
         )
-        self.bias = (
-            placement.make_parameter((local,), pieces("bias", (), Init.constant(0.0)), group, **where) if bias else None
-        )
+        self.bias = None
+        if bias:
+            self.bias = placement.make_parameter((outputs,), pieces("bias", (), Init.constant(0.0)), group, **made_with)
 
     def multiply(self, entered: Tensor) -> Tensor:
         """`entered` `[…, I]`, whole on every rank of the group → all parts `[…, Σ local outputs]`. No communication."""
@@ -160,9 +165,11 @@ class _ColumnParallel(placement.PlacedModule):
 
     def project(self, x: Tensor) -> Tensor:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → all parts `[S, B, Σ local outputs]`."""
-        if how := usable(self.overlap, x, self.group):
-            sequence = self.sequence_parallel_enabled
-            return gather_and_multiply(x, self.weight, self.bias, self.group, how, sequence=sequence)
+        overlap = usable(self.overlap, x, self.group)
+        if overlap is not None:
+            return gather_and_multiply(
+                x, self.weight, self.bias, self.group, overlap, sequence_parallel=self.sequence_parallel_enabled
+            )
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
         return self.multiply(enter(x, self.group))
 
@@ -173,11 +180,14 @@ class _ColumnParallel(placement.PlacedModule):
         return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies, strict=True))
 
     def _gather(self, part: Tensor, copies: int) -> Tensor:
-        whole = collectives.gather_last(part, self.group)
+        """Return a part of all ranks, each copy once."""
+        gathered = collectives.gather_last(part, self.group)
         if copies == 1:
-            return whole
-        once: Tensor = whole.unflatten(-1, (self.group.size // copies, copies, -1))[..., 0, :].flatten(-2)
-        return once
+            return gathered
+        # Neighbouring ranks hold the copies.
+        by_copy = gathered.unflatten(-1, (self.group.size // copies, copies, -1))
+        first_copies: Tensor = by_copy[..., 0, :].flatten(-2)
+        return first_copies
 
     def extra_repr(self) -> str:
         return f"{self.input_size} -> {self._sizes} of {self.group}, sequence_parallel={self.sequence_parallel_enabled}"
@@ -192,11 +202,14 @@ class ColumnParallelLinear(_ColumnParallel):
     arXiv:2205.05198 §4.2).
 
     Args:
-        input_size, output_size: I and O of the whole layer.
-        bias: whether there is a b.
-        gather_output: whether each rank gets all of y.
+        input_size: I of the whole layer.
+        output_size: O of the whole layer.
+        bias: true if there is a b.
+        gather_output: true if each rank gets all of y.
         further: `dtype` and `device` by position, as neuronx-distributed has them.
-        sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions` and `LinearOptions`.
+        sequence_parallel_enabled: true if the sequence is cut over the group between layers.
+        name: canonical name of the layer, without `.weight`.
+        options: see `LayerOptions` and `LinearOptions`.
 
     Raises:
         ValueError: `output_size` is not divisible by the group's size.
@@ -226,16 +239,20 @@ class ColumnParallelLinear(_ColumnParallel):
         return self.finish(self.project(x))
 
     def finish(self, local: Tensor) -> Tensor:
-        """`local` `[…, O/g]` → the layer's output: as it is, or whole with `gather_output`."""
+        """`local` `[…, O/g]` → the layer's output, which is the same, or whole with `gather_output`."""
         return self._parts(local)[0]
 
 
 class MergedColumnParallelLinear(_ColumnParallel):
     """Several column-parallel layers of one input in one matmul, such as a gated MLP's gate and up projections.
 
-    `output_sizes` and `names`: of each canonical layer; parts of one name are one layer. Forward: x `[S, B, I]`, or
-    `[S/g, B, I]` with `sequence_parallel_enabled`; returns one tensor a part, each as `ColumnParallelLinear` would. Its
-    `input_size`, `bias`, `gather_output` and `options` are as there (arXiv:1909.08053 §3).
+    Forward: x `[S, B, I]`, or `[S/g, B, I]` with `sequence_parallel_enabled`; returns one tensor a part, each as
+    `ColumnParallelLinear` would (arXiv:1909.08053 §3).
+
+    Args:
+        input_size, bias, gather_output, sequence_parallel_enabled, options: as in `ColumnParallelLinear`.
+        output_sizes: O of each part.
+        names: canonical name of each part; parts of one name are one canonical layer.
     """
 
     def __init__(
@@ -281,8 +298,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
             wherever a head begins: give it, or the multiplier, where the ranks outnumber the K/V heads.
         kv_size_multiplier: ranks that hold the same part of the keys, for calls without `head_dim`, as
             neuronx-distributed has them.
-        names: canonical names of the three layers; the same three times where they are one, with the rows of q, then
-            k, then v, which is also what a layer is that is given no names.
+        names: canonical names of the three layers; the same three times, or none, if they are one, with the rows of q,
+            then k, then v.
 
     Raises:
         ValueError: a size is no multiple of `head_dim`; the query heads are not divisible by the group's size; K/V
@@ -309,10 +326,11 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         q_size, kv_size = _two_sizes(output_sizes)
         if head_dim is None:
             head_dim = _features_per_head(kv_size, kv_size_multiplier, size)
-        for what, features in (("query", q_size), ("key/value", kv_size)):
+        for kind, features in (("query", q_size), ("key/value", kv_size)):
             if features < head_dim or features % head_dim:
-                raise ValueError(f"{what} size ({features}) must be a multiple of head_dim ({head_dim})")
-        q_heads, kv_heads = q_size // head_dim, kv_size // head_dim
+                raise ValueError(f"{kind} size ({features}) must be a multiple of head_dim ({head_dim})")
+        q_heads = q_size // head_dim
+        kv_heads = kv_size // head_dim
         if q_heads % size:
             raise ValueError(f"query heads ({q_heads}) must be divisible by the group's size ({size})")
         if kv_heads % size and size % kv_heads:
@@ -379,11 +397,14 @@ class RowParallelLinear(placement.PlacedModule):
     (arXiv:1909.08053 §3, arXiv:2205.05198 §4.2).
 
     Args:
-        input_size, output_size: I and O of the whole layer.
-        bias: whether there is a b.
-        input_is_parallel: whether x is cut along I already, as a column-parallel layer leaves it.
+        input_size: I of the whole layer.
+        output_size: O of the whole layer.
+        bias: true if there is a b.
+        input_is_parallel: true if x is already cut along I, as a column-parallel layer leaves it.
         further: `dtype` and `device` by position, as neuronx-distributed has them.
-        sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions` and `LinearOptions`.
+        sequence_parallel_enabled: true if the sequence is cut over the group between layers.
+        name: canonical name of the layer, without `.weight`.
+        options: see `LayerOptions` and `LinearOptions`.
 
     Attributes:
         overlap: as in the column-parallel layers.
@@ -407,7 +428,7 @@ class RowParallelLinear(placement.PlacedModule):
     ) -> None:
         super().__init__()
         options = linear_options(self, options, further)
-        where = tensor_options(self, options, LinearOptions.__optional_keys__)
+        made_with = tensor_options(self, options, LinearOptions.__optional_keys__)
         self.group = group = sharing_group(type(self).__name__, options.get("group"))
         if input_size % group.size:
             raise ValueError(f"input size ({input_size}) must be divisible by the group's size ({group.size})")
@@ -415,10 +436,12 @@ class RowParallelLinear(placement.PlacedModule):
             raise ValueError("sequence_parallel_enabled (True) must go with input_is_parallel (True)")
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
+        seed = options.get("seed")
+        init = options.get("init", DEFAULT_INIT)
         piece = placement.Piece.columns(full_name(name, "weight", seed), (output_size, input_size), group, init)
-        piece = piece.transpose() if options.get("transposed", False) else piece
-        self.weight = placement.make_parameter((output_size, input_size // group.size), (piece,), group, **where)
+        if options.get("transposed", False):
+            piece = piece.transpose()
+        self.weight = placement.make_parameter((output_size, input_size // group.size), (piece,), group, **made_with)
         self.bias = None
         if bias:
             piece = placement.Piece.replicated(
@@ -428,10 +451,12 @@ class RowParallelLinear(placement.PlacedModule):
                 Init.constant(0.0),
                 partial=sequence_parallel_enabled,
             )
-            self.bias = placement.make_parameter((output_size,), (piece,), group, **where)
+            self.bias = placement.make_parameter((output_size,), (piece,), group, **made_with)
 
     def forward(self, x: Tensor) -> Tensor:
-        return row_parallel_sum((self, x if self.input_is_parallel else collectives.split_last(x, self.group)))
+        if not self.input_is_parallel:
+            x = collectives.split_last(x, self.group)
+        return row_parallel_sum((self, x))
 
     def extra_repr(self) -> str:
         shape = tuple(self.weight.shape)
@@ -439,27 +464,31 @@ class RowParallelLinear(placement.PlacedModule):
 
 
 def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
-    """The sum of the outputs of several row-parallel layers of one group, with one collective.
+    """Return the sum of the outputs of several row-parallel layers of one group, with one collective.
 
     Args:
-        terms: layers, each with its input as `input_is_parallel` has it: `[S, B, I/g]`.
+        terms: layers, each with its input, which is cut already: `[S, B, I/g]`.
     """
-    layer, x = terms[0]
-    sequence = layer.sequence_parallel_enabled
-    if how := usable(layer.overlap, x, layer.group):
-        y = multiply_and_sum([(x, layer.weight) for layer, x in terms], layer.group, how, sequence=sequence)
+    first, x = terms[0]
+    sequence_parallel = first.sequence_parallel_enabled
+    overlap = usable(first.overlap, x, first.group)
+    if overlap is not None:
+        products = [(x, layer.weight) for layer, x in terms]
+        y = multiply_and_sum(products, first.group, overlap, sequence_parallel=sequence_parallel)
     else:
-        partial = linear(x, layer.weight)
-        for other, x in terms[1:]:
-            partial = partial + linear(x, other.weight)
-        y = (collectives.scatter_sum_sequence if sequence else collectives.reduce_from_group)(partial, layer.group)
+        partial = linear(x, first.weight)
+        for layer, x in terms[1:]:
+            partial = partial + linear(x, layer.weight)
+        leave = collectives.scatter_sum_sequence if sequence_parallel else collectives.reduce_from_group
+        y = leave(partial, first.group)
     for layer, _ in terms:
-        y = y if layer.bias is None else y + layer.bias
+        if layer.bias is not None:
+            y = y + layer.bias
     return y
 
 
 def set_overlap(model: nn.Module, how: Overlap | None) -> None:
-    """Let all column- and row-parallel layers of a model communicate behind their matmuls; None: in turn with them."""
+    """Let all column- and row-parallel layers of a model communicate during their matmuls; None: in turn with them."""
     for module in model.modules():
         if isinstance(module, _ColumnParallel | RowParallelLinear):
             module.overlap = how
@@ -476,14 +505,15 @@ class ReplicatedLinear(placement.PlacedModule):
         self, input_size: int, output_size: int, *, name: str | None = None, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__()
-        group, seed, init = Group.of(options.get("group")), options.get("seed"), options.get("init", DEFAULT_INIT)
-        where = tensor_options(self, options)
+        group = Group.of(options.get("group"))
+        made_with = tensor_options(self, options)
 
-        def make(leaf: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:
-            piece = placement.Piece.replicated(full_name(name, leaf, seed), shape, group, how, partial=False)
-            return placement.make_parameter(shape, (piece,), group, **where)
+        def make(leaf: str, shape: tuple[int, ...], init: Init) -> nn.Parameter:
+            full = full_name(name, leaf, options.get("seed"))
+            piece = placement.Piece.replicated(full, shape, group, init, partial=False)
+            return placement.make_parameter(shape, (piece,), group, **made_with)
 
-        self.weight = make("weight", (output_size, input_size), init)
+        self.weight = make("weight", (output_size, input_size), options.get("init", DEFAULT_INIT))
         self.bias = make("bias", (output_size,), Init.constant(0.0))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Cross-entropy over a vocabulary that is cut over a group (Megatron-LM, arXiv:1909.08053 §3).
 
-Legend, per rank with g = group size: N tokens, V vocabulary, v = ceil(V/g) rows held, H hidden, S sequence, B batch.
+Legend, per rank with g = group size: N tokens, V vocabulary, v = ceil(V/g) local rows, H hidden, S sequence, B batch.
 With `m` the maximum and `Z = Σ exp(logit - m)` over the whole vocabulary, a token's loss with label smoothing ε is
 `log Z - (1-ε)·(logit_target - m) - ε·mean(logit - m)`, and its gradient `softmax - (1-ε)·onehot - ε/V`.
-What is exchanged is three numbers a token, never logits. Padding columns have probability 0 and gradient 0.
+Ranks exchange three numbers a token, never logits. Padding columns have probability 0 and gradient 0.
 """
 
 from __future__ import annotations
@@ -27,15 +27,21 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's columns of the vocabulary, and how targets are counted.
+    """This rank's columns of the vocabulary, and the way in which targets are counted.
 
-    `first` and `held` are tensors for a compiled graph, which serves all ranks.
+    Attributes:
+        group: the ranks that share the vocabulary.
+        vocabulary: V.
+        first: id of the first column; a tensor in a compiled graph, which serves all ranks.
+        columns: number of columns that are no padding; a tensor in a compiled graph.
+        ignore_index: value of targets that have loss 0 and gradient 0.
+        smoothing: ε.
     """
 
     group: Group
     vocabulary: int
     first: int | Tensor
-    held: int | Tensor
+    columns: int | Tensor
     ignore_index: int
     smoothing: float
 
@@ -43,17 +49,21 @@ class VocabularyShard:
     def make(group: Group, width: int, vocabulary: int | None, ignore_index: int, smoothing: float) -> VocabularyShard:
         if not 0.0 <= smoothing <= 1.0:
             raise ValueError(f"label_smoothing ({smoothing}) must be in [0, 1]")
-        whole = width * group.size if vocabulary is None else vocabulary
+        if vocabulary is None:
+            vocabulary = width * group.size
         first = group.rank * width
-        return VocabularyShard(group, whole, first, max(0, min(width, whole - first)), ignore_index, smoothing)
+        columns = max(0, min(width, vocabulary - first))
+        return VocabularyShard(group, vocabulary, first, columns, ignore_index, smoothing)
 
     def in_tensors(self, device: torch.device) -> VocabularyShard:
-        """The same for a compiled graph."""
-        first, held = (torch.full((), int(number), device=device) for number in (self.first, self.held))
-        return replace(self, first=first, held=held)
+        """Return the shard of a compiled graph, with tensors for the numbers in which ranks differ."""
+        first = torch.full((), int(self.first), device=device)
+        columns = torch.full((), int(self.columns), device=device)
+        return replace(self, first=first, columns=columns)
 
     def check(self, target: Tensor) -> None:
-        """Refuse targets outside of the vocabulary; on a CPU only, since reading them from an accelerator stalls it."""
+        """Refuse targets outside of the vocabulary."""
+        # On a CPU only: reading targets from an accelerator would stall it.
         if torch.compiler.is_compiling() or target.device.type != "cpu" or not (target.numel() and has_data(target)):
             return
         counted = target[target != self.ignore_index]
@@ -65,41 +75,43 @@ class VocabularyShard:
         """Turn float32 logits `[N, v]` into probabilities, in place.
 
         Returns:
-            The loss `[N]` (0 where ignored), the targets' local columns, which of them are held here, and which count.
+            The loss `[N]`, 0 for ignored targets; the targets' local columns `[N]`; true for targets in this rank's
+            columns `[N]`; true for targets that count `[N]`.
         """
         width = logits_NV.shape[1]
-        if isinstance(self.held, Tensor):
+        if isinstance(self.columns, Tensor):
             if self.vocabulary < width * self.group.size:  # a rank has padding
-                logits_NV.masked_fill_(torch.arange(width, device=logits_NV.device) >= self.held, float("-inf"))
-        elif self.held < width:
-            logits_NV[:, self.held :] = float("-inf")
+                logits_NV.masked_fill_(torch.arange(width, device=logits_NV.device) >= self.columns, float("-inf"))
+        elif self.columns < width:
+            logits_NV[:, self.columns :] = float("-inf")
         largest = collectives.all_reduce_(logits_NV.amax(dim=1), self.group, op="max")
         logits_NV.sub_(largest.unsqueeze(1))
         counted = target_N != self.ignore_index
         column = target_N - self.first
-        here = counted & (column >= 0) & (column < self.held)
-        column = column.masked_fill(~here, 0)
-        at_target = logits_NV.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
-        sums = [at_target]
+        is_local = counted & (column >= 0) & (column < self.columns)
+        column = column.masked_fill(~is_local, 0)
+        at_target = logits_NV.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~is_local, 0.0)
+        terms = [at_target]
         if self.smoothing:
-            sums.append(logits_NV[:, : self.held].sum(dim=1))
+            terms.append(logits_NV[:, : self.columns].sum(dim=1))
         logits_NV.exp_()
-        sums.append(logits_NV.sum(dim=1))
-        stats = collectives.all_reduce_(torch.stack(sums), self.group)
-        at_target, total = stats[0], stats[-1]
+        terms.append(logits_NV.sum(dim=1))
+        sums = collectives.all_reduce_(torch.stack(terms), self.group)
+        at_target = sums[0]
+        total = sums[-1]
         logits_NV.div_(total.unsqueeze(1))
         loss = total.log() - (1.0 - self.smoothing) * at_target
         if self.smoothing:
-            loss = loss - self.smoothing / self.vocabulary * stats[1]
-        return loss.masked_fill(~counted, 0.0), column, here, counted
+            loss = loss - self.smoothing / self.vocabulary * sums[1]
+        return loss.masked_fill(~counted, 0.0), column, is_local, counted
 
-    def gradient_(self, softmax_NV: Tensor, column: Tensor, here: Tensor, weight_N: Tensor) -> Tensor:
+    def gradient_(self, softmax_NV: Tensor, column: Tensor, is_local: Tensor, weight_N: Tensor) -> Tensor:
         """Turn probabilities into the gradient of `Σ weight · loss` by the logits, in place."""
         softmax_NV.mul_(weight_N.unsqueeze(1))
         if self.smoothing:
-            softmax_NV[:, : self.held].sub_((self.smoothing / self.vocabulary * weight_N).unsqueeze(1))
-        hit = (self.smoothing - 1.0) * weight_N.masked_fill(~here, 0.0)
-        return softmax_NV.scatter_add_(1, column.unsqueeze(1), hit.unsqueeze(1))
+            softmax_NV[:, : self.columns].sub_((self.smoothing / self.vocabulary * weight_N).unsqueeze(1))
+        at_target = (self.smoothing - 1.0) * weight_N.masked_fill(~is_local, 0.0)
+        return softmax_NV.scatter_add_(1, column.unsqueeze(1), at_target.unsqueeze(1))
 
 
 def chunk_losses(
@@ -110,26 +122,27 @@ def chunk_losses(
     with_gradient: bool,
     with_bias_gradient: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The sum of the losses of some tokens; the gradient by their logits, in these' dtype; and by the bias, in float32.
+    """Return the sum of the losses of some tokens, and its gradients by their logits and by the bias.
 
-    Float32 logits are overwritten.
+    The gradient by the logits has their dtype, that by the bias is float32. Float32 logits are overwritten.
     """
-    dtype, logits_NV = logits_NV.dtype, logits_NV.float()  # nobody else has the former ones, which are freed
+    dtype = logits_NV.dtype
+    logits_NV = logits_NV.float()  # no caller keeps the logits, so that those of another dtype are freed here
     if bias_V is not None:
         logits_NV.add_(bias_V)
-    loss, column, here, counted = shard.softmax_(logits_NV, target_N)
+    loss, column, is_local, counted = shard.softmax_(logits_NV, target_N)
     if not with_gradient:
         return loss.sum(), None, None
-    gradient = shard.gradient_(logits_NV, column, here, counted.float())
-    return loss.sum(), gradient.to(dtype), gradient.sum(dim=0) if with_bias_gradient else None
+    gradient = shard.gradient_(logits_NV, column, is_local, counted.float())
+    bias_gradient = gradient.sum(dim=0) if with_bias_gradient else None
+    return loss.sum(), gradient.to(dtype), bias_gradient
 
 
 ChunkLosses = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 
 
 def _refuse_second_derivative(name: str) -> None:
-    """Raise in a backward pass that builds a graph: the gradients come from saved numbers, and their own gradient would
-    lack a part."""
+    """Raise in a backward pass that builds a graph: the gradients come from saved numbers, and have no gradient."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"{name} has no second derivative: leave out create_graph=True, "
@@ -141,17 +154,19 @@ class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, shard: VocabularyShard) -> Tensor:
         softmax = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
-        loss, column, here, counted = shard.softmax_(softmax, target.reshape(-1))
-        ctx.save_for_backward(softmax, column, here, counted)
-        ctx.shard, ctx.shape, ctx.dtype = shard, logits.shape, logits.dtype
+        loss, column, is_local, counted = shard.softmax_(softmax, target.reshape(-1))
+        ctx.save_for_backward(softmax, column, is_local, counted)
+        ctx.shard = shard
+        ctx.shape = logits.shape
+        ctx.dtype = logits.dtype
         return loss.view(target.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         _refuse_second_derivative("parallel_cross_entropy")
-        softmax, column, here, counted = ctx.saved_tensors
+        softmax, column, is_local, counted = ctx.saved_tensors
         weight = grads[0].reshape(-1).float().masked_fill(~counted, 0.0)
-        gradient = ctx.shard.gradient_(softmax.clone(), column, here, weight)
+        gradient = ctx.shard.gradient_(softmax.clone(), column, is_local, weight)
         return gradient.view(ctx.shape).to(ctx.dtype), None, None
 
 
@@ -165,15 +180,15 @@ def parallel_cross_entropy(
     vocab_size: int | None = None,
     **unknown: Never,
 ) -> Tensor:
-    """Loss of each token, in float32, from logits that are cut along the vocabulary (arXiv:1909.08053 §3).
+    """Return the loss of each token, in float32, from logits that are cut along the vocabulary (arXiv:1909.08053 §3).
 
     Args:
         vocab_parallel_logits: `[…, v]`, this rank's columns; left untouched.
         target: `[…]` global token ids, equal on all ranks of the group.
         label_smoothing: ε in [0, 1], spread over the whole vocabulary as `torch.nn.functional.cross_entropy` does.
         group: the ranks that share the vocabulary.
-        ignore_index: targets that have loss 0 and gradient 0.
-        vocab_size: V, where the last columns are padding (default: none are).
+        ignore_index: value of targets that have loss 0 and gradient 0.
+        vocab_size: V, if the last columns are padding (default: no column is).
         unknown: none; another name than these is an error that suggests the right one.
 
     Returns:
@@ -196,7 +211,7 @@ def parallel_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     """Head and loss, chunk by chunk. The forward pass computes the gradients, while a chunk's probabilities exist.
 
-    The argument `needed` says which of x, weight and bias need a gradient.
+    The argument `needed` is true for those of x, weight and bias that need a gradient.
     """
 
     @staticmethod
@@ -213,18 +228,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses: ChunkLosses,
     ) -> Tensor:
         group = shard.group
-        scattered = sequence_parallel and group.size > 1
+        is_cut = sequence_parallel and group.size > 1
         dx = torch.empty_like(x_SBH) if needed[0] else None
         dw = torch.zeros_like(weight_vH, dtype=torch.float32) if needed[1] else None
         db = torch.zeros_like(bias_v, dtype=torch.float32) if needed[2] and bias_v is not None else None
         # [ranks, S/ranks, B]: each rank's part of the sequence, as the gathered chunk holds them one after the other.
-        target_RSB = target_SB.view(group.size if scattered else 1, -1, target_SB.shape[-1])
+        target_RSB = target_SB.view(group.size if is_cut else 1, -1, target_SB.shape[-1])
         tokens_a_row = target_RSB.shape[0] * target_RSB.shape[2]
         step = max(1, chunk_elements // (weight_vH.shape[0] * tokens_a_row))
         total = torch.zeros((), dtype=torch.float32, device=x_SBH.device)
         for start in range(0, x_SBH.shape[0], step):
             rows = slice(start, min(start + step, x_SBH.shape[0]))
-            chunk = collectives.all_gather(x_SBH[rows], group) if scattered else x_SBH[rows]
+            chunk = collectives.all_gather(x_SBH[rows], group) if is_cut else x_SBH[rows]
             flat = chunk.reshape(-1, chunk.shape[-1])
             targets = target_RSB[:, rows].reshape(-1)
             loss, dlogits, dbias = losses(linear(flat, weight_vH), bias_v, targets, shard, any(needed), db is not None)
@@ -237,10 +252,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dw.add_(weight_gradient(dlogits, flat))
             if dx is not None:
                 dchunk = linear(dlogits, weight_vH.t()).view(chunk.shape)
-                dx[rows] = collectives.reduce_scatter(dchunk, group) if scattered else dchunk
+                dx[rows] = collectives.reduce_scatter(dchunk, group) if is_cut else dchunk
                 del dchunk
             del dlogits  # one chunk at a time: the next one's logits take their place
-        if dx is not None and not scattered:
+        if dx is not None and not is_cut:
             collectives.all_reduce_(dx, group)
         ctx.save_for_backward(dx, dw, db)
         return total
@@ -251,8 +266,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The saved gradients stay unscaled while another backward pass may ask for them: with another incoming
         # gradient, or for the weight's alone, as schedules with a split backward pass do. The last pass needs no copy.
         is_last = not torch.compiler.is_compiling() and not graph_is_kept()
-        saved = ctx.saved_tensors
-        scaled = [g if g is None else g.mul_(grads[0]) if is_last else g * grads[0] for g in saved]
+        scaled: list[Tensor | None] = []
+        for gradient in ctx.saved_tensors:
+            if gradient is None:
+                scaled.append(None)
+            elif is_last:
+                scaled.append(gradient.mul_(grads[0]))
+            else:
+                scaled.append(gradient * grads[0])
         return (*scaled, None, None, None, None, None, None)
 
 
@@ -270,7 +291,7 @@ def linear_cross_entropy(
     chunk_elements: int | None = None,
     losses: ChunkLosses = chunk_losses,
 ) -> Tensor:
-    """Sum over tokens of `cross_entropy(x Wᵀ + b, target)`, without ever holding the logits of all tokens.
+    """Return the sum over tokens of `cross_entropy(x Wᵀ + b, target)`, without holding the logits of all tokens.
 
     Tokens go through in chunks: logits, loss and both gradients of a chunk are computed before the next chunk begins,
     so that beyond inputs and gradients one chunk of logits is held. With sequence parallelism each chunk of x is
@@ -278,15 +299,15 @@ def linear_cross_entropy(
     live until the backward pass. A loss in chunks of tokens follows arXiv:2411.09009.
 
     Args:
-        sequence_parallel_enabled: whether x is a rank's part of the sequence.
+        sequence_parallel_enabled: true if x is a rank's part of the sequence.
         x: `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
         weight: `[v, H]`, this rank's rows of the head.
-        bias: `[v]`, likewise (default: none).
+        bias: `[v]`, this rank's elements of the bias (default: none).
         target: `[S, B]`, whole on every rank.
         chunk_elements: logits held at once on this rank (default: 2²¹ on a CPU, 2²⁷ on an accelerator, and those of 256
             tokens at least).
         group, ignore_index, label_smoothing, vocab_size: as in `parallel_cross_entropy`.
-        losses: `chunk_losses`, or what it compiles to.
+        losses: `chunk_losses`, or a compiled form of it.
 
     Returns:
         A float32 scalar, equal on all ranks of the group. Communicates per chunk two small all-reduces; with sequence
@@ -301,8 +322,8 @@ def linear_cross_entropy(
     ranks = sharing_group("linear_cross_entropy", group)
     shard = VocabularyShard.make(ranks, weight.shape[0], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
-    trained = torch.is_grad_enabled()
-    needed = tuple(trained and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    is_trained = torch.is_grad_enabled()
+    needed = tuple(is_trained and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     result = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, target, shard, sequence_parallel_enabled, chunk_elements, needed, losses
     )

@@ -37,6 +37,13 @@ def _one_size(owner: str, shape: object) -> int:
 
 
 class _Norm(placement.PlacedModule):
+    """A norm over the last dim, whose parameters are whole on every rank.
+
+    Args:
+        leaves: initial value of each parameter, by its name.
+        given: keyword arguments of the call.
+    """
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -47,10 +54,10 @@ class _Norm(placement.PlacedModule):
         given: Mapping[str, object],
     ) -> None:
         super().__init__()
-        # `bias`, as torch's norms take it, changes nothing where it asks for what this norm has.
+        # torch's norms take `bias`; here it changes nothing if it is true for a norm with a bias, or false for another.
         has_bias = "bias" in leaves
         options = cast(LayerOptions, {key: value for key, value in given.items() if (key, value) != ("bias", has_bias)})
-        where = tensor_options(self, options)
+        made_with = tensor_options(self, options)
         group = sharing_group(type(self).__name__, options.get("group"), needed=sequence_parallel_enabled)
         seed = options.get("seed")
         self.normalized_shape = (_one_size(type(self).__name__, normalized_shape),)
@@ -63,12 +70,7 @@ class _Norm(placement.PlacedModule):
                 Init.constant(value),
                 partial=sequence_parallel_enabled,
             )
-            parameter = placement.make_parameter(
-                self.normalized_shape,
-                (piece,),
-                group,
-                **where,
-            )
+            parameter = placement.make_parameter(self.normalized_shape, (piece,), group, **made_with)
             self.register_parameter(leaf, parameter)
 
     def extra_repr(self) -> str:
@@ -80,10 +82,11 @@ class RMSNorm(_Norm):
 
     Args:
         normalized_shape: H, or a shape of this one size, as torch takes it.
-        eps: added to the mean square.
+        eps: number added to the mean square.
         further: none; all other arguments are given by keyword.
-        sequence_parallel_enabled: whether each rank has a part of the sequence; the gradients are then partial.
-        name, options: as in the other layers, see `LayerOptions`.
+        sequence_parallel_enabled: true if each rank has a part of the sequence; the gradients are then partial.
+        name: canonical name of the layer, without `.weight`.
+        options: see `LayerOptions`.
     """
 
     weight: nn.Parameter
@@ -129,11 +132,15 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # this gradient is differentiated again, and what was saved is no function of x
+        if torch.is_grad_enabled():
+            # This gradient is differentiated again, and the saved tensor is no function of x.
             inverse = x.square().mean(dim=-1, keepdim=True).add(ctx.eps).rsqrt()
-        dy, unit = grads[0], x * inverse
+        dy = grads[0]
+        unit = x * inverse
         dy_unit = dy * unit
-        dw = dy_unit.reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = dy_unit.reshape(-1, x.shape[-1]).sum(0)
         dx = None
         if ctx.needs_input_grad[0]:
             mean = (dy_unit @ weight).div_(x.shape[-1]).unsqueeze(-1)
@@ -146,11 +153,12 @@ class LayerNorm(_Norm):
 
     Args:
         normalized_shape: H, or a shape of this one size, as torch takes it.
-        eps: added to the variance.
+        eps: number added to the variance.
         further: torch's next positional arguments: `elementwise_affine` and `bias`, which must be True, `device` and
             `dtype`.
-        sequence_parallel_enabled: whether each rank has a part of the sequence; the gradients are then partial.
-        name, options: as in the other layers, see `LayerOptions`.
+        sequence_parallel_enabled: true if each rank has a part of the sequence; the gradients are then partial.
+        name: canonical name of the layer, without `.weight`.
+        options: see `LayerOptions`.
     """
 
     weight: nn.Parameter
@@ -178,16 +186,17 @@ class QueryKeyNorm(placement.PlacedModule):
     Forward: q `[S, B, n, d]` and k `[S, B, m, d]`, the heads that this rank has → the same shapes, normalised.
 
     Args:
-        sizes: n·d and m·d of the whole model.
-        eps: added to the mean square.
+        sizes: widths n·d of the queries and m·d of the keys in the whole model.
+        eps: number added to the mean square.
         head_dim: d.
-        over: what is normalised together. `head`: each head by itself, with weights `[d]` that are whole on every rank.
-            A rank sees only its own heads, so that the gradients are partial over the group, with and without sequence
-            parallelism; no communication. `all_heads`: all heads of a token, with weights `[n·d]` and `[m·d]` that are
-            cut as the rows of the projections are, with copies of key heads where ranks share one. Communicates an
-            all-reduce of the sums of squares, `[2, S, B]` in float32, forward, and one of their gradients.
+        over: elements that are normalised together. `head`: each head by itself, with weights `[d]` that are whole on
+            every rank. A rank sees only its own heads, so that the gradients are partial over the group, with and
+            without sequence parallelism; no communication. `all_heads`: all heads of a token, with weights `[n·d]` and
+            `[m·d]` that are cut as the rows of the projections are, with copies of key heads where ranks share one.
+            Communicates an all-reduce of the sums of squares, `[2, S, B]` in float32, forward, and one of their
+            gradients.
         names: canonical names of the two layers, without `.weight`.
-        options: as in the other layers, see `LayerOptions`.
+        options: see `LayerOptions`.
     """
 
     def __init__(
@@ -201,46 +210,54 @@ class QueryKeyNorm(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        self.group, self.eps, self.over = Group.of(options.get("group")), eps, over
-        self.query_weight, self.key_weight = (
-            self._weight(name, size, head_dim, options) for name, size in zip(names, sizes, strict=True)
-        )
+        self.group = Group.of(options.get("group"))
+        self.eps = eps
+        self.over = over
+        self.query_weight = self._weight(names[0], sizes[0], head_dim, options)
+        self.key_weight = self._weight(names[1], sizes[1], head_dim, options)
 
     def _weight(self, name: str, size: int, head_dim: int, options: LayerOptions) -> nn.Parameter:
-        group, one, full = self.group, Init.constant(1.0), full_name(name, "weight", options.get("seed"))
+        """Make the weight of the queries or of the keys."""
+        full = full_name(name, "weight", options.get("seed"))
+        init = Init.constant(1.0)
         if self.over == "head":
-            piece = placement.Piece.replicated(full, (head_dim,), group, one, partial=True)
+            piece = placement.Piece.replicated(full, (head_dim,), self.group, init, partial=True)
         else:
-            piece = placement.Piece.rows(full, (size,), group, one, copies=max(group.size * head_dim // size, 1))
-        return placement.make_parameter(piece.box.size, (piece,), group, **tensor_options(self, options))
+            copies = max(self.group.size * head_dim // size, 1)  # ranks that share each head
+            piece = placement.Piece.rows(full, (size,), self.group, init, copies=copies)
+        return placement.make_parameter(piece.box.size, (piece,), self.group, **tensor_options(self, options))
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.over == "head":
             return _rms_norm(q, self.query_weight, self.eps), _rms_norm(k, self.key_weight, self.eps)
-        query, key = q.flatten(-2), k.flatten(-2)
+        query = q.flatten(-2)
+        key = k.flatten(-2)
         if self.group.size == 1:
-            query, key = _rms_norm(query, self.query_weight, self.eps), _rms_norm(key, self.key_weight, self.eps)
+            query = _rms_norm(query, self.query_weight, self.eps)
+            key = _rms_norm(key, self.key_weight, self.eps)
         else:
             query, key = self._norm_together(query, key)
         return query.view(q.shape), key.view(k.shape)
 
     def _norm_together(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """A head that several ranks have counts once for each, in the sum as in the number of elements."""
+        """Normalise over the heads of all ranks."""
         exact = torch.promote_types(query.dtype, torch.float32)
         squares = [torch.linalg.vector_norm(x, dim=-1, dtype=exact).square() for x in (query, key)]
-        totals = collectives.sum_over_group(torch.stack(squares), self.group)
-        query, key = (
-            cast(Tensor, _Scale.apply(x, weight, (total / (x.shape[-1] * self.group.size) + self.eps).rsqrt()))  # type: ignore[no-untyped-call]
-            for x, weight, total in zip((query, key), (self.query_weight, self.key_weight), totals, strict=True)
-        )
-        return query, key
+        query_sum, key_sum = collectives.sum_over_group(torch.stack(squares), self.group)
+        return self._scale(query, self.query_weight, query_sum), self._scale(key, self.key_weight, key_sum)
+
+    def _scale(self, x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
+        """Divide x by the root mean square; `total` is the sum of squares over the group."""
+        # A head that several ranks have counts once for each of them, in the sum as in the number of elements.
+        elements = x.shape[-1] * self.group.size
+        return cast(Tensor, _Scale.apply(x, weight, (total / elements + self.eps).rsqrt()))  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"{self.over}, {len(self.query_weight)} and {len(self.key_weight)} of {self.group}, eps={self.eps}"
 
 
 class _Scale(torch.autograd.Function):
-    """`x · inverse · weight`, x `[…, W]`, weight `[W]`, inverse `[…]` in at least float32. Nothing else is kept."""
+    """`x · inverse · weight` with x `[…, W]`, weight `[W]`, inverse `[…]` in at least float32. Only these are kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
@@ -250,7 +267,10 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight, inverse = ctx.saved_tensors
-        dy, dx, dw, d_inverse = grads[0].to(inverse.dtype), None, None, None
+        dy = grads[0].to(inverse.dtype)
+        dx = None
+        dw = None
+        d_inverse = None
         if ctx.needs_input_grad[1]:
             dw = (dy * x).mul_(inverse.unsqueeze(-1)).flatten(0, -2).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:

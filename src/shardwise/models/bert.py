@@ -25,31 +25,31 @@ from shardwise.models.blocks import (
     MLP,
     Context,
     Family,
-    Maker,
+    LayerFactory,
     run_blocks,
 )
 
 
-def word_embedding(config: BertConfig, make: Maker) -> ParallelEmbedding:
+def word_embedding(config: BertConfig, factory: LayerFactory) -> ParallelEmbedding:
     """The word embedding, whose weight the decoder uses too."""
-    return make.word_embedding(config, "bert.embeddings.word_embeddings", config.pad_token_id)
+    return factory.word_embedding(config, "bert.embeddings.word_embeddings", config.pad_token_id)
 
 
 class Embeddings(nn.Module):
     """`dropout(norm(word + position + token type))`."""
 
-    def __init__(self, config: BertConfig, make: Maker) -> None:
+    def __init__(self, config: BertConfig, factory: LayerFactory) -> None:
         super().__init__()
         name = "bert.embeddings"
-        self.word_embeddings = word_embedding(config, make)
-        self.position_embeddings = make.small_embedding(
+        self.word_embeddings = word_embedding(config, factory)
+        self.position_embeddings = factory.small_embedding(
             config, f"{name}.position_embeddings", config.max_position_embeddings
         )
-        self.token_type_embeddings = make.small_embedding(
+        self.token_type_embeddings = factory.small_embedding(
             config, f"{name}.token_type_embeddings", config.type_vocab_size
         )
-        self.norm = make.norm(config, f"{name}.LayerNorm")
-        self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
+        self.norm = factory.norm(config, f"{name}.LayerNorm")
+        self.dropout = factory.dropout(config.embedding_dropout_p, EMBEDDING, 0)
 
     def forward(self, ids_SB: Tensor, token_types_SB: Tensor, key: DropoutKey | None) -> Tensor:
         positions_S1 = torch.arange(ids_SB.shape[0], device=ids_SB.device).unsqueeze(1)
@@ -61,16 +61,16 @@ class Embeddings(nn.Module):
 class BertBlock(nn.Module):
     """`norm(x + dropout(attention(x)))`, then `norm(x + dropout(mlp(x)))`."""
 
-    def __init__(self, config: BertConfig, layer: int, make: Maker) -> None:
+    def __init__(self, config: BertConfig, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         name = f"bert.encoder.layer.{layer}"
-        qkv = make.query_key_value(config, [f"{name}.attention.self.{part}" for part in ("query", "key", "value")])
-        self.attention = Attention(config, layer, make, qkv, f"{name}.attention.output.dense")
-        self.attention_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
-        self.attention_norm = make.norm(config, f"{name}.attention.output.LayerNorm")
-        self.mlp = MLP(config, layer, make, (f"{name}.intermediate.dense", f"{name}.output.dense"))
-        self.mlp_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
-        self.mlp_norm = make.norm(config, f"{name}.output.LayerNorm")
+        qkv = factory.query_key_value(config, [f"{name}.attention.self.{part}" for part in ("query", "key", "value")])
+        self.attention = Attention(config, layer, factory, qkv, f"{name}.attention.output.dense")
+        self.attention_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
+        self.attention_norm = factory.norm(config, f"{name}.attention.output.LayerNorm")
+        self.mlp = MLP(config, layer, factory, (f"{name}.intermediate.dense", f"{name}.output.dense"))
+        self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
+        self.mlp_norm = factory.norm(config, f"{name}.output.LayerNorm")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = self.attention_norm(x + self.attention_dropout(self.attention(x, context), context.dropout))
@@ -85,11 +85,13 @@ class Heads(nn.Module):
     but for the decoder. That is cut along the vocabulary: it has the embedding's weight and a bias of its own.
     """
 
-    def __init__(self, config: BertConfig, make: Maker) -> None:
+    def __init__(self, config: BertConfig, factory: LayerFactory) -> None:
         super().__init__()
-        embedding = word_embedding(config, make)
-        hidden, options = config.hidden_size, make.options
-        self.group, self.sequence_parallel = make.group, make.sequence_parallel
+        embedding = word_embedding(config, factory)
+        hidden = config.hidden_size
+        options = factory.options
+        self.group = factory.group
+        self.sequence_parallel = factory.sequence_parallel
         self.act = ACTIVATIONS[config.activation]
         self.pooler = ColumnParallelLinear(hidden, hidden, name="bert.pooler.dense", **options)
         self.transform = ColumnParallelLinear(hidden, hidden, name="cls.predictions.transform.dense", **options)
@@ -105,17 +107,18 @@ class Heads(nn.Module):
         self.seq_relationship = ReplicatedLinear(hidden, 2, name="cls.seq_relationship", **options)
 
     def enter(self, x: Tensor) -> Tensor:
-        """The encoder's output → the same, whole on every rank: `[S, B, H]`."""
-        enter = collectives.gather_sequence if self.sequence_parallel else collectives.copy_to_group
-        return enter(x, self.group)
+        """The encoder's output, which may be cut along the sequence → the whole, `[S, B, H]`, on every rank."""
+        if self.sequence_parallel:
+            return collectives.gather_sequence(x, self.group)
+        return collectives.copy_to_group(x, self.group)
 
     def predictions(self, rows: Tensor) -> Tensor:
-        """`norm(act(transform(rows)))`, the input of the decoder; rows `[…, H]` as `enter` returns them."""
+        """Return the input of the decoder, `norm(act(transform(rows)))`; rows `[…, H]` as `enter` returns them."""
         out: Tensor = self.norm(self.act(self.transform.finish(self.transform.multiply(rows))))
         return out
 
     def relationship(self, first_BH: Tensor) -> Tensor:
-        """Logits `[B, 2]` (B follows A, or does not) from the states at the first position, as `enter` returns them."""
+        """Return logits `[B, 2]` of "B follows A" and "it does not"; takes the first position as `enter` returns it."""
         pooled = torch.tanh(self.pooler.finish(self.pooler.multiply(first_BH)))
         out: Tensor = self.seq_relationship(pooled)
         return out
@@ -124,12 +127,12 @@ class Heads(nn.Module):
 class Bert(Family[BertConfig]):
     """The model with its two pretraining objectives."""
 
-    def build(self, config: BertConfig, make: Maker) -> None:
-        if make.part.is_first:
-            self.embeddings = Embeddings(config, make)
-        self.layers = nn.ModuleList(BertBlock(config, i, make) for i in make.layers(config))
-        if make.part.is_last:
-            self.heads = Heads(config, make)
+    def build(self, config: BertConfig, factory: LayerFactory) -> None:
+        if factory.part.is_first:
+            self.embeddings = Embeddings(config, factory)
+        self.layers = nn.ModuleList(BertBlock(config, layer, factory) for layer in factory.block_numbers(config))
+        if factory.part.is_last:
+            self.heads = Heads(config, factory)
 
     def hidden(
         self,
@@ -139,16 +142,19 @@ class Bert(Family[BertConfig]):
         dropout: DropoutKey | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states `[S, B, H]`, whole on every rank; a stage that is not the last gives its blocks' output.
+        """Return the final hidden states `[S, B, H]`, whole on every rank; from an earlier stage its blocks' output.
 
         Args:
-            ids_SB, token_types_SB: tokens and their segments, 0 or 1.
+            ids_SB: token ids.
+            token_types_SB: segment of each token, 0 or 1.
             mask_SB: 1 for a token, 0 for padding.
             dropout: the step's key; None: no dropout.
-            x: the output of the pipeline stage before; None: this is the first stage.
+            x: output of the previous pipeline stage; None: this is the first stage.
         """
-        context = Context(dropout, mask_SB.t().bool()[:, None, None, :])
-        x = self.embeddings(ids_SB, token_types_SB, dropout) if x is None else x
+        mask_B11S = mask_SB.t().bool()[:, None, None, :]
+        context = Context(dropout, mask_B11S)
+        if x is None:
+            x = self.embeddings(ids_SB, token_types_SB, dropout)
         x = run_blocks(self.layers, x, context, self.recompute)
         return self.heads.enter(x) if self.part.is_last else x
 
@@ -163,14 +169,13 @@ class Bert(Family[BertConfig]):
         dropout: DropoutKey | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """Sums of the losses of masked tokens and of sentence pairs, each over its counted targets: float32 `[2]`.
+        """Return the sums of the losses of masked tokens and of sentence pairs, over counted targets: float32 `[2]`.
 
-        A stage that is not the last returns what `hidden` returns.
+        A stage that is not the last returns the result of `hidden`. Other arguments are those of `hidden`.
 
         Args:
-            ids_SB, token_types_SB, mask_SB, dropout, x: as in `hidden`.
-            positions_PB: positions whose tokens are predicted.
-            targets_PB: these tokens; -100 is not counted.
+            positions_PB: positions of the predicted tokens.
+            targets_PB: the tokens at these positions; -100: not counted.
             next_sentence_B: 0 if the second sentence follows the first, 1 if it is a random one; -100: not counted.
         """
         x_SBH = self.hidden(ids_SB, token_types_SB, mask_SB, dropout, x)
@@ -179,7 +184,7 @@ class Bert(Family[BertConfig]):
         return self._losses(*self._states(x_SBH, positions_PB), targets_PB, next_sentence_B)
 
     def _states(self, x_SBH: Tensor, positions_PB: Tensor) -> tuple[Tensor, Tensor]:
-        """The inputs of the decoder, `[P, B, H]`, and of the pooler, `[B, H]`."""
+        """Return the inputs of the decoder, `[P, B, H]`, and of the pooler, `[B, H]`."""
         rows_PBH = x_SBH.gather(0, positions_PB.unsqueeze(-1).expand(-1, -1, x_SBH.shape[-1]))
         return self.heads.predictions(rows_PBH), x_SBH[0]
 
@@ -199,9 +204,9 @@ class Bert(Family[BertConfig]):
         next_sentence_B: Tensor,
         x: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The losses of `forward`, `[2]`, and how many targets of each objective the model finds likeliest, `[2]`.
+        """Return the losses of `forward`, `[2]`, and the number of right predictions of each objective, `[2]`.
 
-        Only for the last stage of a pipeline; its arguments are those of `forward`.
+        Only the last stage of a pipeline has this method; its arguments are those of `forward`.
         """
         rows_PBH, first_BH = self._states(self.hidden(ids_SB, token_types_SB, mask_SB, x=x), positions_PB)
         losses = self._losses(rows_PBH, first_BH, targets_PB, next_sentence_B)
@@ -210,6 +215,6 @@ class Bert(Family[BertConfig]):
         return losses, torch.stack((masked, pairs))
 
     def logits(self, ids_SB: Tensor, token_types_SB: Tensor, mask_SB: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of every position `[S, B, V]` and of the sentence pairs `[B, 2]`, on every rank of the group."""
+        """Return the logits `[S, B, V]` of all positions and `[B, 2]` of the sentence pairs, on every rank."""
         x_SBH = self.hidden(ids_SB, token_types_SB, mask_SB)
         return self.heads.decoder(self.heads.predictions(x_SBH)), self.heads.relationship(x_SBH[0])

@@ -1,9 +1,7 @@
-"""What the families share beside attention: how layers are made, the plain MLP, the frame of a model, its stages.
+"""The parts that families share, except attention: layers made from a configuration, the plain MLP, model and stages.
 
 Legend, per rank: S sequence, B batch, H hidden, V vocabulary, g tensor-parallel ranks, n heads held here, d head width.
 Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
-
-The parts of a model that are called one after another, each with its own parameters.
 """
 
 from __future__ import annotations
@@ -42,8 +40,9 @@ _Config = TypeVar("_Config", bound=FamilyConfig)
 _Norm = LayerNorm | RMSNorm
 
 ATTENTION, AFTER_ATTENTION, AFTER_MLP, INSIDE_MLP = range(4)
-"""Sites of dropout in a block. The embedding is a layer of its own, before the first."""
+"""Sites of dropout in a block."""
 EMBEDDING = -1
+"""The layer number of the embedding in dropout's keys: it comes before the first block, which has number 0."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -55,13 +54,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a model that one pipeline stage has; by default all of it.
+    """The part of a model that one pipeline stage has; by default the whole model.
 
     Attributes:
-        layers: its blocks; None: all.
-        is_first, is_last: whether it has the embedding, and the head.
-        ends: the ranks with the first and the last stage, if they are two.
-        embeddings: those that this rank's stages have already, by name: a rank with both ends has a tied one once.
+        layers: numbers of its blocks; None: all.
+        is_first: true if it has the embedding.
+        is_last: true if it has the head.
+        ends: group of the two ranks with the first and the last stage; of size 1 if one rank has both.
+        embeddings: word embeddings of earlier stages of this rank, by name. A rank with both ends thereby has a tied
+            one once.
     """
 
     layers: range | None = None
@@ -72,12 +73,17 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Maker:
-    """Makes the layers of a model: it has all their arguments beside the configuration.
+class LayerFactory:
+    """Makes the layers of a model from its configuration: holds all their other arguments.
 
     Attributes:
-        recompute: what the backward pass computes again from its input: the attention core (`selective`) or each block
-            (`full`).
+        group: the tensor-parallel ranks.
+        sequence_parallel: true if the residual stream is cut along the sequence between blocks.
+        recompute: part that the backward pass computes again from its input: the attention core (`selective`) or each
+            block (`full`).
+        part: the pipeline stage.
+        vocab_multiple: number that divides each rank's rows of embedding and head.
+        options: arguments that all layers take.
     """
 
     group: Group
@@ -87,19 +93,21 @@ class Maker:
     vocab_multiple: int
     options: LayerOptions
 
-    def layers(self, config: FamilyConfig) -> range:
-        """The blocks that are to be made."""
-        return self.part.layers if self.part.layers is not None else range(config.num_hidden_layers)
+    def block_numbers(self, config: FamilyConfig) -> range:
+        """Return the numbers of the blocks of this part."""
+        if self.part.layers is None:
+            return range(config.num_hidden_layers)
+        return self.part.layers
 
     def has_embedding(self, config: FamilyConfig) -> bool:
-        """Whether this part has the word embedding: for its input, or as the head's weight."""
+        """Return whether this part has the word embedding, for its input or as the head's weight."""
         return self.part.is_first or (self.part.is_last and config.tie_word_embeddings)
 
     def word_embedding(self, config: FamilyConfig, name: str, padding_idx: int | None = None) -> ParallelEmbedding:
-        """Ids → x. Where both ends of a pipeline hold a tied one, its gradient is partial over them."""
+        """Make the layer ids → x. If both ends of a pipeline hold a tied one, its gradient is partial over them."""
         if name in self.part.embeddings:
             return self.part.embeddings[name]
-        embedding = self.part.embeddings[name] = ParallelEmbedding(
+        embedding = ParallelEmbedding(
             config.vocab_size,
             config.hidden_size,
             padding_idx,
@@ -108,12 +116,13 @@ class Maker:
             name=name,
             **self.options,
         )
+        self.part.embeddings[name] = embedding
         if config.tie_word_embeddings and self.part.ends.size > 1:
             share(embedding.weight, self.part.ends)
         return embedding
 
     def small_embedding(self, config: FamilyConfig, name: str, rows: int) -> ReplicatedEmbedding:
-        """Positions or token types → what is added to x."""
+        """Make the layer positions or token types → a term of x, with the whole table on every rank."""
         return ReplicatedEmbedding(
             rows, config.hidden_size, sequence_parallel_enabled=self.sequence_parallel, name=name, **self.options
         )
@@ -121,8 +130,13 @@ class Maker:
     def query_key_value(
         self, config: FamilyConfig, names: Sequence[str], *, bias: bool = True, transposed: bool = False
     ) -> GQAQKVColumnParallelLinear:
-        """x → Q, K and V, one after the other. `names` of their canonical layers; three times the same if it is one."""
-        q_size, kv_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        """Make the layer x → Q, K and V, one after the other.
+
+        Args:
+            names: the canonical layers of Q, K and V; three times the same if they are one.
+        """
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
         return GQAQKVColumnParallelLinear(
             config.hidden_size,
             (q_size, kv_size),
@@ -135,12 +149,11 @@ class Maker:
         )
 
     def query_key_norm(self, config: FamilyConfig, names: tuple[str, str]) -> QueryKeyNorm | None:
-        """q and k → both normalised; None in families that do not."""
+        """Make the layer q and k → both normalised; None in a family without it."""
         if config.query_key_norm is None:
             return None
-        heads = config.num_attention_heads, config.num_key_value_heads
         return QueryKeyNorm(
-            (heads[0] * config.head_dim, heads[1] * config.head_dim),
+            (config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim),
             config.norm_eps,
             head_dim=config.head_dim,
             over=config.query_key_norm,
@@ -149,7 +162,7 @@ class Maker:
         )
 
     def norm(self, config: FamilyConfig, name: str, kind: type[_Norm] = LayerNorm) -> _Norm:
-        """x → x normalised."""
+        """Make the layer x → x normalised."""
         return kind(
             config.hidden_size,
             config.norm_eps,
@@ -159,16 +172,16 @@ class Maker:
         )
 
     def dropout(self, p: float, layer: int, site: int) -> Dropout:
-        """Dropout on the residual stream."""
+        """Make the dropout of a term of the residual stream."""
         return Dropout(p, layer=layer, site=site, group=self.group, sequence_parallel_enabled=self.sequence_parallel)
 
     def head(self, config: FamilyConfig, name: str, embedding: str) -> ParallelLMHead:
-        """x → logits or losses. A tied head has the weight of the embedding named `embedding`."""
-        tied = self.part.embeddings[embedding].weight if config.tie_word_embeddings else None
+        """Make the layer x → logits or losses. A tied head has the weight of the embedding named `embedding`."""
+        tied_weight = self.part.embeddings[embedding].weight if config.tie_word_embeddings else None
         return ParallelLMHead(
             config.hidden_size,
             config.vocab_size,
-            tied_weight=tied,
+            tied_weight=tied_weight,
             sequence_parallel_enabled=self.sequence_parallel,
             row_multiple=self.vocab_multiple,
             name=name,
@@ -178,70 +191,79 @@ class Maker:
 
 @dataclass(frozen=True)
 class Context:
-    """What all blocks of one forward pass share.
+    """Inputs that all blocks of one forward pass share.
 
     Attributes:
         dropout: the step's key; None: no dropout.
         mask: keys that may be attended to, `[B, 1, 1, S]`, or `[S, L]` for the last S queries of L keys; or a number
             added to each score, `[B, 1, S, S]`; None: all keys, or in a causal model those that are not later.
         cache: keys and values of earlier tokens.
-        turns: the rotary tables of these tokens; None in models with learned positions.
-        blocks, starts_SB: which blocks of keys each block of queries attends to, or where the document of each token
-            starts, in place of a mask (`documents.py`).
+        rotary_tables: cosines and sines of these tokens' positions; None in models with learned positions.
+        block_mask: blocks of keys that each block of queries attends to, in place of `mask` (`documents.py`).
+        starts_SB: first place of each token's document, in place of `mask` (`documents.py`).
     """
 
     dropout: AnyKey | None = None
     mask: Tensor | None = None
     cache: KeyValueCache | None = None
-    turns: tuple[Tensor, Tensor] | None = None
-    blocks: BlockMask | None = None
+    rotary_tables: tuple[Tensor, Tensor] | None = None
+    block_mask: BlockMask | None = None
     starts_SB: Tensor | None = None
 
     @property
-    def first(self) -> int:
+    def first_position(self) -> int:
         """Position of the first token of this pass."""
         return 0 if self.cache is None else self.cache.length
 
 
 class MLP(nn.Module):
-    """`down(dropout(act(up(x))))`. names: canonical layers of up and down."""
+    """`down(dropout(act(up(x))))`.
+
+    Args:
+        names: the canonical layers of up and down.
+        transposed: true if their canonical weights are `[in, out]`.
+        down_init: initial values of down's weight; None: those of all layers.
+    """
 
     def __init__(
         self,
         config: FamilyConfig,
         layer: int,
-        make: Maker,
+        factory: LayerFactory,
         names: tuple[str, str],
         *,
         transposed: bool = False,
         down_init: Init | None = None,
     ) -> None:
         super().__init__()
-        options = LinearOptions(**make.options, transposed=transposed)
+        up_name, down_name = names
+        options = LinearOptions(**factory.options, transposed=transposed)
+        down_options = options
+        if down_init is not None:
+            down_options = LinearOptions(**{**options, "init": down_init})
         self.up = ColumnParallelLinear(
             config.hidden_size,
             config.intermediate_size,
             gather_output=False,
-            sequence_parallel_enabled=make.sequence_parallel,
-            name=names[0],
+            sequence_parallel_enabled=factory.sequence_parallel,
+            name=up_name,
             **options,
         )
         self.act = ACTIVATIONS[config.activation]
         self.dropout = Dropout(
-            config.ffn_dropout_p, layer=layer, site=INSIDE_MLP, group=make.group, input_is_parallel=True
+            config.ffn_dropout_p, layer=layer, site=INSIDE_MLP, group=factory.group, input_is_parallel=True
         )
-        down_options = LinearOptions(**{**options, "init": down_init}) if down_init is not None else options
         self.down = RowParallelLinear(
             config.intermediate_size,
             config.hidden_size,
             input_is_parallel=True,
-            sequence_parallel_enabled=make.sequence_parallel,
-            name=names[1],
+            sequence_parallel_enabled=factory.sequence_parallel,
+            name=down_name,
             **down_options,
         )
 
     def inner(self, x: Tensor, context: Context) -> Tensor:
-        """What the second projection takes: `[S, B, F/g]`."""
+        """Return the input of the second projection: `[S, B, F/g]`."""
         inner: Tensor = self.dropout(self.act(self.up(x)), context.dropout)
         return inner
 
@@ -251,11 +273,9 @@ class MLP(nn.Module):
 
 
 def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: Recompute) -> Tensor:
-    """x → all blocks → x; with `full` recompute only each block's input is kept for the backward pass.
-
-    Dropout masks depend on the context's key and not on a generator's state, so recomputed masks are the same.
-    """
+    """x → all blocks → x; with `full` recompute only each block's input is kept for the backward pass."""
     for block in blocks:
+        # Dropout masks depend on the context's key alone, so that recomputed masks are the same without a saved state.
         if recompute == "full" and torch.is_grad_enabled():
             x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -269,11 +289,13 @@ class Family(nn.Module, Generic[_Config]):
     Args:
         config: sizes by their Hugging Face names.
         group: the tensor-parallel ranks.
-        sequence_parallel: whether the residual stream is cut along the sequence between blocks.
-        recompute: what the backward pass computes again (`Maker`).
+        sequence_parallel: true if the residual stream is cut along the sequence between blocks.
+        recompute: part that the backward pass computes again (`LayerFactory`).
         part: the pipeline stage; None: the whole model.
-        vocab_multiple: each rank's rows of embedding and head are a multiple of it.
-        seed: the weights are a function of (seed, canonical name), the same at any layout.
+        vocab_multiple: number that divides each rank's rows of embedding and head.
+        seed: seed of the weights, which are a function of (seed, canonical name), the same at any layout.
+        device: device of the parameters; None: torch's default.
+        dtype: dtype of the parameters; None: torch's default.
     """
 
     def __init__(
@@ -290,19 +312,21 @@ class Family(nn.Module, Generic[_Config]):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.recompute, self.part = config, recompute, part or Part()
+        self.config = config
+        self.recompute = recompute
+        self.part = part or Part()
         ranks = sharing_group(type(self).__name__, group)
         init = Init.normal(config.initializer_range)
         options: LayerOptions = {"group": ranks, "seed": seed, "init": init, "device": device, "dtype": dtype}
-        self.build(config, Maker(ranks, sequence_parallel, recompute, self.part, vocab_multiple, options))
+        self.build(config, LayerFactory(ranks, sequence_parallel, recompute, self.part, vocab_multiple, options))
 
-    def build(self, config: _Config, make: Maker) -> None:
+    def build(self, config: _Config, factory: LayerFactory) -> None:
         """Make the layers of this part, in the order of the forward pass."""
         raise NotImplementedError
 
 
 def gives_losses(model: nn.Module) -> bool:
-    """Whether a model returns losses; if not, it returns the input of the next pipeline stage."""
+    """Return whether a model returns losses; a pipeline stage that is not the last returns the next one's input."""
     return model.part.is_last if isinstance(model, Family) else True
 
 
@@ -310,7 +334,7 @@ class Stages(nn.ModuleList):
     """The pipeline stages of one rank, in the order of the model; each is a `Family` built as a `Part`.
 
     Attributes:
-        plan: the place of each stage in the model.
+        plan: place of each stage in the model.
     """
 
     def __init__(self) -> None:
@@ -328,21 +352,25 @@ class Stages(nn.ModuleList):
 
 
 def units(model: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
-    """The model, its pipeline stages, its blocks and its heads, each with the parameters that no unit inside it has.
+    """Map the model, its pipeline stages, its blocks and its heads to the parameters that no unit inside them has.
 
-    A call of a unit reads no other parameters than these before it calls the units inside it. (A smaller module may be
-    used by other methods than its forward, so that a hook of its forward comes too late.)
+    A call of a unit reads no other parameters than these before it calls the units inside it.
     """
-    inside = [
-        *(child for module in model.modules() if isinstance(module, nn.ModuleList) for child in module),
-        *(module for module in model.modules() if isinstance(module, ParallelLMHead)),
-    ]
-    found = dict.fromkeys([model, *inside])
-    return {unit: list(_own(unit, found.keys() - {unit})) for unit in found}
+    # Smaller modules are no units: other methods than their forward may use them, so that a hook of it comes too late.
+    stages_and_blocks: list[nn.Module] = []
+    heads: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            stages_and_blocks.extend(module)
+        elif isinstance(module, ParallelLMHead):
+            heads.append(module)
+    modules = dict.fromkeys([model, *stages_and_blocks, *heads])  # in this order, each once
+    return {unit: list(_parameters_outside(unit, modules.keys() - {unit})) for unit in modules}
 
 
-def _own(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Parameter]:
+def _parameters_outside(module: nn.Module, excluded: set[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module that no module of `excluded` inside it has."""
     yield from module.parameters(recurse=False)
     for child in module.children():
-        if child not in others:
-            yield from _own(child, others)
+        if child not in excluded:
+            yield from _parameters_outside(child, excluded)

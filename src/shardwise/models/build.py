@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from shardwise.config import BertConfig, Config, DecoderConfig, GPTConfig, GPTNeoXConfig, OwnConfig
+from shardwise.config import BertConfig, Config, DecoderConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
 from shardwise.distributed.mesh import Group
 from shardwise.layers.linear import set_overlap
 from shardwise.models.bert import Bert
@@ -17,12 +17,13 @@ from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
 from shardwise.models.user_model import build_own
 
-_FAMILIES: dict[type, Callable[..., nn.Module]] = {
+_ARCHITECTURES: dict[type[FamilyConfig], Callable[..., nn.Module]] = {
     DecoderConfig: Llama,
     GPTConfig: GPT,
     GPTNeoXConfig: GPTNeoX,
     BertConfig: Bert,
 }
+"""The class of a family's configuration, or a base of it → the module. Here, as configurations do not import torch."""
 
 
 def build_model(
@@ -34,23 +35,25 @@ def build_model(
     dtype: torch.dtype | None = None,
     part: Part | None = None,
 ) -> nn.Module:
-    """This rank's shard of the model that `config.model` describes, with weights drawn from (seed, canonical name).
+    """Build this rank's shard of the model that `config.model` describes; weights depend on (seed, canonical name).
 
     Args:
         config: the whole configuration.
         group: the tensor-parallel ranks.
-        sequence_parallel: whether activations are cut along the sequence between tensor-parallel regions.
-        device, dtype: of the parameters; default: torch's.
+        sequence_parallel: true if activations are cut along the sequence between tensor-parallel layers.
+        device: device of the parameters; None: torch's default.
+        dtype: dtype of the parameters; None: torch's default.
         part: the pipeline stage to build; None: the whole model.
 
     Raises:
         ConfigError: `model.family` names a class of the user's that cannot be imported or built.
     """
-    model = config.model
-    if isinstance(model, OwnConfig):
+    model = config.shapes
+    if model is None:
         built = build_own(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
     else:
-        built = next(family for section, family in _FAMILIES.items() if isinstance(model, section))(
+        make = next(module for record, module in _ARCHITECTURES.items() if isinstance(model, record))
+        built = make(
             model,
             group,
             sequence_parallel=sequence_parallel,

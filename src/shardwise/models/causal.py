@@ -23,17 +23,24 @@ _Config = TypeVar("_Config", bound=FamilyConfig)
 
 
 class CausalLM(Family[_Config]):
-    """A decoder, whose layers a family makes in `build`."""
+    """A decoder, whose layers a family makes in `build`.
+
+    Attributes:
+        layers: the blocks.
+        norm: the last norm.
+        lm_head: the output head.
+        rotary: the rotary tables; None with learned positions.
+        is_compiled: true if the blocks are compiled.
+    """
 
     layers: nn.ModuleList
     norm: nn.Module
     lm_head: ParallelLMHead
     rotary: Rotary | None = None
     is_compiled: bool = False
-    """Whether the blocks are."""
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
-        """Token ids `[S, B]` → x; without `positions_SB` the positions are those of the sequence."""
+        """Token ids `[S, B]` → x; without `positions_SB` the positions are 0 … S-1."""
         raise NotImplementedError
 
     def hidden(
@@ -51,24 +58,25 @@ class CausalLM(Family[_Config]):
         A pipeline stage that is not the last returns the output of its blocks.
 
         Args:
-            cache: the keys and values of the tokens before these, to which it adds those of these.
-            x: the output of the pipeline stage before.
-            positions_SB: position of each token; None: that in the sequence. Not with a cache.
-            starts_SB: the first place that each token attends to; None: the first of all. Not with a cache.
+            dropout: the step's key; None: no dropout.
+            cache: keys and values of the earlier tokens; those of these tokens are added to it.
+            x: output of the previous pipeline stage; None: this is the first stage.
+            positions_SB: position of each token; None: its place in the sequence. Not with a cache.
+            starts_SB: first place that each token attends to; None: 0. Not with a cache.
             lengths_B: tokens of each sequence before its padding; None: all. Not with a cache.
 
         Raises:
-            ValueError: the cache has no room, or its keys are not those of the longer sequence (`outdates`).
+            ValueError: the cache has no room, or its keys are stale in the longer sequence (`outdates`).
         """
         mask = None
         if cache is not None:
             if self.outdates(cache.length, cache.length + len(ids_SB)):
                 raise ValueError(f"the {cache.length} tokens of the cache must be read again with those that follow")
-            mask = _earlier(len(ids_SB), cache.length, ids_SB.device)
+            mask = _causal_mask(len(ids_SB), cache.length, ids_SB.device)
         if x is None:
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
-        turns = self._turns(x, ids_SB, positions_SB, lengths_B, cache)
-        context = Context(dropout, mask, cache, turns)
+        tables = self._rotary_tables(x, ids_SB, positions_SB, lengths_B, cache)
+        context = Context(dropout, mask, cache, tables)
         if starts_SB is not None:
             context = self._within_documents(context, starts_SB, x)
         x = run_blocks(self.layers, x, context, self.recompute)
@@ -77,17 +85,16 @@ class CausalLM(Family[_Config]):
         return self.norm(x) if self.part.is_last else x
 
     def _within_documents(self, context: Context, starts_SB: Tensor, x: Tensor) -> Context:
-        """The context with what keeps documents apart in attention (`documents.py`)."""
-        if context.dropout is not None and self.config.attention_dropout_p > 0:
-            return replace(context, mask=dense_mask(starts_SB, x.dtype))
-        if x.device.type == "cpu":
+        """Return the context with the mask that keeps documents apart in attention (`documents.py`)."""
+        drops_probabilities = context.dropout is not None and self.config.attention_dropout_p > 0
+        if x.device.type == "cpu" and not drops_probabilities:
             define_document_attention()
             return replace(context, starts_SB=starts_SB)
-        if self.is_compiled:
-            return replace(context, blocks=block_mask(starts_SB))
+        if self.is_compiled and not drops_probabilities:
+            return replace(context, block_mask=block_mask(starts_SB))
         return replace(context, mask=dense_mask(starts_SB, x.dtype))
 
-    def _turns(
+    def _rotary_tables(
         self,
         x: Tensor,
         ids_SB: Tensor,
@@ -95,11 +102,13 @@ class CausalLM(Family[_Config]):
         lengths_B: Tensor | None,
         cache: KeyValueCache | None,
     ) -> tuple[Tensor, Tensor] | None:
-        """The rotary tables of these tokens, `[S, 1, 1, r/2]`, or `[S, B, 1, r/2]` where they depend on the sample."""
+        """Return cosines and sines of these tokens, `[S, 1, 1, r/2]`, or `[S, B, 1, r/2]` if samples differ in them."""
         if self.rotary is None:
             return None
         first = 0 if cache is None else cache.length
-        tables = None if lengths_B is None else self.rotary.tables_of_each(lengths_B.tolist(), len(ids_SB), x)
+        tables = None
+        if lengths_B is not None:
+            tables = self.rotary.tables_of_each(lengths_B.tolist(), len(ids_SB), x)
         cos, sin = tables or self.rotary.tables(first + len(ids_SB), x, first)
         if positions_SB is None:
             return cos, sin
@@ -117,39 +126,42 @@ class CausalLM(Family[_Config]):
         starts_SB: Tensor | None = None,
         lengths_B: Tensor | None = None,
     ) -> Tensor:
-        """Sum of the cross-entropies of the counted targets (those that are not -100): a float32 scalar.
+        """Return the sum of the cross-entropies of the targets that are not -100: a float32 scalar.
 
-        The other arguments are those of `hidden`, whose output a stage that is not the last returns.
+        Other arguments are those of `hidden`, whose output a stage that is not the last returns.
         """
         hidden = self.hidden(ids_SB, dropout, None, x, positions_SB, starts_SB, lengths_B)
         return self.lm_head.loss(hidden, targets_SB) if self.part.is_last else hidden
 
     def outdates(self, known: int, length: int) -> bool:
-        """Whether the keys of the first `known` tokens are others in a sequence of `length` tokens.
+        """Return whether the keys of the first `known` tokens differ in a sequence of `length` tokens.
 
-        They are where rotary angles change with the length: then all tokens must be read in one pass.
+        They do if rotary angles change with the length: then all tokens must be read in one pass.
         """
-        return known > 0 and self.rotary is not None and self.rotary.regime(known) != self.rotary.regime(length)
+        if known == 0 or self.rotary is None:
+            return False
+        return self.rotary.regime(known) != self.rotary.regime(length)
 
     def logits(self, ids_SB: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Logits `[S, B, V]` over the whole vocabulary, on every rank of the group."""
-        whole: Tensor = self.lm_head(self.hidden(ids_SB, cache=cache))
-        return whole
+        """Return the logits `[S, B, V]` over the whole vocabulary, on every rank of the group."""
+        logits_SBV: Tensor = self.lm_head(self.hidden(ids_SB, cache=cache))
+        return logits_SBV
 
     def next_logits(self, ids_SB: Tensor, cache: KeyValueCache, x: Tensor | None = None) -> Tensor:
-        """Logits `[B, V]` of the next token; without sequence parallelism, as every rank needs the last position.
+        """Return the logits `[B, V]` of the next token. Sequence parallelism must be off.
 
         `x` is as in `hidden`, whose output a stage that is not the last returns.
         """
         hidden = self.hidden(ids_SB, cache=cache, x=x)
         if not self.part.is_last:
             return hidden
-        whole: Tensor = self.lm_head(hidden[-1:])
-        return whole[0]
+        # With sequence parallelism the last position would be on the last rank alone.
+        logits_1BV: Tensor = self.lm_head(hidden[-1:])
+        return logits_1BV[0]
 
 
-def _earlier(queries: int, known: int, device: torch.device) -> Tensor | None:
-    """Which of `known` keys and their own the next queries may attend to, `[S, L]`; None where no mask is needed."""
+def _causal_mask(queries: int, known: int, device: torch.device) -> Tensor | None:
+    """Return the keys that queries after `known` cached tokens may attend to, `[S, L]`; None if no mask is needed."""
     if known == 0 or queries == 1:
         return None
     return torch.ones(queries, known + queries, dtype=torch.bool, device=device).tril_(known)

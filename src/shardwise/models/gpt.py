@@ -15,27 +15,27 @@ from torch import Tensor, nn
 from shardwise.config import GPTConfig
 from shardwise.distributed.placement import Init
 from shardwise.models.attention import Attention
-from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, Maker
+from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, LayerFactory
 from shardwise.models.causal import CausalLM
 
 
 class GPTBlock(nn.Module):
     """`x + dropout(attention(ln_1(x)))`, then `x + dropout(mlp(ln_2(x)))`."""
 
-    def __init__(self, config: GPTConfig, layer: int, make: Maker) -> None:
+    def __init__(self, config: GPTConfig, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         name = f"transformer.h.{layer}"
-        qkv = make.query_key_value(config, 3 * (f"{name}.attn.c_attn",), transposed=True)
-        # As in GPT-2: each block adds 2 terms to the residual stream; the more terms, the smaller their weights.
+        qkv = factory.query_key_value(config, 3 * (f"{name}.attn.c_attn",), transposed=True)
+        # GPT-2 scales the weights of a block's two terms of the residual stream by 1 / √(number of all terms).
         scaled = Init.normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers))
-        self.ln_1 = make.norm(config, f"{name}.ln_1")
-        self.attn = Attention(config, layer, make, qkv, f"{name}.attn.c_proj", transposed=True, out_init=scaled)
-        self.attn_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
-        self.ln_2 = make.norm(config, f"{name}.ln_2")
+        self.ln_1 = factory.norm(config, f"{name}.ln_1")
+        self.attn = Attention(config, layer, factory, qkv, f"{name}.attn.c_proj", transposed=True, out_init=scaled)
+        self.attn_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
+        self.ln_2 = factory.norm(config, f"{name}.ln_2")
         self.mlp = MLP(
-            config, layer, make, (f"{name}.mlp.c_fc", f"{name}.mlp.c_proj"), transposed=True, down_init=scaled
+            config, layer, factory, (f"{name}.mlp.c_fc", f"{name}.mlp.c_proj"), transposed=True, down_init=scaled
         )
-        self.mlp_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
+        self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = x + self.attn_dropout(self.attn(self.ln_1(x), context), context.dropout)
@@ -46,20 +46,20 @@ class GPTBlock(nn.Module):
 class GPT(CausalLM[GPTConfig]):
     """The causal language model."""
 
-    def build(self, config: GPTConfig, make: Maker) -> None:
-        if make.has_embedding(config):
-            self.wte = make.word_embedding(config, "transformer.wte")
-        if make.part.is_first:
-            self.wpe = make.small_embedding(config, "transformer.wpe", config.max_position_embeddings)
-            self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
-        self.layers = nn.ModuleList(GPTBlock(config, i, make) for i in make.layers(config))
-        if make.part.is_last:
-            self.norm = make.norm(config, "transformer.ln_f")
-            self.lm_head = make.head(config, "lm_head", "transformer.wte")
+    def build(self, config: GPTConfig, factory: LayerFactory) -> None:
+        if factory.has_embedding(config):
+            self.wte = factory.word_embedding(config, "transformer.wte")
+        if factory.part.is_first:
+            self.wpe = factory.small_embedding(config, "transformer.wpe", config.max_position_embeddings)
+            self.dropout = factory.dropout(config.embedding_dropout_p, EMBEDDING, 0)
+        self.layers = nn.ModuleList(GPTBlock(config, layer, factory) for layer in factory.block_numbers(config))
+        if factory.part.is_last:
+            self.norm = factory.norm(config, "transformer.ln_f")
+            self.lm_head = factory.head(config, "lm_head", "transformer.wte")
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         if positions_SB is None:
-            end = context.first + ids_SB.shape[0]
-            positions_SB = torch.arange(context.first, end, device=ids_SB.device).unsqueeze(1)
+            end = context.first_position + ids_SB.shape[0]
+            positions_SB = torch.arange(context.first_position, end, device=ids_SB.device).unsqueeze(1)
         x: Tensor = self.dropout(self.wte(ids_SB) + self.wpe(positions_SB), context.dropout)
         return x

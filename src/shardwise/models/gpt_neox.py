@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.config import GPTNeoXConfig
 from shardwise.layers.linear import ColumnParallelLinear, row_parallel_sum
 from shardwise.models.attention import Attention
-from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, Maker
+from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 
@@ -31,7 +31,7 @@ class GPTNeoXBlock(nn.Module):
     row-parallel layers.
     """
 
-    def __init__(self, config: GPTNeoXConfig, layer: int, make: Maker) -> None:
+    def __init__(self, config: GPTNeoXConfig, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         name = f"gpt_neox.layers.{layer}"
         qkv = ColumnParallelLinear(
@@ -39,51 +39,51 @@ class GPTNeoXBlock(nn.Module):
             3 * config.num_attention_heads * config.head_dim,
             bias=config.attention_bias,
             gather_output=False,
-            sequence_parallel_enabled=make.sequence_parallel,
+            sequence_parallel_enabled=factory.sequence_parallel,
             name=f"{name}.attention.query_key_value",
-            **make.options,
+            **factory.options,
         )
-        self.parallel = config.use_parallel_residual
-        self.joined = self.parallel and not config.hidden_dropout_p
-        self.input_layernorm = make.norm(config, f"{name}.input_layernorm")
+        self.parallel_residual = config.use_parallel_residual
+        self.sums_together = self.parallel_residual and not config.hidden_dropout_p
+        self.input_layernorm = factory.norm(config, f"{name}.input_layernorm")
         self.attention = InterleavedAttention(
-            config, layer, make, qkv, f"{name}.attention.dense", bias=config.attention_bias, rotates=True
+            config, layer, factory, qkv, f"{name}.attention.dense", bias=config.attention_bias, rotates=True
         )
-        self.post_attention_layernorm = make.norm(config, f"{name}.post_attention_layernorm")
-        self.attention_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
-        self.mlp = MLP(config, layer, make, (f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"))
-        self.mlp_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
+        self.post_attention_layernorm = factory.norm(config, f"{name}.post_attention_layernorm")
+        self.attention_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
+        self.mlp = MLP(config, layer, factory, (f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"))
+        self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        if self.joined:
+        if self.sums_together:
             return x + self._attention_and_mlp(x, context)
         attended = self.attention_dropout(self.attention(self.input_layernorm(x), context), context.dropout)
-        before_mlp = x if self.parallel else x + attended
-        added = self.mlp_dropout(self.mlp(self.post_attention_layernorm(before_mlp), context), context.dropout)
+        mlp_input = x if self.parallel_residual else x + attended
+        added = self.mlp_dropout(self.mlp(self.post_attention_layernorm(mlp_input), context), context.dropout)
         out: Tensor = x + attended + added
         return out
 
     def _attention_and_mlp(self, x: Tensor, context: Context) -> Tensor:
-        attention, mlp = self.attention, self.mlp
+        """Return the sum of both outputs, with one collective."""
         return row_parallel_sum(
-            (attention.out, attention.inner(self.input_layernorm(x), context)),
-            (mlp.down, mlp.inner(self.post_attention_layernorm(x), context)),
+            (self.attention.out, self.attention.inner(self.input_layernorm(x), context)),
+            (self.mlp.down, self.mlp.inner(self.post_attention_layernorm(x), context)),
         )
 
 
 class GPTNeoX(CausalLM[GPTNeoXConfig]):
     """The causal language model."""
 
-    def build(self, config: GPTNeoXConfig, make: Maker) -> None:
+    def build(self, config: GPTNeoXConfig, factory: LayerFactory) -> None:
         self.rotary = Rotary(config)
-        if make.has_embedding(config):
-            self.embed_in = make.word_embedding(config, "gpt_neox.embed_in")
-        if make.part.is_first:
-            self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
-        self.layers = nn.ModuleList(GPTNeoXBlock(config, i, make) for i in make.layers(config))
-        if make.part.is_last:
-            self.norm = make.norm(config, "gpt_neox.final_layer_norm")
-            self.lm_head = make.head(config, "embed_out", "gpt_neox.embed_in")
+        if factory.has_embedding(config):
+            self.embed_in = factory.word_embedding(config, "gpt_neox.embed_in")
+        if factory.part.is_first:
+            self.dropout = factory.dropout(config.embedding_dropout_p, EMBEDDING, 0)
+        self.layers = nn.ModuleList(GPTNeoXBlock(config, layer, factory) for layer in factory.block_numbers(config))
+        if factory.part.is_last:
+            self.norm = factory.norm(config, "gpt_neox.final_layer_norm")
+            self.lm_head = factory.head(config, "embed_out", "gpt_neox.embed_in")
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         x: Tensor = self.dropout(self.embed_in(ids_SB), context.dropout)

@@ -1,6 +1,6 @@
 """The key-value cache of a causal model, for generation.
 
-Legend, per rank: L tokens for which there is room, S new tokens, B batch, m key and value heads held here, d head
+Legend, per rank: L tokens for which there is room, S new tokens, B batch, m key and value heads of the rank, d head
 width.
 """
 
@@ -16,23 +16,24 @@ class KeyValueCache:
     activations. They are allocated once, by the first forward pass, and never grow.
 
     Args:
-        room: L, the most tokens.
+        room: L, the largest number of tokens.
 
     Attributes:
-        length: the tokens that it has now.
+        length: number of tokens in the cache.
     """
 
     def __init__(self, room: int) -> None:
-        self.room, self.length = room, 0
+        self.room = room
+        self.length = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep a layer's k and v `[S, B, m, d]` of the next S tokens; returns those of all, `[length + S, B, m, d]`.
+        """Keep a layer's k and v `[S, B, m, d]` of the next S tokens; returns all of them, `[length + S, B, m, d]`.
 
-        `length` changes by `advance`, once all layers have theirs.
+        `length` stays: call `advance` once all layers have the new tokens.
 
         Raises:
-            ValueError: there is no room for them.
+            ValueError: there is no room for the tokens.
         """
         end = self.length + k.shape[0]
         if end > self.room:
@@ -50,5 +51,5 @@ class KeyValueCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated on this rank, unused room included; 0 before the first forward pass."""
+        """Bytes that are allocated on this rank, unused room included; 0 before the first forward pass."""
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.config import Decoder
+from shardwise.config import DecoderConfig
 from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
 from shardwise.models.attention import Attention
-from shardwise.models.blocks import Context, Maker
+from shardwise.models.blocks import Context, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 
@@ -23,7 +23,7 @@ from shardwise.models.rotary import Rotary
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) · up(x))` (SwiGLU, arXiv:2002.05202), gate and up in one matmul."""
 
-    def __init__(self, config: Decoder, name: str, make: Maker) -> None:
+    def __init__(self, config: DecoderConfig, name: str, factory: LayerFactory) -> None:
         super().__init__()
         self.gate_up = MergedColumnParallelLinear(
             config.hidden_size,
@@ -31,17 +31,17 @@ class GatedMLP(nn.Module):
             bias=config.mlp_bias,
             gather_output=False,
             names=[f"{name}.{part}" for part in ("gate_proj", "up_proj")],
-            sequence_parallel_enabled=make.sequence_parallel,
-            **make.options,
+            sequence_parallel_enabled=factory.sequence_parallel,
+            **factory.options,
         )
         self.down_proj = RowParallelLinear(
             config.intermediate_size,
             config.hidden_size,
             bias=config.mlp_bias,
             input_is_parallel=True,
-            sequence_parallel_enabled=make.sequence_parallel,
+            sequence_parallel_enabled=factory.sequence_parallel,
             name=f"{name}.down_proj",
-            **make.options,
+            **factory.options,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,28 +53,28 @@ class GatedMLP(nn.Module):
 class LlamaBlock(nn.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`; or `x + norm(attention(x))`, then `x + norm(mlp(x))`."""
 
-    def __init__(self, config: Decoder, layer: int, make: Maker) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         name = f"model.layers.{layer}"
         q, k, v, o = (f"{name}.self_attn.{part}_proj" for part in "qkvo")
         bias = config.attention_bias
         self.norms_output = config.norm_place == "output"
         if not self.norms_output:
-            self.input_layernorm = make.norm(config, f"{name}.input_layernorm", RMSNorm)
+            self.input_layernorm = factory.norm(config, f"{name}.input_layernorm", RMSNorm)
         self.self_attn = Attention(
             config,
             layer,
-            make,
-            make.query_key_value(config, (q, k, v), bias=bias),
+            factory,
+            factory.query_key_value(config, (q, k, v), bias=bias),
             o,
             bias=bias and config.attention_output_bias,
             rotates=config.rotates(layer),
-            norm=make.query_key_norm(config, (f"{name}.self_attn.q_norm", f"{name}.self_attn.k_norm")),
+            norm=factory.query_key_norm(config, (f"{name}.self_attn.q_norm", f"{name}.self_attn.k_norm")),
         )
-        self.post_attention_layernorm = make.norm(config, f"{name}.post_attention_layernorm", RMSNorm)
-        self.mlp = GatedMLP(config, f"{name}.mlp", make)
+        self.post_attention_layernorm = factory.norm(config, f"{name}.post_attention_layernorm", RMSNorm)
+        self.mlp = GatedMLP(config, f"{name}.mlp", factory)
         if self.norms_output:
-            self.post_feedforward_layernorm = make.norm(config, f"{name}.post_feedforward_layernorm", RMSNorm)
+            self.post_feedforward_layernorm = factory.norm(config, f"{name}.post_feedforward_layernorm", RMSNorm)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.norms_output:
@@ -87,17 +87,17 @@ class LlamaBlock(nn.Module):
         return out
 
 
-class Llama(CausalLM[Decoder]):
+class Llama(CausalLM[DecoderConfig]):
     """The causal language model."""
 
-    def build(self, config: Decoder, make: Maker) -> None:
+    def build(self, config: DecoderConfig, factory: LayerFactory) -> None:
         self.rotary = Rotary(config)
-        if make.has_embedding(config):
-            self.embed_tokens = make.word_embedding(config, "model.embed_tokens")
-        self.layers = nn.ModuleList(LlamaBlock(config, i, make) for i in make.layers(config))
-        if make.part.is_last:
-            self.norm = make.norm(config, "model.norm", RMSNorm)
-            self.lm_head = make.head(config, "lm_head", "model.embed_tokens")
+        if factory.has_embedding(config):
+            self.embed_tokens = factory.word_embedding(config, "model.embed_tokens")
+        self.layers = nn.ModuleList(LlamaBlock(config, layer, factory) for layer in factory.block_numbers(config))
+        if factory.part.is_last:
+            self.norm = factory.norm(config, "model.norm", RMSNorm)
+            self.lm_head = factory.head(config, "lm_head", "model.embed_tokens")
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed_tokens(ids_SB)

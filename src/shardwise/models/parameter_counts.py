@@ -1,11 +1,9 @@
-"""How many parameters a model has: whole, and parameter by parameter on one rank.
+"""Counts of a model: its parameters, whole and one by one on a rank, and the multiply-adds of a token's forward pass.
 
-Legend: V vocabulary, H hidden size, F intermediate size, L blocks, q = heads · head_dim, kv = key/value heads ·
-head_dim, t tensor-parallel degree. Shapes are those on one rank.
+Stages are balanced, memory is predicted and FLOPs are computed from these numbers.
 
-Multiply-adds of one token's forward pass. From them stages are balanced and FLOPs are computed.
-
-Legend: H hidden size, L blocks, q = heads · head_dim, S sequence length.
+Legend: V vocabulary, H hidden size, F intermediate size, L blocks, S sequence length, q = heads · head_dim,
+kv = key/value heads · head_dim, t tensor-parallel degree. Shapes are those on one rank.
 """
 
 from __future__ import annotations
@@ -15,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.config import BertConfig, FamilyConfig, ModelConfig, OwnConfig
+from shardwise.config import FamilyConfig, ModelConfig, shapes_of
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.stages import Stage
 from shardwise.layers.chunks import vocabulary_rows
 
 Per = Literal["token", "prediction", "sequence"]
-"""What a matrix is multiplied with: every token (blocks), every predicted token (head), or one token of a sequence."""
+"""Vectors that a matrix is multiplied with: every token (blocks), every predicted token (head), one of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,11 @@ class LocalWidths:
     """Widths of one rank's part of a model that is cut over t ranks.
 
     Attributes:
-        vocabulary: rows of embedding and head, ceil(V / t) or the multiple above: the last ranks' are padded.
-        query: q / t.
-        key_value: kv / t, but at least one head: beyond kv heads = t, neighbouring ranks hold the same head.
-        intermediate: F / t.
-        key_value_copies: ranks that hold the same key/value head.
+        vocabulary: rows of embedding and head: V / t rounded up to a multiple; the last ranks' are padded.
+        query: width of the queries, q / t.
+        key_value: width of the keys, kv / t, but at least one head: with t > kv heads neighbouring ranks hold the same.
+        intermediate: width of the MLP, F / t.
+        key_value_copies: number of ranks that hold the same key/value head.
     """
 
     vocabulary: int
@@ -58,13 +56,13 @@ class LocalParameter:
     """One parameter as one rank stores it.
 
     Attributes:
-        elements: stored on this rank, with padding.
-        matrix: whether its canonical tensors are matrices, so that weight decay applies.
-        tensors: canonical tensors that it holds a part of.
-        per: what it is multiplied with; None for a vector, and for a table that is only looked up.
-        partial_from: the first element whose gradient is partial; all after it are too.
-        partial_over: ranks over which these are still to be summed; 1: none is partial.
-        at_both_ends: whether the other end of the pipeline holds it too, with a part of its gradient: a tied embedding.
+        elements: number of elements on this rank, padding included.
+        matrix: true if its canonical tensors are matrices, so that weight decay applies.
+        tensors: number of canonical tensors that it holds a part of.
+        per: vectors that it is multiplied with; None for a vector, and for a table that is only looked up.
+        partial_from: first element whose gradient is partial; all after it are partial too.
+        partial_over: number of ranks over which these gradients are still to be summed; 1: none is partial.
+        at_both_ends: true if the other end of the pipeline holds it too, with a part of its gradient: a tied embedding.
     """
 
     elements: int
@@ -77,48 +75,56 @@ class LocalParameter:
 
 
 def parameter_count(model: ModelConfig) -> int | None:
-    """Parameters of the whole model; a tied embedding counts once, padding never. None for a model of your own."""
+    """Return the model's parameters; a tied embedding counts once, padding never. None for a class of the user's."""
     return local_parameter_count(model, 1)
 
 
 def local_parameter_count(
     model: ModelConfig, tensor: int, *, vocab_multiple: int = 1, stages: Sequence[Stage] | None = None
 ) -> int | None:
-    """Elements that one of t ranks holds, replicated parameters and the vocabulary's padding included.
+    """Return the elements that one of t ranks holds, replicated parameters and the vocabulary's padding included.
 
-    stages: those of a pipeline that the rank has; None: the whole model. The result is None for a model of your own.
+    Args:
+        tensor: the tensor-parallel degree t.
+        vocab_multiple: number that divides each rank's rows of embedding and head.
+        stages: pipeline stages of the rank; None: the whole model.
+
+    Returns:
+        The number; None for a class of the user's.
     """
-    if isinstance(model, OwnConfig):
+    shapes = shapes_of(model)
+    if shapes is None:
         return None
-    local = LocalWidths.of(model, tensor, vocab_multiple)
-    return sum(parameter.elements for parameter in local_parameters(model, tensor, local=local, stages=stages))
+    local = LocalWidths.of(shapes, tensor, vocab_multiple)
+    return sum(parameter.elements for parameter in local_parameters(shapes, tensor, local=local, stages=stages))
 
 
 def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
-    """Parameters in matrix products with `per`, or in all matrix products.
+    """Return the number of parameters in matrix products with `per`; None: in all matrix products.
 
     A head counts whether or not it is tied; a table that is only looked up does not.
     """
-    parameters = local_parameters(model, 1)
-    return sum(one.elements for one in parameters if one.per is not None and per in (None, one.per))
+    multiplied = [parameter for parameter in local_parameters(model, 1) if parameter.per is not None]
+    return sum(parameter.elements for parameter in multiplied if per in (None, parameter.per))
 
 
 def canonical_tensor_count(model: ModelConfig) -> int | None:
-    """Tensors of the whole model as Hugging Face names them; a tied one counts once. None for a model of your own."""
-    if isinstance(model, OwnConfig):
+    """Return the number of tensors in Hugging Face's files; a tied one counts once. None for a class of the user's."""
+    shapes = shapes_of(model)
+    if shapes is None:
         return None
-    return sum(parameter.tensors for parameter in local_parameters(model, 1))
+    return sum(parameter.tensors for parameter in local_parameters(shapes, 1))
 
 
 def local_parameters(
     model: FamilyConfig,
     tensor: int,
-    sequence: bool = False,
+    sequence_parallel: bool = False,
     *,
     local: LocalWidths | None = None,
     stages: Sequence[Stage] | None = None,
 ) -> Iterator[LocalParameter]:
-    """What one of t ranks stores of the whole model or of these stages, in the order of the model's parameters.
+    """Yield the parameters that one of t ranks stores, of the whole model or of some stages, in the model's order.
 
     Gradients are partial, under sequence parallelism, of what is replicated between the cut layers: norms, biases of
     row-parallel layers, tables of positions and token types. With tensor parallelism they are always partial of norms
@@ -126,60 +132,72 @@ def local_parameters(
     """
     local = local or LocalWidths.of(model, tensor)
     stages = stages or (Stage(0, 0, range(model.num_hidden_layers), 1),)
-    has_first, has_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    has_first = any(stage.is_first for stage in stages)
+    has_last = any(stage.is_last for stage in stages)
     at_both_ends = model.tie_word_embeddings and has_first != has_last
     for stage in stages:
-        yield from _StageParameters(model, local, tensor, sequence, stage, at_both_ends).all()
+        yield from _StageParameters(model, local, tensor, sequence_parallel, stage, at_both_ends).all()
 
 
 @dataclass(frozen=True)
 class _StageParameters:
     """The parameters of one stage on one of t ranks.
 
-    at_both_ends: whether the embedding is tied, and its other end is on another pipeline rank.
+    Attributes:
+        model: the whole model.
+        local: widths of the rank's part.
+        tensor: the tensor-parallel degree t.
+        sequence_parallel: true if activations between the cut layers are cut along the sequence.
+        stage: the stage.
+        at_both_ends: true if the embedding is tied, and its other end is on another pipeline rank.
     """
 
     model: FamilyConfig
     local: LocalWidths
     tensor: int
-    sequence: bool
+    sequence_parallel: bool
     stage: Stage
     at_both_ends: bool
 
     def all(self) -> Iterator[LocalParameter]:
-        """In the order in which the family's model has them."""
-        model, is_first = self.model, self.stage.is_first
-        is_bert = isinstance(model, BertConfig)
-        if is_first or (self.stage.is_last and self.at_both_ends and not is_bert):
-            yield self.embedding()
-        if is_first and model.learned_positions:
-            yield self.table(model.max_position_embeddings)
-        if is_first and isinstance(model, BertConfig):
-            yield self.table(model.type_vocab_size)
-            yield from self.norm()
+        """Yield them in the order in which the family's module has them."""
+        if self.stage.is_first:
+            yield from self.embeddings()
+        elif self.stage.is_last and self.at_both_ends and not self.model.head_transform:
+            yield self.embedding()  # the head's weight; a transforming head comes after the blocks with its own
         for _ in self.stage.layers:
             yield from self.block()
-        if self.stage.is_last and is_bert:
+        if self.stage.is_last and self.model.head_transform:
             yield from self.bert_heads()
         elif self.stage.is_last:
             yield from self.norm()
-            if not model.tie_word_embeddings:
-                yield LocalParameter(self.local.vocabulary * model.hidden_size, per="prediction")
+            if not self.model.tie_word_embeddings:
+                yield LocalParameter(self.local.vocabulary * self.model.hidden_size, per="prediction")
+
+    def embeddings(self) -> Iterator[LocalParameter]:
+        """Words, positions where they are learned, token types and a norm where the family has them."""
+        yield self.embedding()
+        if self.model.learned_positions:
+            yield self.table(self.model.max_position_embeddings)
+        if self.model.token_types:
+            yield self.table(self.model.token_types)
+        if self.model.embedding_norm:
+            yield from self.norm()
 
     def block(self) -> Iterator[LocalParameter]:
-        """Whole: H·(q + 2kv) + q·H of attention, 2·H·F of the MLP (3·H·F if it is gated), biases and norms."""
-        model, local = self.model, self.local
-        norms_first = model.norm_place == "input"
-        if norms_first:
+        """Yield H·(q + 2kv) + q·H of attention and 2·H·F of the MLP (3·H·F if gated) over t, biases and norms."""
+        model = self.model
+        local = self.local
+        if model.norm_place == "input":
             yield from self.norm()
         yield from self.query_key_value()
         yield from self.query_key_norm()
         yield from self.rows(local.query, model.attention_bias and model.attention_output_bias)
         yield from self.norm()
-        inputs = 2 if model.gated else 1
-        yield from self.columns(inputs * model.intermediate_size, model.mlp_bias, tensors=inputs)
+        matrices = 2 if model.gated else 1
+        yield from self.columns(matrices * model.intermediate_size, model.mlp_bias, tensors=matrices)
         yield from self.rows(local.intermediate, model.mlp_bias)
-        if not norms_first:
+        if model.norm_place != "input":
             yield from self.norm()
 
     def bert_heads(self) -> Iterator[LocalParameter]:
@@ -204,17 +222,17 @@ class _StageParameters:
         return LocalParameter(self.local.vocabulary * self.model.hidden_size, per=per, at_both_ends=self.at_both_ends)
 
     def table(self, rows: int) -> LocalParameter:
-        """[rows, H] on every rank, looked up."""
+        """[rows, H], whole on every rank, looked up."""
         return LocalParameter(rows * self.model.hidden_size, partial_over=self._partial_between)
 
     def vector(self) -> LocalParameter:
-        """[H] on every rank: a norm's weight or bias, or the bias of a row-parallel layer."""
+        """[H], whole on every rank: a norm's weight or bias, or the bias of a row-parallel layer."""
         return LocalParameter(self.model.hidden_size, matrix=False, partial_over=self._partial_between)
 
     @property
     def _partial_between(self) -> int:
-        """Ranks over which the gradient of what is replicated between the cut layers is partial."""
-        return self.tensor if self.sequence else 1
+        """Number of ranks over which gradients of parameters between the cut layers are partial; 1: they are not."""
+        return self.tensor if self.sequence_parallel else 1
 
     def norm(self) -> Iterator[LocalParameter]:
         """A weight, and a bias in LayerNorm."""
@@ -224,21 +242,26 @@ class _StageParameters:
 
     def query_key_value(self) -> Iterator[LocalParameter]:
         """[(q + 2kv)/t, H], and [(q + 2kv)/t] with a bias. Queries come first: only shared K/V heads are partial."""
-        query, copies = self.local.query, self.local.key_value_copies
-        outputs, hidden = query + 2 * self.local.key_value, self.model.hidden_size
+        query = self.local.query
+        copies = self.local.key_value_copies
+        outputs = query + 2 * self.local.key_value
+        hidden = self.model.hidden_size
         tensors = 1 if self.model.fused_query_key_value else 3
-        yield LocalParameter(outputs * hidden, True, tensors, "token", query * hidden, copies)
+        yield LocalParameter(
+            outputs * hidden, tensors=tensors, per="token", partial_from=query * hidden, partial_over=copies
+        )
         if self.model.attention_bias:
-            yield LocalParameter(outputs, False, tensors, None, query, copies)
+            yield LocalParameter(outputs, matrix=False, tensors=tensors, partial_from=query, partial_over=copies)
 
     def query_key_norm(self) -> Iterator[LocalParameter]:
-        """For norms of each head [head_dim] twice, the same on every rank; for norms of all heads [q/t] and [kv/t]."""
-        local = self.local
+        """Norms of each head: [head_dim] twice, the same on every rank; norms over all heads: [q/t] and [kv/t]."""
         if self.model.query_key_norm == "head":
-            yield from 2 * (LocalParameter(self.model.head_dim, matrix=False, partial_over=self.tensor),)
+            # A rank sees only its own heads, so that its gradient is a part of the sum.
+            yield LocalParameter(self.model.head_dim, matrix=False, partial_over=self.tensor)
+            yield LocalParameter(self.model.head_dim, matrix=False, partial_over=self.tensor)
         elif self.model.query_key_norm == "all_heads":
-            yield LocalParameter(local.query, matrix=False)
-            yield LocalParameter(local.key_value, matrix=False, partial_over=local.key_value_copies)
+            yield LocalParameter(self.local.query, matrix=False)
+            yield LocalParameter(self.local.key_value, matrix=False, partial_over=self.local.key_value_copies)
 
     def columns(self, outputs: int, bias: bool, tensors: int = 1, per: Per = "token") -> Iterator[LocalParameter]:
         """A column-parallel layer: [outputs/t, H], and [outputs/t] with a bias."""
@@ -248,14 +271,14 @@ class _StageParameters:
             yield LocalParameter(outputs, matrix=False, tensors=tensors)
 
     def rows(self, inputs: int, bias: bool) -> Iterator[LocalParameter]:
-        """A row-parallel layer: [H, inputs], of which this rank has `inputs`, and [H] with a bias."""
+        """A row-parallel layer of which this rank has `inputs` columns: [H, inputs], and [H] with a bias."""
         yield LocalParameter(self.model.hidden_size * inputs, per="token")
         if bias:
             yield self.vector()
 
 
 def attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
-    """Multiply-adds of attention in one block: 2·q for each token that is attended to, in `q kᵀ` and in `P v`.
+    """Return the multiply-adds of a token's attention in one block: q for each key, in `q kᵀ` and again in `P v`.
 
     With the causal mask, a token attends to S / 2 tokens on average. Masked tokens are no work, unless `count_masked`.
     """
@@ -264,22 +287,23 @@ def attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: b
 
 
 def block_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
-    """Multiply-adds of one block: one for each element of its matrices, and its attention."""
+    """Return the multiply-adds of a token in one block: one for each element of its matrices, and its attention."""
     matrices = matmul_parameter_count(model, "token") / model.num_hidden_layers
     return matrices + attention_work(model, sequence_length, count_masked=count_masked)
 
 
 def head_work(model: FamilyConfig, sequence_length: int, predictions: int | None = None) -> float:
-    """Multiply-adds of what follows the last block: output head, and BERT's pooler and next-sentence classifier.
+    """Return the multiply-adds of a token after the last block: output head, BERT's pooler and its classifier.
 
     BERT predicts P tokens of a sequence, so its masked-token head counts P / S of its matrices. Pooler and classifier
     see one token of a sequence and count 1 / S.
 
     Args:
-        predictions: P (default: ⌈0.15·S⌉); other families predict at every position.
+        predictions: P; None: ⌈0.15·S⌉. Other families predict at every position.
     """
     share = 1.0
-    if "mlm" in model.objectives:
-        share = (predictions or math.ceil(MASKED_FRACTION * sequence_length)) / sequence_length
+    if model.predicts_masked_tokens:
+        predictions = predictions or math.ceil(MASKED_FRACTION * sequence_length)
+        share = predictions / sequence_length
     predicted = matmul_parameter_count(model, "prediction") * share
     return predicted + matmul_parameter_count(model, "sequence") / sequence_length

@@ -17,15 +17,18 @@ from shardwise.config import DecoderConfig, GPTNeoXConfig
 
 
 def frequencies(config: DecoderConfig | GPTNeoXConfig, sequence_length: int) -> tuple[Tensor, float]:
-    """Angle per position of each pair, `[r/2]` in float32, and the factor on cosine and sine.
+    """Return the angle per position of each pair, `[r/2]` in float32, and the factor on cosine and sine.
 
-    `default`; `linear` (positions divided by `factor`); `dynamic` (NTK-aware base, grown with the sequence); `yarn`
-    (arXiv:2309.00071); `longrope` (arXiv:2402.13753); `llama3` (wavelengths beyond the original context stretched).
-    The order of operations is Hugging Face's: an error in the last bit grows with the position that it multiplies.
+    Scalings: `default`; `linear` (positions divided by `factor`); `dynamic` (NTK-aware base, grown with the sequence);
+    `yarn` (arXiv:2309.00071); `longrope` (arXiv:2402.13753); `llama3` (wavelengths beyond the original context
+    stretched).
     """
+    # The order of operations is Hugging Face's: an error in the last bit grows with the position that it multiplies.
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type", "default")
-    d, base, longest = config.rotary_dim, config.rope_theta, config.max_position_embeddings
+    d = config.rotary_dim
+    base = config.rope_theta
+    longest = config.max_position_embeddings
     if kind == "dynamic":
         stretch = scaling["factor"] * max(sequence_length, longest) / longest - (scaling["factor"] - 1)
         base *= stretch ** (d / (d - 2))
@@ -43,44 +46,62 @@ def frequencies(config: DecoderConfig | GPTNeoXConfig, sequence_length: int) -> 
 
 
 def _yarn(plain: Tensor, base: float, d: int, longest: int, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    """Stretch the slow pairs, keep the fast ones, and blend those between (arXiv:2309.00071)."""
     trained = scaling.get("original_max_position_embeddings") or longest
     factor = scaling["factor"]
 
-    def turns_to_pair(turns: float) -> float:
-        return d * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def pair_with(rotations: float) -> float:
+        """Return the pair that rotates so often over the trained length, as a real number.
 
-    low, high = turns_to_pair(scaling.get("beta_fast") or 32), turns_to_pair(scaling.get("beta_slow") or 1)
+        Pair i has the angle base^(-2i/d) per position: trained · base^(-2i/d) = 2π · rotations, solved for i.
+        """
+        return d * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    # 32 and 1 rotations are the defaults of the paper for Llama.
+    low = pair_with(scaling.get("beta_fast") or 32)
+    high = pair_with(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, d - 1)
-    high = high if high != low else high + 0.001
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, d - 1)
+    if high == low:
+        high += 0.001  # as in transformers: no division by zero
     stretched = ((torch.arange(d // 2).float() - low) / (high - low)).clamp(0, 1)
     inverse = plain / factor * stretched + plain * (1 - stretched)
     if scaling.get("attention_factor") is not None:
         return inverse, float(scaling["attention_factor"])
 
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    def attention_factor(weight: float) -> float:
+        """Return 0.1 · weight · ln(factor) + 1, the paper's fit for weight 1; DeepSeek's files have other weights."""
+        if factor <= 1:
+            return 1.0
+        return 0.1 * weight * math.log(factor) + 1.0
 
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return inverse, mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
-    return inverse, mscale(1.0)
+        return inverse, attention_factor(scaling["mscale"]) / attention_factor(scaling["mscale_all_dim"])
+    return inverse, attention_factor(1.0)
 
 
 def _longrope(powers: Tensor, longest: int, sequence_length: int, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    """Divide each pair's angle by a factor of its own, one of two lists (arXiv:2402.13753)."""
     trained = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or longest / trained
-    chosen = scaling["long_factor" if sequence_length > trained else "short_factor"]
-    inverse: Tensor = 1.0 / (torch.tensor(chosen, dtype=torch.float32) * powers)
+    divisors = scaling["long_factor" if sequence_length > trained else "short_factor"]
+    inverse: Tensor = 1.0 / (torch.tensor(divisors, dtype=torch.float32) * powers)
     if scaling.get("attention_factor") is not None:
         return inverse, float(scaling["attention_factor"])
-    return inverse, math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    if factor <= 1:
+        return inverse, 1.0
+    return inverse, math.sqrt(1 + math.log(factor) / math.log(trained))
 
 
 def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / plain)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    """Stretch pairs that rotate at most `low` times over the trained length; keep those that do `high` times."""
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
+    rotations = scaling["original_max_position_embeddings"] / (2 * math.pi / plain)
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
     mixed: Tensor = (1 - kept) * plain / scaling["factor"] + kept * plain
     return mixed
 
@@ -93,12 +114,15 @@ class Rotary:
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[int, Tensor, Tensor]] = {}
 
     def tables(self, sequence_length: int, like: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """The tables for positions `first` … S-1 of S, on the device and in the dtype of `like`."""
-        key, regime = (like.device, like.dtype), self.regime(sequence_length)
-        known, cos, sin = self._tables.get(key, (None, like, like))
-        if known != regime or len(cos) < sequence_length:
-            # Generation needs one more position at a time: with twice the rows a new table is rarely needed.
-            rows = max(sequence_length, 2 * len(cos)) if known == regime and first else sequence_length
+        """Return the tables for positions `first` … S-1 of S, on the device and in the dtype of `like`."""
+        key = (like.device, like.dtype)
+        regime = self.regime(sequence_length)
+        kept_regime, cos, sin = self._tables.get(key, (None, like, like))
+        if kept_regime != regime or len(cos) < sequence_length:
+            rows = sequence_length
+            if kept_regime == regime and first:
+                # Generation needs one more position at a time: with twice the rows a new table is rarely needed.
+                rows = max(sequence_length, 2 * len(cos))
             cos, sin = self._make(rows, sequence_length, like)
             self._tables[key] = (regime, cos, sin)
         if first == 0 and len(cos) == sequence_length:
@@ -106,25 +130,27 @@ class Rotary:
         return cos[first:sequence_length], sin[first:sequence_length]
 
     def tables_of_each(self, lengths: Sequence[int], rows: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The tables `[S, B, 1, r/2]` of sequences padded to `rows`, each with the angles of its own length.
+        """Return the tables `[S, B, 1, r/2]` of sequences padded to `rows`, each with the angles of its own length.
 
-        None if all of them have the angles of `tables(rows)`.
+        The result is None if all of them have the angles of `tables(rows)`.
         """
         if {self.regime(length) for length in lengths} <= {self.regime(rows)}:
             return None
         tables = {length: self._make(rows, length, like) for length in set(lengths)}
-        cos, sin = (torch.cat([tables[length][n] for length in lengths], dim=1) for n in range(2))
+        cos = torch.cat([tables[length][0] for length in lengths], dim=1)
+        sin = torch.cat([tables[length][1] for length in lengths], dim=1)
         return cos, sin
 
     def _make(self, rows: int, sequence_length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables of `rows` positions, with the angles of a sequence of `sequence_length`."""
+        """Make the tables of `rows` positions, with the angles of a sequence of `sequence_length`."""
         inverse, factor = frequencies(self._config, sequence_length)
         angles = torch.outer(torch.arange(rows).float(), inverse).view(rows, 1, 1, -1)
-        cos, sin = (f(angles).mul(factor).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
+        cos = torch.cos(angles).mul(factor).to(like.device, like.dtype)
+        sin = torch.sin(angles).mul(factor).to(like.device, like.dtype)
         return cos, sin
 
     def regime(self, sequence_length: int) -> int:
-        """A number that is equal for two lengths if their sequences have the same angle at each position."""
+        """Return a number that is equal for two lengths if their sequences have the same angle at each position."""
         scaling = self._config.rope_scaling or {}
         kind = scaling.get("rope_type", "default")
         if kind == "dynamic":
@@ -140,20 +166,21 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1.0)
+        return _rotate_by(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, -1.0), None, None
+        return _rotate_by(grads[0], cos, sin, -1.0), None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _rotate_by(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """Rotate each pair by its angle (sign 1) or back (sign -1); elements beyond the tables' width are kept."""
     half = cos.shape[-1]
-    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    left = (first * cos).addcmul_(second, sin, value=-sign)
-    right = (second * cos).addcmul_(first, sin, value=sign)
-    return torch.cat((left, right, rest), dim=-1)
+    first, second, not_rotary = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    rotated_first = (first * cos).addcmul_(second, sin, value=-sign)
+    rotated_second = (second * cos).addcmul_(first, sin, value=sign)
+    return torch.cat((rotated_first, rotated_second, not_rotary), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

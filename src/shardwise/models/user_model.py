@@ -10,7 +10,7 @@ It also gets
 - `starts_SB` with `data.reset_attention_mask`: the first place that each place may attend to,
 - `lengths_B`, if it names it, in an evaluation that pads a sequence.
 
-Whether a checkpoint can hold a model of the user's own.
+A model is refused that cannot be trained at the layout, or that no checkpoint can hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.names import SAFETENSORS_METADATA, is_tensor_name
 from shardwise.base.user_code import RAISED, error_text, load
-from shardwise.config import Config, OwnConfig
+from shardwise.config import Config, UserModelConfig
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import of, placements, unplaced_state
@@ -36,12 +36,12 @@ from shardwise.distributed.torch_private import has_data
 from shardwise.layers.dropout import Dropout
 
 RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")
-"""Arguments that the run gives. A class that does not take the last three is made after `torch.manual_seed(train.seed)`
-and then moved to its device and dtype."""
+"""Arguments that the run gives. A class that lacks `seed`, `device` or `dtype` is made after
+`torch.manual_seed(train.seed)` and then moved to its device and dtype."""
 
 
 def check_own(config: Config) -> type[nn.Module]:
-    """The class that `model.family` names; checks its signatures, and makes no model.
+    """Import the class that `model.family` names and check its signatures; makes no model.
 
     Raises:
         ConfigError: it cannot be imported, is no `torch.nn.Module`, or cannot be called as the configuration says.
@@ -61,17 +61,19 @@ def build_own(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """This rank's shard of the model that `model.family` names.
+    """Build this rank's shard of the model that `model.family` names.
 
     Raises:
         ConfigError: as `check_own`; the class cannot be made, or its parameters cannot be trained at this layout.
     """
-    model_class, train = check_own(config), config.train
+    model_class = check_own(config)
     constructor = _Constructor.of(model_class)
     arguments = constructor.section_arguments(config)
-    run = zip(RUN, (group, sequence_parallel, train.recompute, train.seed, device, dtype), strict=True)
-    arguments |= {name: value for name, value in run if name in constructor.names}
-    torch.manual_seed(train.seed)
+    values_of_run = (group, sequence_parallel, config.train.recompute, config.train.seed, device, dtype)
+    for name, value in zip(RUN, values_of_run, strict=True):
+        if name in constructor.names:
+            arguments[name] = value
+    torch.manual_seed(config.train.seed)
     try:
         model = model_class(**arguments)
     except RAISED as error:
@@ -81,46 +83,51 @@ def build_own(
             f"model.family ({config.model.family}) cannot be built: {error_text(error)}{see('runs#own-code-fails')}"
         ) from error
     if "device" not in constructor.names:
-        _to(model, device=device)
+        _move(model, device=device)
     if "dtype" not in constructor.names:
-        _to(model, dtype=dtype)
+        _move(model, dtype=dtype)
     problems = [*_parameter_problems(model, group), *_dropout_problems(model, group)]
     if problems:
         raise ConfigError([f"model.family ({config.model.family}): {text}" for text in problems])
     return model
 
 
-def _to(model: nn.Module, **to: Any) -> None:
-    """`model.to(**to)`, after which modules that shared a parameter share it still.
-
-    To an accelerator that is not CUDA torch may make the parameters of each module anew. Tensors without data
-    (`fake_tensors`), to which torch itself refers, it cannot convert in place: they are made anew here.
-    """
-    named = list(model.named_parameters(remove_duplicate=False))
-    are_real = all(has_data(parameter) for _, parameter in named)
-    if are_real:
-        model.to(**to)
+def _move(model: nn.Module, **target: Any) -> None:
+    """Call `model.to(**target)`, after which modules that shared a parameter still share it."""
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    have_data = all(has_data(parameter) for _, parameter in parameters)
+    if have_data:
+        # For an accelerator that is not CUDA, torch may make the parameters of each module anew.
+        model.to(**target)
     moved: dict[nn.Parameter, nn.Parameter] = {}
-    for name, before in named:
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        now = getattr(module, leaf) if are_real else _parameter_without_data(before, to)
-        setattr(module, leaf, moved.setdefault(before, now))
-    for name, buffer in [] if are_real else list(model.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, _tensor_without_data(buffer, to))
+    for name, parameter in parameters:
+        module_name, _, attribute = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        new = getattr(module, attribute) if have_data else _converted_parameter(parameter, target)
+        setattr(module, attribute, moved.setdefault(parameter, new))
+    if have_data:
+        return
+    # torch cannot convert tensors without data (`fake_tensors`) in place, as it refers to them itself.
+    for name, buffer in list(model.named_buffers()):
+        module_name, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module_name), attribute, _converted_tensor(buffer, target))
 
 
-def _parameter_without_data(parameter: nn.Parameter, to: dict[str, Any]) -> nn.Parameter:
-    made = nn.Parameter(_tensor_without_data(parameter.detach(), to), requires_grad=parameter.requires_grad)
-    if (record := of(parameter)) is not None:
-        cast(Any, made).placement = record
-    return made
+def _converted_parameter(parameter: nn.Parameter, target: dict[str, Any]) -> nn.Parameter:
+    """Return a new parameter with the same placement."""
+    new = nn.Parameter(_converted_tensor(parameter.detach(), target), requires_grad=parameter.requires_grad)
+    placement = of(parameter)
+    if placement is not None:
+        cast(Any, new).placement = placement
+    return new
 
 
-def _tensor_without_data(tensor: Tensor, to: dict[str, Any]) -> Tensor:
-    """As `Module.to` does, whole numbers keep their dtype."""
-    return tensor.to(**to) if "dtype" not in to or tensor.is_floating_point() or tensor.is_complex() else tensor
+def _converted_tensor(tensor: Tensor, target: dict[str, Any]) -> Tensor:
+    """Return `tensor.to(**target)`; as with `Module.to`, whole numbers keep their dtype."""
+    keeps_dtype = not (tensor.is_floating_point() or tensor.is_complex())
+    if "dtype" in target and keeps_dtype:
+        return tensor
+    return tensor.to(**target)
 
 
 # ---- the class
@@ -143,8 +150,8 @@ class _Constructor:
 
     Attributes:
         names: keyword arguments of the class and, as far as constructors pass on `**kwargs`, of its base classes.
-        required: its own arguments without a default. A base's are not required: the class itself may give them.
-        takes_any: whether it has `**kwargs`, and so may take other names too.
+        required: arguments of the class without a default. Those of a base are not required: the class may give them.
+        takes_any: true if the class has `**kwargs`, and so may take other names too.
     """
 
     names: tuple[str, ...]
@@ -153,28 +160,35 @@ class _Constructor:
 
     @classmethod
     def of(cls, model_class: type[nn.Module]) -> _Constructor:
-        def takes_any(parameters: Iterable[Parameter]) -> bool:
-            return any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+        """Read the signatures of a class and of its bases."""
 
-        own = signature(model_class).parameters.values()
-        names: dict[str, None] = {}
+        def takes_any(parameters: Iterable[Parameter]) -> bool:
+            return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+
+        named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        names: dict[str, None] = {}  # a set in order
         for base in model_class.__mro__:
             if base is not model_class and "__init__" not in vars(base):
                 continue
             parameters = signature(base).parameters.values()
-            names |= {p.name: None for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+            names |= {parameter.name: None for parameter in parameters if parameter.kind in named}
             if base is nn.Module or not takes_any(parameters):
                 break
+        parameters = signature(model_class).parameters.values()
         variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-        required = (p.name for p in own if p.default is p.empty and p.kind not in variable)
-        return cls(tuple(names), tuple(required), takes_any(own))
+        required = [
+            parameter.name
+            for parameter in parameters
+            if parameter.default is Parameter.empty and parameter.kind not in variable
+        ]
+        return cls(tuple(names), tuple(required), takes_any(parameters))
 
     def takes_config(self, keys: dict[str, Any]) -> bool:
-        """Whether the class gets the section as `config` instead of its keys."""
+        """Return whether the class gets the section as `config` instead of its keys."""
         return "config" in self.names and "config" not in keys
 
     def section_arguments(self, config: Config) -> dict[str, Any]:
-        """The arguments that the `model` section gives."""
+        """Return the arguments that the `model` section gives."""
         keys = _keys(config)
         if self.takes_config(keys):
             return {"config": config.model}
@@ -182,25 +196,22 @@ class _Constructor:
 
 
 def _keys(config: Config) -> dict[str, Any]:
-    """The keys of `model` that the recipe sets, without `family`."""
-    return {key: getattr(config.model, key) for key in sorted(config.model.model_fields_set) if key != "family"}
+    """Return the keys of `model` that the recipe sets, without `family`."""
+    model = config.model
+    # A key of the user's may have the name of an attribute or a method of the section: `causal`, `json`.
+    values = {**vars(model), **(model.model_extra or {})}
+    return {key: values[key] for key in sorted(model.model_fields_set) if key != "family"}
 
 
 def _constructor_problems(config: Config, constructor: _Constructor) -> list[str]:
-    """Keys that the class does not take, arguments that no key gives, and settings that need an argument."""
-    family, keys, tensor, recompute = config.model.family, _keys(config), config.parallel.tensor, config.train.recompute
+    """Return keys that the class does not take, arguments that no key gives, and settings that need an argument."""
+    family = config.model.family
+    keys = _keys(config)
+    tensor = config.parallel.tensor
+    recompute = config.train.recompute
     problems = [f"model.{key}: the run itself gives {key} to {family}: rename it" for key in keys if key in RUN]
     if not constructor.takes_config(keys):
-        names = [name for name in constructor.names if name not in RUN]
-        # A class need not take the fields of OwnConfig: the layout is checked against them.
-        for key in sorted(keys.keys() - {*RUN, *names, *OwnConfig.model_fields}):
-            # `**kwargs` may take any key. Then a key is misspelt only if it is near an argument that has no key.
-            meant = [name for name in names if name not in keys or not constructor.takes_any]
-            near = nearest_name(key, meant, cutoff=0.8 if constructor.takes_any else 0.75)
-            if near or not constructor.takes_any:
-                hint = f"did you mean model.{near}?" if near else f"it takes {listing(names) or 'none'}"
-                verb = "names" if constructor.takes_any else "takes"
-                problems.append(f"model.{key}: {family} {verb} no such argument; {hint}")
+        problems += _unknown_keys(family, keys, constructor)
         missing = (name for name in constructor.required if name not in keys and name not in RUN)
         problems += [f"model.{name} is missing (an argument of {family})" for name in missing]
     needed = (
@@ -208,13 +219,37 @@ def _constructor_problems(config: Config, constructor: _Constructor) -> list[str
         ("sequence_parallel", tensor > 1 and config.parallel.sequence, "parallel.sequence (true) must be false"),
         ("recompute", recompute != "none", f"train.recompute ({recompute}) must be none"),
     )
-    lacking = [(name, rule) for name, wanted, rule in needed if wanted and name not in constructor.names]
-    return problems + [f"{rule}: {family} takes no argument {name}" for name, rule in lacking]
+    for name, is_needed, rule in needed:
+        if is_needed and name not in constructor.names:
+            problems.append(f"{rule}: {family} takes no argument {name}")
+    return problems
+
+
+def _unknown_keys(family: str, keys: Iterable[str], constructor: _Constructor) -> list[str]:
+    """Return an error for each key that the class does not take, or that is probably misspelt."""
+    names = [name for name in constructor.names if name not in RUN]
+    problems = []
+    # A class need not take the fields of UserModelConfig: the layout is checked against them.
+    for key in sorted(set(keys) - {*RUN, *names, *UserModelConfig.model_fields}):
+        if not constructor.takes_any:
+            near = nearest_name(key, names, cutoff=0.75)
+            hint = f"did you mean model.{near}?" if near else f"it takes {listing(names) or 'none'}"
+            problems.append(f"model.{key}: {family} takes no such argument; {hint}")
+            continue
+        # `**kwargs` may take any key. Then a key is misspelt only if it is very near an argument that has no key.
+        near = nearest_name(key, [name for name in names if name not in keys], cutoff=0.8)
+        if near:
+            problems.append(f"model.{key}: {family} names no such argument; did you mean model.{near}?")
+    return problems
 
 
 def _forward_problems(config: Config, model_class: type[nn.Module]) -> list[str]:
-    optional = (("positions_SB", config.data.reset_position_ids), ("starts_SB", config.data.reset_attention_mask))
-    given = ["ids_SB", "targets_SB", *(name for name, wanted in optional if wanted)]
+    """Return an error if the run's arguments do not fit `forward`."""
+    given = ["ids_SB", "targets_SB"]
+    if config.data.reset_position_ids:
+        given.append("positions_SB")
+    if config.data.reset_attention_mask:
+        given.append("starts_SB")
     # The method of an instance, even of one that was never initialised, has a signature without `self`.
     forward = signature(object.__new__(model_class).forward)
     try:
@@ -231,17 +266,23 @@ def _forward_problems(config: Config, model_class: type[nn.Module]) -> list[str]
 
 
 def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
-    """Why a model cannot be trained or saved."""
-    trainable = {path: p for path, p in model.named_parameters() if p.requires_grad}
-    if not any(p.numel() for p in trainable.values()):
+    """Return the reasons why a model cannot be trained or saved."""
+    trainable = {path: parameter for path, parameter in model.named_parameters() if parameter.requires_grad}
+    if not any(parameter.numel() for parameter in trainable.values()):
         return ["the number of trainable parameters (0) must be at least 1"]
-    unplaced = [path for path, p in trainable.items() if group.size > 1 and of(p) is None]
-    alone = [path for path, p in trainable.items() if (record := of(p)) and record.group.size != group.size]
+    unplaced = []
+    outside_group = []
+    for path, parameter in trainable.items():
+        placement = of(parameter)
+        if placement is None and group.size > 1:
+            unplaced.append(path)
+        elif placement is not None and placement.group.size != group.size:
+            outside_group.append(path)
     problems = {
         f"parallel.tensor ({group.size}) needs layers of shardwise, or shardwise.make_parameter, for {{}}: nothing "
         "says which part of them a rank holds": unplaced,
         f"parallel.tensor ({group.size}) needs group=group, which the constructor is given, in the layers of {{}}: "
-        "they were made without it": alone,
+        "they were made without it": outside_group,
         "a checkpoint holds parameters only, and {} would be lost: register them with persistent=False, or as "
         "parameters": unplaced_state(model),
     }
@@ -249,19 +290,19 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
 
 
 def _dropout_problems(model: nn.Module, group: Group) -> list[str]:
-    """Dropout that would not drop, or would drop the same elements at several places."""
-    ours = {path: module for path, module in model.named_modules() if isinstance(module, Dropout) and module.p}
-    plain = [path for path, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]
+    """Return an error for dropout that would not drop, or would drop the same elements at several places."""
+    keyed = {path: module for path, module in model.named_modules() if isinstance(module, Dropout) and module.p}
+    torchs = [path for path, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p]
     takes_key = "dropout" in signature(model.forward).parameters
-    places = Counter((module.place.layer, module.place.site) for module in ours.values())
+    places = Counter((module.place.layer, module.place.site) for module in keyed.values())
     problems = {
         f"parallel.tensor ({group.size}) needs shardwise.Dropout in place of torch.nn.Dropout for {{}}, which would "
-        "drop the same elements of each rank's part": plain if group.size > 1 else [],
+        "drop the same elements of each rank's part": torchs if group.size > 1 else [],
         "forward must take dropout, the step's key, and give it to {}, which drop nothing without it": []
         if takes_key
-        else list(ours),
+        else list(keyed),
         "{} must have a layer and a site of their own, or they draw one mask": [
-            path for path, module in ours.items() if places[module.place.layer, module.place.site] > 1
+            path for path, module in keyed.items() if places[module.place.layer, module.place.site] > 1
         ],
     }
     return sentences(problems)
@@ -272,13 +313,13 @@ _SHOWN = 4
 
 
 def storage_problems(model: nn.Module) -> list[str]:
-    """Parameters that no checkpoint can hold, or that could not be read again."""
-    dtype_of = {path: str(p.dtype).removeprefix("torch.") for path, p in model.named_parameters()}
+    """Return an error for parameters that no checkpoint can hold, or that could not be read again."""
+    dtypes = {path: str(parameter.dtype).removeprefix("torch.") for path, parameter in model.named_parameters()}
     names = Counter(name for _, _, record in placements(model) for name in {piece.name for piece in record.pieces})
     return sentences(
         {
             f"the dtype of {{}} must be {listing(_DTYPES, 'or')}, which checkpoints have: register it as a buffer with "
-            "persistent=False": [f"{path} ({dtype})" for path, dtype in dtype_of.items() if dtype not in _DTYPES],
+            "persistent=False": [f"{path} ({dtype})" for path, dtype in dtypes.items() if dtype not in _DTYPES],
             "several parameters have the name {}: give their layers other names": [
                 name for name, count in names.items() if count > 1
             ],
@@ -291,5 +332,5 @@ def storage_problems(model: nn.Module) -> list[str]:
 
 
 def sentences(problems: Mapping[str, Sequence[str]]) -> list[str]:
-    """Each text with its names in place of `{}`, where there are any."""
+    """Return each text that has names, with these names in place of `{}`."""
     return [text.format(listing(names, most=_SHOWN)) for text, names in problems.items() if names]

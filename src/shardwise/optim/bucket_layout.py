@@ -1,4 +1,4 @@
-"""Buckets: which parameters share one flat tensor, and at which offsets."""
+"""The layout of buckets: their sizes, the parameters of each, and their offsets. The planner uses it without torch."""
 
 from __future__ import annotations
 
@@ -6,35 +6,40 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 
 ALIGNMENT = 32
-"""Elements to which each parameter's start in a bucket is aligned; a bucket is padded to this times its slices."""
+"""Elements to which each parameter's start in a bucket is aligned; a bucket is padded to this times its slices.
+
+Kernels read aligned memory by wide loads: 32 elements are 128 bytes of float32, and 64 of bfloat16.
+"""
 
 LATENCY_BYTES = {"accelerator": 2**20, "cpu": 2**17}
 """Bytes that a link carries in the time that a message takes to begin: latency times bandwidth.
 
 Between accelerators this is 5 µs at 200 GB/s, or 20 µs at 50 GB/s; between CPU ranks, over gloo, 100 µs at 1.3 GB/s.
 """
-_LEAST = 2**20
+_LEAST_BYTES = 2**20
+"""Floor for small models, whose smaller buckets would only cost the host more calls."""
 
 
 def bucket_bytes(gradients: float, ranks: int, *, accelerator: bool) -> float:
-    """Bytes of the buckets that let the least of their reductions be seen.
+    """Return the bytes of a bucket that hide most of the reductions behind the backward pass.
 
     A ring over n ranks reduces b bytes in `(n - 1)·(l + b / (n·w))`: n - 1 messages of latency l, and bandwidth w. The
-    last bucket of a backward pass of G bytes runs behind nothing, and all G/b of them pay the latency. The sum is least
-    at `b = √(G·n·l·w)`. The latency and the bandwidth are fixed figures for each kind of link and no measurements, so
-    that two starts of a training have the same buckets and the same sums.
+    last bucket of a backward pass of G bytes hides behind nothing, and its bytes cost `(n - 1)·b / (n·w)`. The latency
+    of all G/b buckets costs `(n - 1)·l·G / b`. The sum of both is least at `b = √(G·n·l·w)`. The latency and the
+    bandwidth are fixed figures for each kind of link and no measurements, so that two starts of a training have the
+    same buckets and the same sums.
 
     Args:
         gradients: bytes of gradients that the buckets hold together.
-        ranks: those that reduce them.
-        accelerator: whether these are accelerators.
+        ranks: n, the number of ranks that reduce them.
+        accelerator: True if the ranks compute on accelerators.
     """
     at_once = LATENCY_BYTES["accelerator" if accelerator else "cpu"]
-    return max(_LEAST, math.sqrt(gradients * ranks * at_once))
+    return max(_LEAST_BYTES, math.sqrt(gradients * ranks * at_once))
 
 
 def packed(sizes: Iterable[tuple[Hashable, int]], cap_bytes: float) -> list[list[int]]:
-    """Indices of the parameters of each bucket, in the order in which the buckets are begun.
+    """Return the indices of the parameters of each bucket, in the order in which the buckets are begun.
 
     Buckets are filled from the last parameter to the first, because a backward pass completes gradients in about this
     order: the reduction of the first bucket starts long before the backward pass ends. A parameter larger than
@@ -50,7 +55,8 @@ def packed(sizes: Iterable[tuple[Hashable, int]], cap_bytes: float) -> list[list
     for index, (kind, size) in reversed(list(enumerate(sizes))):
         bucket, used = open_buckets.get(kind, ([], 0))
         if not bucket or used + size > cap_bytes:
-            bucket, used = [], 0
+            bucket = []
+            used = 0
             buckets.append(bucket)
         bucket.append(index)
         open_buckets[kind] = (bucket, used + size)
@@ -58,8 +64,9 @@ def packed(sizes: Iterable[tuple[Hashable, int]], cap_bytes: float) -> list[list
 
 
 def offsets_and_length(elements: Sequence[int], slices: int) -> tuple[list[int], int]:
-    """The offset of each parameter in a bucket, and the bucket's length, a multiple of `slices`."""
-    offsets, end = [], 0
+    """Return the offset of each parameter in a bucket, and the bucket's length, a multiple of `slices`."""
+    offsets = []
+    end = 0
     for size in elements:
         offsets.append(end)
         end += _aligned(size, ALIGNMENT)
@@ -67,4 +74,5 @@ def offsets_and_length(elements: Sequence[int], slices: int) -> tuple[list[int],
 
 
 def _aligned(elements: int, to: int) -> int:
+    """Round up to a multiple of `to`."""
     return -(-elements // to) * to

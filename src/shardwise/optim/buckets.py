@@ -25,12 +25,12 @@ from shardwise.optim.bucket_layout import bucket_bytes, offsets_and_length, pack
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Which dtype a bucket uses for what.
+    """Dtypes of a bucket.
 
     Attributes:
-        gradient: accumulated gradients; None: the parameter's.
-        reduce: gradients while they are summed over the ranks; None: as accumulated.
-        optimizer: masters and state.
+        gradient: dtype of accumulated gradients; None: the parameter's.
+        reduce: dtype of gradients while they are summed over the ranks; None: as accumulated.
+        optimizer: dtype of masters and state.
     """
 
     gradient: torch.dtype | None
@@ -42,12 +42,18 @@ class Bucket:
     """Some parameters of one parameter group and dtype, brought to the values of the group's first rank.
 
     Attributes:
-        gradients, values: flat buffers of all N elements; `parameters[i]` and its gradient are views at `offsets[i]`.
-        orders: of each parameter, its dimensions from the slowest to the fastest in memory.
-        owned: this rank's part.
-        gradient: the owned part of `gradients`.
-        master: the owned part in the optimizer's dtype, `separate` unless the dtypes agree: then it is the parameters'
-            own memory.
+        group: data-parallel ranks.
+        sharded: True if each rank owns a part; False if each rank owns all.
+        values: flat buffer of all N elements; `parameters[i]` is a view at `offsets[i]`.
+        gradients: flat buffer of the same length for the gradients.
+        numel: N, padding included.
+        orders: dimensions of each parameter from the slowest to the fastest in memory.
+        owned: elements that this rank updates.
+        gradient: owned part of `gradients`.
+        master: owned part in the optimizer's dtype, such as float32 master weights of bfloat16 parameters.
+        separate: True if the master is a copy; False if it is the parameters' own memory, as the dtypes agree.
+        reduced: True once this step's reduction has begun.
+        ready: indices of the parameters whose gradients are complete in this step.
     """
 
     def __init__(
@@ -58,19 +64,21 @@ class Bucket:
         shard: bool,
         dtypes: Dtypes,
     ) -> None:
-        self.parameters, self.group = list(parameters), group
+        self.parameters = list(parameters)
+        self.group = group
         self.sharded = shard and group.size > 1
         parts = group.size if self.sharded else 1
         self.offsets, self.numel = offsets_and_length([p.numel() for p in self.parameters], parts)
-        first = parameters[0]
-        self.gradients = torch.zeros(self.numel, dtype=dtypes.gradient or first.dtype, device=first.device)
-        self.values = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
+        dtype = parameters[0].dtype
+        device = parameters[0].device
+        self.gradients = torch.zeros(self.numel, dtype=dtypes.gradient or dtype, device=device)
+        self.values = torch.zeros(self.numel, dtype=dtype, device=device)
         self.reduce_dtype = dtypes.reduce or self.gradients.dtype
         share = self.numel // parts
         start = share * group.rank if self.sharded else 0
         self.owned = slice(start, start + share)
-        strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
-        self.orders = [_memory_order(p.shape, of_p) for p, of_p in zip(self.parameters, strides, strict=True)]
+        # `empty_like` gives the strides of a dense tensor: a parameter may be a view with gaps.
+        self.orders = [_memory_order(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
         self._gradient_views = self._views(self.gradients)
         for p, view, gradient in zip(self.parameters, self._views(self.values), self._gradient_views, strict=True):
             view.copy_(p.detach())
@@ -83,15 +91,15 @@ class Bucket:
         collectives.broadcast_(self.values, group)  # replicas begin with equal values, whatever each rank drew
         self.attach_gradients()
         self.gradient = self.gradients[self.owned]
-        mine = self.values[self.owned]
-        dtype = mine.dtype if mine.dtype == torch.float64 else dtypes.optimizer
-        self.separate = mine.dtype != dtype
-        self.master = nn.Parameter(mine.to(dtype))
+        owned_values = self.values[self.owned]
+        master_dtype = dtype if dtype == torch.float64 else dtypes.optimizer
+        self.separate = dtype != master_dtype
+        self.master = nn.Parameter(owned_values.to(master_dtype))
         self._pending: Pending | None = None
         self.reset()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part of a flat buffer, with the parameter's own strides.
+        """Return each parameter's part of a flat buffer, with the parameter's own strides.
 
         A `channels_last` parameter is dense, but not in the order of its indices. `view` would give it other strides,
         and its kernels would become slower ones.
@@ -127,8 +135,8 @@ class Bucket:
 
     def check_parameters(self) -> None:
         """Raise if a parameter was frozen, or moved to other memory, which an update would not reach."""
-        for p, o in zip(self.parameters, self.offsets, strict=True):
-            moved = p.data_ptr() != self.values.data_ptr() + o * self.values.element_size()
+        for p, offset in zip(self.parameters, self.offsets, strict=True):
+            moved = p.data_ptr() != self.values.data_ptr() + offset * self.values.element_size()
             if moved or not p.requires_grad:
                 change = "moved to other memory (by model.to(…) or .data = …)" if moved else "frozen"
                 raise RuntimeError(
@@ -141,8 +149,10 @@ class Bucket:
         An unchanged element is what its master rounds to; that master keeps its lower bits.
         """
         if self.separate:
-            mine, master = self.values[self.owned], self.master.detach()
-            torch.where(mine == master.to(mine.dtype), master, mine.to(master.dtype), out=master)
+            owned_values = self.values[self.owned]
+            master = self.master.detach()
+            is_unchanged = owned_values == master.to(owned_values.dtype)
+            torch.where(is_unchanged, master, owned_values.to(master.dtype), out=master)
 
     # ---- one optimizer step
 
@@ -186,12 +196,14 @@ class Bucket:
 
     def start_gather(self) -> Pending | None:
         """Bring the updated master back to the parameters and start sending it to the group."""
-        mine = self.values[self.owned]
+        owned_values = self.values[self.owned]
         if self.separate:
-            mine.copy_(self.master.detach())
-        return collectives.all_gather_async(mine, self.group, out=self.values) if self.sharded else None
+            owned_values.copy_(self.master.detach())
+        if not self.sharded:
+            return None
+        return collectives.all_gather_async(owned_values, self.group, out=self.values)
 
-    # ---- where the model's elements lie in the owned part
+    # ---- the model's elements in the owned part
 
     @property
     def share(self) -> slice:
@@ -225,7 +237,7 @@ class Bucket:
     def owned_boxes(
         self, index: int, pieces: Iterable[Piece], within: slice
     ) -> Iterator[tuple[Piece, Box, tuple[int, ...], int]]:
-        """What a part of the owned part holds of parameter `index`, as boxes that are one run each, in order.
+        """Yield the part of parameter `index` in a slice of the owned part, as boxes that are one run each, in order.
 
         Yields:
             a piece of the parameter, a box of the piece's canonical tensor, the box's dimensions from the slowest to
@@ -234,6 +246,7 @@ class Bucket:
         memory_order = self.orders[index]
         dimension_places = _inverse(memory_order)
         for piece in pieces:
+            # A transposed piece is a matrix, whose dimensions 0 and 1 change places.
             order = tuple(1 - dim for dim in memory_order) if piece.transposed else memory_order
             for start, length in self.owned_runs(index, piece.local, within):
                 offset = start + self.owned.start - self.offsets[index]
@@ -247,14 +260,17 @@ class Bucket:
 
 
 def in_order(run: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """A view `[*shape]` of a run `[N]` in which the dimensions lie in `order`, the slowest first."""
+    """Return a view `[*shape]` of a run `[N]` in which the dimensions lie in `order`, the slowest first."""
     return run.view([shape[dim] for dim in order]).permute(_inverse(order))
 
 
 def _memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a dense tensor from the slowest to the fastest; those of size 1 count as contiguous."""
-    long = [dim for dim, size in enumerate(shape) if size != 1]
-    by_stride = iter(sorted(long, key=lambda dim: -strides[dim]))
+    """Return the dimensions of a dense tensor from the slowest to the fastest.
+
+    A dimension of size 1 stays at its place: its stride is arbitrary and changes nothing.
+    """
+    dims_with_stride = [dim for dim, size in enumerate(shape) if size != 1]
+    by_stride = iter(sorted(dims_with_stride, key=lambda dim: -strides[dim]))
     return tuple(next(by_stride) if size != 1 else dim for dim, size in enumerate(shape))
 
 
@@ -263,13 +279,13 @@ def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A hook that calls a method and does not keep its object alive: parameters may outlive several optimizers."""
+    """Make a hook that calls a method and does not keep its object alive: parameters may outlive several optimizers."""
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(parameter)
+        bound_method = reference()
+        if bound_method is not None:
+            bound_method(parameter)
 
     return hook
 
@@ -278,10 +294,10 @@ class PartialGradients:
     """The owned parts of gradients that must still be summed over some ranks, as placements say.
 
     Attributes:
-        summed: in this step.
+        summed: True once they are summed in this step.
 
     Args:
-        buckets: of this rank.
+        buckets: buckets of this rank.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -291,9 +307,9 @@ class PartialGradients:
             for index, p in enumerate(bucket.parameters):
                 for piece in placement.of_or_whole(p).pieces:
                     if piece.partial and piece.copies.size > 1:
-                        runs = bucket.owned_runs(index, piece.local)
-                        views = [bucket.gradient[start : start + length] for start, length in runs]
-                        self._views.setdefault(piece.copies, []).extend(views)
+                        views = self._views.setdefault(piece.copies, [])
+                        for start, length in bucket.owned_runs(index, piece.local):
+                            views.append(bucket.gradient[start : start + length])
 
     def sum_(self) -> None:
         """Sum them, unless they are `summed` already; one all-reduce for each group."""
@@ -315,7 +331,7 @@ def make_buckets(
     shard: bool,
     dtypes: Dtypes,
 ) -> list[Bucket]:
-    """Buckets of at most `cap_bytes` of gradients (None: of `bucket_bytes`), as `bucket_layout.packed` says.
+    """Make buckets of at most `cap_bytes` of gradients each (None: `bucket_bytes`), packed by `bucket_layout.packed`.
 
     A parameter that ranks of other pipeline stages hold too (a tied weight) has a bucket to itself: the same elements
     must be owned by corresponding ranks of both stages, and the other parameters of the stages differ.
@@ -326,7 +342,8 @@ def make_buckets(
     ]
     if cap_bytes is None:
         accelerator = any(p.device.type not in ("cpu", "meta") for p in parameters)
-        cap_bytes = bucket_bytes(sum(size for _, size in sizes), group.size, accelerator=accelerator)
+        gradient_bytes = sum(size for _, size in sizes)
+        cap_bytes = bucket_bytes(gradient_bytes, group.size, accelerator=accelerator)
     return [
         Bucket([parameters[index] for index in indices], group, shard=shard, dtypes=dtypes)
         for indices in packed(sizes, cap_bytes)
@@ -334,7 +351,7 @@ def make_buckets(
 
 
 def _ranks_beyond(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The ranks that hold copies of a parameter beyond the group that it is cut over; empty where there are none."""
+    """Return the ranks that hold copies of a parameter beyond the group that it is cut over, if there are any."""
     record = placement.of_or_whole(parameter)
     for piece in record.pieces:
         if piece.copies.size > 1 and not set(piece.copies.ranks) <= set(record.group.ranks):

@@ -1,13 +1,10 @@
-"""What `ZeroRedundancyOptimizer` requires: plain parameters, the same on all ranks, which the model still uses.
+"""The requirements of `ZeroRedundancyOptimizer`: refusals before the damage of a wrong call, in five parts.
 
-Arguments of the ZeRO optimizers of other libraries, and what replaces them in `ZeroRedundancyOptimizer`.
-
-Which optimizer the state may be loaded into that `ZeroRedundancyOptimizer.state_dict` gave.
-
-What lets a `torch.amp.GradScaler` drive a sharded optimizer.
-
-A scaler looks for inf in the gradients of its own rank. By what it finds it skips the step, and changes the factor by
-which it scales the next loss. Every rank must do both alike, or one rank's step pairs with another rank's next one.
+Parameters must be plain, the same on all ranks, and still those of the model. Arguments of other libraries' ZeRO
+optimizers are taken if they change nothing, and else the message says what replaces them. State may be loaded into an
+optimizer of the same layout whose class keeps the same state. A `torch.amp.GradScaler` must find the same on all ranks:
+it skips the step and changes its factor by the gradients of its own rank, and one rank's step must not pair with
+another rank's next step.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from shardwise.layers.arguments import by_name, without_neutral
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.master_update import MakeOptimizer, is_of_elements, kept_state, may_continue
 
-# ---- plain
+# ---- plain parameters
 
 
 def require_plain(parameters: Iterable[nn.Parameter], *, has_mesh: bool) -> None:
@@ -69,7 +66,7 @@ def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _is_accumulator_held(parameter: nn.Parameter) -> bool:
-    """Whether DDP or a graph holds the autograd node that accumulates the parameter's gradient.
+    """Return whether DDP or a graph holds the autograd node that accumulates the parameter's gradient.
 
     Otherwise torch makes a new node for each call, which lacks what was written to the metadata of the last one.
     """
@@ -82,45 +79,42 @@ def _is_accumulator_held(parameter: nn.Parameter) -> bool:
 
 
 def _wrappers() -> Iterator[DistributedDataParallel]:
-    """All instances in this process: the garbage collector knows what refers to their classes."""
+    """Yield all instances in this process: the garbage collector knows the objects that refer to their classes."""
     classes = [DistributedDataParallel]
     for wrapper_class in classes:  # also those that the next line adds
         classes += wrapper_class.__subclasses__()
     return (item for item in gc.get_referrers(*classes) if issubclass(type(item), DistributedDataParallel))
 
 
-# ---- the same on all ranks
+# ---- the same parameters on all ranks
 
 
 def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group, device: torch.device) -> None:
     """Require the same parameters in the same order on all ranks of `group`; one all-reduce of a digest.
 
     Args:
-        groups: parameter groups of the optimizer. device: where the ranks compute.
+        groups: parameter groups of the optimizer.
+        group: ranks that must agree.
+        device: device on which the ranks compute.
 
     Raises:
         ConfigError: on every rank, with the first parameter that differs.
     """
     if group.size == 1:
         return
-    mine = [text for number, options in enumerate(groups) for text in _descriptions(number, options)]
-    digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
-    wanted = torch.tensor([number, -number], device=device)
-    if torch.equal(
-        collectives.all_reduce_(wanted.clone(), group, op="max"), wanted
-    ):  # the largest is also the smallest
-        return
-    everyone = collectives.all_gather_objects(mine, group)
-    other = next(i for i, theirs in enumerate(everyone) if theirs != everyone[0])
-    at, first, second = next(
-        (at, *pair)
-        for at, pair in enumerate(zip_longest(everyone[0], everyone[other], fillvalue="missing"))
-        if pair[0] != pair[1]
-    )
+    descriptions = [text for number, options in enumerate(groups) for text in _descriptions(number, options)]
+    digest = hashlib.blake2b("\n".join(descriptions).encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1  # 63 bits, so that it and its negative are int64
+    digests = torch.tensor([number, -number], device=device)
+    if torch.equal(collectives.all_reduce_(digests.clone(), group, op="max"), digests):
+        return  # the largest digest of any rank is also the smallest
+    by_rank = collectives.all_gather_objects(descriptions, group)
+    differing_rank = next(rank for rank, texts in enumerate(by_rank) if texts != by_rank[0])
+    pairs = zip_longest(by_rank[0], by_rank[differing_rank], fillvalue="missing")
+    at, (first, second) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
     raise ConfigError(
         f"all ranks must give the optimizer the same parameters in the same order; parameter {at} is {first} on rank "
-        f"{group.ranks[0]}, but {second} on rank {group.ranks[other]}"
+        f"{group.ranks[0]}, but {second} on rank {group.ranks[differing_rank]}"
     )
 
 
@@ -135,7 +129,7 @@ def _descriptions(number: int, options: dict[str, Any]) -> Iterable[str]:
 
 
 def described(parameters: Sequence[nn.Parameter]) -> list[str]:
-    """Names of parameters for a message: the longest path that a module of this process has for each, or the shape."""
+    """Return names of parameters for a message: the longest path that a module has for each, or the shape."""
     modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
     paths: dict[nn.Parameter, str] = {}
     for module in modules:
@@ -146,7 +140,7 @@ def described(parameters: Sequence[nn.Parameter]) -> list[str]:
 
 
 def device_of(groups: Sequence[dict[str, Any]], mesh: Mesh | None) -> torch.device:
-    """Where the parameters of some parameter groups lie, trained or frozen; the mesh's device where there are none."""
+    """Return the device of the parameters in some parameter groups, trained or frozen; without any, the mesh's."""
     otherwise = torch.device("cpu") if mesh is None else mesh.device
     first = next((p.device for options in groups for p in options["params"]), otherwise)
     return torch.device("cpu") if first.type == "meta" else first
@@ -163,16 +157,16 @@ def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
         value.copy_(whole)
 
 
-# ---- still used by the model
+# ---- parameters that the model still uses
 
 
 class Assignments:
-    """Remembers where a module's parameter is replaced, by `load_state_dict(assign=True)` or `module.weight = …`.
+    """A record of the module parameters that are replaced, by `load_state_dict(assign=True)` or `module.weight = …`.
 
     An optimizer that was made before would train the old one.
 
     Args:
-        parameters: those to watch.
+        parameters: parameters of the optimizer.
     """
 
     def __init__(self, parameters: Container[nn.Parameter]) -> None:
@@ -183,19 +177,20 @@ class Assignments:
 
     def note(self, module: nn.Module, name: str) -> None:
         """Remember `name` of a module, which is about to be replaced, if it is one of the parameters."""
-        before = _own_parameter(module, name)
-        if before is not None and before in self._parameters:
+        replaced = _direct_parameter(module, name)
+        if replaced is not None and replaced in self._parameters:
             self._places[weakref.ref(module), name] = None
 
     def check(self) -> None:
         """Raise RuntimeError if a trainable parameter that is not watched has replaced a watched one."""
         for reference, name in self._places:
             module = reference()
-            now = None if module is None else _own_parameter(module, name)
-            if now is not None and now.requires_grad and now not in self._parameters:
+            current = None if module is None else _direct_parameter(module, name)
+            if current is not None and current.requires_grad and current not in self._parameters:
                 raise RuntimeError(
-                    f"{name} of a {type(module).__name__}, of shape {tuple(now.shape)}, replaced a parameter of the "
-                    "optimizer and would not be trained: load weights without assign=True, or make the optimizer again"
+                    f"{name} of a {type(module).__name__}, of shape {tuple(current.shape)}, replaced a parameter of "
+                    "the optimizer and would not be trained: load weights without assign=True, or make the optimizer "
+                    "again"
                 )
 
 
@@ -204,6 +199,7 @@ _watching: weakref.WeakSet[Assignments] = weakref.WeakSet()
 
 @functools.cache
 def _watch_assignments() -> None:
+    """Register torch's hook, once for the process: it cannot be limited to some modules."""
     register_module_parameter_registration_hook(_note_assignment)
 
 
@@ -212,9 +208,12 @@ def _note_assignment(module: nn.Module, name: str, _parameter: Tensor | None) ->
         assignments.note(module, name)
 
 
-def _own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    return next((p for own, p in module.named_parameters(recurse=False, remove_duplicate=False) if own == name), None)
+def _direct_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return the parameter `name` of a module itself; a plain attribute of that name is none."""
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False)).get(name)
 
+
+# ---- arguments of other libraries
 
 _LEAVE_OUT = {
     # neuronx-distributed and torch_xla
@@ -294,8 +293,8 @@ def known_options(
     """Return the arguments of a call that are for the wrapped class.
 
     Args:
-        sharded: the class that is called.
-        optimizer_class: the class that it wraps.
+        sharded: class that is called.
+        optimizer_class: class that it wraps.
         given: keyword arguments of the call that `sharded` does not name.
         further: torch_xla's positional arguments after `max_norm`.
 
@@ -312,19 +311,28 @@ def known_options(
     return options
 
 
+# ---- state to load
+
 _KEYS = ("state", "param_groups", "masters", "layout")
 
 
 def layout_of(buckets: Sequence[Bucket], ranks: Group) -> dict[str, Any]:
-    """What decides which elements' state a rank has; `ranks`: those that share the state."""
-    orders = [b.orders for b in buckets]
-    are_turned = any(list(order) != sorted(order) for of_bucket in orders for order in of_bucket)
-    return {
-        **({"orders": orders} if are_turned else {}),
+    """Return the facts that decide which elements' state a rank has.
+
+    Args:
+        buckets: buckets of this rank.
+        ranks: ranks that share the state.
+    """
+    orders = [bucket.orders for bucket in buckets]
+    layout: dict[str, Any] = {}
+    # Left out for contiguous parameters: states of earlier versions lack it.
+    if any(list(order) != sorted(order) for bucket_orders in orders for order in bucket_orders):
+        layout["orders"] = orders
+    return layout | {
         "rank": ranks.rank,
         "ranks": ranks.size,
-        "buckets": [b.numel for b in buckets],
-        "dtypes": [f"{b.values.dtype}/{b.master.dtype}" for b in buckets],
+        "buckets": [bucket.numel for bucket in buckets],
+        "dtypes": [f"{bucket.values.dtype}/{bucket.master.dtype}" for bucket in buckets],
     }
 
 
@@ -337,10 +345,10 @@ def require_loadable(
     """Refuse state of another layout, or of a class that keeps other state; nothing is changed.
 
     Args:
-        state_dict: what is to be loaded.
-        inner: the wrapped optimizer that is to have it.
+        state_dict: state to load.
+        inner: wrapped optimizer that gets it.
         make: makes an optimizer of its class from a parameter group.
-        layout: of the optimizer.
+        layout: layout of the optimizer.
 
     Raises:
         ValueError: the state is no `state_dict()` of this optimizer, or is of another layout, bucket size, model or
@@ -356,26 +364,39 @@ def require_loadable(
     stored = given["layout"]
     if stored != layout:
         raise ValueError(f"optimizer state is of layout {stored}, which must be this optimizer's {layout}")
-    groups, loaded_groups = inner.param_groups, given["param_groups"]
-    sizes, loaded_sizes = ([len(group["params"]) for group in of] for of in (groups, loaded_groups))
+    groups = inner.param_groups
+    loaded_groups = given["param_groups"]
+    sizes = [len(group["params"]) for group in groups]
+    loaded_sizes = [len(group["params"]) for group in loaded_groups]
     if sizes != loaded_sizes:
         raise ValueError(
             f"optimizer state has parameter groups of {loaded_sizes} buckets, which must be this optimizer's {sizes}"
         )
-    states, saved = given["state"], given.get("class")
+    states = given["state"]
+    saved_class = given.get("class")
     for group, loaded in zip(groups, loaded_groups, strict=True):
         kept = kept_state(make, {**group, **loaded})
-        unmade: list[dict[str, Any]] = [{}] if given.get("steps") and group["params"] and not states else []
-        for state in [states[number] for number in loaded["params"] if number in states] or unmade:
-            _require_kept(state, kept, type(inner), saved)
+        loaded_states = [states[number] for number in loaded["params"] if number in states]
+        if given.get("steps") and group["params"] and not states:
+            loaded_states = [{}]  # a class without state must not take over from one that keeps some
+        for state in loaded_states:
+            _require_kept(state, kept, type(inner), saved_class)
         for number, master in zip(loaded["params"], group["params"], strict=True):
             _require_shapes(states.get(number, {}), kept, master)
-    masters = [master for group in groups for master in group["params"]]
-    are_separate = [len({*dtypes.split("/")}) > 1 for dtypes in layout["dtypes"]]
-    shapes = [list(m.shape) if is_apart else None for m, is_apart in zip(masters, are_separate, strict=True)]
+    shapes = _master_shapes(groups, layout)
     stored_shapes = [list(m.shape) if isinstance(m, torch.Tensor) else None for m in given["masters"] or ()]
     if stored_shapes != shapes:
         raise ValueError(f"optimizer state has masters of shapes {stored_shapes}, which must be {shapes}")
+
+
+def _master_shapes(groups: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> list[list[int] | None]:
+    """Return the shapes of the masters by bucket; None for masters that are the parameters' own memory."""
+    masters = [master for group in groups for master in group["params"]]
+    shapes: list[list[int] | None] = []
+    for master, dtypes in zip(masters, layout["dtypes"], strict=True):
+        parameter_dtype, _, master_dtype = dtypes.partition("/")
+        shapes.append(None if parameter_dtype == master_dtype else list(master.shape))
+    return shapes
 
 
 def _require_kept(
@@ -387,10 +408,11 @@ def _require_kept(
     # A class may make more state in later steps than in its first.
     is_whole = kept.keys() <= names and (saved == name or not names - kept.keys())
     if not is_whole or (saved is not None and not may_continue(optimizer_class, saved)):
-        ours, theirs = (listing(sorted(of)) or "nothing" for of in (kept, names))
+        kept_names = listing(sorted(kept)) or "nothing"
+        loaded_names = listing(sorted(names)) or "nothing"
         raise ValueError(
-            f"optimizer state ({theirs}, of {saved or 'another class'}) must be what {name} keeps ({ours}): make "
-            "the optimizer of the class whose state it is"
+            f"optimizer state ({loaded_names}, of {saved or 'another class'}) must be what {name} keeps "
+            f"({kept_names}): make the optimizer of the class whose state it is"
         )
 
 
@@ -402,16 +424,20 @@ def _require_shapes(state: Mapping[str, Any], kept: Mapping[str, Any], master: t
             raise ValueError(f"optimizer state has {key} of shape {shape}, which must be {list(master.shape)}")
 
 
+# ---- a torch.amp.GradScaler
+
+
 @torch.no_grad()
 def spread_non_finite(buckets: Sequence[Bucket], gradient_norm: Tensor) -> None:
-    """Where the whole model's gradient norm is not finite, make a gradient of each bucket NaN; else change nothing."""
+    """Make a gradient of each bucket NaN if the whole model's gradient norm is not finite; else change nothing."""
     for bucket in buckets:
+        # 0 times a finite norm is 0, and NaN otherwise: no synchronisation with the device is needed.
         bucket.gradients[0] += gradient_norm * 0
         bucket.note_gradients()
 
 
 def require_scaled(scale: Tensor | None, *, clipped: bool) -> Tensor:
-    """The factor that a scaler gives to `step`: of the loss, and so of the gradients.
+    """Return the factor that a scaler gives to `step`, by which it has multiplied the loss and so the gradients.
 
     Raises:
         RuntimeError: the gradients were unscaled, or clipped, before.

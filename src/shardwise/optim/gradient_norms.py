@@ -1,4 +1,4 @@
-"""L2 norms over all ranks: of the whole model, and of each of its canonical tensors.
+"""The gradient norm and other L2 norms over all ranks: of the whole model, and of each canonical tensor.
 
 Each rank sums the squares of the elements that it owns, divided by the number of ranks that own the same element; one
 all-reduce adds up the ranks' sums.
@@ -24,15 +24,18 @@ from shardwise.layers.chunks import rounding_chunk_elements
 from shardwise.optim.buckets import Bucket
 
 _ROW = 1 << 14
-"""Elements of one sum of squares: in float32 on the CPU, one sum over 40 million elements has an error of 0.3 %."""
+"""Elements of a sum of squares: in float32 on the CPU, a single sum over 40 million elements has an error of 0.3 %."""
 
 
 def row_norms(flat: Tensor) -> Tensor:
-    """Norms of a flat tensor's rows of 16,384 elements and of a shorter last row, in float32, or float64 as given."""
+    """Return norms of a flat tensor's rows of 16,384 elements, the last maybe shorter, in float32 or float64."""
     whole = flat.numel() // _ROW * _ROW
     dtype = torch.promote_types(flat.dtype, torch.float32)
-    parts = [flat[whole:].view(1, -1)] if whole < flat.numel() or not whole else []
-    parts += [flat[:whole].view(-1, _ROW)] if whole else []
+    parts = []
+    if whole < flat.numel() or not whole:  # an empty tensor has one empty row, whose norm is 0
+        parts.append(flat[whole:].view(1, -1))
+    if whole:
+        parts.append(flat[:whole].view(-1, _ROW))
     norms = [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts]
     return norms[0] if len(norms) == 1 else torch.cat(norms)
 
@@ -44,7 +47,7 @@ def require_max_norm(max_norm: float | None) -> None:
 
 
 def clipping_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that clips a gradient of this norm, computed as torch does: 1 if the norm is at most `max_norm`."""
+    """Return the factor that clips a gradient of this norm, as torch does: 1 if the norm is at most `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -57,7 +60,7 @@ class ElementRun:
     length: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """These elements of a flat tensor over the bucket's owned part."""
+        """Return these elements of a flat tensor over the bucket's owned part."""
         return flat[self.start : self.start + self.length]
 
     @property
@@ -65,11 +68,11 @@ class ElementRun:
         return self.start + self.length
 
     def gradient(self) -> Tensor:
-        """The reduced gradients of these elements."""
+        """Return the reduced gradients of these elements."""
         return self.of(self.bucket.gradient)
 
     def master(self) -> Tensor:
-        """The masters of these elements."""
+        """Return the masters of these elements."""
         return self.of(self.bucket.master.detach())
 
     def split(self, length: int) -> Iterator[ElementRun]:
@@ -79,16 +82,16 @@ class ElementRun:
 
 
 def chunk_elements(bucket: Bucket) -> int:
-    """Elements of a bucket that are computed in a wider dtype at once."""
+    """Return the number of a bucket's elements that are computed in a wider dtype at once."""
     return rounding_chunk_elements(bucket.values.device.type != "cpu")
 
 
 Take = Callable[[ElementRun], Tensor]
-"""What a norm is taken of: the values of some elements."""
+"""Returns the values of some elements, such as their gradients; a norm is taken of these."""
 
 
 def _norm(runs: Sequence[ElementRun], take: Take, dtype: torch.dtype) -> Tensor:
-    """The norm of the values of some runs; in float64 a part at a time, as each is copied."""
+    """Return the norm of the values of some runs; in float64 a part at a time, as each part is copied."""
     if dtype == torch.float64:
         parts = [part for run in runs for part in run.split(chunk_elements(run.bucket))]
         norms = [torch.linalg.vector_norm(take(part).double()) for part in parts]
@@ -109,18 +112,20 @@ class ModelNorms:
     """L2 norms over the whole model.
 
     Args:
-        buckets: of this rank, which may have none.
-        device: of the model.
-        world: the ranks that together hold the model.
-        tensor: the tensor-parallel ranks.
-        exact: sum in float64. The order of the sum, which depends on the layout, then hardly ever changes the result,
-            which is float32 in any case. A device without float64 sums in float32.
+        buckets: buckets of this rank, which may have none.
+        device: device of the model.
+        world: ranks that together hold the model.
+        tensor: tensor-parallel ranks.
+        exact: True to sum in float64. The order of the sum, which depends on the layout, then hardly ever changes the
+            result, which is float32 in any case. A device without float64 sums in float32.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], device: torch.device, world: Group, tensor: Group, *, exact: bool = False
     ) -> None:
-        self._world, self._device, self._dtype = world, device, _sum_dtype(exact, device)
+        self._world = world
+        self._device = device
+        self._dtype = _sum_dtype(exact, device)
         self._runs: dict[int, list[ElementRun]] = {}
         for bucket in buckets:
             end = 0
@@ -134,10 +139,13 @@ class ModelNorms:
                 end = first + p.numel()
 
     def measure(self, *takes: Take) -> Tensor:
-        """One norm for each of `takes`. One all-reduce."""
+        """Return a norm for each of `takes`, by one all-reduce."""
         squares = torch.zeros(len(takes), dtype=self._dtype, device=self._device)
         for copies, runs in self._runs.items():
-            for column, take in enumerate(takes if runs else ()):
+            if not runs:
+                continue
+            for column, take in enumerate(takes):
+                # `copies` ranks add the same square, so that the sum over the ranks counts it once.
                 squares[column] += _norm(runs, take, self._dtype).square() / copies
         return collectives.all_reduce_(squares, self._world).sqrt().float()
 
@@ -157,7 +165,7 @@ def _sum_dtype(exact: bool, device: torch.device) -> torch.dtype:
 # ---- tensor by tensor
 
 _Key = tuple[str, tuple[int, ...]]
-"""A canonical tensor: name and shape."""
+"""Name and shape of a canonical tensor."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +174,9 @@ class _Share:
 
     Attributes:
         group: index of the parameter group.
-        copies: ranks that own the same elements.
-        tensors: the owned runs of each tensor, by the tensor's number.
-        numbers: the keys of `tensors`, on the device.
+        copies: number of ranks that own the same elements.
+        tensors: owned runs of each tensor, by the tensor's number.
+        numbers: keys of `tensors`, on the device.
     """
 
     group: int
@@ -184,9 +192,9 @@ class CanonicalNorms:
     several tensors, a tensor that is cut into several pieces is one, padding is none, and copies count once.
 
     Args:
-        groups: the buckets of each parameter group.
-        pieces: of each parameter.
-        device, world, tensor, exact: as in `ModelNorms`.
+        groups: buckets of each parameter group.
+        pieces: pieces of canonical tensors that each parameter holds.
+        device, world, tensor, exact: arguments of `ModelNorms`.
 
     Attributes:
         count: T, the number of canonical tensors of the model.
@@ -205,35 +213,38 @@ class CanonicalNorms:
         *,
         exact: bool = False,
     ) -> None:
-        self._world, self._device, self._dtype = world, device, _sum_dtype(exact, device)
-        held = [
-            (group, copies, key, runs)
-            for group, buckets in enumerate(groups)
-            for bucket in buckets
-            for index in range(len(bucket.parameters))
-            for key, copies, runs in _tensors(bucket, index, tensor, pieces)
-        ]
+        self._world = world
+        self._device = device
+        self._dtype = _sum_dtype(exact, device)
+        tensors: list[tuple[int, int, _Key, list[ElementRun]]] = []
+        for group, buckets in enumerate(groups):
+            for bucket in buckets:
+                for index in range(len(bucket.parameters)):
+                    for key, copies, runs in _tensors(bucket, index, tensor, pieces):
+                        tensors.append((group, copies, key, runs))
         elements: dict[_Key, Fraction] = {}  # fractions, as copies share an element
-        for _, copies, key, runs in held:
+        for _, copies, key, runs in tensors:
             elements[key] = elements.get(key, Fraction()) + Fraction(sum(run.length for run in runs), copies)
         numbers = _agreed_numbers(elements, world)
         self.count = len(numbers)
         shares: dict[tuple[int, int], dict[int, list[ElementRun]]] = {}
-        for group, copies, key, runs in held:
+        for group, copies, key, runs in tensors:
             if runs:
                 shares.setdefault((group, copies), {})[numbers[key]] = runs
         self._shares = [
-            _Share(group, copies, tensors, torch.tensor(list(tensors), device=self._device))
-            for (group, copies), tensors in shares.items()
+            _Share(group, copies, runs_by_tensor, torch.tensor(list(runs_by_tensor), device=self._device))
+            for (group, copies), runs_by_tensor in shares.items()
         ]
 
     def measure(self, groups: Sequence[int], *takes: Take) -> Tensor:
-        """Norms `[len(takes), T]` in float32 of the tensors of some parameter groups; 0 for all others.
+        """Return norms `[len(takes), T]` in float32 of the tensors of some parameter groups; 0 for all others.
 
         Collective: one all-reduce of these numbers over the world.
         """
         squares = torch.zeros((len(takes), self.count), dtype=self._dtype, device=self._device)
-        for share in (share for share in self._shares if share.group in groups):
+        for share in self._shares:
+            if share.group not in groups:
+                continue
             for column, take in enumerate(takes):
                 norms = torch.stack([_norm(runs, take, self._dtype) for runs in share.tensors.values()])
                 squares[column].index_add_(0, share.numbers, norms.to(squares).square(), alpha=1.0 / share.copies)
@@ -241,38 +252,42 @@ class CanonicalNorms:
 
     def runs(self, group: int) -> Iterator[tuple[int, ElementRun]]:
         """Yield the runs that this rank owns of a parameter group, each with its tensor's number."""
-        for share in (share for share in self._shares if share.group == group):
-            for number, runs in share.tensors.items():
-                for run in runs:
-                    yield number, run
+        for share in self._shares:
+            if share.group == group:
+                for number, runs in share.tensors.items():
+                    for run in runs:
+                        yield number, run
 
 
 def _tensors(bucket: Bucket, index: int, tensor: Group, pieces: Pieces) -> Iterator[tuple[_Key, int, list[ElementRun]]]:
     """Yield the canonical tensors of which a parameter holds a part, as (key, copies, owned runs)."""
-    runs_of: dict[tuple[_Key, int], list[ElementRun]] = {}
-    named = pieces[bucket.parameters[index]]
-    for piece, (_, copies) in zip(named, _owners(bucket, index, tensor), strict=True):
-        runs = runs_of.setdefault(((piece.name, piece.shape), copies), [])
+    runs_by_tensor: dict[tuple[_Key, int], list[ElementRun]] = {}
+    named_pieces = pieces[bucket.parameters[index]]
+    for piece, (_, copies) in zip(named_pieces, _owners(bucket, index, tensor), strict=True):
+        runs = runs_by_tensor.setdefault(((piece.name, piece.shape), copies), [])
         for start, length in bucket.owned_runs(index, piece.local):
             _append(runs, ElementRun(bucket, start, length), joint=start)
-    for (key, copies), runs in runs_of.items():
+    for (key, copies), runs in runs_by_tensor.items():
         yield key, copies, runs
 
 
 def _agreed_numbers(elements: dict[_Key, Fraction], world: Group) -> dict[_Key, int]:
-    """A number for each tensor of any rank, the same on every rank. One rank adds up what all of them have."""
+    """Return a number for each tensor of any rank, the same on every rank.
+
+    The first rank alone adds up the elements of all ranks: with thousands of ranks this is less work than on each.
+    """
     total: Counter[_Key] = Counter()
-    for of_rank in collectives.gather_objects(elements, world) or ():
-        total.update(of_rank)
+    for rank_elements in collectives.gather_objects(elements, world) or ():
+        total.update(rank_elements)
     total = collectives.broadcast_object(total, world)
-    wrong = [
-        f"{name} of shape {shape}: {float(held):g} of {math.prod(shape)} elements"
-        for (name, shape), held in total.items()
-        if held != math.prod(shape)
+    incomplete = [
+        f"{name} of shape {shape}: {float(count):g} of {math.prod(shape)} elements"
+        for (name, shape), count in total.items()
+        if count != math.prod(shape)
     ]
-    if wrong:
+    if incomplete:
         raise ValueError(
             f"the ranks of {world} must together hold each canonical tensor once, which its norm needs; they hold "
-            f"{'; '.join(wrong)}. Give mesh=, and each layer a name of its own"
+            f"{'; '.join(incomplete)}. Give mesh=, and each layer a name of its own"
         )
     return {key: number for number, key in enumerate(sorted(total))}

@@ -1,11 +1,10 @@
 """LAMB: Adam with a step of its own length for each tensor (You et al., arXiv:1904.00962).
 
-`ZeroRedundancyOptimizer` shards it exactly: see `LAMB.step_slices`.
+It is exact under ZeRO-1 and tensor parallelism, as the norms are those of canonical tensors: see `LAMB.step_slices`.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.gradient_norms import CanonicalNorms, ElementRun, row_norms
+from shardwise.optim.slice_optimizer import SliceOptimizer
 
 
-class LAMB(torch.optim.Optimizer):
+class LAMB(SliceOptimizer):
     """Layer-wise adaptive moments for large batches (arXiv:1904.00962, algorithm 2, with φ the identity).
 
     For each tensor w with gradient g, at step t:
@@ -98,17 +98,16 @@ class LAMB(torch.optim.Optimizer):
     def step_slices(self, groups: list[list[Bucket]], norms: CanonicalNorms) -> None:
         """Update the slices of many tensors that this rank owns; every rank of the model does so.
 
-        Each slice's gradient turns into its direction: no memory beside it is needed. Then the squared norms of all T
-        canonical tensors and of their directions are summed in one all-reduce of 2·T float32 numbers.
+        Each slice's direction is written over its gradient, so that no further memory is needed. Then the squared
+        norms of all T canonical tensors and of their directions are summed in one all-reduce of 2·T float32 numbers.
 
         Args:
-            groups: the buckets of each parameter group; their masters are this optimizer's parameters and have
-                gradients.
-            norms: made of the same groups.
+            groups: buckets of each parameter group; their masters are this optimizer's parameters and have gradients.
+            norms: measures norms of the canonical tensors in the same groups.
         """
         for group, buckets in zip(self.param_groups, groups, strict=True):
             for bucket in buckets:
-                self.direction(bucket.master, group, _gradient(bucket))
+                self.direction(bucket.master, group, out=_gradient(bucket))
         adapted = self.adapted_groups()
         ratios = self.trust_ratio(*norms.measure(adapted, ElementRun.master, _direction))
         for i, (group, buckets) in enumerate(zip(self.param_groups, groups, strict=True)):
@@ -121,11 +120,11 @@ class LAMB(torch.optim.Optimizer):
                     bucket.master.add_(_gradient(bucket), alpha=-lr)
 
     def adapted_groups(self) -> list[int]:
-        """The parameter groups whose tensors have trust ratios."""
+        """Return the numbers of the parameter groups whose tensors have trust ratios."""
         return [i for i, group in enumerate(self.param_groups) if _adapts(group)]
 
     def trust_ratio(self, weight_norm: Tensor, direction_norm: Tensor) -> Tensor:
-        """`weight_norm` / `direction_norm`, ‖w‖ / ‖u‖, `[N]` of N tensors, and 1 where either is 0.
+        """Return `weight_norm` / `direction_norm`, ‖w‖ / ‖u‖, `[N]` of N tensors, and 1 where either is 0.
 
         With `trust_clip`, no ratio is above 1.
         """
@@ -149,27 +148,26 @@ class LAMB(torch.optim.Optimizer):
         state["step"] += 1
         beta1, beta2 = group["betas"]
         correction1, correction2 = (1 - beta ** state["step"].item() for beta in (beta1, beta2))
-        m, v, gradient = state["exp_avg"], state["exp_avg_sq"], p.grad.to(p.dtype)
+        m, v = state["exp_avg"], state["exp_avg_sq"]
+        gradient = p.grad.to(p.dtype)
         m.lerp_(gradient, 1 - beta1)
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        # `out` may be the gradient's memory: from here on the gradient is no longer read.
         denominator = torch.sqrt(v, out=out).div_(correction2**0.5).add_(group["eps"])
         return torch.div(m, denominator, out=out).div_(correction1).add_(p, alpha=group["weight_decay"])
 
 
-def updates_whole_tensors(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether a class is LAMB, or one of its kind with the same `step`."""
-    return issubclass(optimizer_class, LAMB) and inspect.unwrap(optimizer_class.step) is inspect.unwrap(LAMB.step)
-
-
 def _adapts(group: dict[str, Any]) -> bool:
+    """Return whether the tensors of a parameter group have trust ratios: those that decay have."""
     return bool(group["weight_decay"])
 
 
 def _gradient(bucket: Bucket) -> Tensor:
-    """The gradient, then the direction, of a bucket's master."""
+    """Return the gradient of a bucket's master, which `step_slices` replaces by the direction."""
     assert bucket.master.grad is not None
     return bucket.master.grad
 
 
 def _direction(run: ElementRun) -> Tensor:
+    """Return the direction of some elements, once it has replaced their gradient."""
     return run.of(_gradient(run.bucket))

@@ -1,10 +1,10 @@
-"""How the masters of the buckets get new values from their gradients: by the wrapped optimizer.
+"""The update of master weights: the wrapped optimizer's step on the slices that this rank owns.
 
-How an optimizer class updates a parameter, and what state it keeps for one, found out by running it.
-
-ZeRO-1 gives the wrapped optimizer flat slices of many parameters. That is right for Adam, SGD and their like, and wrong
-for a class that looks at a whole parameter (somebody's LAMB, Muon's matrix, Adafactor's factors), at all of them
-(LBFGS's line search) or at sparse gradients. `shardwise.LAMB` is the one whole-tensor class that knows about slices.
+Masters are the parameters in the optimizer's dtype, such as float32 masters of bfloat16 weights. ZeRO-1 gives the
+wrapped optimizer flat slices of many parameters. This is right for Adam, SGD and their like, and wrong for a class that
+looks at a whole parameter (somebody's LAMB, Muon's matrix, Adafactor's factors), at all of them (LBFGS's line search)
+or at sparse gradients. There is no list of good classes: what a class does, and which state it keeps, is found out by
+running it on a small parameter.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from shardwise.base.user_code import RAISED, error_text
 from shardwise.distributed.torch_private import step_optimizer
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.gradient_norms import CanonicalNorms
-from shardwise.optim.lamb import LAMB
+from shardwise.optim.slice_optimizer import SliceOptimizer
 
 MakeNorms = Callable[[list[list[Bucket]]], CanonicalNorms]
-"""The norms of the canonical tensors that the buckets of each parameter group hold. Collective."""
+"""Makes the norms of the canonical tensors that the buckets of each parameter group hold. Collective."""
 
 
 class Update:
@@ -32,12 +32,13 @@ class Update:
 
     Args:
         inner: the wrapped optimizer, whose parameters are the masters of `buckets`.
-        make_norms: called at the first step of LAMB.
+        make_norms: called at the first step of a `SliceOptimizer`.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, buckets: Sequence[Bucket], make_norms: MakeNorms) -> None:
         bucket_of = {bucket.master: bucket for bucket in buckets}
-        self._inner, self._make_norms = inner, make_norms
+        self._inner = inner
+        self._make_norms = make_norms
         self._groups = [[bucket_of[master] for master in group["params"]] for group in inner.param_groups]
 
     @cached_property
@@ -48,9 +49,9 @@ class Update:
         """Update all masters by `factor` times their reduced gradients; yield each bucket once its masters are new.
 
         Args:
-            groups: the parameter groups whose options count now; they get back what the wrapped optimizer changed.
-            factor: of the gradients.
-            number: of this step, from 1.
+            groups: parameter groups whose options count now; they get back what the wrapped optimizer changed.
+            factor: multiplies the gradients: 1 / ranks for their mean, the clipping factor, or both.
+            number: number of this step, from 1.
         """
         for outer, inner in zip(groups, self._inner.param_groups, strict=True):
             inner.update(options_of(outer))
@@ -59,22 +60,25 @@ class Update:
             outer.update(options_of(inner))
 
     def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
-        if isinstance(self._inner, LAMB):
-            buckets = [bucket for group in self._groups for bucket in group]
-            for bucket in buckets:
-                bucket.master.grad = _scaled_gradient(bucket, factor)
-            self._inner.step_slices(self._groups, self._norms)
-            for bucket in buckets:
-                bucket.master.grad = None
-                yield bucket
+        if isinstance(self._inner, SliceOptimizer):
+            yield from self._update_all_at_once(self._inner, factor)
             return
-        for group, bucket in self._in_turn():
+        for group, bucket in self._buckets_with_options():
             bucket.master.grad = _scaled_gradient(bucket, factor)
             self._step_alone(group, bucket.master)
             bucket.master.grad = None
             yield bucket
 
-    def _in_turn(self) -> Iterator[tuple[dict[str, Any], Bucket]]:
+    def _update_all_at_once(self, inner: SliceOptimizer, factor: Tensor | float) -> Iterator[Bucket]:
+        buckets = [bucket for group in self._groups for bucket in group]
+        for bucket in buckets:
+            bucket.master.grad = _scaled_gradient(bucket, factor)
+        inner.step_slices(self._groups, self._norms)
+        for bucket in buckets:
+            bucket.master.grad = None
+            yield bucket
+
+    def _buckets_with_options(self) -> Iterator[tuple[dict[str, Any], Bucket]]:
         """Yield each bucket with its parameter group, whose options are the same for every bucket.
 
         Afterwards the group has the options that the update of its last bucket left: what the class keeps there, such
@@ -87,35 +91,42 @@ class Update:
                 yield group, bucket
 
     def _step_alone(self, group: dict[str, Any], master: nn.Parameter) -> None:
-        """A step of the wrapped optimizer as if it had this master alone."""
-        all_groups, all_masters = self._inner.param_groups, group["params"]
-        self._inner.param_groups, group["params"] = [group], [master]
+        """Do a step of the wrapped optimizer as if it had this master alone."""
+        all_groups = self._inner.param_groups
+        all_masters = group["params"]
+        self._inner.param_groups = [group]
+        group["params"] = [master]
         try:
             step_optimizer(self._inner)
         finally:
-            self._inner.param_groups, group["params"] = all_groups, all_masters
+            self._inner.param_groups = all_groups
+            group["params"] = all_masters
 
 
 def _scaled_gradient(bucket: Bucket, factor: Tensor | float) -> Tensor:
-    """`factor` times a bucket's reduced gradients, in the dtype of its masters; may use them up."""
+    """Return `factor` times a bucket's reduced gradients, in the dtype of its masters; may use the gradients up."""
     gradient = bucket.gradient.to(bucket.master.dtype)
-    return gradient if isinstance(factor, float) and factor == 1.0 else gradient.mul_(factor)
+    if isinstance(factor, float) and factor == 1.0:
+        return gradient
+    return gradient.mul_(factor)
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
+    """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
+
+# ---- properties of a class, found out by running it
 
 _ADVICE = (
     "each rank gives it flat slices of parameters, so it must update each element by itself, as AdamW does, "
     "or be shardwise.LAMB"
 )
-_STEPS = 12
-"""Of the trial. RAdam updates otherwise from step 6 on; a class that does so later than this passes."""
+_TRIAL_STEPS = 12
+"""Steps of the trial. RAdam changes its update at step 6; a class that does so later than step 12 is not noticed."""
+_CLASSES_WITH_ADAM_STATE = {"Adam", "AdamW", "LAMB"}
+"""Classes with equal states, which each may continue from."""
 
-_ADAMS = {"Adam", "AdamW", "LAMB"}
-"""Classes with the same moments, which differ in what they do with them."""
 MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
 """Makes an optimizer of the wrapped class from a parameter group."""
 
@@ -124,12 +135,10 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
     """Refuse a class that updates a matrix otherwise than two optimizers of it update the matrix's halves, in 12 steps.
 
     Raises:
-        ValueError: with the class's name and what it did. What its constructor says of its options is passed on.
+        ValueError: names the class and what it did. Errors of its constructor about its options are passed on.
     """
-    weight, gradients = (
-        torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
-        for seed, shape in enumerate([(6, 4), (_STEPS, 6, 4)])
-    )
+    weight = _random((6, 4), seed=0)
+    gradients = _random((_TRIAL_STEPS, 6, 4), seed=1)
     gradients[:, 3:] *= 100.0  # rows of different size, so that a norm over all of them shows
     options = trial_options(defaults)
     whole = nn.Parameter(weight.clone())
@@ -144,21 +153,28 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
             halves.append(half)
     except RAISED as error:
         raise ValueError(f"{refusal}; its trial failed with: {error_text(error)}") from error
+    # Equal up to rounding: a fused kernel may add in another order at another length.
     if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
         raise ValueError(f"{refusal}; its result depends on the whole parameter")
 
 
-def kept_state(make: MakeOptimizer, options: dict[str, Any]) -> dict[str, Any]:
-    """The state that a class makes for a parameter in its first step, by name: tensors and numbers.
+def _random(shape: tuple[int, ...], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
-    The parameter has two elements: a tensor of that shape is state of each element, and one element is a number.
+
+def kept_state(make: MakeOptimizer, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that a class makes for a parameter in its first step, by name: tensors and numbers.
+
+    The trial's parameter has two elements, so a tensor of that shape is state of each element, and a tensor of one
+    element is a number.
 
     Args:
-        make: makes an optimizer of the class from a parameter group; that of the run is not touched.
-        options: of the parameter group.
+        make: makes an optimizer of the class from a parameter group; the optimizer of the run is not touched.
+        options: options of the parameter group.
 
     Raises:
-        Exception: whatever the class raises where an option is wrong.
+        Exception: any error that the class raises for a wrong option.
     """
     trial = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
     trial.grad = torch.zeros_like(trial)
@@ -168,12 +184,13 @@ def kept_state(make: MakeOptimizer, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def may_continue(optimizer_class: type[torch.optim.Optimizer], saved: str) -> bool:
-    """True if a class may have the state of the one named `saved`: itself, a parent, a child, or an Adam of an Adam."""
+    """True if a class may have the state of the class `saved`: itself, a parent, a child, or an Adam of an Adam."""
     parents = optimizer_class.__mro__[: optimizer_class.__mro__.index(torch.optim.Optimizer)]
-    # The wrapped class is a child of the user's that has its name.
-    given = [parent for parent in parents if parent.__name__ == optimizer_class.__name__][-1]
-    names = {of_class.__name__ for of_class in (*parents, *_children(given))}
-    return saved in names or (saved in _ADAMS and not names.isdisjoint(_ADAMS))
+    # The wrapped class is a child of the user's class and has its name: the user's class is the last of that name.
+    user_class = [parent for parent in parents if parent.__name__ == optimizer_class.__name__][-1]
+    names = {relative.__name__ for relative in (*parents, *_children(user_class))}
+    has_adam_state = not names.isdisjoint(_CLASSES_WITH_ADAM_STATE)
+    return saved in names or (saved in _CLASSES_WITH_ADAM_STATE and has_adam_state)
 
 
 def _children(parent: type[Any]) -> Iterator[type[Any]]:
@@ -183,20 +200,21 @@ def _children(parent: type[Any]) -> Iterator[type[Any]]:
 
 
 def is_of_elements(kept: object) -> bool:
-    """Whether an entry of `kept_state` has a value for each element of a parameter."""
+    """Return whether an entry of `kept_state` has a value for each element of a parameter."""
     return isinstance(kept, Tensor) and kept.shape == (2,)
 
 
 def is_number(value: object, parameter: Tensor) -> bool:
-    """Whether an entry of a parameter's state is one number, such as a count of steps."""
+    """Return whether an entry of a parameter's state is a single number, such as a count of steps."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.shape != parameter.shape
     return isinstance(value, int | float)
 
 
 def trial_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a class as a trial on the CPU can have them."""
-    return {**options, **{k: v for k, v in {"lr": 0.01, "capturable": False}.items() if k in options}}
+    """Return options of a class as a trial on the CPU can have them: `capturable` needs an accelerator."""
+    replaced = {"lr": 0.01, "capturable": False}
+    return {key: replaced.get(key, value) for key, value in options.items()}
 
 
 def _run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients: Tensor) -> None:

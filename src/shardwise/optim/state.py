@@ -1,4 +1,4 @@
-"""Optimizer state by canonical tensor, as a checkpoint stores it, from whatever layout and buckets hold it.
+"""Optimizer state by canonical tensor, as a checkpoint stores it, whatever layout and buckets hold it.
 
 ZeRO-1 keeps state as flat runs of buckets. A run of a local tensor is a few boxes of it, and each box is, through the
 parameter's placement, a box of a canonical tensor.
@@ -22,9 +22,9 @@ from shardwise.optim.master_update import is_number, kept_state
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 MASTER = "master"
-"""The name under which masters are stored that are not the parameters' own memory."""
+"""State's name for masters that are not the parameters' own memory, such as fp32 master weights."""
 Number: TypeAlias = float | str
-"""A number as JSON has it: one that is not finite is a text, which `float` reads."""
+"""A number as JSON has it: infinities and NaN, which JSON lacks, are texts that `float` reads."""
 STEP = "step"
 """The number by which torch's classes count the steps of a parameter."""
 
@@ -34,10 +34,11 @@ class StateSlice:
     """A box of a canonical tensor that is one run of a bucket's owned part.
 
     Attributes:
-        piece: whose part it is.
-        box: of the canonical tensor.
+        bucket: bucket of the run.
+        piece: piece of the canonical tensor that has the elements.
+        box: elements as a box of the canonical tensor.
         order: dimensions of the box from the slowest to the fastest in the run.
-        start: of the run, in the bucket's owned part.
+        start: offset of the run in the bucket's owned part.
     """
 
     bucket: Bucket
@@ -47,14 +48,14 @@ class StateSlice:
     start: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """The box in a flat tensor over the bucket's owned part: a writable view of shape `box.size`."""
+        """Return the box in a flat tensor over the bucket's owned part: a writable view of shape `box.size`."""
         return in_order(flat[self.start : self.start + self.box.numel], self.box.size, self.order)
 
 
 def state_slices(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterator[StateSlice]:
-    """What this rank saves: over the data-parallel ranks, every element of the local model exactly once.
+    """Yield the slices that this rank saves: over the data-parallel ranks, each element of the local model once.
 
-    Ranks that hold copies of one piece (a norm, a replicated K/V head) all have it.
+    Ranks that hold copies of a piece (a norm, a replicated K/V head) all yield it.
     """
     records = {parameter: record for _, parameter, record in placements(model, optimizer.tensor)}
     for bucket in optimizer.buckets:
@@ -64,7 +65,10 @@ def state_slices(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterat
 
 
 def state_tensors(optimizer: ZeroRedundancyOptimizer) -> dict[str, dict[Bucket, Tensor]]:
-    """By the state's name (`exp_avg`, …, and `master` where those are apart): a flat tensor over each owned part."""
+    """Return the state by name: a flat tensor over the owned part of each bucket.
+
+    Names are those of the wrapped class, such as `exp_avg`, and `master` if masters are separate.
+    """
     flats: dict[str, dict[Bucket, Tensor]] = {}
     for bucket in optimizer.buckets:
         for name, value in optimizer.inner.state[bucket.master].items():
@@ -76,13 +80,13 @@ def state_tensors(optimizer: ZeroRedundancyOptimizer) -> dict[str, dict[Bucket, 
 
 
 def names_by_bucket(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[Bucket, list[str]]:
-    """Canonical names of the tensors of which a bucket holds a part."""
+    """Return the canonical names of the tensors of which each bucket holds a part."""
     names = {parameter: [piece.name for piece in record.pieces] for _, parameter, record in placements(model)}
     return {bucket: [name for p in bucket.parameters for name in names[p]] for bucket in optimizer.buckets}
 
 
 def state_numbers(optimizer: ZeroRedundancyOptimizer) -> list[dict[str, Number]]:
-    """By bucket: the numbers that the wrapped optimizer keeps for it, such as the count of its steps."""
+    """Return the numbers that the wrapped optimizer keeps for each bucket, such as the count of its steps."""
     return [
         {
             name: _as_json(float(value))
@@ -94,19 +98,21 @@ def state_numbers(optimizer: ZeroRedundancyOptimizer) -> list[dict[str, Number]]
 
 
 def unstorable_states(optimizer: ZeroRedundancyOptimizer) -> list[str]:
-    """Entries of the state that `state_tensors` and `state_numbers` leave out, each with its kind."""
-    kinds = {
-        f"{name} ({f'shape {list(value.shape)}' if isinstance(value, Tensor) else type(value).__name__})": None
-        for bucket in optimizer.buckets
-        for name, value in optimizer.inner.state[bucket.master].items()
-        if value is not None and not is_number(value, bucket.master)
-        if not isinstance(value, Tensor) or value.shape != bucket.master.shape
-    }
+    """Return the entries of the state that `state_tensors` and `state_numbers` leave out, each with its kind."""
+    kinds: dict[str, None] = {}  # a set in order
+    for bucket in optimizer.buckets:
+        for name, value in optimizer.inner.state[bucket.master].items():
+            if value is None or is_number(value, bucket.master):
+                continue
+            if not isinstance(value, Tensor):
+                kinds[f"{name} ({type(value).__name__})"] = None
+            elif value.shape != bucket.master.shape:
+                kinds[f"{name} (shape {list(value.shape)})"] = None
     return list(kinds)
 
 
 def kept_states(optimizer: ZeroRedundancyOptimizer) -> dict[Bucket, dict[str, Any]]:
-    """By bucket: the state that the wrapped class makes in its first step, with the options of the bucket's group."""
+    """Return the state that the wrapped class makes for each bucket in its first step, by the options of its group."""
     bucket_of = {bucket.master: bucket for bucket in optimizer.buckets}
     kept: dict[Bucket, dict[str, Any]] = {}
     for outer, inner in zip(optimizer.param_groups, optimizer.inner.param_groups, strict=True):
@@ -123,41 +129,45 @@ def begin_restoring(
 ) -> None:
     """Give the wrapped optimizer the state of one that did `steps` steps; its tensors are 0 and wait to be filled.
 
-    A bucket gets what the options of its parameter group make the class keep.
+    A bucket gets the entries that the class keeps with the options of the bucket's parameter group.
 
     Args:
-        optimizer: whose state this becomes.
-        names: of the tensors.
-        steps: of the whole optimizer.
-        numbers: of each bucket; None: the count of steps alone, as checkpoints of earlier versions have it.
+        optimizer: new optimizer that continues.
+        names: names of the saved tensors.
+        steps: number of steps of the whole optimizer.
+        numbers: numbers of each bucket; None: the count of steps alone, as checkpoints of earlier versions have it.
     """
     inner = optimizer.inner
     if numbers is None:
         numbers = [{STEP: steps}] * len(optimizer.buckets)
-        made = {STEP: torch.tensor(0.0, device="cpu"), **dict.fromkeys(names)}
-        kept = dict.fromkeys(optimizer.buckets, made)
+        earlier_state = {STEP: torch.tensor(0.0, device="cpu"), **dict.fromkeys(names)}
+        kept = dict.fromkeys(optimizer.buckets, earlier_state)
     else:
         kept = kept_states(optimizer)
-    state = {
-        index: {
-            **{name: _like(kept[bucket][name], value) for name, value in of_bucket.items() if name in kept[bucket]},
-            **{name: torch.zeros_like(bucket.master) for name in names if name in kept[bucket]},
+    state: dict[int, dict[str, Any]] = {}
+    for index, (bucket, saved_numbers) in enumerate(zip(optimizer.buckets, numbers, strict=True)):
+        bucket_state = kept[bucket]
+        entries = {
+            name: _like(bucket_state[name], value) for name, value in saved_numbers.items() if name in bucket_state
         }
-        for index, (bucket, of_bucket) in enumerate(zip(optimizer.buckets, numbers, strict=True))
-    }
+        entries |= {name: torch.zeros_like(bucket.master) for name in names if name in bucket_state}
+        state[index] = entries
     groups = inner.state_dict()["param_groups"]
     inner.load_state_dict({"state": state if steps else {}, "param_groups": groups})
-    for index, bucket in enumerate(optimizer.buckets if steps else ()):
-        for name, value in state[index].items():
-            if name != STEP and name not in names and isinstance(value, Tensor):
-                # torch would give it the dtype of the masters, which may be bfloat16.
-                inner.state[bucket.master][name] = value.to(bucket.master.device)
+    if steps:
+        for index, bucket in enumerate(optimizer.buckets):
+            for name, value in state[index].items():
+                if name != STEP and name not in names and isinstance(value, Tensor):
+                    # `load_state_dict` gave the number the dtype of the masters, which may be bfloat16.
+                    inner.state[bucket.master][name] = value.to(bucket.master.device)
     optimizer.steps = steps
 
 
 def _like(template: Any, value: Number) -> Any:
-    """A number of the kind that the class keeps."""
-    return torch.full_like(template, float(value)) if isinstance(template, Tensor) else type(template)(float(value))
+    """Return a number as the class keeps it: a tensor of the template's dtype, an int or a float."""
+    if isinstance(template, Tensor):
+        return torch.full_like(template, float(value))
+    return type(template)(float(value))
 
 
 def _as_json(value: float) -> Number:
@@ -170,10 +180,9 @@ def finish_restoring(optimizer: ZeroRedundancyOptimizer) -> None:
     restored = state_tensors(optimizer)
     for bucket in optimizer.buckets:
         if not bucket.sharded:
-            flats = {
-                MASTER: bucket.master.detach(),
-                **{name: by_bucket[bucket] for name, by_bucket in restored.items() if bucket in by_bucket},
-            }
+            # Without ZeRO each rank has read an equal share of the state that all ranks keep whole.
+            flats = {MASTER: bucket.master.detach()}
+            flats |= {name: by_bucket[bucket] for name, by_bucket in restored.items() if bucket in by_bucket}
             for flat in flats.values():
                 _gather_shares(flat, bucket)
         gather = bucket.start_gather()
@@ -182,9 +191,10 @@ def finish_restoring(optimizer: ZeroRedundancyOptimizer) -> None:
 
 
 def _gather_shares(flat: Tensor, bucket: Bucket) -> None:
+    """Complete a flat tensor of which each rank has its `share`; shorter shares are padded for the all-gather."""
     if bucket.group.size == 1:
         return
     longest = -(-len(flat) // bucket.group.size)
-    mine = flat.new_zeros(longest)
-    mine[: bucket.share.stop - bucket.share.start] = flat[bucket.share]
-    flat.copy_(collectives.all_gather(mine, bucket.group)[: len(flat)])
+    padded_share = flat.new_zeros(longest)
+    padded_share[: bucket.share.stop - bucket.share.start] = flat[bucket.share]
+    flat.copy_(collectives.all_gather(padded_share, bucket.group)[: len(flat)])

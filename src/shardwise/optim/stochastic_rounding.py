@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +26,15 @@ from shardwise.distributed.random_bits import INCREMENT_32, hashed, scramble_, w
 from shardwise.distributed.torch_private import step_optimizer
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.gradient_norms import ElementRun, chunk_elements
-from shardwise.optim.lamb import LAMB
-from shardwise.optim.master_update import MakeNorms, Update, options_of
+from shardwise.optim.master_update import MakeNorms, MakeOptimizer, Update, options_of
+from shardwise.optim.slice_optimizer import SliceOptimizer
 
-MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
 _BITS = 16
 """Bits of a float32 that bfloat16 lacks."""
 
 
 def is_stochastic(rounding: str) -> bool:
-    """Whether rounding is stochastic; ValueError for what is neither that nor to the nearest."""
+    """Return whether rounding is stochastic; raise ValueError unless it is that or to the nearest."""
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding ({rounding!r}) must be 'nearest' or 'stochastic'")
     return rounding == "stochastic"
@@ -53,10 +52,10 @@ def round_into(target: Tensor, x: Tensor, bits: Tensor, *, keeps_nan: bool = Tru
     """Round float32 numbers to bfloat16: up in magnitude where the bits that are cut off, plus `bits`, carry.
 
     Args:
-        target: bfloat16.
-        x: float32, of the same shape; it is used up.
+        target: bfloat16 tensor that gets the result.
+        x: float32 tensor of the same shape; it is used up.
         bits: int32 numbers, uniform in [0, 2^16).
-        keeps_nan: whether a quiet NaN, the only kind that arithmetic gives, stays one. False takes half the time.
+        keeps_nan: True if a quiet NaN, the only kind that arithmetic gives, must stay one. False takes half the time.
     """
     number = x.view(torch.int32)
     if keeps_nan:
@@ -74,8 +73,11 @@ class _Block:
     """Elements of a canonical tensor that are consecutive in a run: element i, j, … has the number `first + i·s + …`.
 
     Attributes:
-        start: in the run.
-        sizes, strides: of the dimensions, in the order of memory; strides are those of the canonical tensor.
+        name: canonical tensor of the elements.
+        start: offset of the first element in the run.
+        first: number of the first element in the canonical tensor.
+        sizes: sizes of the dimensions, in the order of memory.
+        strides: distances of neighbours along these dimensions, in elements of the canonical tensor.
     """
 
     name: str
@@ -86,16 +88,18 @@ class _Block:
 
     @staticmethod
     def of(piece: Piece, box: Box, order: tuple[int, ...], start: int) -> _Block:
-        """A box of a piece's canonical tensor, whose dimensions lie in `order`, the slowest first."""
+        """Make the block of a box of a piece's canonical tensor, whose dimensions lie in `order`, the slowest first."""
         strides = [1] * len(piece.shape)
         for dim in reversed(range(len(piece.shape) - 1)):
             strides[dim] = strides[dim + 1] * piece.shape[dim + 1]
         first = sum(a * stride for a, stride in zip(box.start, strides, strict=True))
         dims = [(box.size[dim], strides[dim]) for dim in order]
+        # Neighbouring dimensions without a gap become one, so that most blocks have a single dimension.
         merged = [(1, 1)]
         for size, stride in dims:
-            if merged[-1] == (1, 1) or merged[-1][1] == size * stride:
-                merged[-1] = (merged[-1][0] * size, stride)
+            outer_size, outer_stride = merged[-1]
+            if merged[-1] == (1, 1) or outer_stride == size * stride:
+                merged[-1] = (outer_size * size, stride)
             else:
                 merged.append((size, stride))
         return _Block(piece.name, start, first, *zip(*merged, strict=True))
@@ -107,12 +111,13 @@ class RandomBits:
     Two tensors share a 32-bit word: element i of a canonical tensor has `scramble(hash + i · INCREMENT_32)`.
 
     Args:
-        pieces: of each parameter.
-        seed: of the run.
+        pieces: pieces of canonical tensors that each parameter holds.
+        seed: seed of the run.
     """
 
     def __init__(self, pieces: Pieces, seed: int) -> None:
-        self._pieces, self._seed = pieces, seed
+        self._pieces = pieces
+        self._seed = seed
         self._blocks: dict[ElementRun, list[_Block]] = {}
         self._ramps: dict[torch.device, Tensor] = {}
 
@@ -124,17 +129,19 @@ class RandomBits:
         if device not in self._ramps:
             ramp = torch.arange(chunk_elements(run.bucket), dtype=torch.int32, device=device)
             self._ramps[device] = ramp * INCREMENT_32
-        ramp, words = self._ramps[device], torch.zeros(run.length, dtype=torch.int32, device=device)
+        ramp = self._ramps[device]
+        words = torch.zeros(run.length, dtype=torch.int32, device=device)
         for block in self._blocks[run]:
             number: Tensor | int = wrapped(hashed(self._seed, step, block.name) + block.first * INCREMENT_32, 32)
-            along = [
+            # Element (i, j, …) has hash + (first + i·s + j·t + …) · INCREMENT_32: dimensions are added one by one.
+            by_dimension = [
                 ramp[:size] if stride == 1 else ramp[:size] * wrapped(stride, 32)
                 for size, stride in zip(block.sizes, block.strides, strict=True)
             ]
-            for numbers in along[:-1]:
+            for numbers in by_dimension[:-1]:
                 number = (numbers + number).unsqueeze(-1)
             out = words[block.start : block.start + math.prod(block.sizes)].view(block.sizes)
-            torch.add(along[-1], number, out=out)
+            torch.add(by_dimension[-1], number, out=out)
         for half in range(count):
             if half % 2 == 0:
                 scramble_(words, hashed(self._seed, step, half))
@@ -153,18 +160,24 @@ class RandomBits:
                 yield _Block.of(piece, box, order, start - run.start)
 
 
-class _Scratch:
-    """A float32 copy of one run and its state, which an optimizer of the wrapped class updates.
+class _FloatCopy:
+    """A float32 copy of some masters and their state, which an optimizer of the wrapped class updates.
 
     Args:
         make: makes an optimizer of the wrapped class from a parameter group.
         inner: the wrapped optimizer.
         group: one of its parameter groups.
+
+    Attributes:
+        parameter: masters of the elements that were loaded last.
+        optimizer: optimizer of `parameter`.
+        group: its only parameter group.
     """
 
     def __init__(self, make: MakeOptimizer, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         self.parameter = nn.Parameter(torch.empty(0, device=group["params"][0].device))
-        self._options, self._state = options_of(group), inner.state
+        self._options = options_of(group)
+        self._state = inner.state
         self.optimizer = make(self._options | {"params": [self.parameter]})
         self.group = self.optimizer.param_groups[0]
         self._before: dict[Bucket, dict[str, Any]] = {}
@@ -182,28 +195,29 @@ class _Scratch:
         }
 
     def store(self, run: ElementRun, bits: RandomBits, step: int) -> None:
-        """Round the new masters and their state."""
-        master, state = run.bucket.master, self._state[run.bucket.master]
-        new = self.optimizer.state[self.parameter]
-        elementwise = {name: value for name, value in sorted(new.items()) if _has_shape_of(self.parameter, value)}
+        """Round the new masters and their state to where the run has them."""
+        master = run.bucket.master
+        state = self._state[master]
+        new_state = self.optimizer.state[self.parameter]
+        # Sorted: the bits of a tensor of the state must not depend on the order in which a class makes its state.
+        elementwise = {name: value for name, value in sorted(new_state.items()) if _has_shape_of(self.parameter, value)}
         for name, value in elementwise.items():
             if not isinstance(state.get(name), Tensor):
-                state[name] = torch.zeros_like(
-                    master, dtype=torch.bfloat16 if value.is_floating_point() else value.dtype
-                )
+                dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
+                state[name] = torch.zeros_like(master, dtype=dtype)
         targets = [run.master(), *(run.of(state[name]) for name in elementwise)]
         values = [self.parameter.detach(), *elementwise.values()]
-        # A class that puts a NaN into its state puts one into the weight, too: that one alone has to be kept.
+        # A class that puts a NaN into its state puts one into the weight, too: a NaN need not be kept elsewhere.
         for target, value, lane in zip(targets, values, bits.of(run, step, len(values)), strict=True):
             if value.is_floating_point():
                 round_into(target, value, lane, keeps_nan=value is values[0])
             else:
                 target.copy_(value)
-        state.update({name: value for name, value in new.items() if name not in elementwise})
+        state.update({name: value for name, value in new_state.items() if name not in elementwise})
 
 
 def _copy(value: Any) -> Any:
-    """A copy of something in an optimizer's state, in float32 if it is rounded."""
+    """Copy an entry of an optimizer's state, to float32 if it is rounded."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return value.float() if value.dtype == torch.bfloat16 else value.clone()
@@ -219,9 +233,9 @@ class StochasticUpdate(Update):
     Masters and each tensor of the state stay in bfloat16, 2 bytes an element.
 
     Args:
-        inner, buckets, make_norms: as of `Update`; the masters are bfloat16.
+        inner, buckets, make_norms: arguments of `Update`; the masters are bfloat16.
         make: makes an optimizer of the wrapped class from a parameter group.
-        bits: of the elements of these buckets.
+        bits: random bits for the elements of these buckets.
     """
 
     def __init__(
@@ -233,43 +247,47 @@ class StochasticUpdate(Update):
         bits: RandomBits,
     ) -> None:
         super().__init__(inner, buckets, make_norms)
-        self._make, self._bits = make, bits
+        self._make = make
+        self._bits = bits
 
     def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
-        if isinstance(self._inner, LAMB):
+        if isinstance(self._inner, SliceOptimizer):
             yield from self._update_whole_tensors(self._inner, factor, number)
             return
-        for group, bucket in self._in_turn():
-            scratch = _Scratch(self._make, self._inner, group)
+        for group, bucket in self._buckets_with_options():
+            float_copy = _FloatCopy(self._make, self._inner, group)
             for run in ElementRun(bucket, 0, len(bucket.master)).split(chunk_elements(bucket)):
-                scratch.load(run, factor)
-                step_optimizer(scratch.optimizer)
-                scratch.store(run, self._bits, number)
-            group.update(options_of(scratch.group))
+                float_copy.load(run, factor)
+                step_optimizer(float_copy.optimizer)
+                float_copy.store(run, self._bits, number)
+            group.update(options_of(float_copy.group))
             yield bucket
 
-    def _update_whole_tensors(self, inner: LAMB, factor: Tensor | float, number: int) -> Iterator[Bucket]:
-        """LAMB, which needs the norms of whole tensors' directions before it updates an element.
+    def _update_whole_tensors(self, inner: SliceOptimizer, factor: Tensor | float, number: int) -> Iterator[Bucket]:
+        """Update by directions whose norms, of whole tensors, must be known before an element is updated.
 
         No memory could hold the directions in float32, so they are computed twice.
         """
-        scratches = {bucket: _Scratch(self._make, inner, group) for group, bucket in self._in_turn()}
+        float_copies = {bucket: _FloatCopy(self._make, inner, group) for group, bucket in self._buckets_with_options()}
 
         def direction(run: ElementRun) -> Tensor:
-            scratch = scratches[run.bucket]
-            scratch.load(run, factor)
-            assert isinstance(scratch.optimizer, LAMB)
-            assert scratch.parameter.grad is not None
-            return scratch.optimizer.direction(scratch.parameter, scratch.group, out=scratch.parameter.grad)
+            float_copy = float_copies[run.bucket]
+            float_copy.load(run, factor)
+            optimizer = float_copy.optimizer
+            gradient = float_copy.parameter.grad
+            assert isinstance(optimizer, SliceOptimizer)
+            assert gradient is not None
+            return optimizer.direction(float_copy.parameter, float_copy.group, out=gradient)
 
         adapted = inner.adapted_groups()
         ratios = inner.trust_ratio(*self._norms.measure(adapted, ElementRun.master, direction))
         for index, group in enumerate(inner.param_groups):
             for tensor, run in self._norms.runs(index):
-                for part in run.split(chunk_elements(run.bucket)):
-                    update, scratch = direction(part), scratches[part.bucket]
+                for chunk in run.split(chunk_elements(run.bucket)):
+                    update = direction(chunk)
+                    float_copy = float_copies[chunk.bucket]
                     if index in adapted:
                         update.mul_(ratios[tensor])
-                    scratch.parameter.sub_(update, alpha=float(group["lr"]))
-                    scratch.store(part, self._bits, number)
-        yield from scratches
+                    float_copy.parameter.sub_(update, alpha=float(group["lr"]))
+                    float_copy.store(chunk, self._bits, number)
+        yield from float_copies

@@ -3,8 +3,6 @@
 With n data-parallel ranks and P parameters on this rank, a step moves what plain data parallelism moves: a
 reduce-scatter of P gradients and an all-gather of P parameters, each `P·(n-1)/n`. Each rank updates P/n elements and
 keeps only their state.
-
-New parameters on their way from the rank that has updated them to all others.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ from shardwise.optim.checks import (
     spread_non_finite,
 )
 from shardwise.optim.gradient_norms import CanonicalNorms, ElementRun, ModelNorms, clipping_factor, require_max_norm
-from shardwise.optim.lamb import updates_whole_tensors
 from shardwise.optim.master_update import Update, options_of, require_elementwise
+from shardwise.optim.slice_optimizer import updates_slices
 from shardwise.optim.stochastic_rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
-from shardwise.optim.whole_parameters import UncutGradients, take_first_values
+from shardwise.optim.uncut_parameters import UncutGradients, take_first_values
 
 
 class ZeroRedundancyOptimizer(WithoutCompiler):
@@ -65,29 +63,30 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     `unscale_`.
 
     Attributes:
-        steps: updates so far.
-        gathers: the way of new parameters to all ranks.
+        steps: number of updates so far.
+        gathers: all-gathers that bring new parameters to all ranks.
+        buckets: flat buckets of this rank's trained parameters.
         tensor: the tensor-parallel ranks.
 
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
         optimizer_class: an elementwise class: Adam, AdamW, SGD, RMSprop, Lion, …; or `shardwise.LAMB`, whose trust
             ratios are then those of whole canonical tensors (one all-reduce more a step, of two numbers a tensor).
-        optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of its
-            part (float64 parameters keep theirs). None: float32.
+        optimizer_dtype: dtype of masters and state; None: float32. If parameters have another dtype, each rank keeps a
+            master copy of its part (float64 parameters keep theirs).
         grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm` (None: no clipping).
         further: torch_xla's next positional arguments (pin_layout, sharding_groups, grad_norm_groups, lazy_init). Here
             and by keyword, the arguments of other libraries are accepted if their values change nothing.
         group: the data-parallel ranks; default: `mesh`'s, else the world.
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
-        gradient_dtype: of accumulated gradients (default: the parameter's).
-        reduce_dtype: on the wire (default: as accumulated).
+        gradient_dtype: dtype of accumulated gradients (default: the parameter's).
+        reduce_dtype: dtype of gradients on the wire (default: as accumulated).
         shard: False keeps whole state on every rank and all-reduces gradients (plain data parallelism).
         average: False sums gradients over the group instead.
         bucket_mib: gradients that travel together, in MiB; None: by the model and the link (`optim.bucket_layout`).
         rounding: `stochastic` computes the update in float32 and rounds masters and state to bfloat16, which
             `optimizer_dtype` must be, so that their mean is kept: `optim/stochastic_rounding.py`.
-        rounding_seed: of its random bits, which also depend on the step, the canonical tensor and the element.
+        rounding_seed: seed of its random bits, which also depend on the step, the canonical tensor and the element.
         defaults: options of the wrapped class.
 
     Raises:
@@ -123,25 +122,33 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
         defaults = known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
         self._inner_class = without_compiler(optimizer_class)
-        if not updates_whole_tensors(optimizer_class):
+        if not updates_slices(optimizer_class):
             require_elementwise(self._inner_class, defaults)
         self.optimizer_class = optimizer_class
-        self.grad_clipping, self.max_norm = grad_clipping, max_norm
-        self.group = Group.of(group) if group is not None else mesh.dp if mesh is not None else Group.world("dp")
-        self._mesh, self._world = mesh, mesh.world if mesh is not None else self.group
-        self.tensor, self._stage = (mesh.tp, mesh.pp.rank) if mesh is not None else (Group(), 0)
-        self.shard, self._average = shard, average
+        self.grad_clipping = grad_clipping
+        self.max_norm = max_norm
+        if group is not None:
+            self.group = Group.of(group)
+        else:
+            self.group = mesh.dp if mesh is not None else Group.world("dp")
+        self._mesh = mesh
+        self._world = mesh.world if mesh is not None else self.group
+        self.tensor = mesh.tp if mesh is not None else Group()
+        self._stage = mesh.pp.rank if mesh is not None else 0
+        self.shard = shard
+        self._average = average
         self._bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
         self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32)
         self._defaults = defaults
-        self._is_stochastic, self._rounding_seed = is_stochastic(rounding), rounding_seed
+        self._is_stochastic = is_stochastic(rounding)
+        self._rounding_seed = rounding_seed
         self.steps = 0
         self._inner: torch.optim.Optimizer | None = None
         self.buckets: list[Bucket] = []
         self._partial: list[PartialGradients] = []
         self.gathers = Gathers()
-        self._at: dict[nn.Parameter, tuple[Bucket, int]] = {}
-        self._assignments = Assignments(self._at)
+        self._bucket_places: dict[nn.Parameter, tuple[Bucket, int]] = {}
+        self._assignments = Assignments(self._bucket_places)
         self._frozen: list[nn.Parameter] = []
         self._overlapping = False
         self._checked_wrappers = False
@@ -165,17 +172,17 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     def _take_over(self, groups: list[dict[str, Any]]) -> None:
         require_plain((p for options in groups for p in options["params"]), has_mesh=self._mesh is not None)
-        device, exact = device_of(self.param_groups, self._mesh), self._is_stochastic
+        device = device_of(self.param_groups, self._mesh)
         require_same_parameters(groups, self.group, device)
         take_first_values(groups, self.tensor, self.group, device)
         self._partial.append(PartialGradients([bucket for options in groups for bucket in self._move(options)]))
         self._uncut = UncutGradients(self.param_groups, self.buckets, self.tensor, self.group, device)
-        self._model = ModelNorms(self.buckets, device, self._world, self.tensor, exact=exact)
-        self._norms = None  # of this step: the gradients of the new buckets are not in it
+        self._model = ModelNorms(self.buckets, device, self._world, self.tensor, exact=self._is_stochastic)
+        self._norms = None  # measured before, and so without the gradients of the new buckets
         self._updates = self._make_update(device)
 
     def _move(self, options: dict[str, Any]) -> list[Bucket]:
-        """Bring a group's parameters to the first rank's values, those that are trained as views into buckets."""
+        """Give a group's parameters the first rank's values, and move those that are trained into buckets."""
         frozen = [p for p in options["params"] if not p.requires_grad]
         for p in frozen:
             broadcast_value(p, self.group)
@@ -187,7 +194,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         buckets = make_buckets(trainable, self.group, self._bucket_bytes, shard=self.shard, dtypes=self._dtypes)
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
-                self._at[p] = (bucket, index)
+                self._bucket_places[p] = (bucket, index)
                 p.register_post_accumulate_grad_hook(hook)
         inner = {**options, "params": [b.master for b in buckets]}
         if self._inner is None:
@@ -203,13 +210,13 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     def _make_update(self, device: torch.device) -> Update:
         pieces = named_pieces(self.param_groups, self._stage)
 
-        def norms(groups: list[list[Bucket]]) -> CanonicalNorms:
+        def make_norms(groups: list[list[Bucket]]) -> CanonicalNorms:
             return CanonicalNorms(groups, pieces, device, self._world, self.tensor, exact=self._is_stochastic)
 
         if not self._is_stochastic:
-            return Update(self.inner, self.buckets, norms)
+            return Update(self.inner, self.buckets, make_norms)
         bits = RandomBits(pieces, self._rounding_seed)
-        return StochasticUpdate(self.inner, self.buckets, norms, self._make_inner, bits)
+        return StochasticUpdate(self.inner, self.buckets, make_norms, self._make_inner, bits)
 
     # ---- when gradients are ready
 
@@ -225,7 +232,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._overlapping = not last
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        bucket, _ = self._at[parameter]  # type: ignore[index]
+        bucket, _ = self._bucket_places[parameter]  # type: ignore[index]
         if bucket.reduced:
             raise RuntimeError(
                 "backward() came after this step's gradients were reduced: put all but the step's last backward() "
@@ -241,7 +248,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         Buckets start in the same order on every rank, whatever the order of the calls: collectives of two ranks are
         matched by their order alone.
         """
-        bucket, index = self._at[parameter]
+        bucket, index = self._bucket_places[parameter]
         bucket.ready.add(index)
         for candidate in self.buckets:
             if candidate.reduced:
@@ -252,9 +259,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     def _start(self, bucket: Bucket) -> None:
         """Start a bucket's reduction. At most two are under way: each may hold a copy of its bucket until it ends."""
-        before = self.buckets.index(bucket) - 2
-        if before >= 0:
-            self.buckets[before].finish_reduction()
+        second_to_last = self.buckets.index(bucket) - 2
+        if second_to_last >= 0:
+            self.buckets[second_to_last].finish_reduction()
         bucket.start_reduction()
 
     @torch.no_grad()
@@ -263,7 +270,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if self._norms is not None:
             return
         if not self._checked_wrappers:
-            refuse_wrapped(self._at)
+            refuse_wrapped(self._bucket_places)
             self._checked_wrappers = True
         if any(p.grad is not None for p in self._frozen):
             raise RuntimeError("a parameter that was frozen when the optimizer was made has a gradient: make it again")
@@ -353,8 +360,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Reduce, clip, update, share the new parameters; gradients are 0 then. `closure` computes the loss before."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         scaled = hasattr(self, "found_inf")
         # As a scaler looks for inf it multiplies the gradients by 1 in place, which counts as a change of them.
         gradient_norm = self.norms()[0] if scaled else self._final_norm()
@@ -396,9 +405,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         return self._inner
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: the wrapped class's state, the options, the layout they belong to, and the masters.
+        """Return this rank's part: the wrapped class's state, the options, the layout they belong to, and the masters.
 
-        Where masters are the parameters' own memory they stand as None: save the model's weights too.
+        Masters that are the parameters' own memory stand as None: save the model's weights too.
         """
         inner = self.inner.state_dict()
         groups = zip(self.param_groups, inner["param_groups"], strict=True)
@@ -420,7 +429,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         """
         require_loadable(state_dict, self.inner, self._make_inner, self._layout())
         self.inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
-        counts = (int(state.get("step", 0)) for state in state_dict["state"].values())  # older states have no "steps"
+        # States of earlier versions have no "steps": the buckets' own counts stand in.
+        counts = (int(state.get("step", 0)) for state in state_dict["state"].values())
         self.steps = state_dict.get("steps", max(counts, default=0))
         for outer, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             outer.update(options_of(loaded))
@@ -439,18 +449,15 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         return layout_of(self.buckets, self.group if self.shard else Group())
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes on this rank by kind: masters and the wrapped class's state, and how many of them are padding."""
-        state = sum(
-            t.numel() * t.element_size()
-            for s in self.inner.state.values()
-            for t in s.values()
-            if isinstance(t, Tensor) and t.dim()
-        )
-        separate = sum(b.master.numel() * b.master.element_size() for b in self.buckets if b.separate)
-        masters = sum(b.master.numel() for b in self.buckets)
-        mine = sum(b.elements for b in self.buckets)
-        per_element = (state + separate) / max(masters, 1)
-        return {"state": state, "masters": separate, "padding": round((masters - mine) * per_element)}
+        """Return bytes on this rank by kind: masters and the wrapped class's state, and how many are padding."""
+        state_bytes = 0
+        for state in self.inner.state.values():
+            state_bytes += sum(value.nbytes for value in state.values() if isinstance(value, Tensor) and value.dim())
+        master_bytes = sum(bucket.master.nbytes for bucket in self.buckets if bucket.separate)
+        elements = sum(bucket.master.numel() for bucket in self.buckets)
+        padding = elements - sum(bucket.elements for bucket in self.buckets)
+        per_element = (state_bytes + master_bytes) / max(elements, 1)
+        return {"state": state_bytes, "masters": master_bytes, "padding": round(padding * per_element)}
 
 
 class Gathers:
@@ -465,7 +472,7 @@ class Gathers:
         self._is_late = False
 
     def run(self, buckets: Iterable[Bucket]) -> None:
-        """Start the gather of each bucket as it comes; wait for all of them, unless inside `behind_forward`."""
+        """Start the gather of each bucket as soon as it is updated; wait for all, unless inside `behind_forward`."""
         for bucket in buckets:
             pending = bucket.start_gather()
             if pending is not None:
@@ -482,11 +489,11 @@ class Gathers:
     def behind_forward(
         self, units: Mapping[nn.Module, Iterable[nn.Parameter]], buckets: Iterable[Bucket]
     ) -> Iterator[None]:
-        """Inside, whoever reads a parameter otherwise than in a call of its unit calls `wait` before.
+        """Let gathers run behind the next forward pass. Code that reads parameters elsewhere must call `wait` first.
 
         Args:
             units: modules, each with the parameters that a call of it reads.
-            buckets: of these parameters.
+            buckets: buckets of these parameters.
         """
         bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         hooks = []
@@ -499,7 +506,8 @@ class Gathers:
             yield
             self.wait()  # not after an error: another rank may have ended
         finally:
-            self._is_late, self._pending = False, {}
+            self._is_late = False
+            self._pending = {}
             for hook in hooks:
                 hook.remove()
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from shardwise.config import Config, Layout, OwnConfig
+from shardwise.config import Config, Layout
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.layers.embedding import ParallelEmbedding
 from shardwise.models.blocks import Part, Stages
@@ -34,14 +34,13 @@ def build_stages(
         device: of the parameters; default: the mesh's.
     """
     where = mesh.device if device is None else device
-    build = partial(build_model, config, mesh.tp, sequence_parallel=layout.sequence, device=where, dtype=dtype)
+    build = partial(build_model, config, mesh.tp, sequence_parallel=layout.sequence_parallel, device=where, dtype=dtype)
     if layout.pipeline == 1:
         return build()
-    assert not isinstance(config.model, OwnConfig), "check_layout refuses it"
     plan = stage_plan(config, layout)
     ends, embeddings = Group(), dict[str, ParallelEmbedding]()
     outer = (plan[0].rank, plan[-1].rank)
-    if config.model.tie_word_embeddings and outer[0] != outer[1]:
+    if config.known_shapes.tie_word_embeddings and outer[0] != outer[1]:
         # torch names a new group by the number of groups that its members have made so far. So that names stay equal,
         # all ranks make one, also those between the ends, which do not use theirs.
         between = tuple(rank for rank in range(mesh.pp.size) if rank not in outer)

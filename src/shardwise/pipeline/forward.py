@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import ParallelConfig
-from shardwise.config.sections import V_SHAPED
+from shardwise.config.schedules import SCHEDULES
 from shardwise.config.stages import rank_of
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
@@ -44,7 +44,7 @@ def relay(
     part = model[0]
     assert isinstance(part, Family), "only a family's model is cut into stages"
     hidden, dtype = int(part.config.hidden_size), next(model.parameters()).dtype
-    wraps = parallel.stages_per_rank > 1 and parallel.schedule not in V_SHAPED
+    wraps = SCHEDULES[parallel.schedule].is_interleaved
     at_once = max(1, parallel.pipeline - wraps)
     for first in range(0, len(shapes), at_once):
         round_ = range(first, min(first + at_once, len(shapes)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate
 
-from shardwise.config import Config, FamilyConfig, Layout, OwnConfig
+from shardwise.config import Config, FamilyConfig, Layout
 from shardwise.config.stages import Stage, rank_of
 from shardwise.models.parameter_counts import block_work, head_work
 
@@ -16,8 +16,8 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     If ranks have several stages, all stages have equally many blocks. Without a pipeline there is one stage. A model of
     your own has one stage with no `layers`: its blocks are not known.
     """
-    model, stages = config.model, layout.stages
-    if isinstance(model, OwnConfig):
+    model, stages = config.shapes, layout.stages
+    if model is None:
         return (Stage(0, 0, range(0), 1),)
     if stages == 1:
         sizes = [model.num_hidden_layers]
@@ -37,9 +37,7 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
     """The part of a step's work that each stage does, in the order of the model. Not for a model of your own."""
-    model = config.model
-    assert not isinstance(model, OwnConfig)
-    head = _head_in_blocks(config, model)
+    head = _head_in_blocks(config, config.known_shapes)
     work = [len(stage.layers) + head * stage.is_last for stage in stage_plan(config, layout)]
     return tuple(share / sum(work) for share in work)
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from shardwise.base.errors import LostPeerError, see
-from shardwise.config import ParallelConfig, Schedule
-from shardwise.config.sections import SINGLE_STAGE
+from shardwise.config import ParallelConfig
+from shardwise.config.schedules import SCHEDULES
 from shardwise.config.stages import Stage
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
@@ -27,7 +27,7 @@ from shardwise.models.blocks import Stages
 from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, StepTiming, name_messages
 from shardwise.pipeline.forward import Compute
 
-_SCHEDULES: dict[Schedule, Any] = {
+TORCH_SCHEDULES: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,
     "interleaved": schedules.ScheduleInterleaved1F1B,
@@ -39,8 +39,8 @@ _SCHEDULES: dict[Schedule, Any] = {
 
 def make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches: int) -> Any:
     """torch's schedule over a rank's stages."""
-    single = parallel.schedule in SINGLE_STAGE
-    return _SCHEDULES[parallel.schedule](
+    single = SCHEDULES[parallel.schedule].is_single_stage
+    return TORCH_SCHEDULES[parallel.schedule](
         stages[0] if single else stages, micro_batches, loss_fn=_sum, scale_grads=False
     )
 

@@ -166,7 +166,7 @@ def block_activations(case: Case, layer: int) -> BlockActivations:
     if model.norm_place == "input":
         saves_input = model.norm_kind == "layer_norm" or case.accelerator or a == _FLOAT32
     else:
-        saves_input = not case.layout.sequence
+        saves_input = not case.layout.sequence_parallel
     return BlockActivations(
         input=x,
         saves_input=saves_input,
@@ -317,12 +317,12 @@ def _mlp_gradients(case: Case) -> int:
     model, layout, a, x = case.model, case.layout, case.a, case.x_bytes
     feed = a * case.tokens * case.local.intermediate
     last = feed + case.gradient_bytes(case.local.intermediate * model.hidden_size)
-    if layout.sequence:
+    if layout.sequence_parallel:
         last += case.gathered_bytes
     if case.drops_hidden:
-        last += (0 if layout.sequence else x) - case.mask_elements
+        last += (0 if layout.sequence_parallel else x) - case.mask_elements
     if model.norm_place == "output":
-        last += 0 if layout.sequence else x
+        last += 0 if layout.sequence_parallel else x
     needs_two = model.gated or (model.activation == "relu" and not case.inner_mask_elements)
     most = max(last, 2 * feed) if needs_two else last
     if model.norm_place == "input":

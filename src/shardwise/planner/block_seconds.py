@@ -58,7 +58,7 @@ class Shape:
     batch: int
     length: int
     tensor: int
-    sequence: bool
+    sequence_parallel: bool
     inside: int
     dtype: DtypeName
     gradient: DtypeName
@@ -150,7 +150,7 @@ def block(shape: Shape, device: Device, c: Constants, program: Program) -> Times
     inputs = sum(device_seconds.matmul(device, c, peak, s.tokens, k, n) for n, k in products)
     weights = sum(device_seconds.matmul(device, c, peak, n, k, s.tokens) for n, k in products)
     core, core_back, kernels = _core(s, device, c, program)
-    between = s.tokens * s.hidden // (t if s.sequence else 1)
+    between = s.tokens * s.hidden // (t if s.sequence_parallel else 1)
     wide = s.tokens * (s.intermediate // t) * (3 if s.gated else 2)
     norms, adds = 4 * s.a * between, 2 * (3 * s.a + s.masks) * between
     around = s.a * (wide + 3 * s.tokens * (s.query + 2 * s.key_value))
@@ -199,7 +199,7 @@ def _tensor(s: Shape, device: Device, c: Constants) -> tuple[float, float]:
     if s.tensor == 1:
         return 0.0, 0.0
     of, size = Group(s.tensor, s.inside), float(s.a * s.tokens * s.hidden)
-    if not s.sequence:
+    if not s.sequence_parallel:
         both = 2 * device_seconds.collective(device, c, of, size, reduces_all=True)
         return both, both
     one = device_seconds.collective(device, c, of, size)
@@ -218,7 +218,9 @@ def head(shape: Shape, rows: int, device: Device, c: Constants, program: Program
     back = device_seconds.passes(device, c, logits * (2 * s.a + 8) + 6 * s.a * s.tokens * s.hidden) + added
     of = Group(s.tensor, s.inside)
     sums = 3 * device_seconds.collective(device, c, of, 4.0 * s.tokens, reduces_all=True)
-    whole = device_seconds.collective(device, c, of, float(s.a * s.tokens * s.hidden), reduces_all=not s.sequence)
+    whole = device_seconds.collective(
+        device, c, of, float(s.a * s.tokens * s.hidden), reduces_all=not s.sequence_parallel
+    )
     first = _launched(Parts(forward, 0.0, ahead, 0.0, sums), 20, c.host, program)
     second = _launched(Parts(inputs + weights, 0.0, back, 0.0, whole), 20, c.host, program)
     if program.loss_ahead:
@@ -231,11 +233,11 @@ def embedding(shape: Shape, rows: int, device: Device, c: Constants, program: Pr
     s = shape
     seconds = device_seconds.passes(device, c, 5.0 * s.a * s.tokens * s.hidden)
     sent = device_seconds.collective(
-        device, c, Group(s.tensor, s.inside), float(s.a * s.tokens * s.hidden), reduces_all=not s.sequence
+        device, c, Group(s.tensor, s.inside), float(s.a * s.tokens * s.hidden), reduces_all=not s.sequence_parallel
     )
     ahead = _launched(Parts(memory_bound=seconds, tensor=sent), 8, c.host, program)
     made = device_seconds.passes(device, c, s.accumulated(rows * s.hidden, program) + s.a * rows * s.hidden)
-    back = Parts(memory_bound=2 * seconds + made, tensor=sent if s.sequence else 0.0)
+    back = Parts(memory_bound=2 * seconds + made, tensor=sent if s.sequence_parallel else 0.0)
     back = _launched(back, 8, c.host, program)
     return Times(ahead, back, 0.0)
 
@@ -257,9 +259,9 @@ def shape_of(
         layout: tensor-parallel degree, whether the sequence is cut too, and its ranks inside a node.
         dtypes: of the parameters and of the gradients.
     """
-    tensor, sequence, inside = layout
+    tensor, sequence_parallel, inside = layout
     drops = model.hidden_dropout_p > 0
     return Shape(
         model.hidden_size, model.intermediate_size, model.gated, *widths, model.head_dim, model.causal, drops,
-        batch, length, tensor, sequence, inside, *dtypes, recompute,
+        batch, length, tensor, sequence_parallel, inside, *dtypes, recompute,
     )  # fmt: skip

@@ -53,7 +53,7 @@ def bucket_shapes(case: Case) -> list[BucketShape]:
     """
     optimizer, layout = case.config.optimizer, case.layout
     gradient = DTYPE_BYTES[case.precision.gradient]
-    stored = (case.model, layout.tensor, layout.sequence, case.local, case.stages)
+    stored = (case.model, layout.tensor, layout.sequence_parallel, case.local, case.stages)
     return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, optimizer.zero == 1, case.accelerator))
 
 
@@ -66,8 +66,8 @@ def _shapes(
     zero: bool,
     accelerator: bool,
 ) -> list[BucketShape]:
-    model, tensor, sequence, local, stages = of
-    stored = list(local_parameters(model, tensor, sequence, local=local, stages=stages))
+    model, tensor, sequence_parallel, local, stages = of
+    stored = list(local_parameters(model, tensor, sequence_parallel, local=local, stages=stages))
     slices, shapes = data if zero else 1, []
     for matrices in (True, False):
         group = [parameter for parameter in stored if parameter.matrix == matrices]

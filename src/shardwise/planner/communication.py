@@ -21,7 +21,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwise.config import DTYPE_BYTES, BertConfig, Config, Layout
+from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.stages import rank_of
 from shardwise.models.parameter_counts import local_parameters
 from shardwise.planner.buckets import bucket_shapes
@@ -143,11 +143,11 @@ def _backward(case: Case) -> list[Transfer]:
         transfers = _regions(case, 2, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(case, "recomputed "))
     transfers.append(_query_key_squares(case, "gradients of "))
-    if isinstance(case.model, BertConfig):
+    if case.model.head_transform:
         size = case.a * case.predicted * case.model.hidden_size
         transfers.append(_over_tensor(case, "all_reduce", size, "gradient of the decoder's input", head))
     of_inputs, of_outputs = (f"gradients of the {which} of attention and MLP" for which in ("inputs", "outputs"))
-    if case.layout.sequence:
+    if case.layout.sequence_parallel:
         transfers += [
             _over_tensor(case, "reduce_scatter", gathered, "gradient of the head's input", head),
             _over_tensor(case, "all_gather", gathered, of_outputs, outputs * case.layers),
@@ -173,7 +173,7 @@ def _samples(case: Case) -> Transfer:
     [3·T], positions and targets of predicted tokens, [2·P·B], and labels, [B]. And the number of targets of each loss.
     """
     model, data = case.model, case.config.data
-    if isinstance(model, BertConfig):
+    if model.predicts_masked_tokens:
         numbers = 3 * case.tokens + 2 * case.predicted + case.config.train.micro_batch
     else:
         numbers = (2 + data.reset_position_ids + data.reset_attention_mask) * case.tokens
@@ -193,7 +193,7 @@ def _messages(case: Case, step: int, what: str) -> list[Transfer]:
 
 def _embedding(case: Case) -> list[Transfer]:
     """Each rank looks up its part of the vocabulary; the results are summed."""
-    kind: Kind = "reduce_scatter" if case.layout.sequence else "all_reduce"
+    kind: Kind = "reduce_scatter" if case.layout.sequence_parallel else "all_reduce"
     return [_over_tensor(case, kind, case.gathered_bytes, "embedding output")]
 
 
@@ -212,7 +212,7 @@ def _regions(case: Case, inputs: int, outputs: int, suffix: str) -> list[Transfe
     on every rank and an output is all-reduced.
     """
     gathered, layers = case.gathered_bytes, case.layers
-    if not case.layout.sequence:
+    if not case.layout.sequence_parallel:
         return [_over_tensor(case, "all_reduce", gathered, f"outputs of attention and MLP{suffix}", outputs * layers)]
     return [
         _over_tensor(case, "all_gather", gathered, f"inputs of attention and MLP{suffix}", inputs * layers),
@@ -239,9 +239,9 @@ def _head(case: Case) -> list[Transfer]:
         _over_tensor(case, "all_reduce", tokens, "largest logit of each token"),
         _over_tensor(case, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
     ]
-    if case.layout.sequence:
+    if case.layout.sequence_parallel:
         transfers.append(_over_tensor(case, "all_gather", case.gathered_bytes, "input of the head"))
-    if isinstance(case.model, BertConfig):
+    if case.model.head_transform:
         size = case.a * (case.predicted + case.config.train.micro_batch) * case.model.hidden_size
         transfers.append(_over_tensor(case, "all_gather", size, "inputs of the decoder and of the classifier"))
     return transfers
@@ -255,8 +255,8 @@ def _update(case: Case, data_rank: int, tensor_rank: int) -> list[Transfer]:
 
     Gradients are reduced over data parallelism first. Then the partial ones are summed, in the gradients' dtype: each
     rank sends only the partial elements of the slice that it owns. A tied embedding at both ends of a pipeline is
-    partial over these two ranks. LAMB needs two norms of each canonical tensor (arXiv:1904.00962). With stochastic
-    rounding, norms are sums in float64.
+    partial over these two ranks. Trust ratios need two norms of each canonical tensor (LAMB,
+    arXiv:1904.00962). With stochastic rounding, norms are sums in float64.
     """
     precision, optimizer, layout = case.precision, case.config.optimizer, case.layout
     tensor, data, objectives = layout.tensor, layout.data, len(case.model.objectives)
@@ -270,7 +270,7 @@ def _update(case: Case, data_rank: int, tensor_rank: int) -> list[Transfer]:
         Transfer("pp", "all_reduce", layout.pipeline, _FLOAT32 * objectives, 1, "loss of the last stage"),
         Transfer("world", "all_reduce", layout.world, 2 * norm, 1, "squared norms of gradients and parameters"),
     ]
-    if optimizer.name == "lamb":
+    if optimizer.spec.has_trust_ratios:
         size = 2 * norm * sum(parameter.tensors for parameter in local_parameters(case.model, 1))
         transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
     if optimizer.zero:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from shardwise.config import DTYPE_BYTES, BertConfig, Config, Layout
-from shardwise.config.sections import SINGLE_STAGE
+from shardwise.config import DTYPE_BYTES, Config, Layout
+from shardwise.config.schedules import SCHEDULES
 from shardwise.config.stages import Stage, rank_of
 from shardwise.layers.chunks import loss_chunk_elements, rounding_chunk_elements
 from shardwise.models.parameter_counts import parameter_count
@@ -39,8 +39,8 @@ class MemoryEstimate:
     Attributes:
         parameters: this rank's part, with the padding of the vocabulary and of the buckets.
         gradients: as many elements, in the gradients' dtype.
-        optimizer: two moments of each element (AdamW, LAMB), and a master if the optimizer's dtype is not that of the
-            parameters; with ZeRO a data-parallel rank has 1/d of them.
+        optimizer: the optimizer's states of each element, and a master if its dtype is not that of the parameters; with
+            ZeRO a data-parallel rank has 1/d of them.
         activations: what micro-batches keep for their backward pass: one, or in a pipeline as many as are in flight.
         loss: the head's live weight gradient, the gradient of its input, and one chunk of logits.
         buffers: rotary tables; the numbers of elements for stochastic rounding; and what recompute, the gradients of
@@ -110,19 +110,26 @@ def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) ->
 def memory_of(case: Case) -> MemoryEstimate:
     """Peak bytes of the case's pipeline rank."""
     elements = sum(bucket.elements for bucket in bucket_shapes(case))
-    shard = elements // case.layout.data if case.config.optimizer.zero else elements
-    moments_and_master = 2 if case.precision.parameter == case.precision.optimizer else 3
+    separate_masters = case.precision.parameter != case.precision.optimizer
     step = _step_peak(case)
     numbers, rounding = _rounding(case)
     return MemoryEstimate(
         parameters=elements * DTYPE_BYTES[case.precision.parameter],
         gradients=elements * DTYPE_BYTES[case.precision.gradient],
-        optimizer=moments_and_master * shard * DTYPE_BYTES[case.precision.optimizer],
+        optimizer=_optimizer_bytes(case, separate_masters=separate_masters),
         activations=step.activations,
         loss=step.forward - step.activations,
         buffers=_rotary_tables(case) + numbers + max(step.whole, rounding) - step.forward,
         pipeline=step.sent + (case.x_bytes if case.layout.pipeline > 1 else 0),
     )
+
+
+def _optimizer_bytes(case: Case, *, separate_masters: bool) -> int:
+    """Bytes of the optimizer's states, and of masters if they are separate, on a data-parallel rank."""
+    elements = sum(bucket.elements for bucket in bucket_shapes(case))
+    shard = elements // case.layout.data if case.config.optimizer.zero else elements
+    kept_tensors = case.config.optimizer.spec.kept_tensors(separate_masters=separate_masters)
+    return kept_tensors * shard * DTYPE_BYTES[case.precision.optimizer]
 
 
 def _step_peak(case: Case) -> Peak:
@@ -148,7 +155,7 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
     received = 0 if keeps_input or stage.is_first else x
     gradient = 0 if stage.is_last else x
     onwards = back = 0
-    if parallel.schedule in SINGLE_STAGE:
+    if SCHEDULES[parallel.schedule].is_single_stage:
         kept += 0 if stage.is_last else x
     elif parallel.pipeline > 1:
         # A rank with several stages holds all that it sends until the end of the step.
@@ -178,7 +185,7 @@ def _sends(case: Case, stage: Stage) -> tuple[bool, bool]:
 
 def messages_of_a_micro_batch(case: Case) -> int:
     """Bytes that messages add to the rank's memory for each micro-batch of a long step."""
-    if case.layout.pipeline == 1 or case.config.parallel.schedule in SINGLE_STAGE:
+    if case.layout.pipeline == 1 or SCHEDULES[case.config.parallel.schedule].is_single_stage:
         return 0
     return case.x_bytes * sum(sum(_sends(case, stage)) for stage in case.stages)
 
@@ -201,33 +208,31 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
     if parameters is None:
         return None
     precision = config.precision.resolved(accelerator)
-    moments_and_master = 2 if precision.parameter == precision.optimizer else 3
-    return parameters * (DTYPE_BYTES[precision.parameter] + moments_and_master * DTYPE_BYTES[precision.optimizer])
+    kept_tensors = config.optimizer.spec.kept_tensors(separate_masters=precision.parameter != precision.optimizer)
+    return parameters * (DTYPE_BYTES[precision.parameter] + kept_tensors * DTYPE_BYTES[precision.optimizer])
 
 
 def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
     """Bytes of a node's memory in which copies of the state are kept, at most; None for a model of your own.
 
-    Master and two moments of what a rank updates: of two steps, and of the ranks of another node too.
+    Masters and states of what a rank updates: of two steps, and of the ranks of another node too.
     """
-    by_rank = memory_by_rank(config, layout, accelerator)
-    if by_rank is None:
+    cases = Case.of_ranks(config, layout, accelerator)
+    if not cases:
         return None
-    precision = config.precision.resolved(accelerator)
-    moments_and_master = 2 if precision.parameter == precision.optimizer else 3
-    state = 3 * max(memory.optimizer for memory in by_rank) // moments_and_master
+    state = max(_optimizer_bytes(case, separate_masters=True) for case in cases)
     return state * ranks_per_node * 2 * (2 if layout.world > ranks_per_node else 1)
 
 
 def _embedding_activations(case: Case) -> int:
     """What the embedding saves: the mask of its dropout, one byte for each element, and BERT's norm."""
     mask = case.x_elements if case.model.embedding_dropout_p else 0
-    return mask + (norm_bytes(case) if isinstance(case.model, BertConfig) else 0)
+    return mask + (norm_bytes(case) if case.model.embedding_norm else 0)
 
 
 def _last_activations(case: Case) -> int:
     """What is held between the last block and the loss: the last norm and its output; with BERT, x, gathered."""
-    return case.gathered_bytes if isinstance(case.model, BertConfig) else norm_bytes(case) + case.x_bytes
+    return case.gathered_bytes if case.model.head_transform else norm_bytes(case) + case.x_bytes
 
 
 def _document_tables(case: Case) -> int:
@@ -254,19 +259,18 @@ def _loss(case: Case) -> int:
     """
     a, rows, hidden = case.a, case.local.vocabulary, case.model.hidden_size
     limit = loss_chunk_elements(rows, case.accelerator)
-    is_bert = isinstance(case.model, BertConfig)
-    scattered = case.layout.sequence and not is_bert
+    scattered = case.layout.sequence_parallel and not case.model.head_transform
     tokens_a_row = case.config.train.micro_batch * (case.layout.tensor if scattered else 1)
     chunk = min(case.predicted, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a
-    head = 4 * a * hidden * case.predicted if is_bert else 0
+    head = 4 * a * hidden * case.predicted if case.model.head_transform else 0
     products = a * hidden * (chunk + max(rows, chunk))
     return _loss_gradients(case) + chunk * rows * per_logit + products + head
 
 
 def _loss_gradients(case: Case) -> int:
     """What the loss's forward pass keeps: the gradients of the head's weight, [V/t, H] in float32, and of its input."""
-    tokens = case.predicted if isinstance(case.model, BertConfig) else case.tokens_between
+    tokens = case.predicted if case.model.head_transform else case.tokens_between
     return (_FLOAT32 * case.local.vocabulary + case.a * tokens) * case.model.hidden_size
 
 
@@ -306,11 +310,12 @@ def _rounding(case: Case) -> tuple[int, int]:
     """What stochastic rounding holds all the time, and for a moment while a chunk of a bucket is updated.
 
     All the time: an int32 number for each element of a chunk. For a moment, of the elements of a bucket that the rank
-    updates, a chunk at most: the master, its gradient and two moments in float32, and in int32 the random words, the
+    updates, a chunk at most: the master, its gradient and its states in float32, and in int32 the random words, the
     bits of one tensor and its signs.
     """
     if case.precision.rounding != "stochastic":
         return 0, 0
     chunk = rounding_chunk_elements(case.accelerator)
     owned = max(bucket.elements // bucket.slices for bucket in bucket_shapes(case))
-    return _FLOAT32 * chunk, 7 * _FLOAT32 * min(chunk, owned)
+    tensors = 5 + len(case.config.optimizer.spec.states)
+    return _FLOAT32 * chunk, tensors * _FLOAT32 * min(chunk, owned)

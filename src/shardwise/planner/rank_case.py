@@ -20,14 +20,13 @@ from dataclasses import dataclass
 
 from shardwise.config import (
     DTYPE_BYTES,
-    BertConfig,
     Config,
     FamilyConfig,
     Layout,
     ModelConfig,
-    OwnConfig,
     Precision,
     Recompute,
+    shapes_of,
 )
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import LocalWidths, attention_work, block_work, head_work, matmul_parameter_count
@@ -67,8 +66,8 @@ class Case:
     @staticmethod
     def of_ranks(config: Config, layout: Layout, accelerator: bool, only: Collection[int] | None = None) -> list[Case]:
         """The cases of all pipeline ranks, or of those in `only`; empty for a model of your own."""
-        model = config.model
-        if isinstance(model, OwnConfig):
+        model = config.shapes
+        if model is None:
             return []
         local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
         precision, plan = config.precision.resolved(accelerator), stage_plan(config, layout)
@@ -124,7 +123,7 @@ class Case:
     @property
     def tokens_between(self) -> int:
         """T/s: tokens that one rank has between the cut layers."""
-        return self.tokens // self.layout.tensor if self.layout.sequence else self.tokens
+        return self.tokens // self.layout.tensor if self.layout.sequence_parallel else self.tokens
 
     @property
     def x_elements(self) -> int:
@@ -150,7 +149,7 @@ class Case:
     @property
     def predicted(self) -> int:
         """Tokens that are predicted: T, or the P·B masked ones of BERT."""
-        if not isinstance(self.model, BertConfig):
+        if not self.model.predicts_masked_tokens:
             return self.tokens
         return self.config.data.predictions(self.config.train.sequence_length) * self.config.train.micro_batch
 
@@ -197,10 +196,11 @@ def flops_per_token(
         count_masked: leave the halving out. That is the convention of PaLM (arXiv:2204.02311, appendix B) and of most
             published figures; it reports a higher utilisation for the same speed.
     """
-    if isinstance(model, OwnConfig):
+    shapes = shapes_of(model)
+    if shapes is None:
         return None
-    blocks = model.num_hidden_layers * block_work(model, sequence_length, count_masked=count_masked)
-    return 6.0 * (blocks + head_work(model, sequence_length, predictions))
+    blocks = shapes.num_hidden_layers * block_work(shapes, sequence_length, count_masked=count_masked)
+    return 6.0 * (blocks + head_work(shapes, sequence_length, predictions))
 
 
 def recomputed_flops_per_token(model: ModelConfig, sequence_length: int, recompute: Recompute) -> float | None:
@@ -208,12 +208,13 @@ def recomputed_flops_per_token(model: ModelConfig, sequence_length: int, recompu
 
     They are work of the hardware, not of the model: no part of its FLOPs or of MFU. None for a model of your own.
     """
-    if isinstance(model, OwnConfig):
+    shapes = shapes_of(model)
+    if shapes is None:
         return None
     if recompute == "none":
         return 0.0
-    core = 2.0 * model.num_hidden_layers * attention_work(model, sequence_length)
-    return core if recompute == "selective" else core + 2.0 * matmul_parameter_count(model, "token")
+    core = 2.0 * shapes.num_hidden_layers * attention_work(shapes, sequence_length)
+    return core if recompute == "selective" else core + 2.0 * matmul_parameter_count(shapes, "token")
 
 
 def model_flops_utilization(

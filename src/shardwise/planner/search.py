@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, OwnConfig, check_layout
-from shardwise.config.sections import SINGLE_STAGE, V_SHAPED, Recompute, Schedule
+from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, check_layout
+from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from shardwise.config.sections import Recompute, Schedule
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.pipeline.partition import stage_plan
@@ -86,7 +87,7 @@ class Search:
 
 def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
     """The `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values."""
-    if isinstance(config.model, OwnConfig):
+    if config.shapes is None:
         raise ConfigError(
             f"model.family ({config.model.family}) must be one whose shapes are known: a model of your own is "
             "not known before it is built"
@@ -141,7 +142,7 @@ def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
     parallel, train = config.parallel, config.train
     virtual = parallel.stages_per_rank if parallel.stages_per_rank > 1 else None
     choice = Choice(
-        layout.tensor, layout.sequence, layout.pipeline, parallel.schedule, virtual, train.micro_batch,
+        layout.tensor, layout.sequence_parallel, layout.pipeline, parallel.schedule, virtual, train.micro_batch,
         train.recompute, config.optimizer.zero,
     )  # fmt: skip
     return Plan(choice, config, layout, cluster, time, memory)
@@ -150,13 +151,12 @@ def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
 def _state_bytes(config: Config, choice: Choice, layout: Layout, cluster: Cluster) -> float:
     """At least this many bytes: of the blocks of an average pipeline rank."""
     precision = config.precision.resolved(cluster.device.is_accelerator)
-    model = config.model
-    assert not isinstance(model, OwnConfig)
+    model = config.known_shapes
     layers = max(1, model.num_hidden_layers // layout.pipeline)
-    elements = _block_elements(config.model, layout.tensor) * layers
-    moments = 2 if precision.parameter == precision.optimizer else 3
+    elements = _block_elements(model, layout.tensor) * layers
+    kept_tensors = config.optimizer.spec.kept_tensors(separate_masters=precision.parameter != precision.optimizer)
     each = DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient]
-    return elements * (each + moments * DTYPE_BYTES[precision.optimizer] / (layout.data if choice.zero else 1))
+    return elements * (each + kept_tensors * DTYPE_BYTES[precision.optimizer] / (layout.data if choice.zero else 1))
 
 
 @lru_cache(maxsize=256)
@@ -178,7 +178,7 @@ def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> M
     """
     accelerator = cluster.device.is_accelerator
     micro_batches, p = layout.accumulation(config.train), layout.pipeline
-    whole = micro_batches < 5 * p or config.parallel.schedule == "gpipe"
+    whole = micro_batches < 5 * p or SCHEDULES[config.parallel.schedule].holds_all_micro_batches
     few = micro_batches if whole else 3 * p + micro_batches % p
     if p == 1:
         few = min(micro_batches, 2)
@@ -198,9 +198,7 @@ def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> M
     return max(found, key=lambda one: one.total)
 
 
-_SCHEDULES: tuple[Schedule, ...] = (
-    "1f1b", "gpipe", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev",
-)  # fmt: skip
+_SCHEDULES = (DEFAULT_SCHEDULE, *(name for name in SCHEDULES if name != DEFAULT_SCHEDULE))
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 _MOST_IN_MICRO_BATCH = 16
 FIXABLE = (
@@ -283,8 +281,7 @@ def _shapes(
     config: Config, world: int, per_node: int, fixed: Collection[str]
 ) -> Iterator[tuple[int, bool, int, Schedule, int | None]]:
     """Tensor degree, sequence parallelism, pipeline degree, schedule and virtual stages."""
-    parallel, model = config.parallel, config.model
-    assert not isinstance(model, OwnConfig)
+    parallel, model = config.parallel, config.known_shapes
     most = per_node if "parallel.tensor" not in fixed else parallel.tensor
     tensors = [n for n in range(1, most + 1) if world % n == 0 and model.num_attention_heads % n == 0]
     if "parallel.tensor" in fixed:
@@ -303,18 +300,17 @@ def _shapes(
 
 def _schedules(config: Config, pipeline: int, fixed: Collection[str]) -> Iterator[tuple[Schedule, int | None]]:
     if pipeline == 1:
-        yield ("1f1b", None)
+        yield (DEFAULT_SCHEDULE, None)
         return
     for schedule in (config.parallel.schedule,) if "parallel.schedule" in fixed else _SCHEDULES:
-        if schedule in SINGLE_STAGE:
+        if SCHEDULES[schedule].is_single_stage:
             yield schedule, None
-        elif schedule in V_SHAPED:
+        elif SCHEDULES[schedule].is_v_shaped:
             yield schedule, 2
         elif "parallel.virtual_stages" in fixed:
             yield schedule, config.parallel.virtual_stages
         else:
-            assert not isinstance(config.model, OwnConfig)
-            layers = config.model.num_hidden_layers
+            layers = config.known_shapes.num_hidden_layers
             yield from (
                 (schedule, virtual)
                 for virtual in range(2, layers // pipeline + 1)

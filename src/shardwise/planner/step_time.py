@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
-from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, OwnConfig, Precision
+from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, Precision
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import LocalWidths, local_parameter_count
 from shardwise.optim.bucket_layout import bucket_bytes
+from shardwise.pipeline.makespan import makespan
 from shardwise.pipeline.partition import stage_plan
-from shardwise.pipeline.timeline import StageTimes, Timed, makespan, timeline
+from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
 from shardwise.planner import block_seconds, device_seconds
 from shardwise.planner.block_seconds import Parts, Program, Shape, Times
 from shardwise.planner.device_seconds import Constants, constants_of, group
@@ -105,7 +106,7 @@ def step_time(
         program: how it is computed; None: as this package does it.
         constants: None: those of the device, else those that were fitted.
     """
-    if isinstance(config.model, OwnConfig):
+    if config.shapes is None:
         return None
     c, how = constants or constants_of(cluster.device), program or ours(config, cluster)
     precision = config.precision.resolved(cluster.device.is_accelerator)
@@ -151,7 +152,7 @@ def least_time(config: Config, layout: Layout, cluster: Cluster) -> float:
     return max(busy) * micro_batches + sum(_update(config, layout, cluster, how, c, precision, works))
 
 
-def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> list[list[Timed]]:
+def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
     """What each pipeline rank does in a step, with the times that `step_time` adds up."""
     c, how = constants_of(cluster.device), ours(config, cluster)
     works = stage_works(config, layout, cluster, how, c)
@@ -163,12 +164,10 @@ def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> list[list[T
 
 def ours(config: Config, cluster: Cluster) -> Program:
     """How this package computes a step there."""
-    assert not isinstance(config.model, OwnConfig)
-    fused = config.model.attention_dropout_p == 0 or (
-        cluster.device.is_accelerator and config.train.dropout_mode == "fast"
-    )
+    model = config.known_shapes
+    fused = model.attention_dropout_p == 0 or (cluster.device.is_accelerator and config.train.dropout_mode == "fast")
     plain, rotary, gated = _KERNELS if cluster.device.is_accelerator else _OPERATORS
-    kernels = plain + (rotary if config.model.rotary_dim else 0) + (gated if config.model.gated else 0)
+    kernels = plain + (rotary if model.rotary_dim else 0) + (gated if model.gated else 0)
     return Program(fused_attention=fused, kernels=kernels, runs_ahead=cluster.device.is_accelerator)
 
 
@@ -176,8 +175,6 @@ def stage_works(
     config: Config, layout: Layout, cluster: Cluster, program: Program, constants: Constants
 ) -> list[StageWork]:
     """What each stage does, in the order of the model."""
-    model = config.model
-    assert not isinstance(model, OwnConfig)
     shape, rows = _shape(config, layout, cluster)
     block = block_seconds.block(shape, cluster.device, constants, program)
     first = block_seconds.embedding(shape, rows, cluster.device, constants, program)
@@ -191,8 +188,7 @@ def stage_works(
 
 def _shape(config: Config, layout: Layout, cluster: Cluster) -> tuple[Shape, int]:
     """The shape of the blocks on one rank, and its rows of the vocabulary."""
-    model, train = config.model, config.train
-    assert not isinstance(model, OwnConfig)
+    model, train = config.known_shapes, config.train
     local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
     precision = config.precision.resolved(cluster.device.is_accelerator)
     shape = block_seconds.shape_of(
@@ -200,7 +196,7 @@ def _shape(config: Config, layout: Layout, cluster: Cluster) -> tuple[Shape, int
         widths=(local.query, local.key_value),
         batch=train.micro_batch,
         length=train.sequence_length,
-        layout=(layout.tensor, layout.sequence, min(layout.tensor, cluster.per_node)),
+        layout=(layout.tensor, layout.sequence_parallel, min(layout.tensor, cluster.per_node)),
         dtypes=(precision.parameter, precision.gradient),
         recompute=train.recompute,
     )
@@ -235,11 +231,11 @@ def _message(
     if layout.pipeline == 1:
         return 0.0
     train, device = config.train, cluster.device
-    assert not isinstance(config.model, OwnConfig)
-    cut = layout.tensor if layout.sequence else 1
-    size = DTYPE_BYTES[precision.parameter] * train.micro_batch * train.sequence_length * config.model.hidden_size
+    cut = layout.tensor if layout.sequence_parallel else 1
+    elements = train.micro_batch * train.sequence_length * config.known_shapes.hidden_size
+    size = DTYPE_BYTES[precision.parameter] * elements
     inside = layout.tensor * layout.data * 2 <= cluster.per_node
-    if program.splits_messages and not layout.sequence and layout.tensor > 1:
+    if program.splits_messages and not layout.sequence_parallel and layout.tensor > 1:
         of = device_seconds.Group(layout.tensor, min(layout.tensor, cluster.per_node))
         sent = device_seconds.message(device, c, size / layout.tensor, inside=inside)
         return sent + device_seconds.collective(device, c, of, float(size))
@@ -279,7 +275,8 @@ def _update(
     )
     owned = elements / (layout.data if zero else 1)
     state = DTYPE_BYTES[precision.optimizer]
-    touched = owned * (6 * state + DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
+    rewritten = config.optimizer.spec.kept_tensors(separate_masters=True)  # each is read and written
+    touched = owned * (2 * rewritten * state + DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
     cleared = elements * 2 * DTYPE_BYTES[precision.gradient]
     seconds = (touched + cleared) / (device.memory_bandwidth * c.update) + c.step
     return reduced, gathered, seconds

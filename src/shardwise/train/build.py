@@ -17,7 +17,8 @@ from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.step_folders import is_damage
-from shardwise.config import Config, Layout, OwnConfig, Precision, check_layout
+from shardwise.config import Config, Layout, Precision, check_layout
+from shardwise.config.optimizers import OptimizerSpec
 from shardwise.data.formats.common import PreparedData, make_batches
 from shardwise.data.samples.streaming import StreamBatches
 from shardwise.distributed import collectives, devices
@@ -25,7 +26,6 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
 from shardwise.models.blocks import Stages
 from shardwise.models.parameter_counts import parameter_count
-from shardwise.optim.lamb import LAMB
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.build import build_stages
 from shardwise.pipeline.partition import stage_plan
@@ -42,8 +42,6 @@ from shardwise.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from shardwise.pipeline.schedule import Pipeline
-
-_MOMENTS = 2
 
 
 def build_trainer(
@@ -103,7 +101,7 @@ def build_run_trainer(run: Run, reporter: Reporter) -> Trainer:
     if reporter.parameters is not None:
         return trainer
     reporter.parameters = count_parameters(trainer.model)
-    reporter.memory = memory = state_memory(trainer.model, trainer.optimizer)
+    reporter.memory = memory = state_memory(trainer.model, trainer.optimizer, run.config.optimizer.spec)
     with raised_on_every_rank(run.mesh.world):
         if run.mesh.world.rank == 0:
             size = next(trainer.model.parameters()).itemsize + memory["optimizer"] // max(memory["parameters"], 1)
@@ -117,17 +115,19 @@ def count_parameters(model: nn.Module) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
+def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec) -> dict[str, int]:
     """Bytes by kind that stay on this rank from step to step; what a micro-batch needs in addition is not known.
 
-    `parameters` and `gradients` include the padding of flat buckets. `optimizer` is the two moments of AdamW or LAMB,
+    `parameters` and `gradients` include the padding of flat buckets. `optimizer` is the states of each element,
     which the first step makes, and the masters where their dtype is not that of the parameters.
     """
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     return {
         "parameters": frozen + sum(bucket.values.nbytes for bucket in optimizer.buckets),
         "gradients": sum(bucket.gradients.nbytes for bucket in optimizer.buckets),
-        "optimizer": sum((_MOMENTS + bucket.separate) * bucket.master.nbytes for bucket in optimizer.buckets),
+        "optimizer": sum(
+            spec.kept_tensors(separate_masters=bucket.separate) * bucket.master.nbytes for bucket in optimizer.buckets
+        ),
     }
 
 
@@ -202,12 +202,11 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
     """The schedule over the stages of this rank; None where the model is in one piece."""
     if not isinstance(model, Stages):
         return None
-    assert not isinstance(config.model, OwnConfig), "check_layout refuses it"
     from shardwise.pipeline.schedule import Pipeline  # here, as it imports torch's compiler, which is slow
 
     train = config.train
-    length = train.sequence_length // (layout.tensor if layout.sequence else 1)
-    x = torch.empty(length, train.micro_batch, config.model.hidden_size, dtype=dtype, device="meta")
+    length = train.sequence_length // (layout.tensor if layout.sequence_parallel else 1)
+    x = torch.empty(length, train.micro_batch, config.known_shapes.hidden_size, dtype=dtype, device="meta")
     return Pipeline(model, config.parallel, mesh, layout.accumulation(train), x, losses=len(config.model.objectives))
 
 
@@ -233,14 +232,14 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
 
 
 def _optimizer_class(config: Config, mesh: Mesh) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """AdamW, LAMB or the user's own class, with its arguments."""
+    """The class of the optimizer's record, or the user's own class, with its arguments."""
     if config.hooks.optimizer is not None:
         return own_optimizer(config)
-    o = config.optimizer
-    options: dict[str, Any] = {"lr": o.lr, "betas": o.betas, "eps": o.eps}
-    if o.name == "lamb":
-        return LAMB, {**options, "trust_clip": o.trust_clip}
-    return torch.optim.AdamW, {**options, "fused": devices.has_fused_adamw(mesh.device)}
+    spec = config.optimizer.spec
+    options = {key: getattr(config.optimizer, key) for key in spec.keys}
+    if spec.has_fused_kernel:
+        options["fused"] = devices.has_fused_adamw(mesh.device)
+    return spec.load_class(), options
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:

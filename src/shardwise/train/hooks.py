@@ -1,6 +1,6 @@
 """Loss, optimizer and callbacks of the user's own (`hooks.*`): what each must be, and how a run calls it.
 
-The samples of `hooks.data` are data (`data/formats/own.py`).
+The samples of `hooks.data` are data (`data/formats/user_samples.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.user_code import RAISED, accepts, error_text, load
 from shardwise.config import Config
-from shardwise.data.formats.own import load_reader
+from shardwise.data.formats.user_samples import load_reader
 from shardwise.distributed import devices
 from shardwise.launch import stop_requests
 from shardwise.layers.embedding import ParallelLMHead

@@ -17,7 +17,7 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, check_layout
 from shardwise.data.formats.common import make_evaluation
 from shardwise.data.opening import prepare
-from shardwise.data.parts import Part
+from shardwise.data.split import Part
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, join, leave

@@ -229,9 +229,10 @@ class MemoryCopies:
             yield piece.name, None, target
 
     def _state_bytes(self) -> int:
-        """Of this rank's part: masters and, as AdamW and LAMB have them, two states, which the first step makes."""
+        """Bytes of this rank's part: masters, the states, which the first step makes, and frozen parameters."""
         masters = sum(bucket.master.nbytes for bucket in self._optimizer.buckets)
-        return 3 * masters + sum(target.nbytes for _, target in self._frozen())
+        kept_tensors = self._config.optimizer.spec.kept_tensors(separate_masters=True)
+        return kept_tensors * masters + sum(target.nbytes for _, target in self._frozen())
 
     def _fits(self) -> str:
         """A digest of what a copy must share with this run: its data, which values a rank has, and their order."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import size
-from shardwise.config import Config, Layout, OwnConfig, check_layout
+from shardwise.config import Config, Layout, check_layout
+from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.planner.memory import expected_memory, memory_of_machine
 
 
@@ -66,21 +67,21 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
         return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
     micro, tensor, pipeline, world = config.train.micro_batch, layout.tensor, layout.pipeline, layout.world
-    is_own = isinstance(config.model, OwnConfig)  # it may have no recompute, and is never cut into stages
+    is_own = config.shapes is None  # it may have no recompute, and is never cut into stages
     if micro > 1:
         smaller = max(part for part in range(1, micro // 2 + 1) if micro % part == 0)
         yield f"train.micro_batch={smaller}", changed("train", micro_batch=smaller), world
     if config.train.recompute != "full" and not is_own:
         yield "train.recompute=full", changed("train", recompute="full"), world
-    if tensor > 1 and not layout.sequence:
+    if tensor > 1 and not layout.sequence_parallel:
         yield "parallel.sequence=true", changed("parallel", sequence=True), world
     if layout.data > 1 and not config.optimizer.zero:
         yield "optimizer.zero=1", changed("optimizer", zero=1), world
     if config.precision.resolved(accelerator).parameter == "float32":
         yield "precision.mode=mixed", changed("precision", mode="mixed"), world
-    if pipeline > 1 and config.parallel.schedule != "1f1b":
-        one_stage = changed("parallel", schedule="1f1b", virtual_stages=None, stages=None)
-        yield "parallel.schedule=1f1b", one_stage, world
+    if pipeline > 1 and config.parallel.schedule != DEFAULT_SCHEDULE:
+        one_stage = changed("parallel", schedule=DEFAULT_SCHEDULE, virtual_stages=None, stages=None)
+        yield f"parallel.schedule={DEFAULT_SCHEDULE}", one_stage, world
     if not is_own:
         deeper = changed("parallel", pipeline=2 * pipeline, stages=None)
         yield f"parallel.pipeline={2 * pipeline} on {2 * world} ranks", deeper, 2 * world

@@ -15,7 +15,7 @@ from shardwise.checkpoint.format.config_json import differences
 from shardwise.checkpoint.format.files_beside_weights import differ_in_tokens
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.step_folders import step_name
-from shardwise.config import Config, Layout, OwnConfig, check_layout
+from shardwise.config import Config, Layout, check_layout
 from shardwise.data.samples.streaming import StreamBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
@@ -168,8 +168,9 @@ def _begin(run: Run, trainer: Trainer, reporter: Reporter, copies: MemoryCopies 
         epochs=trainer.batches.epochs(run.config.train.steps * run.config.train.global_batch),
     )
     reporter.message(f"data: {run.data.summary}")
-    if not isinstance(run.config.model, OwnConfig) and run.config.model.ignore:
-        reporter.message(f"model.ignore: config.json is read without {listing(run.config.model.ignore)}")
+    shapes = run.config.shapes
+    if shapes is not None and shapes.ignore:
+        reporter.message(f"model.ignore: config.json is read without {listing(shapes.ignore)}")
     if run.folder.batch is not None:
         reporter.message(run.folder.batch)
     for note in run.companions.notes:

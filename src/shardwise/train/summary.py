@@ -20,13 +20,13 @@ from rich.text import Text
 from shardwise.base import units
 from shardwise.base.errors import listing
 from shardwise.base.hardware import available_memory, bfloat16_unit, peak_flops
-from shardwise.config import Config, Layout, OwnConfig, Precision, dump_yaml
+from shardwise.config import Config, Layout, Precision, dump_yaml
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import canonical_tensor_count, local_parameter_count, parameter_count
 from shardwise.pipeline import schedule_picture as picture
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.schedule_picture import MOST_ROWS, ranks_left_out, shortened
-from shardwise.pipeline.simulation import bubble, simulate
+from shardwise.pipeline.timeline import bubble, simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.planner.memory import (
     checkpoint_bytes,
@@ -89,7 +89,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         (
             "layout",
             f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {units.counted(layout.world, 'rank')}, "
-            f"sequence parallelism (SP) {'on' if layout.sequence else 'off'}, ZeRO-{config.optimizer.zero}",
+            f"sequence parallelism (SP) {'on' if layout.sequence_parallel else 'off'}, ZeRO-{config.optimizer.zero}",
         ),
         ("device", device),
         ("batch", _batch(config, layout)),
@@ -206,11 +206,9 @@ def blocks_of(stage: Stage) -> str:
 
 
 def _optimizer(config: Config) -> str:
-    if config.optimizer.name == "adamw":
-        return "AdamW"
     tensors = canonical_tensor_count(config.model)
-    which = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
-    return f"LAMB: the ranks agree on two norms of {which}, whole whatever the layout"
+    every_tensor = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
+    return config.optimizer.spec.summary.format(tensors=every_tensor)
 
 
 def _compute(config: Config) -> _Rows:
@@ -346,14 +344,14 @@ def start_rows(
     tokens = samples * train.sequence_length
     begin = f", {before:,} of them done" if before else ""
     stop = "" if end == train.steps else f", this run stops at {end:,}"
-    sequence = " + sequence" if layout.sequence else ""
+    sequence = " + sequence" if layout.sequence_parallel else ""
     roles = {"gradient": precision.gradient, "reduce": precision.reduce, "optimizer": precision.optimizer}
     others = "".join(f", {role} {dtype}" for role, dtype in roles.items() if dtype != precision.parameter)
     accelerator = not device_name.startswith("cpu")
     rank, same = _neediest(config, layout, accelerator)
     parts = ", ".join(f"{name} {units.size(size)}" for name, size in memory.items() if size)
     known = f"{_memory(sum(memory.values()), layout, same)}: {parts}"
-    if isinstance(config.model, OwnConfig):
+    if config.shapes is None:
         known = f"{parts} on each rank; activations are not known for a model of your own"
     rows = [
         ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),

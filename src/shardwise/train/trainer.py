@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from shardwise.base.errors import RunError, see
-from shardwise.config import Config, Layout, OwnConfig
+from shardwise.config import Config, Layout
 from shardwise.data.samples.batch import Batches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
@@ -126,7 +126,7 @@ class Trainer:
 
         A model of the user's own may read a parameter wherever it likes: its gathers end with the step.
         """
-        if self.mesh.device.type == "cpu" or isinstance(self.config.model, OwnConfig):
+        if self.mesh.device.type == "cpu" or self.config.shapes is None:
             return nullcontext()
         return self.optimizer.gathers.behind_forward(units(self.model), self.optimizer.buckets)
 
@@ -174,7 +174,7 @@ class Trainer:
     def _warn_of_a_mean(self, record: StepRecord) -> None:
         """Warn that a model or a loss of the user's own may return a mean: the first loss is far below a guess's."""
         model, guess = self.config.model, math.log(self.config.model.vocab_size)
-        own = f"forward of {model.family}" if isinstance(model, OwnConfig) else self.config.hooks.loss
+        own = f"forward of {model.family}" if self.config.shapes is None else self.config.hooks.loss
         if self.reporter is not None and own is not None and record.step == 1 and record.loss < guess / 10:
             self.reporter.warning(
                 f"the first loss ({record.loss:.3g}) is far below that of a guess, ln(model.vocab_size) ({guess:.3g}): "

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_name
 from shardwise.config import Config, Recompute, Schedule
-from shardwise.config.sections import SINGLE_STAGE
+from shardwise.config.schedules import SCHEDULES
 from shardwise.config.yaml import parse_value
 
 ALL = "all"
@@ -52,7 +52,7 @@ class Cell:
     @property
     def stages(self) -> int:
         """Stages of the whole pipeline, if a rank has as few as its schedule can have."""
-        return self.pipeline * (1 if self.schedule in (None, *SINGLE_STAGE) else 2)
+        return self.pipeline * (1 if self.schedule is None else SCHEDULES[self.schedule].stages_per_rank)
 
     @property
     def degrees(self) -> str:

@@ -8,15 +8,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardwise.base.errors import ConfigError, divisors
-from shardwise.config import Config, OwnConfig, check_layout, config_from
-from shardwise.config.sections import SPLIT_BACKWARD
+from shardwise.config import Config, check_layout, config_from
+from shardwise.config.schedules import SCHEDULES
 from shardwise.verify.layouts import Cell, common_batch
 
 _HEAD_WIDTH, _FEWEST_HEADS = 8, 4
 _LENGTH = 16
 _VOCABULARY = 128
 _BUCKET_MIB = 0.1
-_LR = {"adamw": 1e-3, "lamb": 1e-2}
 _END = 3
 """The token that ends a document in random text."""
 
@@ -27,14 +26,14 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
     It keeps: the family and its keys; the ratio of query to key/value heads; by which of the tensor-parallel degrees
     heads, feed-forward width and vocabulary can be divided; ties, dropout, precision, optimizer, the form of the
     schedule, a loss of the user's own, and what document ends change. It is small in width, depth, vocabulary and
-    sequence, and its warmup takes one step. The learning rate is 1e-3 (LAMB: 1e-2): steps move the losses, and the
-    differences that rounding makes, which grow with it, stay small. The masks of dropout are those of `invariant`, as
-    those of `fast` depend on the layout. A model of the user's own keeps its keys, as their meaning is not known.
+    sequence, and its warmup takes one step. The learning rate is that of the optimizer's record. The masks of dropout
+    are those of `invariant`, as those of `fast` depend on the layout. A model of the user's own keeps its keys, as
+    their meaning is not known.
     """
     degrees = sorted({cell.tensor for cell in cells} | {1})
     model, optimizer, data = config.model, config.optimizer, config.data
-    lr = _LR[optimizer.name]
-    is_own = isinstance(model, OwnConfig)
+    lr = optimizer.spec.miniature_lr
+    is_own = config.shapes is None
     length = math.lcm(_LENGTH, *degrees)
     if is_own and model.max_position_embeddings is not None:
         length = min(length, model.max_position_embeddings)
@@ -75,9 +74,9 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
 
 
 def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any]:
-    model = config.model
-    given = model.model_dump()
-    if isinstance(model, OwnConfig):
+    model = config.shapes
+    given = config.model.model_dump()
+    if model is None:
         return given
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     fewer = max(
@@ -136,7 +135,7 @@ def at(config: Config, cell: Cell) -> Config:
     parallel: dict[str, Any] = {"tensor": cell.tensor, "sequence": cell.sequence, "pipeline": cell.pipeline}
     if cell.schedule is not None:
         parallel["schedule"] = cell.schedule
-    if cell.schedule in SPLIT_BACKWARD:
+    if cell.schedule is not None and SCHEDULES[cell.schedule].splits_backward:
         parallel["tensor_overlap"] = None  # they exclude each other
     elif config.parallel.tensor_overlap == "symmetric_memory" and (cell.device == "cpu" or not cell.sequence):
         parallel["tensor_overlap"] = "pieces"

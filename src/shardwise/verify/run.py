@@ -1,13 +1,12 @@
-"""A verification: the reference in this process, then the ranks of each layout.
-
-What a verification found.
-"""
+"""A verification: the reference in this process, then the ranks of each layout, compared with the reference."""
 
 from __future__ import annotations
 
 import itertools
+import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,94 @@ import torch
 
 from shardwise.base.errors import RunError, ShardwiseError
 from shardwise.config import Config
-from shardwise.launch.local import EndedError, LaunchError, launch
-from shardwise.verify.job import Checkpoint, Job, Result
+from shardwise.distributed import collectives, devices
 from shardwise.verify.layouts import Cell
-from shardwise.verify.measure import Reference, continued, loss_difference, train_reference
+from shardwise.verify.measure import Reference, continued, loss_difference, measure, train_reference
+from shardwise.verify.rank_calls import call_on_ranks, process_group
 from shardwise.verify.tolerance import Differences, Tolerance
+
+CLEAR_LINE = "\r\x1b[2K"
+"""Control sequence by which a terminal clears the line of progress."""
+_TIMEOUT = 120.0
+"""Seconds after which a collective fails that a rank never calls: steps of a miniature take less than one."""
+_LINE_WIDTH = 79
+
+
+@dataclass(frozen=True)
+class MiddleCheckpoint:
+    """A checkpoint of the middle of a training.
+
+    Attributes:
+        folder: folder of the checkpoint.
+        layout: name of the layout that saved it.
+    """
+
+    folder: Path
+    layout: str
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """A cell's result, as its ranks found it.
+
+    Attributes:
+        differences: largest differences from the reference.
+        checkpoint: checkpoint that the cell's ranks saved.
+        source: name of the layout whose checkpoint they read.
+        seconds: duration of both trainings of the cell.
+    """
+
+    differences: Differences
+    checkpoint: MiddleCheckpoint
+    source: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CellOutcome:
+    """A cell's result and its judgement.
+
+    Attributes:
+        cell: layout that was trained.
+        differences: largest differences from the reference; None if the cell failed.
+        problems: breaches of the contract, or the reason why the cell failed.
+        source: name of the layout whose checkpoint was read.
+        seconds: duration of both trainings of the cell.
+    """
+
+    cell: Cell
+    differences: Differences | None
+    problems: Sequence[str]
+    source: str | None = None
+    seconds: float = 0.0
+
+    def facts(self) -> dict[str, Any]:
+        """Return all fields, for JSON."""
+        return {
+            **self.cell.facts(),
+            **(asdict(self.differences) if self.differences is not None else {}),
+            "problems": [*self.problems],
+            "source": self.source,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome of a whole verification.
+
+    Attributes:
+        losses: losses of the reference.
+        outcomes: outcomes of all layouts, then of one process that read the last layout's checkpoint.
+    """
+
+    losses: Sequence[float]
+    outcomes: Sequence[CellOutcome]
+
+    @property
+    def broken(self) -> list[CellOutcome]:
+        """Outcomes that broke the contract, or failed."""
+        return [outcome for outcome in self.outcomes if outcome.problems]
 
 
 def verify(config: Config, cells: Sequence[Cell], folder: Path) -> Verification:
@@ -35,90 +117,83 @@ def verify(config: Config, cells: Sequence[Cell], folder: Path) -> Verification:
     torch.set_num_threads(1)
     first = Cell(device=cells[0].device)
     try:
-        one_process = Checkpoint(str(train_reference(config, first, folder)), first.name)
+        one_process = MiddleCheckpoint(train_reference(config, first, folder), first.name)
     except ShardwiseError:
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         raise RunError(f"one process on {first.device}, the reference, cannot be trained: {text}") from error
     losses = Reference.load(folder).losses
-    outcomes: list[Outcome] = []
+    tolerance = Tolerance.of(config)
+    outcomes: list[CellOutcome] = []
     source = one_process
     for _, group in itertools.groupby(cells, key=lambda cell: (cell.device, cell.ranks)):
         pending = list(group)
         while pending:
-            Job(config.model_dump(mode="json"), pending, source, one_process, len(outcomes), len(cells)).write(folder)
-            failure = _launch(folder, pending[0].ranks)
-            results = Result.read_all(folder)
+            progress = (len(outcomes), len(cells))
+            call = (config, pending, folder, source, one_process, progress)
+            answer = call_on_ranks(measure_cells, *call, ranks=pending[0].ranks, folder=folder)
+            results: list[CellResult] = answer.values
             for cell, result in zip(pending, results, strict=False):
-                problems = result.differences.problems(Tolerance.of(config), result.source)
-                outcomes.append(Outcome(cell, result.differences, problems, result.source, result.seconds))
+                problems = result.differences.problems(tolerance, result.source)
+                outcomes.append(CellOutcome(cell, result.differences, problems, result.source, result.seconds))
                 source = one_process if problems else result.checkpoint
-            done = len(results)
-            if done < len(pending):
-                outcomes.append(Outcome(pending[done], None, (failure or "the ranks ended without a result",)))
-                source, done = one_process, done + 1
-            pending = pending[done:]
+            pending = pending[len(results) :]
+            if pending:
+                reason = "the ranks ended without a result" if answer.failure is None else str(answer.failure)
+                outcomes.append(CellOutcome(pending[0], None, (reason,)))
+                source = one_process
+                pending = pending[1:]
     return Verification(losses, [*outcomes, _read_back(config, first, source, losses)])
 
 
-def _launch(folder: Path, ranks: int) -> str | None:
-    """Run the folder's job on new processes; returns why it failed, if it did."""
-    try:
-        launch([sys.executable, "-P", "-m", "shardwise.verify.worker", str(folder)], ranks, folder)
-    except EndedError:
-        raise  # the user's signal
-    except LaunchError as error:
-        return str(error)
-    return None
+def measure_cells(
+    config: Config,
+    cells: Sequence[Cell],
+    folder: Path,
+    source: MiddleCheckpoint,
+    one_process: MiddleCheckpoint,
+    progress: tuple[int, int],
+) -> Iterator[CellResult]:
+    """Train each cell on this rank; yield its result. All cells have one device and number of ranks. Collective.
 
+    A cell that fails ends all ranks: the process that started them knows by the missing result which cell it was.
 
-def _read_back(config: Config, cell: Cell, source: Checkpoint, losses: Sequence[float]) -> Outcome:
-    """One process continues from the last layout's checkpoint."""
-    differences = Differences(0.0, 0.0, 0.0, loss_difference(continued(config, cell, Path(source.folder)), losses))
-    return Outcome(cell, differences, differences.problems(Tolerance.of(config), source.of), source.of)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What was found of one cell.
-
-    Attributes:
-        differences: None of a cell that failed.
-        problems: what breaks the contract, or why the cell failed.
-        source: whose checkpoint was read.
+    Args:
+        config: configuration of the miniature.
+        cells: layouts to train.
+        folder: folder of the verification.
+        source: checkpoint that the first cell reads; each later cell reads the checkpoint of the cell before it.
+        one_process: checkpoint of the reference, which is read after a cell that broke the contract.
+        progress: number of cells before these, and of all cells of the verification.
     """
+    device = torch.device("cpu") if cells[0].device == "cpu" else devices.local_device()
+    tolerance = Tolerance.of(config)
+    done, total = progress
+    with process_group(device, _TIMEOUT) as world:
+        for number, cell in enumerate(cells, start=done):
+            if world.rank == 0:
+                _show(f"layout {number + 1} of {total}: {cell.name}")
+            start = time.perf_counter()
+            differences, saved = measure(config, cell, folder, source.folder, folder / f"layout-{number}")
+            checkpoint = MiddleCheckpoint(saved, cell.name)
+            yield CellResult(differences, checkpoint, source.layout, time.perf_counter() - start)
+            if world.rank == 0 and source != one_process:
+                shutil.rmtree(source.folder.parent)  # small, but there may be hundreds
+            source = one_process if differences.problems(tolerance, source.layout) else checkpoint
+            collectives.barrier(world)
 
-    cell: Cell
-    differences: Differences | None
-    problems: Sequence[str]
-    source: str | None = None
-    seconds: float = 0.0
 
-    def facts(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        return {
-            **self.cell.facts(),
-            **(asdict(self.differences) if self.differences is not None else {}),
-            "problems": [*self.problems],
-            "source": self.source,
-            "seconds": round(self.seconds, 3),
-        }
+def _show(text: str) -> None:
+    """Replace the line of progress, if standard error is a terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"{CLEAR_LINE}{text[:_LINE_WIDTH]}")
+        sys.stderr.flush()
 
 
-@dataclass(frozen=True)
-class Verification:
-    """What was found of all.
-
-    Attributes:
-        losses: of the reference.
-        outcomes: of all layouts, then of one process that read the last layout's checkpoint.
-    """
-
-    losses: Sequence[float]
-    outcomes: Sequence[Outcome]
-
-    @property
-    def broken(self) -> list[Outcome]:
-        """Those that broke the contract, or failed."""
-        return [outcome for outcome in self.outcomes if outcome.problems]
+def _read_back(config: Config, cell: Cell, source: MiddleCheckpoint, losses: Sequence[float]) -> CellOutcome:
+    """Let one process continue from the last layout's checkpoint."""
+    later_losses = continued(config, cell, source.folder)
+    differences = Differences(0.0, 0.0, 0.0, loss_difference(later_losses, losses))
+    problems = differences.problems(Tolerance.of(config), source.layout)
+    return CellOutcome(cell, differences, problems, source.layout)

@@ -13,7 +13,7 @@ from shardwise.planner.device_seconds import constants_of
 from shardwise.planner.device_specs import Cluster, Device, dump, figure, load_device, parse_device
 from shardwise.planner.step_time import step_time
 from shardwise.verify.calibration.fit import device_file, rows
-from shardwise.verify.calibration.probes import PRODUCTS, Found, probes, undisturbed
+from shardwise.verify.calibration.probes import PRODUCTS, Measurements, probes, undisturbed
 
 DAY = datetime.date(2026, 1, 2)
 
@@ -25,7 +25,7 @@ def machine() -> Device:
     return replace(cpu, constants=tuple(figures.items()))
 
 
-def found(device: Device, ranks: int) -> Found:
+def found(device: Device, ranks: int) -> Measurements:
     """What that machine would measure."""
     constants = constants_of(device)
     seconds = []
@@ -36,7 +36,7 @@ def found(device: Device, ranks: int) -> Found:
     products = [device_seconds.matmul(device, constants, device.float32, *shape) + constants.host for shape in PRODUCTS]
     link = device.node
     sums = [(size, 2 * (size / 2 / link.bandwidth + link.latency)) for size in (64.0, 2.0**24)]
-    return Found(
+    return Measurements(
         "a processor", "cpu", "2.13.0", 1, ranks, device.memory, 1, PRODUCTS,
         {"float32": products, "bfloat16": products}, (2.0**29, 2.0**29 / device.memory_bandwidth), constants.host,
         sums if ranks > 1 else [], seconds, [],

@@ -14,7 +14,7 @@ from shardwise.checkpoint.companion_files import Companions, find_companions
 from shardwise.checkpoint.export_model import model_files
 from shardwise.checkpoint.format.files_beside_weights import files_beside_weights
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, OwnConfig, load_config
+from shardwise.config import Config, UserModelConfig, load_config
 from shardwise.data import hub
 from shardwise.data.cache import tokenizer_digest
 from shardwise.data.hub import BESIDE_WEIGHTS
@@ -100,7 +100,7 @@ def test_fault_09_what_is_a_key_of_the_model_stays_the_models() -> None:
     ids = Companions({"pad_token_id": 7, "sep_token_id": 5, "eos_token_id": [2, 3]})
     bert = json.loads(model_files(load_config("bert-tiny").model, torch.float32, None, ids)["config.json"])
     assert (bert["pad_token_id"], bert["sep_token_id"]) == (0, 5)
-    own = OwnConfig(family="package.module:Class", vocab_size=9)
+    own = UserModelConfig(family="package.module:Class", vocab_size=9)
     assert json.loads(model_files(own, torch.float32, None, ids)["config.json"]).keys() == {
         *own.model_dump(), "torch_dtype", "bos_token_id", "eos_token_id",
     }  # fmt: skip

@@ -17,7 +17,7 @@ from shardwise.checkpoint.format.config_json import ModelDifferences, difference
 from shardwise.checkpoint.format.files_beside_weights import differ_in_tokens
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import FamilyConfig, OwnConfig, config_from, load_config, model_from
+from shardwise.config import FamilyConfig, UserModelConfig, config_from, load_config, model_from
 from shardwise.config.load import load_with
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.build import build_model
@@ -451,7 +451,7 @@ class Own(nn.Module):
 
 
 def test_a_model_of_ones_own_has_its_own_names(tmp_path: Path) -> None:
-    config = OwnConfig(family="my.package:Own", vocab_size=5, width=4)
+    config = UserModelConfig(family="my.package:Own", vocab_size=5, width=4)
     mesh, model, again = Mesh(device="cpu"), Own(), Own()
     export_hugging_face(model, config, mesh, tmp_path / "own")
     assert set(load_file(tmp_path / "own/model.safetensors")) == {"embedding.weight"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.entry import main
-from shardwise.config import Config, OwnConfig, check_layout, dump_yaml, load_config
+from shardwise.config import Config, UserModelConfig, check_layout, dump_yaml, load_config
 from shardwise.planner.device_specs import Cluster, load_device
 from shardwise.planner.step_time import step_time
 from shardwise.runs.folder import JsonLines, RunDirectory
@@ -96,7 +96,7 @@ def recorded(path: Path, config: Config, *, steps: int, parts: bool = True) -> P
 
 def test_a_run_that_recorded_too_little_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = load_config("llama2-tiny")
-    own = tiny.model_copy(update={"model": OwnConfig(family="mine:Model", vocab_size=300)})
+    own = tiny.model_copy(update={"model": UserModelConfig(family="mine:Model", vocab_size=300)})
     bare = recorded(tmp_path / "bare", tiny, steps=5)
     (bare / "config.yaml").unlink()
     for run, text in (

@@ -10,7 +10,7 @@ from shardwise.cli.verify import Verified
 from shardwise.config import load_config
 from shardwise.verify.layouts import Cell, candidates, parse_layouts
 from shardwise.verify.miniature import miniature
-from shardwise.verify.run import Outcome, Verification
+from shardwise.verify.run import CellOutcome, Verification
 from shardwise.verify.tolerance import Differences
 
 EXACT = Differences(0.0, 9.8e-8, 4.1e-7, 1e-7, "w", "g")
@@ -78,11 +78,15 @@ def verified(*layouts: str, failing: int = 0) -> Verified:
     recipe = load_config("gpt3-23b")
     cells = candidates(recipe, "cpu", 8, parse_layouts(layouts))
     config = miniature(recipe, cells, 4, has_accelerator=False)
-    outcomes = [Outcome(cell, EXACT, ()) for cell in cells]
+    outcomes = [CellOutcome(cell, EXACT, ()) for cell in cells]
     if failing:
-        outcomes[:failing] = [Outcome(cell, EXACT, ("the losses differ by 1.0e-03",)) for cell in cells[:failing]]
-        outcomes[0] = Outcome(cells[0], None, ("rank 1 failed: RuntimeError: broken\ntraceback: /tmp/rank-0001.log",))
-    return Verified("gpt3-23b", recipe, config, Verification((5.0, 4.9), [*outcomes, Outcome(Cell(), EXACT, ())]), ())
+        outcomes[:failing] = [CellOutcome(cell, EXACT, ("the losses differ by 1.0e-03",)) for cell in cells[:failing]]
+        outcomes[0] = CellOutcome(
+            cells[0], None, ("rank 1 failed: RuntimeError: broken\ntraceback: /tmp/rank-0001.log",)
+        )
+    return Verified(
+        "gpt3-23b", recipe, config, Verification((5.0, 4.9), [*outcomes, CellOutcome(Cell(), EXACT, ())]), ()
+    )
 
 
 @pytest.mark.parametrize("layouts", [(), ("all",)])

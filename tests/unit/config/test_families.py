@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import Config, ModelConfig, OwnConfig, check_layout, config_from, dump_yaml, parse_yaml
+from shardwise.config import Config, ModelConfig, UserModelConfig, check_layout, config_from, dump_yaml, parse_yaml
 
 SIZES = {
     "vocab_size": 512,
@@ -42,7 +42,7 @@ def problems(model: dict[str, Any], world: int = 1, **sections: dict[str, Any]) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_families_answer_the_same_questions(family: str) -> None:
     model = model_of(family)
-    assert not isinstance(model, OwnConfig)
+    assert not isinstance(model, UserModelConfig)
     head_dim = 128 if family == "qwen3" else 16
     assert (model.num_key_value_heads, model.head_dim) == (4, head_dim)
     assert model.rotary_dim == (head_dim if family in LLAMAS else 4 if family == "gpt_neox" else 0)
@@ -72,7 +72,7 @@ def test_all_families_answer_the_same_questions(family: str) -> None:
 )
 def test_dropout_of_each_site(family: str, changes: dict[str, float], dropout: tuple[float, ...]) -> None:
     model = model_of(family, **changes)
-    assert not isinstance(model, OwnConfig)
+    assert not isinstance(model, UserModelConfig)
     sites = (model.embedding_dropout_p, model.hidden_dropout_p, model.attention_dropout_p, model.ffn_dropout_p)
     assert sites == dropout
     assert model.has_dropout
@@ -81,7 +81,7 @@ def test_dropout_of_each_site(family: str, changes: dict[str, float], dropout: t
 
 def test_every_fourth_block_of_smollm3_has_no_rotary_positions() -> None:
     every_fourth = model_of("smollm3", num_hidden_layers=6)
-    assert not isinstance(every_fourth, OwnConfig)
+    assert not isinstance(every_fourth, UserModelConfig)
     assert [every_fourth.rotates(layer) for layer in range(6)] == [True, True, True, False, True, True]
     assert model_of("smollm3", num_hidden_layers=6, no_rope_layers=[1, 1, 1, 0, 1, 1, 0, 1]) == every_fourth
     assert model_of("smollm3", num_hidden_layers=6, no_rope_layers=None) == every_fourth
@@ -161,7 +161,7 @@ def test_a_missing_family_is_named() -> None:
 
 def test_own_models_keep_their_keys() -> None:
     config = config_of({**OWN, "depth": 3, "nested": {"width": 5}})
-    assert isinstance(config.model, OwnConfig)
+    assert isinstance(config.model, UserModelConfig)
     assert config.model.model_dump()["nested"] == {"width": 5}
     assert (config.model.objectives, config.model.causal, config.model.has_dropout) == (("lm",), True, False)
     assert config_from(parse_yaml(dump_yaml(config.model_dump()), "test")) == config

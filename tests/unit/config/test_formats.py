@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config.hugging_face import from_hugging_face
-from shardwise.config.hugging_face_fields import FORMATS, status
+from shardwise.config.hugging_face import families_by_model_type, from_hugging_face, status
+
+FAMILIES = families_by_model_type()
 
 NEUTRAL: dict[str, dict[str, Any]] = {
     "mistral": {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False, "scale_attn_weights": True},
@@ -25,7 +26,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", NEUTRAL)
 def test_fault_08_a_field_of_another_family_that_is_unused_means_nothing(kind: str) -> None:
-    plain = {"model_type": kind} | dict.fromkeys(FORMATS[kind].absent)
+    plain = {"model_type": kind} | dict.fromkeys(FAMILIES[kind].config_file.absent)
     assert from_hugging_face(plain | NEUTRAL[kind], "config.json") == from_hugging_face(plain, "config.json")
 
 
@@ -63,4 +64,4 @@ def test_fault_08_a_field_that_only_another_family_reads_can_be_left_out(kind: s
     ],
 )
 def test_fault_08_the_status_of_a_field_is_its_familys(kind: str, name: str, value: Any, expected: str) -> None:
-    assert status(name, value, FORMATS[kind]) == expected
+    assert status(name, value, FAMILIES[kind]) == expected

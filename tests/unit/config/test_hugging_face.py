@@ -10,9 +10,13 @@ import pytest
 import transformers
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.config import FamilyConfig, OwnConfig, config_from, load_config
-from shardwise.config.hugging_face import from_hugging_face, read_hugging_face, to_hugging_face
-from shardwise.config.hugging_face_fields import FORMATS
+from shardwise.config import FamilyConfig, UserModelConfig, config_from, load_config
+from shardwise.config.hugging_face import (
+    families_by_model_type,
+    from_hugging_face,
+    read_hugging_face,
+    to_hugging_face,
+)
 from shardwise.config.load import apply_overrides
 from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, LLAMA3_1_8B, MISTRAL_7B, PYTHIA_6_9B, QWEN2_5_7B, SMOLLM3_3B
 
@@ -45,12 +49,12 @@ ROPE_SCALINGS: list[dict[str, Any]] = [
 ]
 
 
-KINDS = listing(FORMATS, "or")
+KINDS = listing(families_by_model_type(), "or")
 
 
 def model_of(values: dict[str, Any]) -> FamilyConfig:
     model = config_from({"model": from_hugging_face(values, "config.json"), **REST}).model
-    assert not isinstance(model, OwnConfig)
+    assert not isinstance(model, UserModelConfig)
     return model
 
 
@@ -337,7 +341,7 @@ def test_what_is_not_supported(values: dict[str, Any], problem: str) -> None:
     assert problems(values) == [problem]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", families_by_model_type())
 def test_fault_08_notes_of_a_published_file_mean_nothing(kind: str) -> None:
     """Names, tools, text generation, kernels and other heads; all by their kinds."""
     notes = {
@@ -347,7 +351,7 @@ def test_fault_08_notes_of_a_published_file_mean_nothing(kind: str) -> None:
         "mask_token_id": 4, "min_p": 0.1, "summary_type": "cls_index", "use_flash_attn": True, "xla_device": True,
         "embedding_multiplier": 1, "num_local_experts": None,
     }  # fmt: skip
-    plain = {"model_type": kind} | dict.fromkeys(FORMATS[kind].absent)
+    plain = {"model_type": kind} | dict.fromkeys(families_by_model_type()[kind].config_file.absent)
     assert from_hugging_face(plain | notes, "config.json") == from_hugging_face(plain, "config.json")
 
 

@@ -30,7 +30,7 @@ def test_what_fits(world: int, overrides: list[str], data: int, accumulation: in
 
 def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None:
     config = load_config("llama2-tiny", ["parallel.sequence=true", "train.sequence_length=63"])
-    assert check_layout(config, 1).sequence is False
+    assert check_layout(config, 1).sequence_parallel is False
 
 
 @pytest.mark.parametrize(

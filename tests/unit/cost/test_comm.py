@@ -77,7 +77,7 @@ def test_sequence_parallelism() -> None:
     gathered = n * HIDDEN * (2 * L + 1 + 2 * L + 1)  # inputs, head, outputs' gradients, embedding's gradient
     scattered = n * HIDDEN * (1 + 2 * L + 1 + 2 * L)  # embedding, outputs, head's gradient, inputs' gradients
     norms = 4 * (2 * L + 1) * H
-    assert wire_bytes(step_transfers(config(), Layout(2, tensor=2, sequence=True))) == {
+    assert wire_bytes(step_transfers(config(), Layout(2, tensor=2, sequence_parallel=True))) == {
         ("tp", "broadcast"): n * SAMPLES / 2,
         ("tp", "all_gather"): gathered / 2,
         ("tp", "reduce_scatter"): scattered / 2,
@@ -87,7 +87,7 @@ def test_sequence_parallelism() -> None:
 
 
 def test_row_biases_are_partial_under_sequence_parallelism_only() -> None:
-    layout = Layout(2, tensor=2, sequence=True)
+    layout = Layout(2, tensor=2, sequence_parallel=True)
     biased = config(attention_bias=True, mlp_bias=True)
     key = ("tp", "all_reduce")
     assert sent(biased, layout)[key] - sent(config(), layout)[key] == 4 * 2 * L * H
@@ -113,7 +113,7 @@ def test_the_slices_partial_gradients_add_up(sequence: bool, bucket_mib: float) 
     expected = {"tp/2": 4 * L * 2 * (H // HEADS) * (H + 1)} | ({"tp": 4 * (3 * L + 1) * H} if sequence else {})
     found = dict.fromkeys(expected, 0)
     for rank in range(4):
-        transfers = step_transfers(chosen, Layout(16, tensor=4, sequence=sequence), data_rank=rank)
+        transfers = step_transfers(chosen, Layout(16, tensor=4, sequence_parallel=sequence), data_rank=rank)
         assert transfers is not None
         for one in transfers:
             if one.what == "partial gradients":
@@ -166,7 +166,7 @@ def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float | None,
 
 
 def test_evaluation_goes_forward_only() -> None:
-    layout = Layout(2, tensor=2, sequence=True)
+    layout = Layout(2, tensor=2, sequence_parallel=True)
     assert wire_bytes(evaluation_transfers(config(), layout)) == {
         ("tp", "broadcast"): 4 * SAMPLES / 2,
         ("tp", "all_gather"): 4 * HIDDEN * (2 * L + 1) / 2,
@@ -178,7 +178,7 @@ def test_evaluation_goes_forward_only() -> None:
 # ---- what the families do otherwise
 
 OUTPUTS, INPUTS = "outputs of attention and MLP", "inputs of attention and MLP"
-SEQUENCE = Layout(2, tensor=2, sequence=True)
+SEQUENCE = Layout(2, tensor=2, sequence_parallel=True)
 
 
 def test_a_parallel_residual_leaves_once_unless_each_part_is_dropped() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.config import BertConfig, GPTConfig, LlamaConfig, OwnConfig
+from shardwise.config import BertConfig, GPTConfig, LlamaConfig, UserModelConfig
 from shardwise.models.parameter_counts import matmul_parameter_count
 from shardwise.planner.rank_case import flops_per_token, model_flops_utilization, recomputed_flops_per_token
 
@@ -25,7 +25,7 @@ BERT_LARGE = BertConfig(
     num_hidden_layers=24,
     num_attention_heads=16,
 )
-OWN = OwnConfig(family="package.module:Own", vocab_size=50)
+OWN = UserModelConfig(family="package.module:Own", vocab_size=50)
 
 
 def test_matmuls_and_causal_attention() -> None:

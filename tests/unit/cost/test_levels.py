@@ -10,10 +10,12 @@ import pytest
 
 from shardwise.config import ParallelConfig, Recompute, Schedule
 from shardwise.config.rules import fits_schedule
+from shardwise.config.schedules import interleaving_rounds
 from shardwise.config.stages import rank_of
-from shardwise.pipeline import timeline as timing
-from shardwise.pipeline.action_order import Action, Kind, action_order, rounds
-from shardwise.pipeline.timeline import StageTimes, makespan, passes_of, program, timeline
+from shardwise.pipeline import makespan as levels
+from shardwise.pipeline.action_order import Action, ActionKind, action_order
+from shardwise.pipeline.makespan import makespan, pass_levels, program
+from shardwise.pipeline.timeline import StageTimes, timeline
 
 SCHEDULES: list[Schedule] = ["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]
 MANY = 13  # ranks, for which 1F1B is simulated by levels too
@@ -26,12 +28,12 @@ def parallel_of(schedule: Schedule, degree: int, virtual: int) -> ParallelConfig
 
 def by_level(parallel: ParallelConfig, m: int) -> list[list[Action]]:
     """The passes of each rank in the order of their levels, without weights' gradients that are computed apart."""
-    found = passes_of(parallel, m, m // rounds(parallel.pipeline, m))
+    found = pass_levels(parallel, m, m // interleaving_rounds(parallel.pipeline, m))
     placed: dict[int, dict[int, Action]] = defaultdict(dict)
     for stage in range(parallel.pipeline * parallel.stages_per_rank):
         row = placed[rank_of(parallel, stage)]
         for k in range(m):
-            kind: Kind = "input" if found.split[stage, k] else "backward"
+            kind: ActionKind = "input" if found.split[stage, k] else "backward"
             for level, action in (
                 (found.forward[stage, k], Action("forward", stage, k)),
                 (found.backward[stage, k], Action(kind, stage, k)),
@@ -77,8 +79,7 @@ def test_a_step_ends_when_its_last_action_does(schedule: Schedule) -> None:
     recompute: Recompute
     for number, (parallel, m, stages, message) in enumerate(cases(schedule, 60)):
         recompute = "full" if number % 4 == 0 else "none"
-        rows = timeline(parallel, m, stages, message, recompute)
-        whole = max(row[-1].end for row in rows)
+        whole = timeline(parallel, m, stages, message, recompute).makespan
         found = makespan(parallel, m, stages, message, recompute)
         assert found == pytest.approx(whole, rel=1e-12), (parallel, m, stages, message, recompute)
 
@@ -89,21 +90,21 @@ def test_a_long_step_is_not_simulated_whole_once_it_repeats_itself(
 ) -> None:
     degree = MANY if schedule == "1f1b" else 4
     parallel, done = parallel_of(schedule, degree, 3), [0]
-    run = timing._Levels._run
+    run = levels._LevelSimulation._run
 
-    def counted(self: timing._Levels, levels: range) -> None:
-        done[0] += len(levels)
-        run(self, levels)
+    def counted(self: levels._LevelSimulation, run_levels: range) -> None:
+        done[0] += len(run_levels)
+        run(self, run_levels)
 
-    monkeypatch.setattr(timing._Levels, "_run", counted)
+    monkeypatch.setattr(levels._LevelSimulation, "_run", counted)
     stages = (StageTimes(1.0, 2.1, 0.9),) * (degree * parallel.stages_per_rank)
     found = makespan(parallel, 4_000, stages, 0.05, "none")
     assert 0 < done[0] < 1_000
-    assert found == pytest.approx(max(row[-1].end for row in timeline(parallel, 4_000, stages, 0.05, "none")))
+    assert found == pytest.approx(timeline(parallel, 4_000, stages, 0.05, "none").makespan)
     # A rank that is slower by little is waited for late, so the step repeats itself late.
     slow = (StageTimes(1.0, 2.101, 0.9), *stages[1:])
     found = makespan(parallel, 400, slow, 0.05, "none")
-    assert found == pytest.approx(max(row[-1].end for row in timeline(parallel, 400, slow, 0.05, "none")), rel=1e-12)
+    assert found == pytest.approx(timeline(parallel, 400, slow, 0.05, "none").makespan, rel=1e-12)
 
 
 def test_a_program_of_many_micro_batches_is_no_larger() -> None:

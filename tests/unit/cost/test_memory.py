@@ -211,7 +211,7 @@ def test_the_peak_is_the_largest_of_all_moments(model: str, recompute: str) -> N
 def test_sequence_parallelism_divides_what_lies_between_the_blocks() -> None:
     chosen = config(num_attention_heads=4)
     tensor = estimate(chosen, Layout(4, tensor=4)).activations
-    sequence = estimate(chosen, Layout(4, tensor=4, sequence=True)).activations
+    sequence = estimate(chosen, Layout(4, tensor=4, sequence_parallel=True)).activations
     tokens, norms = 128, 7
     between = norms * tokens * (64 * 4 + 4) + tokens * 64 * 4  # norms' inputs and 1/rms; the output
     assert tensor - sequence == between * 3 // 4

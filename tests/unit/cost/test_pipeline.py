@@ -16,7 +16,7 @@ from shardwise.models.parameter_counts import local_parameter_count, local_param
 from shardwise.pipeline.action_order import action_order, in_one_pass
 from shardwise.pipeline.in_flight import Pass, peak
 from shardwise.pipeline.partition import stage_plan
-from shardwise.pipeline.simulation import simulate
+from shardwise.pipeline.timeline import simulate
 from shardwise.planner.communication import evaluation_transfers, step_transfers, wire_bytes
 from shardwise.planner.memory import (
     MemoryEstimate,

@@ -7,13 +7,13 @@ import pytest
 
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.rules import fits_schedule
-from shardwise.pipeline.simulation import Simulation, bubble, simulate
+from shardwise.pipeline.timeline import Timeline, bubble, simulate
 
 MICRO_BATCHES = range(1, 13)
 ALL: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
 
 
-def simulated(micro_batches: int, **parallel: Any) -> tuple[ParallelConfig, Simulation]:
+def simulated(micro_batches: int, **parallel: Any) -> tuple[ParallelConfig, Timeline]:
     config = ParallelConfig(**parallel)
     return config, simulate(config, micro_batches)
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
-from shardwise.pipeline.simulation import simulate
-from shardwise.pipeline.timeline import StageTimes, makespan, timeline
+from shardwise.pipeline.makespan import makespan
+from shardwise.pipeline.timeline import StageTimes, simulate, timeline
 from shardwise.planner.block_seconds import Program
 from shardwise.planner.device_seconds import Group, collective, fitted, group, matmul
 from shardwise.planner.device_specs import cluster, load_device
@@ -67,7 +67,7 @@ def test_the_steady_middle_is_repeated_exactly(schedule: str, virtual: int | Non
     parallel = ParallelConfig(pipeline=8, schedule=schedule, virtual_stages=virtual)  # type: ignore[arg-type]
     count = 8 * (virtual or 1)
     stages = tuple(StageTimes(1 + 0.1 * (one == count - 1), 2.2, 0.9) for one in range(count))
-    rows = timeline(parallel, 512, stages, 0.05, "none")
+    rows = timeline(parallel, 512, stages, 0.05, "none").ranks
     whole = max(row[-1].end for row in rows)
     assert makespan(parallel, 512, stages, 0.05, "none") == pytest.approx(whole, rel=1e-12)
     assert all(a.end <= b.start for row in rows for a, b in pairwise(row))
@@ -197,7 +197,7 @@ def test_collectives_take_what_nccl_was_measured_to_take() -> None:
 def test_1f1b_ends_when_its_actions_do(p: int, more: int, times: list[tuple[float, float]], message: float) -> None:
     parallel = ParallelConfig(pipeline=p)
     stages = tuple(StageTimes(ahead, back, back / 2) for ahead, back in times[:p])
-    rows = timeline(parallel, p + more, stages, message, "none")
+    rows = timeline(parallel, p + more, stages, message, "none").ranks
     whole = max(row[-1].end for row in rows)
     assert makespan(parallel, p + more, stages, message, "none") == pytest.approx(whole)
 
@@ -222,6 +222,6 @@ def test_published_runs_are_computed_as_their_programs_do() -> None:
     assert late.config.precision.gradient != "bfloat16"
     llama = one("aws-neuron", model="llama2-7b", pp="1")
     assert llama.layout is not None
-    assert llama.layout.sequence
+    assert llama.layout.sequence_parallel
     assert one("vTrain").program.splits_messages
     assert one("vTrain").program.runs_ahead

@@ -12,8 +12,8 @@ from shardwise.config import Config, config_from
 from shardwise.data import hub
 from shardwise.data.formats import stream as stream_data
 from shardwise.data.opening import Glance, glance, inspect, prepare
-from shardwise.data.reading.megatron import IndexedWriter
-from shardwise.data.reading.sources import open_source
+from shardwise.data.reading.megatron_files import IndexedWriter
+from shardwise.data.reading.text_sources import open_source
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.dist.training import FAMILIES
 from tests.unit.data import hdf5_shards

@@ -138,7 +138,7 @@ def test_a_collective_that_fails_is_told_without_a_traceback(monkeypatch: pytest
     def launch(command: list[str], _nproc: int, folder: Path) -> None:
         raise RunError(f"rank 1 failed: RuntimeError: connection refused\ntraceback: {folder}/logs/rank-0001.log")
 
-    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    monkeypatch.setattr("shardwise.verify.rank_calls.launch", launch)
     found = ranks.collective()
     assert (found.status, found.found) == ("wrong", "rank 1 failed: RuntimeError: connection refused")
     assert "name the interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or let the firewall" in found.mend
@@ -151,7 +151,7 @@ def test_the_end_of_a_log_stands_in_place_of_its_path(monkeypatch: pytest.Monkey
         log.write_text("".join(f"line {number}\n\n" for number in range(20)) + "ValueError: https://me:word@host\n")
         raise RunError(f"the process that starts the ranks ended with exit code 1; its log: {log}")
 
-    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    monkeypatch.setattr("shardwise.verify.rank_calls.launch", launch)
     first, *log = ranks.collective().found.splitlines()
     assert first == "the process that starts the ranks ended with exit code 1"
     assert log == [*(f"line {number}" for number in range(9, 20)), "ValueError: https://(redacted)@host"]
@@ -161,7 +161,7 @@ def test_no_path_of_the_removed_folder_is_told(monkeypatch: pytest.MonkeyPatch) 
     def launch(command: list[str], _nproc: int, folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "logs"))
 
-    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    monkeypatch.setattr("shardwise.verify.rank_calls.launch", launch)
     assert ranks.collective().found == "[Errno 28] No space left on device: 'logs'"
 
 
@@ -252,8 +252,8 @@ def test_a_machine_that_is_well_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> 
     assert main(["doctor", "--run-dir", os.devnull]) == 0
 
 
-def test_a_sum_that_is_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
     with pytest.raises(RunError, match=r"the sum of 1 and 2 over the ranks \(1\.0\) must be 3"):
-        ranks._work(tmp_path)  # alone
+        ranks._sum_on_ranks()  # alone

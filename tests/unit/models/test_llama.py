@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from shardwise.config import Decoder, LlamaConfig
+from shardwise.config import DecoderConfig, LlamaConfig
 from shardwise.config.decoders import Olmo2Config, Qwen3Config
 from shardwise.distributed.placement import placements
 from shardwise.layers.dropout import DropoutKey
@@ -99,7 +99,7 @@ def test_a_padded_sequence_has_the_angles_of_its_own_length(reset: bool) -> None
         (Olmo2Config, {"family": "olmo2"}),
     ],
 )
-def test_init_is_the_configs(family: type[Decoder], own: dict[str, Any]) -> None:
+def test_init_is_the_configs(family: type[DecoderConfig], own: dict[str, Any]) -> None:
     sizes = SIZES | {"initializer_range": 0.3, "vocab_size": 640}
     model = Llama(family(**sizes | own), seed=1)  # type: ignore[arg-type]
     for path, parameter in model.named_parameters():

@@ -97,6 +97,16 @@ def test_keys_become_keywords_and_the_run_adds_what_is_named(write: Write) -> No
     assert built.given == (3, group, False, "full", 5, "cpu", torch.bfloat16, rope)
 
 
+def test_a_key_may_have_the_name_of_an_attribute_of_the_section(write: Write) -> None:
+    constructor = """
+    def __init__(self, vocab_size, causal, json, shapes):
+        super().__init__()
+        self.layer = nn.Linear(3, vocab_size)
+        self.given = (causal, json, shapes)
+"""
+    assert build(config(write(constructor), causal=False, json="x", shapes=[1])).given == (False, "x", [1])
+
+
 def test_sizes_that_the_layout_is_held_to_need_no_taker(write: Write) -> None:
     sizes = {"max_position_embeddings": 8, "num_attention_heads": 4, "intermediate_size": None}
     assert isinstance(build(config(write(), **sizes)), nn.Module)
@@ -187,7 +197,7 @@ def test_a_constructor_may_take_the_section(write: Write) -> None:
     assert built.layer.weight.shape == (3, 16)
     assert built.group is group
     said = unbuildable(config("mine:Model"))
-    assert "cannot be built: AttributeError: 'OwnConfig' object has no attribute 'depth'" in said
+    assert "cannot be built: AttributeError: 'UserModelConfig' object has no attribute 'depth'" in said
 
 
 def test_the_runs_seed_decides_the_weights(write: Write) -> None:

@@ -8,10 +8,10 @@ import torch
 
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.rules import fits_schedule
-from shardwise.config.sections import SINGLE_STAGE
+from shardwise.config.schedules import SCHEDULES, interleaving_rounds
 from shardwise.config.stages import rank_of
-from shardwise.pipeline.action_order import TIME, Action, action_order, rounds
-from shardwise.pipeline.simulation import simulate
+from shardwise.pipeline.action_order import TIME, Action, action_order
+from shardwise.pipeline.timeline import simulate
 
 CLASSES: dict[Schedule, str] = {
     "gpipe": "ScheduleGPipe",
@@ -61,7 +61,7 @@ def torch_schedule(parallel: ParallelConfig, micro_batches: int) -> Any:
     """As the first rank makes it; it knows the work of all."""
     stages = range(parallel.pipeline * parallel.stages_per_rank)
     stubs = [Stub(i, 0, parallel) for i in stages if rank_of(parallel, i) == 0]
-    single = parallel.schedule in SINGLE_STAGE
+    single = SCHEDULES[parallel.schedule].is_single_stage
     return class_of(parallel.schedule)(stubs[0] if single else stubs, micro_batches, loss_fn=len, scale_grads=False)
 
 
@@ -92,7 +92,7 @@ def single_stage_order(parallel: ParallelConfig, micro_batches: int, rank: int) 
 
 def torch_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tuple[Action, ...]:
     """What torch's schedule has a rank compute."""
-    if parallel.schedule in SINGLE_STAGE:
+    if SCHEDULES[parallel.schedule].is_single_stage:
         return single_stage_order(parallel, micro_batches, rank)
     listed = torch_schedule(parallel, micro_batches).pipeline_order[rank]
     actions = [part for action in listed if action for part in action.sub_actions or (action,)]
@@ -140,7 +140,7 @@ def test_passes_in_flight(parallel: ParallelConfig) -> None:
     for m in MICRO_BATCHES:
         if not fits_schedule(parallel, m):
             continue
-        each = m // rounds(p, m)
+        each = m // interleaving_rounds(p, m)
         for r in range(p):
             expected = {
                 "gpipe": m,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import OwnConfig, load_config
+from shardwise.config import UserModelConfig, load_config
 from shardwise.planner.device_specs import cluster
 from shardwise.planner.memory import expected_memory
 from shardwise.planner.search import RESERVED, search
@@ -39,6 +39,6 @@ def test_what_does_not_fit_is_dropped() -> None:
 
 
 def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
-    own = load_config("llama2-tiny").model_copy(update={"model": OwnConfig(family="mine:Model", vocab_size=300)})
+    own = load_config("llama2-tiny").model_copy(update={"model": UserModelConfig(family="mine:Model", vocab_size=300)})
     with pytest.raises(ConfigError, match=r"model\.family \(mine:Model\) must be one whose shapes are known: a model"):
         search(own, cluster("cpu:1", 1))

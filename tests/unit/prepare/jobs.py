@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import DataConfig
-from shardwise.data.prepare.outputs import Format, Outcome
-from shardwise.data.prepare.text import TextJob, convert_text
+from shardwise.data.prepare.from_text import TextJob, convert_text
+from shardwise.data.prepare.outputs import FormatName, PreparationOutcome
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -78,11 +78,11 @@ class Folder:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.at / "tokenizer")
 
-    def job(self, format_: Format, output: str, source: str = "text.jsonl", **options: Any) -> TextJob:
+    def job(self, format_: FormatName, output: str, source: str = "text.jsonl", **options: Any) -> TextJob:
         data = DataConfig(path=str(self.at / source))
         return TextJob(data, self.at / output, format_, str(self.at / "tokenizer"), OPTIONS[format_] | options)
 
-    def run(self, job: TextJob, *, force: bool = False, told: Told | None = None) -> Outcome:
+    def run(self, job: TextJob, *, force: bool = False, told: Told | None = None) -> PreparationOutcome:
         told = Told() if told is None else told
         return convert_text(job, force=force, announce=told.lines.append, bar=told.bar)
 

@@ -15,27 +15,27 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.prepare import hdf5, tokens, work_folder
-from shardwise.data.prepare import tokens as batches
-from shardwise.data.prepare.outputs import Format, Output
-from shardwise.data.prepare.text import _Conversion
-from shardwise.data.reading.hdf5 import Shard, ShardRows, in_list
-from shardwise.data.reading.megatron import IndexedFile, IndexedWriter
+from shardwise.data.prepare import to_hdf5, tokenizing, work_folder
+from shardwise.data.prepare import tokenizing as batches
+from shardwise.data.prepare.from_text import _TextConversion
+from shardwise.data.prepare.outputs import FormatName, Output
+from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list
+from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer
 from tests.unit.prepare.jobs import Folder, Told, write_jsonl
 
-FORMATS: tuple[Format, ...] = ("megatron", "arrow", "hdf5")
+FORMATS: tuple[FormatName, ...] = ("megatron", "arrow", "hdf5")
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Batches of a few documents, each of them durable; pieces that end within a document."""
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 400)
-    monkeypatch.setattr(tokens, "COMMIT_SECONDS", 0.0)
-    monkeypatch.setattr("shardwise.data.reading.sources.PIECE_CHARACTERS", 150)
-    monkeypatch.setattr("shardwise.data.tokens.encoding.MARGINS", (60,))
-    monkeypatch.setattr("shardwise.data.tokens.encoding.SHIFT", 13)
+    monkeypatch.setattr(tokenizing, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr("shardwise.data.reading.text_sources.PIECE_CHARACTERS", 150)
+    monkeypatch.setattr("shardwise.data.tokens.windows.MARGINS", (60,))
+    monkeypatch.setattr("shardwise.data.tokens.windows.SHIFT", 13)
     monkeypatch.setattr("os.fsync", lambda _file: None)  # nothing here loses power, and a busy disk takes its time
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 
@@ -99,7 +99,7 @@ def test_arrow_blocks_are_the_tokens_in_their_order(folder: Folder) -> None:
 
 def test_hdf5_samples_are_pairs_of_the_text(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without masks the samples are runs of the text; each section of it is there as often as `dupe_factor` says."""
-    monkeypatch.setattr(hdf5, "SECTION_TOKENS", 1000)
+    monkeypatch.setattr(to_hdf5, "SECTION_TOKENS", 1000)
     outcome = folder.run(folder.job("hdf5", "made", dupe_factor=3))
     paths = sorted((folder.at / "made").glob("made_training_*.hdf5"))
     assert len(paths) == outcome.manifest["shards"] == 3 * (len(paths) // 3) > 3
@@ -109,7 +109,7 @@ def test_hdf5_samples_are_pairs_of_the_text(folder: Folder, monkeypatch: pytest.
     special = pair_tokens(tokenizer)
     found = 0
     for path in paths:
-        shard = Shard.open(path, 32)
+        shard = Hdf5Shard.open(path, 32)
         rows = ShardRows([shard], tokenizer.vocab_size, 2).take(np.arange(shard.rows))
         whole = rows["input_ids"].copy()
         listed = in_list(rows["masked_lm_positions"])
@@ -138,8 +138,8 @@ def test_sections_are_whole_documents_of_about_a_size(folder: Folder, monkeypatc
         for size in (3, 900, 1, 40, 40, 5, 60, 30, 2):
             writer.add([1] * size)
     index = IndexedFile.open(folder.at / "many")
-    monkeypatch.setattr(hdf5, "SECTION_TOKENS", 100)
-    found = hdf5.sections(index)
+    monkeypatch.setattr(to_hdf5, "SECTION_TOKENS", 100)
+    found = to_hdf5.sections(index)
     assert [first for first, _ in found[1:]] == [after for _, after in found[:-1]], "each document once"
     assert (found[0][0], found[-1][1]) == (0, 9)
     held = [int(np.diff(index.starts(np.array(bounds)))[0]) for bounds in found]
@@ -153,11 +153,11 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("format_", FORMATS)
 def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(
-    folder: Folder, format_: Format, monkeypatch: pytest.MonkeyPatch
+    folder: Folder, format_: FormatName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if format_ == "arrow":
         pytest.importorskip("datasets")
-    monkeypatch.setattr(hdf5, "SECTION_TOKENS", 1000)
+    monkeypatch.setattr(to_hdf5, "SECTION_TOKENS", 1000)
     size = sum(len(text.encode()) for text in folder.documents)
     replace = Path.replace
     seen = 0
@@ -194,9 +194,9 @@ def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(
 
 def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = 0
-    save = _Conversion._save
+    save = _TextConversion._save
 
-    def dying(self: _Conversion, progress: Any) -> None:
+    def dying(self: _TextConversion, progress: Any) -> None:
         nonlocal saves
         save(self, progress)
         saves += 1
@@ -204,7 +204,7 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Conversion, "_save", dying)
+        patch.setattr(_TextConversion, "_save", dying)
         with pytest.raises(Killed):
             folder.run(folder.job("megatron", "out"))
     encoded = []
@@ -214,7 +214,7 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
     )
     told = Told()
     folder.run(folder.job("megatron", "out"), told=told)
-    source = _Conversion(folder.job("megatron", "x"), print, told.bar).source
+    source = _TextConversion(folder.job("megatron", "x"), print, told.bar).source
     expected = len(list(batches.text_batches(source, folder.tokenizer, False)))
     assert len(encoded) - 1 == expected - 8, "one call for the estimate, one for each batch that was not done"
     assert any("continuing after" in line for line in told.lines)
@@ -260,7 +260,7 @@ def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, output: str) -> Non
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Folder, format_: Format) -> None:
+def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Folder, format_: FormatName) -> None:
     if format_ == "arrow":
         pytest.importorskip("datasets")
     job = folder.job(format_, "out")
@@ -284,7 +284,7 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Fo
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_what_was_not_prepared_here_is_never_removed(folder: Folder, format_: Format) -> None:
+def test_what_was_not_prepared_here_is_never_removed(folder: Folder, format_: FormatName) -> None:
     if format_ == "arrow":
         pytest.importorskip("datasets")
     mine = folder.at / ("out.json" if format_ == "megatron" else "out/mine.txt")
@@ -324,7 +324,7 @@ def test_what_a_packed_text_takes_is_a_guess_that_refuses_nothing(
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_the_estimate_is_enough(folder: Folder, format_: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_is_enough(folder: Folder, format_: FormatName, monkeypatch: pytest.MonkeyPatch) -> None:
     if format_ == "arrow":
         pytest.importorskip("datasets")
     needed = []
@@ -362,7 +362,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(folder: Folder, monkeypatch
 def test_two_at_once_do_not_meet(folder: Folder) -> None:
     job = folder.job("megatron", "out")
     with (
-        work_folder.WorkFolder(job.output).held(),
+        work_folder.WorkFolder(job.output).locked(),
         pytest.raises(ConfigError, match="is being prepared by another process"),
     ):
         folder.run(job)
@@ -405,7 +405,7 @@ def test_output_must_not_lie_in_the_text(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_output_has_a_name(folder: Folder, format_: Format) -> None:
+def test_output_has_a_name(folder: Folder, format_: FormatName) -> None:
     if format_ == "arrow":
         pytest.importorskip("datasets")
     for output in (Path(), Path("/"), Path("..")):
@@ -457,8 +457,8 @@ def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
 
 def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.run(folder.job("megatron", "alone"))
-    monkeypatch.setattr("shardwise.data.prepare.text._SMALL_BYTES", 0)
-    monkeypatch.setattr("shardwise.data.prepare.tokens.CORES_OF_A_PROCESS", 0)
+    monkeypatch.setattr("shardwise.data.prepare.from_text.SMALL_BYTES", 0)
+    monkeypatch.setattr("shardwise.data.prepare.tokenizing.CORES_OF_A_PROCESS", 0)
     folder.run(folder.job("megatron", "several"))
     for suffix in (".bin", ".idx"):
         assert (folder.at / f"several{suffix}").read_bytes() == (folder.at / f"alone{suffix}").read_bytes()

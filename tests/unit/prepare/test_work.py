@@ -27,16 +27,16 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_locks")
 def test_two_at_once_do_not_meet_where_there_are_no_file_locks(tmp_path: Path) -> None:
     output = tmp_path / "out"
-    with WorkFolder(output).held():
+    with WorkFolder(output).locked():
         named = (
             rf"is being prepared by another process \({os.getpid()} on \S+\): wait for its end, or remove .*owner\.json"
         )
-        with pytest.raises(ConfigError, match=named), WorkFolder(output).held():
+        with pytest.raises(ConfigError, match=named), WorkFolder(output).locked():
             raise AssertionError("two processes have one folder")
         WorkFolder(output).clear()
-        with pytest.raises(ConfigError, match="another process"), WorkFolder(output).held():
+        with pytest.raises(ConfigError, match="another process"), WorkFolder(output).locked():
             raise AssertionError("two processes have one folder")
-    with WorkFolder(output).held():
+    with WorkFolder(output).locked():
         WorkFolder(output).save({"complete": False})
     assert sorted(path.name for path in (tmp_path / ".out.preparing").iterdir()) == ["lock", "state.json"]
 
@@ -57,7 +57,7 @@ def test_a_process_that_has_ended_here_hinders_nobody_and_one_elsewhere_may_stil
         folder.mkdir(exist_ok=True)
         owner.write_text(json.dumps(left))
         refusal = pytest.raises(ConfigError, match=r"or remove .*owner") if refused else contextlib.nullcontext()
-        with refusal, WorkFolder(tmp_path / "out").held():
+        with refusal, WorkFolder(tmp_path / "out").locked():
             assert json.loads(owner.read_text()) == {"host": platform.node(), "pid": os.getpid()}
         assert owner.exists() == refused, "what is not ours stays, what was ours goes"
 
@@ -65,7 +65,7 @@ def test_a_process_that_has_ended_here_hinders_nobody_and_one_elsewhere_may_stil
 def test_the_end_of_one_leaves_the_folder_of_the_next_alone(tmp_path: Path) -> None:
     first, second = WorkFolder(tmp_path / "out"), WorkFolder(tmp_path / "out")
     with contextlib.ExitStack() as held:
-        with first.held():
+        with first.locked():
             first.remove()  # as when all is published
-            held.enter_context(second.held())
+            held.enter_context(second.locked())
         assert second.folder.exists()

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from shardwise.base.errors import RunError
-from shardwise.data.prepare.tokens import Workers
+from shardwise.data.prepare.tokenizing import Workers
 
 
 def test_results_come_in_the_order_of_tasks() -> None:

@@ -69,7 +69,7 @@ def test_each_remedy_saves_what_it_says_and_the_best_stands_first() -> None:
     then = {
         "train.micro_batch=5": (config(**smaller(chosen, micro_batch=5)), layout),
         "train.recompute=full": (config(**smaller(chosen, recompute="full")), layout),
-        "parallel.sequence=true": (chosen, Layout(4, tensor=2, sequence=True)),
+        "parallel.sequence=true": (chosen, Layout(4, tensor=2, sequence_parallel=True)),
         "optimizer.zero=1": (config(parallel={"tensor": 2}), layout),
         "precision.mode=mixed": (
             config(parallel={"tensor": 2}, optimizer={"zero": 0}, precision={"mode": "mixed"}),
@@ -93,7 +93,7 @@ def test_a_smaller_micro_batch_still_divides_the_batch() -> None:
 
 
 def test_nothing_invalid_is_advised() -> None:
-    said = remedies(config(parallel={"tensor": 4, "sequence": True}), Layout(4, tensor=4, sequence=True))
+    said = remedies(config(parallel={"tensor": 4, "sequence": True}), Layout(4, tensor=4, sequence_parallel=True))
     refused = [one for one in said if one.startswith(("parallel.tensor", "parallel.sequence"))]
     assert not refused, "TP 8 does not divide 4 heads, and sequence is on already"
     assert not [one for one in said if one.startswith("parallel.pipeline=4")], "two layers are no four stages"
@@ -229,7 +229,7 @@ def test_symmetric_memory_is_refused_where_ranks_share_none(
 ) -> None:
     chosen = config(parallel={"tensor": 2, "sequence": True, "tensor_overlap": "symmetric_memory"})
     with pytest.raises(ConfigError, match=r"^parallel.tensor_overlap \(symmetric_memory\) must be pieces .* some GPU "):
-        require_device(chosen, Layout(2, tensor=2, sequence=True), 0, accelerator)
+        require_device(chosen, Layout(2, tensor=2, sequence_parallel=True), 0, accelerator)
     assert require_device(chosen, Layout(1), 0, torch.device("cpu")) is None
     asked = []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

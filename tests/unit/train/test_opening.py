@@ -32,19 +32,19 @@ def test_ranks_ask_one_another_until_the_slowest_has_done_its_work(monkeypatch: 
             end.set()
         return [max(pair) for pair in zip(mine, others[min(len(asked), len(others)) - 1], strict=True)]
 
-    monkeypatch.setattr(opening.comm, "reduce_numbers", exchanged)
+    monkeypatch.setattr(opening.collectives, "reduce_numbers", exchanged)
     assert opening.while_others_wait(lambda: end.wait(10), PAIR)
     assert asked[:3] == [(True, False)] * 3
     assert asked[-1] == (False, False)
 
 
 def test_a_failure_on_another_rank_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening.comm, "reduce_numbers", lambda mine, group: [mine[0], True])
+    monkeypatch.setattr(opening.collectives, "reduce_numbers", lambda mine, group: [mine[0], True])
     assert opening.while_others_wait(lambda: "done", PAIR) == "done"
 
 
 def test_a_failure_on_this_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening.comm, "reduce_numbers", lambda mine, group: [True, mine[1]])
+    monkeypatch.setattr(opening.collectives, "reduce_numbers", lambda mine, group: [True, mine[1]])
 
     def fail() -> None:
         raise OSError("no such file")
@@ -55,8 +55,8 @@ def test_a_failure_on_this_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatc
 
 def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.data.hub.resolve", lambda *_, **__: tmp_path / "0123")
-    monkeypatch.setattr(opening.comm, "any_rank", lambda is_true, group: True)
-    monkeypatch.setattr(opening.comm, "all_gather_objects", lambda mine, group: [mine, "4567" if mine else mine])
+    monkeypatch.setattr(opening.collectives, "any_rank", lambda is_true, group: True)
+    monkeypatch.setattr(opening.collectives, "all_gather_objects", lambda mine, group: [mine, "4567" if mine else mine])
     told = r"checkpoint\.load \(acme/tiny\) must be one commit on every machine: set checkpoint\.revision=0123"
     with pytest.raises(ConfigError, match=told):
         opening._find_weights(make_config(checkpoint={"load": "acme/tiny"}), Mesh(device="cpu"))

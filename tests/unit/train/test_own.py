@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise import ParallelEmbedding, ParallelLMHead, ZeroRedundancyOptimizer
 from shardwise.config import Layout, config_from
+from shardwise.config.optimizers import OPTIMIZERS
 from shardwise.train.build import count_parameters, state_memory
 from shardwise.train.memory import out_of_memory_text
 from shardwise.train.trainer import Progress
@@ -30,7 +31,7 @@ def test_each_canonical_element_counts_once(rank: int, tied: bool) -> None:
 def test_memory_is_that_of_the_buffers(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4).requires_grad_(False)).to(dtype)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, gradient_dtype=torch.float32, lr=1e-3)
-    expected = state_memory(model, optimizer)
+    expected = state_memory(model, optimizer, OPTIMIZERS["adamw"])
     elements, frozen = 96, 36  # 64 + 8, each aligned to 32
     assert expected["parameters"] == (elements + frozen) * dtype.itemsize
     assert expected["gradients"] == elements * 4

@@ -81,7 +81,7 @@ def reporter(
     *,
     rank: int = 0,
     device_name: str = "cpu",
-    layout: Layout = Layout(4, tensor=2, sequence=True),  # noqa: B008  frozen
+    layout: Layout = Layout(4, tensor=2, sequence_parallel=True),  # noqa: B008  frozen
     **options: Any,
 ) -> tuple[Reporter, io.StringIO]:
     chosen = chosen or config()

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import FamilyConfig, ModelConfig, OwnConfig, model_from
+from shardwise.config import FamilyConfig, ModelConfig, model_from, shapes_of
 from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.config.rope_scaling import effective_scaling
 
@@ -32,8 +32,8 @@ class ModelDifferences:
     changes: tuple[str, ...] = ()
 
 
-def differences(config: ModelConfig, folder: Root) -> ModelDifferences:
-    """The differences of `config` from the model of `folder`/config.json; none where there is no file.
+def differences(model: ModelConfig, folder: Root) -> ModelDifferences:
+    """The differences of `model` from the model of `folder`/config.json; none where there is no file.
 
     Free to differ are dropout, the initial weights' deviation, names of one activation (`gelu_new` and
     `gelu_pytorch_tanh`), and the longest sequence where no angle depends on it. Other keys of rotary positions may
@@ -45,7 +45,8 @@ def differences(config: ModelConfig, folder: Root) -> ModelDifferences:
         weights then say nothing more.
     """
     path = folder / "config.json"
-    if isinstance(config, OwnConfig) or not path.exists():
+    config = shapes_of(model)
+    if config is None or not path.exists():
         return ModelDifferences()
     stored = read_model(path, config.ignore)
     if stored.family != config.family:

@@ -24,8 +24,8 @@ from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, cast, pars
 from shardwise.checkpoint.format.verify import consecutive
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.config import weight_names
 from shardwise.data.hub import INDEX, SINGLE, indexed
-from shardwise.models.hugging_face_names import spelling
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Canonical name → shape."""
@@ -206,7 +206,7 @@ def find_sources(
 ) -> tuple[dict[str, list[str]], list[str]]:
     """The names under which a folder holds each canonical tensor, the one to read first; and every mismatch.
 
-    Names may be spelled as `models/hugging_face_names.py` says for the model's family.
+    Names may be spelled as `config/weight_names.py` says for the model's family.
 
     Args:
         where: subject of the lines on mismatches.
@@ -214,7 +214,7 @@ def find_sources(
         shapes: canonical tensors of the model.
         stored: name in the folder → tensor.
     """
-    spelled = spelling(family)
+    spelled = weight_names(family)
     canonical_names = spelled.canonical(list(stored), set(shapes))
     sources: dict[str, list[str]] = {name: [] for name in shapes}
     for name, canonical_name in canonical_names.items():

@@ -37,8 +37,7 @@ from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.tensor_parallel_shards import Shards, Stacked, drift, require_ranks, stack
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import BertConfig, GPTNeoXConfig, LlamaConfig
-from shardwise.models.hugging_face_names import spelling
+from shardwise.config import LlamaConfig, weight_names
 
 _CURRENT = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 _OLD = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})")
@@ -72,13 +71,13 @@ def open_neuronx(
     if not described.is_file():
         raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
     config = read_model(Root.of(described), ignore)
-    if not isinstance(config, LlamaConfig | GPTNeoXConfig | BertConfig):
+    if config.family not in ("llama", "gpt_neox", "bert"):
         raise ConfigError(f"the model in {described} ({config.family}) must be llama, gpt_neox or bert")
     ranks = _ranks(source)
     tensor = max(rank for rank, _ in ranks) + 1
     pipeline = max(stage for _, stage in ranks) + 1
     require_ranks(str(source), set(ranks), tensor, pipeline, lambda t, p: f"tp_rank_{t:02d}_pp_rank_{p:02d}")
-    spelled = spelling(config.family)
+    spelled = weight_names(config.family)
     states = {rank: _state(path, re.compile(spelled.buffers)) for rank, path in sorted(ranks.items())}
     shards = Shards(str(source), tensor, allow_drift)
     for stage in range(pipeline):

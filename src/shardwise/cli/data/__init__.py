@@ -26,12 +26,16 @@ _ARGUMENTS = {
 
 
 def arguments_named(path: str) -> AbstractContextManager[None]:
-    """Makes errors name the command's arguments instead of a recipe's keys; `path`: the one that names the data."""
+    """Makes errors name the command's arguments instead of a recipe's keys.
+
+    Args:
+        path: argument that names the data.
+    """
     return keys_renamed({"data.path": path, "data.dataset": path, **_ARGUMENTS})
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """The options for how files of text are read."""
+    """Adds the options for reading files of text."""
     parser.add_argument("--text-key", metavar="KEY", default="text", help="the field or column with the text (text)")
     parser.add_argument(
         "--read-as",
@@ -41,7 +45,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def add_marks(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """The options for what each document of text begins and ends with."""
+    """Adds the options for the tokens that each document of text begins and ends with."""
     parser.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,

@@ -40,13 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
     if sha256 is not None and len(remotes) > 1:
         raise ConfigError(f"--sha256 must be left out: {arguments.url} is {len(remotes):,} files, and it is of one")
     dest = Path(arguments.dest).expanduser()
-    one = len(remotes) == 1 and "/" not in remotes[0].name
-    into = dest.is_dir() or arguments.dest.endswith("/") or not one
+    is_single_file = len(remotes) == 1 and "/" not in remotes[0].name
+    is_folder = dest.is_dir() or arguments.dest.endswith("/") or not is_single_file
     total = sum(remote.size or 0 for remote in remotes)
     with output.bar(f"fetching {arguments.url}", total) as progress:
         for remote in remotes:
-            target = dest / remote.name if into else dest
-            found = fetch(remote, target, sha256, force=arguments.force, progress=progress, announce=output.progress)
-            done = f"{size(found.fetched_bytes)} came" if found.fetched_bytes or not found.size else "was there already"
-            output.line(f"{found.path}: {size(found.size)}, SHA-256 {found.sha256}, {done}")
+            target = dest / remote.name if is_folder else dest
+            file = fetch(remote, target, sha256, force=arguments.force, progress=progress, announce=output.progress)
+            transferred = "was there already"
+            if file.fetched_bytes or not file.size:
+                transferred = f"{size(file.fetched_bytes)} came"
+            output.line(f"{file.path}: {size(file.size)}, SHA-256 {file.sha256}, {transferred}")
     return 0

@@ -20,7 +20,9 @@ from shardwise.cli.data import add_marks, add_reading, arguments_named
 if TYPE_CHECKING:
     from shardwise.data.formats.inspection import Inspection, Lengths
 
-_WIDTH, _BAR, _SAMPLE_LINES = 80, 36, 2
+_WIDTH = 80
+_BAR = 36
+_SAMPLE_LINES = 2
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,37 +41,41 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--samples ({arguments.samples}) must be at least 0")
     from shardwise.data.opening import inspect
 
-    keys = ("tokenizer", "text_key", "append_eod", "prepend_bos")
-    given = {key: getattr(arguments, key) for key in keys} | {"format": arguments.read_as or "auto"}
+    names = ("tokenizer", "text_key", "append_eod", "prepend_bos")
+    keys = {name: getattr(arguments, name) for name in names}
+    keys["format"] = arguments.read_as or "auto"
     with arguments_named("PATH"):
-        found = inspect(arguments.path, arguments.samples, given)
+        inspection = inspect(arguments.path, arguments.samples, keys)
     if arguments.json:
-        facts = {**asdict(found), **found.counts}
+        facts = {**asdict(inspection), **inspection.counts}
         output.json({key: value for key, value in facts.items() if key not in ("rows", "counts")})
     else:
-        _show(found)
+        _show(inspection)
     return 0
 
 
-def _show(found: Inspection) -> None:
-    output.line(f"{found.path}: {found.format}, {size(found.bytes)}")
-    rows = [*found.rows, *_made(found.manifest), *(("note", note) for note in found.notes)]
+def _show(inspection: Inspection) -> None:
+    output.line(f"{inspection.path}: {inspection.format}, {size(inspection.bytes)}")
+    rows = [*inspection.rows, *_manifest_rows(inspection.manifest), *(("note", note) for note in inspection.notes)]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        _wrapped(f"{name:<{width}}  ", value)
-    if found.lengths is not None and found.lengths.counted > 1:
+        _show_wrapped(f"{name:<{width}}  ", value)
+    if inspection.lengths is not None and inspection.lengths.counted > 1:
         output.line()
-        _show_lengths(found.lengths)
-    if found.samples:
+        _show_lengths(inspection.lengths)
+    if inspection.samples:
         output.line()
-        for sample in found.samples:
-            shown = " ".join(map(str, sample.ids or ())) if sample.text is None else sample.text
-            _wrapped(f"{sample.number + 1:>3}  ", shown, lines=_SAMPLE_LINES)
+        for sample in inspection.samples:
+            text = sample.text
+            if text is None:
+                text = " ".join(map(str, sample.ids or ()))
+            _show_wrapped(f"{sample.number + 1:>3}  ", text, lines=_SAMPLE_LINES)
 
 
-def _wrapped(lead: str, value: str, lines: int | None = None) -> None:
-    """Print the words of a text beside `lead`, as wide as a terminal is; `lines`: the most lines that it takes."""
-    words, indent = output.printable(" ".join(value.split())), " " * len(lead)
+def _show_wrapped(lead: str, value: str, lines: int | None = None) -> None:
+    """Print the words of a text after `lead`, as wide as a terminal is; `lines`: the most lines that it takes."""
+    words = output.printable(" ".join(value.split()))
+    indent = " " * len(lead)
     wrapped = textwrap.wrap(
         words, _WIDTH, initial_indent=lead, subsequent_indent=indent, max_lines=lines, placeholder=" …",
         break_on_hyphens=False,
@@ -78,37 +84,49 @@ def _wrapped(lead: str, value: str, lines: int | None = None) -> None:
         output.line(line.rstrip())
 
 
-def _made(manifest: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """The rows that the manifest gives."""
+def _manifest_rows(manifest: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """The rows about the text and the options that the data were made of; none without a manifest."""
     if manifest is None:
         return []
-    tokenizer, source = manifest["tokenizer"], manifest["source"]
+    tokenizer = manifest["tokenizer"]
+    source = manifest["source"]
     options = ", ".join(f"{name.replace('_', '-')} {_shown(value)}" for name, value in manifest["options"].items())
-    held = [source.get("documents"), source.get("bytes")]
-    number, read = (each if isinstance(each, int) else 0 for each in held)
+    documents = _whole_number(source.get("documents"))
+    nbytes = _whole_number(source.get("bytes"))
     return [
-        ("made of", f"{source.get('name')}, {counted(number, 'document')}, {size(read)}"),
+        ("made of", f"{source.get('name')}, {counted(documents, 'document')}, {size(nbytes)}"),
         ("tokenizer", f"{tokenizer.get('name') or 'not named'}, vocabulary {_shown(tokenizer.get('vocab_size'))}"),
         ("options", options),
     ]
 
 
+def _whole_number(value: object) -> int:
+    """A number of a manifest, which a user may have edited; 0 if it is none."""
+    return value if isinstance(value, int) else 0
+
+
 def _shown(value: object) -> str:
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # before numbers, as a bool is an int too
         return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int | float) else str(value)
+    if isinstance(value, int | float):
+        return f"{value:,}"
+    return str(value)
 
 
 def _show_lengths(lengths: Lengths) -> None:
-    of = "" if lengths.counted == lengths.number else f"; {lengths.counted:,} were looked at"
+    limit = "" if lengths.counted == lengths.number else f"; {lengths.counted:,} were looked at"
     if lengths.least == lengths.most:
-        output.line(f"{lengths.what}: {lengths.most:,} each{of}")
+        output.line(f"{lengths.what}: {lengths.most:,} each{limit}")
         return
-    output.line(f"{lengths.what}: median {lengths.median:,.0f}, mean {lengths.mean:,.1f}{of}")
+    output.line(f"{lengths.what}: median {lengths.median:,.0f}, mean {lengths.mean:,.1f}{limit}")
     most = max(number for _, _, number in lengths.bins)
     width = max(len(f"{low:,}") for low, _, _ in lengths.bins)
     rows = []
     for low, high, number in lengths.bins:
-        span = f"{low:>{width},}" if low == high else f"{low:>{width},} … {high:,}"
-        rows.append((span, f"{number:,}", "█" * max(round(_BAR * number / most), 1 if number else 0)))
+        span = f"{low:>{width},}"
+        if low < high:
+            span += f" … {high:,}"
+        # A bin with any length has a bar that can be seen.
+        bar = max(round(_BAR * number / most), min(number, 1))
+        rows.append((span, f"{number:,}", "█" * bar))
     output.table(rows, right=(1,), indent=2)

@@ -22,9 +22,10 @@ from shardwise.config import data_from
 from shardwise.config.data import MASKED_FRACTION
 
 if TYPE_CHECKING:
-    from shardwise.data.prepare.outputs import Outcome
+    from shardwise.data.prepare.outputs import PreparationOutcome
 
 DTYPES = ("uint16", "uint32")
+# The names of `prepare.from_text.FORMATS`, which help does not import.
 FORMATS = ("megatron", "arrow", "hdf5")
 _PATH_ENDS = ("/", ".txt", ".json", ".jsonl", ".parquet", ".csv", ".gz", ".zst", ".xz", ".bz2")
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "seed": 0,
     },
 }
-"""The options of each format."""
+"""The options of each format, with their defaults."""
 _OPTIONS = {name for options in _DEFAULTS.values() for name in options}
 
 
@@ -81,12 +82,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.data.prepare.raw import RawJob, convert_raw
-    from shardwise.data.prepare.text import TextJob, convert_text
-    from shardwise.data.reading.detect import is_raw_tokens
-    from shardwise.data.reading.megatron import prefix_of
+    from shardwise.data.prepare.from_raw_tokens import RawJob, convert_raw
+    from shardwise.data.prepare.from_text import TextJob, convert_text
+    from shardwise.data.reading.megatron_files import is_raw_tokens, prefix_of
 
-    source, target = (Path(path).expanduser() for path in (arguments.input, arguments.output))
+    source = Path(arguments.input).expanduser()
+    target = Path(arguments.output).expanduser()
     is_raw = arguments.token_dtype is not None or is_raw_tokens(source)
     _require_fitting(arguments, source, is_raw)
     if arguments.format == "megatron":
@@ -96,17 +97,27 @@ def run(arguments: argparse.Namespace) -> int:
             raw = RawJob(source, target, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
             outcome = convert_raw(raw, force=arguments.force, announce=output.progress)
         else:
-            named: str = arguments.input
-            # What exists is meant as a path, and so is what cannot be a hub id.
-            is_path = source.exists() or named.startswith((".", "/", "~")) or named.endswith(_PATH_ENDS)
-            keys = {key: getattr(arguments, key) for key in ("config", "split", "text_key")}
-            keys["format"] = arguments.read_as
-            data = {key: value for key, value in keys.items() if value is not None}
-            config = data_from({"path" if is_path else "dataset": named, **data})
-            job = TextJob(config, target, arguments.format, arguments.tokenizer, _options(arguments))
+            job = TextJob(
+                data_from(_data_keys(arguments, source)),
+                target,
+                arguments.format,
+                arguments.tokenizer,
+                _options(arguments),
+            )
             outcome = convert_text(job, force=arguments.force, announce=output.progress, bar=output.bar)
     _show(target, outcome)
     return 0
+
+
+def _data_keys(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+    """The keys of the section `data` that the arguments give."""
+    name: str = arguments.input
+    # An INPUT that exists is meant as a path, and so is one that cannot be a hub id.
+    is_path = source.exists() or name.startswith((".", "/", "~")) or name.endswith(_PATH_ENDS)
+    keys = {"path" if is_path else "dataset": name}
+    given = {key: getattr(arguments, key) for key in ("config", "split", "text_key")}
+    given["format"] = arguments.read_as
+    return keys | {key: value for key, value in given.items() if value is not None}
 
 
 def _require_fitting(arguments: argparse.Namespace, source: Path, is_raw: bool) -> None:
@@ -127,7 +138,7 @@ def _require_fitting(arguments: argparse.Namespace, source: Path, is_raw: bool) 
         problems.append("--tokenizer is missing: text becomes tokens by one")
     else:
         for name in sorted(given & _OPTIONS - _DEFAULTS[arguments.format].keys()):
-            formats = listing([each for each in FORMATS if name in _DEFAULTS[each]], "or")
+            formats = listing([format for format in FORMATS if name in _DEFAULTS[format]], "or")
             problems.append(f"{_flag(name)} must be left out with --format {arguments.format}: it belongs to {formats}")
     if problems:
         raise ConfigError(problems)
@@ -138,25 +149,29 @@ def _flag(name: str) -> str:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The format's own options."""
+    """The options of the format, as the arguments give them or by default."""
     options = dict(_DEFAULTS[arguments.format])
-    options |= {name: value for name in options if (value := getattr(arguments, name)) is not None}
+    for name in options:
+        value = getattr(arguments, name)
+        if value is not None:
+            options[name] = value
+    # As many as are masked of a full pair.
     if options.get("max_predictions", 1) is None:
         options["max_predictions"] = math.ceil(options["masked_fraction"] * options["sequence_length"])
     return options
 
 
-def _show(target: Path, outcome: Outcome) -> None:
-    made = outcome.manifest
+def _show(target: Path, outcome: PreparationOutcome) -> None:
+    manifest = outcome.manifest
     names = {
         "megatron": f"{target}.bin and {target}.idx",
-        "arrow": f"{target}: {counted(made['sequences'], 'block')}",
-        "hdf5": f"{target}: {counted(made.get('shards', 0), 'shard')}, {counted(made['sequences'], 'sample')}",
+        "arrow": f"{target}: {counted(manifest['sequences'], 'block')}",
+        "hdf5": f"{target}: {counted(manifest.get('shards', 0), 'shard')}, {counted(manifest['sequences'], 'sample')}",
     }
     state = " (there already)" if outcome.was_there else ""
-    if "token_dtype" in made["options"]:
-        origin = f"of ids in {made['options']['token_dtype']}"
+    if "token_dtype" in manifest["options"]:
+        origin = f"of ids in {manifest['options']['token_dtype']}"
     else:
-        origin = f"{made['source']['bytes'] / max(made['tokens'], 1):.2f} bytes of text a token"
-    held = f"{counted(made['documents'], 'document')}, {count(made['tokens'])} tokens"
-    output.line(f"{names[made['format']]}{state}; {held}, {origin}")
+        origin = f"{manifest['source']['bytes'] / max(manifest['tokens'], 1):.2f} bytes of text a token"
+    contents = f"{counted(manifest['documents'], 'document')}, {count(manifest['tokens'])} tokens"
+    output.line(f"{names[manifest['format']]}{state}; {contents}, {origin}")

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from shardwise.base.errors import DataError
 from shardwise.base.units import counted
-from shardwise.config import BertConfig, Config, DataConfig
+from shardwise.config import Config, DataConfig, FamilyConfig
 from shardwise.data import cache
-from shardwise.data.parts import PART_NAMES, Part
 from shardwise.data.reading.manifest import tokenizer_problems
 from shardwise.data.samples.batch import Batches, TokenArray, Tokens
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches, without_end
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, chunk_room
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
+from shardwise.data.split import PART_NAMES, Part
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
@@ -27,17 +27,17 @@ from shardwise.data.tokens.tokenizer import (
 )
 
 Announce = Callable[[str], None] | None
-"""Is called with one line when something is fetched or built."""
+"""Called with one line when something is fetched or built."""
 
 
 @dataclass(frozen=True)
 class PreparedData(ABC):
-    """Tokens of a training, an evaluation and, where there is one, a test part.
+    """Tokens of a training, an evaluation and, if there is one, a test part.
 
     Attributes:
-        tokenizer_path: a folder that `transformers.AutoTokenizer.from_pretrained` and `Tokenizer.load` open; None where
-            the data are ids and no tokenizer is named.
-        fingerprint: a digest of the data: equal data have equal fingerprints, on any machine.
+        tokenizer_path: folder that `transformers.AutoTokenizer.from_pretrained` and `Tokenizer.load` open; None if the
+            data are ids and no tokenizer is named.
+        fingerprint: digest of the data: equal data have equal fingerprints, on any machine.
         summary: one line for the user.
     """
 
@@ -51,16 +51,16 @@ class PreparedData(ABC):
 
     @abstractmethod
     def beginning(self, part: Part, tokens: int) -> list[int]:
-        """The first tokens of a part; fewer where it has no more."""
+        """The first tokens of a part; all if it has no more."""
 
     @abstractmethod
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
-        """The batches of a part that the model's family trains on; None where it holds less than one sample.
+        """The batches of a part that the model's family trains on; None if it holds less than one sample.
 
         Args:
-            evaluation: `eval_batches` alone is called, and gives the same samples whatever `train.seed` is (except for
-                what BERT masks).
-            tail: what is left after the last whole sample is a sample too.
+            evaluation: True if `eval_batches` alone will be called, which gives the same samples whatever `train.seed`
+                is (except for the tokens that BERT masks).
+            tail: True if the tokens after the last complete sample are a sample too.
         """
 
 
@@ -69,10 +69,10 @@ class PreparedText(PreparedData):
     """Tokenized text, which is one row of tokens in each part.
 
     Attributes:
-        tokens: of each part.
-        vocab_size: of the tokenizer, at most the model's; the model's where there is no tokenizer.
-        sentences: of each part, where samples are sentence pairs.
-        pair_tokens: the special tokens that pairs are made with, likewise.
+        tokens: row of tokens of each part.
+        vocab_size: vocabulary of the tokenizer, at most the model's; the model's if there is no tokenizer.
+        sentences: bounds of each part's sentences; empty unless samples are sentence pairs.
+        pair_tokens: special tokens that pairs are made with; None unless samples are sentence pairs.
     """
 
     tokens: Mapping[Part, TokenArray]
@@ -87,29 +87,33 @@ class PreparedText(PreparedData):
         return [int(token) for token in self.tokens[part][:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
-        row, seed = self.tokens[part], config.train.seed
+        row = self.tokens[part]
+        seed = config.train.seed
         if self.pair_tokens is not None:
             return pair_batches(config, row, self.sentences[part], self.pair_tokens, self.vocab_size, seed)
         return row_batches(config, row, self.tokenizer_path, seed, tail=tail)
 
 
 def make_batches(config: Config, data: PreparedData, part: Part) -> Batches | None:
-    """The batches of one part of `data`; None where it holds less than one sample (two for sentence pairs)."""
+    """The batches of one part of `data`; None if it holds less than one sample (two for sentence pairs)."""
     return data.batches(config, part, evaluation=part != "train")
 
 
 def make_evaluation(config: Config, data: PreparedData, part: Part) -> Batches | None:
-    """As `make_batches`, with what is left after the last whole sample: `eval_batches` then gives every token once.
+    """The batches of one part of `data` for an evaluation of all of it: `eval_batches` gives every token once.
 
-    None where the part holds less than one target (two samples for sentence pairs).
+    The tokens after the last complete sample are a sample too. None if the part holds less than one target (two samples
+    for sentence pairs).
     """
     return data.batches(config, part, evaluation=True, tail=True)
 
 
 def row_batches(config: Config, row: Tokens, tokenizer: Path | None, seed: int, *, tail: bool) -> TokenBatches | None:
-    """Batches of a causal model over a row of tokens; None where it holds less than one sample."""
+    """Batches of a causal model over a row of tokens; None if it holds less than one sample."""
     length = config.train.sequence_length
-    if len(row) <= (1 if tail else length):
+    # A sample has one token more than it reads, the last target; the shortest tail reads one.
+    shortest = 1 if tail else length
+    if len(row) <= shortest:
         return None
     return TokenBatches(row, length, seed, tail=tail, ends=DocumentEnds.of(config, tokenizer))
 
@@ -117,8 +121,11 @@ def row_batches(config: Config, row: Tokens, tokenizer: Path | None, seed: int, 
 def pair_batches(
     config: Config, tokens: Tokens, sentences: Sentences, special: PairTokens, vocab_size: int, seed: int
 ) -> Batches | None:
-    """Batches of sentence pairs; None of fewer than two samples, as the second sentence may be of another sample."""
+    """Batches of sentence pairs; None if there are fewer than two samples, as a pair may take its second sentence from
+    another sample.
+    """
     length = config.train.sequence_length
+    # A chunk is what one sample takes its tokens from.
     if ChunkIndex(sentences, chunk_room(length)).num_chunks < 2:
         return None
     return SentencePairBatches(
@@ -134,38 +141,38 @@ def pair_batches(
 
 
 def announce_note(tokenizer: Tokenizer, announce: Announce) -> None:
-    """Announces what the user must know of a tokenizer, if there is anything."""
+    """Announces the note of a tokenizer, if it has one."""
     if announce is not None and tokenizer.note is not None:
         announce(tokenizer.note)
 
 
 def document_marks(data: DataConfig, tokenizer: Tokenizer) -> DocumentMarks:
-    """The tokens that each document of text begins and ends with; DataError where the tokenizer lacks one."""
+    """The tokens that each document of text begins and ends with; DataError if the tokenizer lacks one."""
     return DocumentMarks.of(tokenizer, append_eod=data.append_eod, prepend_bos=data.prepend_bos)
 
 
 def mark_problems(data: DataConfig) -> list[str]:
-    """The problems of keys that ask for marks of documents, where the data are tokens."""
+    """The problems of keys that ask for marks of documents, as the data are tokens."""
     return data.refused_marks(f"{data.key} ({data.name}), whose tokens are read as they are")
 
 
 def in_pairs(config: Config) -> bool:
-    """Whether samples are pairs of sentences."""
+    """True if samples are pairs of sentences."""
     return "nsp" in config.model.objectives
 
 
-def require_bert(config: Config) -> BertConfig:
-    """The model that shards train; DataError where it is another one."""
-    if not isinstance(config.model, BertConfig):
+def require_sentence_pairs(config: Config) -> FamilyConfig:
+    """The model of `config`, which must be BERT, as shards of sentence pairs train no other; else DataError."""
+    if config.shapes is None or not config.shapes.predicts_sentences:
         raise DataError(
             f"model.family ({config.model.family}) must be bert where data.path ({config.data.name}) is HDF5 shards, "
             "which hold sentence pairs with masked tokens: name text, or Megatron's .bin and .idx"
         )
-    return config.model
+    return config.shapes
 
 
 def without_tokenizer(config: Config) -> list[str]:
-    """Which keys need a tokenizer where data are tokens and none is named."""
+    """Problems of keys that need a tokenizer, if the data are tokens and none is named."""
     if config.data.tokenizer is not None:
         return []
     needs = f"needs data.tokenizer, as {config.data.key} {config.data.name} holds tokens alone: name what made them"
@@ -178,11 +185,11 @@ def without_tokenizer(config: Config) -> list[str]:
 
 
 def tokenizer_of_tokens(config: Config, manifests: Iterable[Path], problems: list[str]) -> Tokenizer | None:
-    """The tokenizer that `data.tokenizer` names, where data are tokens already; None where it names none.
+    """The tokenizer that `data.tokenizer` names, if data are tokens already; None if it names none.
 
     Args:
-        manifests: the files beside the data that say which tokenizer made them.
-        problems: what is wrong with the tokenizer is appended; the result must not be used then.
+        manifests: files next to the data that say which tokenizer made them.
+        problems: list to which the problems of the tokenizer are appended; the result must not be used then.
     """
     named = config.data.tokenizer
     if named is None:
@@ -199,11 +206,12 @@ def tokenizer_of_tokens(config: Config, manifests: Iterable[Path], problems: lis
 
 
 def tokenizer_in_cache(config: Config, tokenizer: Tokenizer | None, root: Path) -> Path | None:
-    """The folder in the cache `root` that holds `tokenizer`, which `data.tokenizer` names; None where there is none."""
+    """The folder in the cache `root` that holds `tokenizer`, which `data.tokenizer` names; None if there is none."""
     path = config.data.tokenizer
     if tokenizer is None or path is None:
         return None
 
+    # Ranks and later runs open the copy: the user's own may change or lie on another machine.
     def build(folder: Path) -> dict[str, str]:
         export_user_tokenizer(path, tokenizer, folder / "tokenizer")
         return {"tokenizer": cache.tokenizer_digest(folder / "tokenizer")}
@@ -213,12 +221,12 @@ def tokenizer_in_cache(config: Config, tokenizer: Tokenizer | None, root: Path) 
 
 
 def padding_problems(special: PairTokens | None, config: Config) -> list[str]:
-    """Whether the model pads with the tokenizer's [PAD], where samples are sentence pairs."""
-    chosen = getattr(config.model, "pad_token_id", None)
-    if special is None or chosen == special.pad:
+    """The problem of a model of sentence pairs that pads with another token than the tokenizer's [PAD]."""
+    pad = getattr(config.model, "pad_token_id", None)  # a fact of BERT's configuration alone
+    if special is None or pad == special.pad:
         return []
     return [
-        f"model.pad_token_id ({chosen}) must be the tokenizer's [PAD] ({special.pad}): set "
+        f"model.pad_token_id ({pad}) must be the tokenizer's [PAD] ({special.pad}): set "
         f"model.pad_token_id={special.pad}"
     ]
 
@@ -234,34 +242,37 @@ def shortage(
     """The problem of a part of the data `name` that holds less than one sample, or for sentence pairs two.
 
     Args:
-        tokens, sentences: of the part; `sentences` where samples are pairs of them.
-        documents: of the part, where the user counts documents.
+        tokens: number of the part's tokens.
+        sentences: bounds of the part's sentences; None unless samples are pairs of them.
+        documents: number of the part's documents; None if the user does not count documents.
     """
     length = config.train.sequence_length
-    enough, held = tokens > length, f"{tokens:,} tokens"
-    least = f"one sample of train.sequence_length + 1 ({length + 1:,} tokens)"
-    if sentences is not None:
+    size = f"{tokens:,} tokens"
+    if sentences is None:
+        is_enough = tokens > length
+        least = f"one sample of train.sequence_length + 1 ({length + 1:,} tokens)"
+    else:
         room = chunk_room(length)
         chunks = ChunkIndex(sentences, room).num_chunks
-        enough, held = chunks >= 2, f"{held} in {chunks} samples"
+        is_enough = chunks >= 2
+        size += f" in {chunks} samples"
         least = f"two samples of about train.sequence_length - 3 ({room:,} tokens)"
-    if enough:
+    if is_enough:
         return []
+    unit = "text"
     if documents is not None:
-        held += f" in {counted(documents, 'document')}"
+        unit = "documents"
+        size += f" in {counted(documents, 'document')}"
     return [
-        f"the {PART_NAMES[part]} part of {config.data.key} {name} ({held} at data.split={config.data.split}) must be "
-        f"at least {least}: give more {'text' if documents is None else 'documents'}, a shorter sequence or another "
-        "split"
+        f"the {PART_NAMES[part]} part of {config.data.key} {name} ({size} at data.split={config.data.split}) must be "
+        f"at least {least}: give more {unit}, a shorter sequence or another split"
     ]
 
 
-def entry_problems(config: Config, entry: cache.Entry, name: str, parts: Iterable[Part]) -> list[str]:
-    """As `shortage`, of these parts of an entry of the cache."""
-    return [
-        problem
-        for part in parts
-        for problem in shortage(
-            config, part, name, entry.manifest[part]["tokens"], entry.sentences(part) if in_pairs(config) else None
-        )
-    ]
+def entry_problems(config: Config, entry: cache.CacheEntry, name: str, parts: Iterable[Part]) -> list[str]:
+    """The problems (`shortage`) of these parts of an entry of the cache."""
+    problems = []
+    for part in parts:
+        sentences = entry.sentences(part) if in_pairs(config) else None
+        problems += shortage(config, part, name, entry.manifest[part]["tokens"], sentences)
+    return problems

@@ -36,23 +36,28 @@ from shardwise.data.formats.inspection import (
     spread,
     with_tokens,
 )
-from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.reading.content import first_line
-from shardwise.data.reading.datasets import TOKENS, DataSet, library, require_library
+from shardwise.data.reading.dataset_tables import TOKENS, DataSet, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
-from shardwise.data.reading.sources import ColumnSource
-from shardwise.data.reading.text import require_sound
-from shardwise.data.tokens.encoding import Split, plan_split, token_writers
+from shardwise.data.reading.text_files import require_sound
+from shardwise.data.reading.text_sources import ColumnSource
+from shardwise.data.split import PART_NAMES, PARTS, Part, TextSplit, describe_sizes, plan_split
+from shardwise.data.tokens.encoding import token_writers
 
+# An inspection takes seconds: the most rows that it looks at.
 _ARROW_ROWS = 1024
-"""Rows that an inspection looks at, at most."""
 _TEXT = ("string", "large_string")
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedText:
-    """Opens a data set's column of text or of tokens from the cache, which is filled first where it has none."""
+    """Opens a data set's column of text or of tokens from the cache, which is filled first if it has none.
+
+    The data set itself is opened as late as possible, as its library takes seconds to import and asks the hub: the
+    cache knows the content of a text, or has an entry of tokens.
+    """
     dataset = ColumnSource.open(config.data)
-    if cache.known_content(root, dataset.stamp()) is None:  # only a text's content is known
+    is_known_text = cache.known_content(root, dataset.stamp()) is not None
+    if not is_known_text:
         key = _key(dataset, config)
         if cache.open_tokens(root, key) is not None or _holds_tokens(dataset, root):
             if problems := mark_problems(config.data):
@@ -69,7 +74,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
 
 
 def _holds_tokens(dataset: DataSet, root: Path) -> bool:
-    """Opens the data set to know: one process does so at a time, as it is fetched first where it lies on the hub."""
+    """Opens the data set to know: one process does so at a time, as a data set of the hub is fetched first."""
     with cache.locked(root, dataset.stamp()[:32]):
         return dataset.holds_tokens
 
@@ -86,7 +91,8 @@ def _key(dataset: DataSet, config: Config) -> str:
 
 
 def _build(folder: Path, dataset: DataSet, config: Config) -> dict[str, Any]:
-    vocab_size, dtype = config.model.vocab_size, cache.token_dtype(config.model.vocab_size)
+    vocab_size = config.model.vocab_size
+    dtype = cache.token_dtype(vocab_size)
     split = None if config.data.split_names else _plan(dataset, config)
     with ExitStack() as files:
         writers = token_writers(files, dtype, folder)
@@ -94,6 +100,7 @@ def _build(folder: Path, dataset: DataSet, config: Config) -> dict[str, Any]:
             writers[part].write(tokens)
             writers[part].documents += number
     facts: dict[str, Any] = {part: writer.facts() for part, writer in writers.items()}
+    # The word keeps fingerprints of tokens apart from those of text.
     digests = ["tokens", dtype.str, *(row["sha256"] for row in facts.values())]
     return {
         "dtype": dtype.str,
@@ -105,19 +112,20 @@ def _build(folder: Path, dataset: DataSet, config: Config) -> dict[str, Any]:
     }
 
 
-def _plan(dataset: DataSet, config: Config) -> Split:
+def _plan(dataset: DataSet, config: Config) -> TextSplit:
+    """The split of rows by their tokens, as `plan_split` makes it of documents by their characters."""
     lengths = [_lengths(array) for name in dataset.splits for array in dataset.rows(name)]
     return plan_split(np.concatenate(lengths or [np.empty(0, dtype=np.int64)]), config.data.split_weights)
 
 
 def _parts(
-    dataset: DataSet, vocab_size: int, split: Split | None
+    dataset: DataSet, vocab_size: int, split: TextSplit | None
 ) -> Iterator[tuple[Part, int, npt.NDArray[np.integer[Any]]]]:
-    """Rows of a part: how many begin, and their tokens, joined with nothing between them.
+    """Rows of a part: the number of them that begin, and their tokens, joined with nothing between them.
 
     Without `split`, the splits that are read are the parts.
     """
-    start = 0  # tokens before, in the whole data set
+    start = 0  # tokens of the data set before these rows
     for part, name in zip(PART_NAMES, dataset.splits, strict=False):
         first = 0
         for array in dataset.rows(name):
@@ -126,15 +134,16 @@ def _parts(
             if split is None:
                 yield part, len(array), tokens
             else:
-                if split.documents is not None:
-                    rows = split.documents[first : first + len(array)]
-                    held = np.repeat(rows, lengths)
-                else:
-                    rows = start + np.cumsum(lengths) - lengths >= split.boundary
-                    held = start + np.arange(len(tokens)) >= split.boundary
-                yield "train", int((~rows).sum()), tokens[~held]
-                yield "eval", int(rows.sum()), tokens[held]
-            first, start = first + len(array), start + len(tokens)
+                if split.held_out is not None:
+                    rows_held_out = split.held_out[first : first + len(array)]
+                    tokens_held_out = np.repeat(rows_held_out, lengths)
+                else:  # of tokens, the boundary is a token and no character
+                    rows_held_out = start + np.cumsum(lengths) - lengths >= split.boundary
+                    tokens_held_out = start + np.arange(len(tokens)) >= split.boundary
+                yield "train", int((~rows_held_out).sum()), tokens[~tokens_held_out]
+                yield "eval", int(rows_held_out.sum()), tokens[tokens_held_out]
+            first += len(array)
+            start += len(tokens)
 
 
 def _lengths(array: Any) -> npt.NDArray[np.int64]:
@@ -149,6 +158,7 @@ def _tokens(
 ) -> npt.NDArray[np.integer[Any]]:
     """All tokens of rows of these lengths, of which the first is row number `first`."""
     flat = array.flatten()
+    # Numpy has no nulls: as 0 the tokens keep their dtype, and the nulls are refused by the mask.
     nulls = flat.is_null().to_numpy(zero_copy_only=False)
     tokens: npt.NDArray[np.integer[Any]] = flat.fill_null(0).to_numpy()
     for at in np.flatnonzero(nulls | (tokens < 0) | (tokens >= vocab_size))[:1]:
@@ -164,7 +174,7 @@ def _tokens(
     return tokens
 
 
-def _prepared(entry: cache.Entry, dataset: DataSet, config: Config, root: Path, any_size: bool) -> PreparedText:
+def _prepared(entry: cache.CacheEntry, dataset: DataSet, config: Config, root: Path, any_size: bool) -> PreparedText:
     problems = without_tokenizer(config)
     if in_pairs(config) and not problems:
         problems.append(
@@ -189,7 +199,7 @@ def _prepared(entry: cache.Entry, dataset: DataSet, config: Config, root: Path, 
 
 
 def glance(config: Config) -> str:
-    """How many files a saved data set has; of one on the hub, no more than that its name may be one."""
+    """The number of files of a saved data set; for a data set on the hub, the place where it was found."""
     require_library(config.data)
     if config.data.is_hub_dataset:
         return hub.FOUND[hub.find(hub.place_of_dataset(config.data.name, BUILT_IN_TEXTS))]
@@ -218,12 +228,15 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
 
 
 def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: int) -> Inspection:
-    """The columns of all splits, and what the longest one holds."""
+    """An inspection of the columns of all splits, and of the lengths and samples of the longest split."""
     table = max(splits.values(), key=len)
     total = sum(map(len, splits.values()))
     columns = list(table.column_names)
     types = {name: str(table.features.arrow_schema.field(name).type) for name in columns}
-    by_split = f"{total:,}" if "" in splits else ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
+    if "" in splits:
+        by_split = f"{total:,}"
+    else:
+        by_split = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
     inspection = Inspection(
         str(path),
         "arrow",
@@ -235,24 +248,25 @@ def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: i
     has_tokens = "list<" in types.get(TOKENS, "")
     if has_tokens and (problems := mark_problems(data)):
         raise DataError(problems)
-    column = TOKENS if has_tokens else next((name for name in columns if types[name] in _TEXT), None)
+    column: str | None = TOKENS
+    if not has_tokens:
+        column = next((name for name in columns if types[name] in _TEXT), None)
     if column is None or not len(table):
         return inspection
     arrow = importlib.import_module("pyarrow.compute")
     table = table.select_columns([column]).with_format("arrow")
     looked_at = table[spread(len(table), _ARROW_ROWS).tolist()].column(0)
     leading = table[: min(samples, len(table))].column(0)
+    # A damaged file is refused before its values are touched.
     for array in (*looked_at.chunks, *leading.chunks):
         require_sound(array, str(path), column)
-    unit, count = ("tokens", arrow.list_value_length) if has_tokens else ("characters", arrow.utf8_length)
-    lengths = Lengths.of(f"{unit} of {column}", count(looked_at).fill_null(0).to_numpy(), total)
-    inspection = replace(inspection, lengths=lengths)
     if not has_tokens:
+        lengths = Lengths.of(f"characters of {column}", arrow.utf8_length(looked_at).fill_null(0).to_numpy(), total)
         texts = enumerate(leading.to_pylist())
-        return replace(
-            inspection,
-            samples=[InspectedSample(number, (text or "")[:SAMPLE_CHARACTERS], None) for number, text in texts],
-        )
+        samples_of_text = [InspectedSample(number, (text or "")[:SAMPLE_CHARACTERS], None) for number, text in texts]
+        return replace(inspection, lengths=lengths, samples=samples_of_text)
+    lengths = Lengths.of(f"tokens of {column}", arrow.list_value_length(looked_at).fill_null(0).to_numpy(), total)
+    inspection = replace(inspection, lengths=lengths)
     ids = [np.array(row or []) for row in leading.to_pylist()]
     seen = arrow.list_flatten(looked_at).drop_null().to_numpy()
     return with_tokens(inspection, data.tokenizer, ids, [seen], round(lengths.mean * total))

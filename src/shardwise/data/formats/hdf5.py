@@ -18,30 +18,35 @@ from shardwise.data.formats.common import (
     Announce,
     PreparedData,
     needed_parts,
-    require_bert,
+    require_sentence_pairs,
     tokenizer_in_cache,
     tokenizer_of_tokens,
 )
 from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
-from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.reading.content import readable
-from shardwise.data.reading.hdf5 import Shard, ShardRows, in_list, library, shard_paths, unpack
+from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list, library, shard_paths, unpack
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.sentence_pairs import ShardBatches
+from shardwise.data.split import PART_NAMES, Part, describe_sizes, part_bounds
 
-# Of all shards together; of each the first and the last one at least.
+# Blocks of all shards together that the fingerprint reads; of each shard the first and the last one at least.
 _CHECKED_BLOCKS = 256
 _PROBLEMS_SHOWN = 5
+# A glance takes a moment: the most shards that it opens.
 _GLANCED = 8
-"""Shards that a glance opens, at most."""
-_RUNS, _RUN = 64, 64
-"""Runs of rows that an inspection looks at, and rows of each: neighbours lie in one compressed chunk."""
+# An inspection looks at runs of rows, as neighbours lie in one compressed chunk.
+_RUNS = 64
+_RUN_ROWS = 64
 
 
 @dataclass(frozen=True)
 class PreparedShards(PreparedData):
-    """HDF5 shards, and the first row of the training, the evaluation and the test part, then the number of rows."""
+    """HDF5 shards, whose rows are divided into parts.
+
+    Attributes:
+        bounds: first row of the training, the evaluation and the test part, then the number of rows.
+    """
 
     shards: ShardRows
     bounds: Sequence[int]
@@ -62,39 +67,43 @@ class PreparedShards(PreparedData):
         return ids
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
-        """As `PreparedData`; neither `evaluation` nor `tail` makes a difference."""
+        """The batches of a part, see `PreparedData`; neither `evaluation` nor `tail` makes a difference."""
         rows = self.rows(part)
-        return ShardBatches(self.shards, rows.start, rows.stop, config.train.seed) if rows else None
+        if not rows:
+            return None
+        return ShardBatches(self.shards, rows.start, rows.stop, config.train.seed)
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedShards:
-    """Opens the shards of `config`; what lies in chunks, and the tokenizer where one is named, is kept in the cache."""
-    data, model = config.data, require_bert(config)
-    shards, problems = [], []
+    """Opens the shards of `config`; arrays in chunks, and the tokenizer if one is named, are kept in the cache."""
+    data = config.data
+    model = require_sentence_pairs(config)
+    shards = []
+    problems = []
     library()
     for path in shard_paths(data):
         try:
-            shards.append(Shard.open(path, config.train.sequence_length))
+            shards.append(Hdf5Shard.open(path, config.train.sequence_length))
         except DataError as error:
             problems += error.problems
     if len(problems) > _PROBLEMS_SHOWN:
-        more = len(problems) - _PROBLEMS_SHOWN
-        problems = [*problems[:_PROBLEMS_SHOWN], f"{more} more of the shards of data.path ({data.name}) are wrong too"]
+        left_out = f"{len(problems) - _PROBLEMS_SHOWN} more of the shards of data.path ({data.name}) are wrong too"
+        problems = [*problems[:_PROBLEMS_SHOWN], left_out]
     folders = sorted({shard.path.parent for shard in shards})
     tokenizer = tokenizer_of_tokens(config, map(of_folder, folders), problems)
     if problems:
         raise DataError(problems)
-    rows = ShardRows(unpack(root, shards, announce), model.vocab_size, model.type_vocab_size)
+    rows = ShardRows(unpack(root, shards, announce), model.vocab_size, model.token_types)
     bounds = part_bounds(len(rows), data.split_weights)
-    problems = [
-        f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at data.split={data.split}) "
-        "must hold at least one: give more shards or another split"
-        for part, (first, after) in zip(needed_parts(config), pairwise(bounds), strict=False)
-        if first == after and not any_size
-    ]
+    for part, (first, stop) in zip(needed_parts(config), pairwise(bounds), strict=False):
+        if first == stop and not any_size:
+            problems.append(
+                f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at "
+                f"data.split={data.split}) must hold at least one: give more shards or another split"
+            )
     if problems:
         raise DataError(problems)
-    # Of names and of blocks that are spread over the shards: reading all of them would take minutes.
+    # The fingerprint is one of names and of blocks spread over the shards: reading all of them would take minutes.
     blocks = max(2, _CHECKED_BLOCKS // len(shards))
     with readable("data.path"):
         digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
@@ -108,26 +117,30 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
 
 
 def glance(config: Config) -> str:
-    """How many shards there are; the first few are opened."""
-    require_bert(config)
+    """The number of shards; the first few are opened."""
+    require_sentence_pairs(config)
     paths = shard_paths(config.data)
-    glanced = [Shard.open(path, config.train.sequence_length) for path in paths[:_GLANCED]]
-    more = f", of which {len(glanced)} were opened" if len(glanced) < len(paths) else ""
-    return f"{counted(len(paths), 'HDF5 shard')}{more}"
+    glanced = [Hdf5Shard.open(path, config.train.sequence_length) for path in paths[:_GLANCED]]
+    opened = f", of which {len(glanced)} were opened" if len(glanced) < len(paths) else ""
+    return f"{counted(len(paths), 'HDF5 shard')}{opened}"
 
 
 def inspect(data: DataConfig, samples: int) -> Inspection:
     """Shards of masked sentence pairs."""
     paths = shard_paths(data)
-    first = Shard.open(paths[0])
-    shards = ShardRows([first, *(Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2)
+    first = Hdf5Shard.open(paths[0])
+    # The model is not known, so any id passes; segments are 0 and 1 in every BERT.
+    shards = ShardRows([first, *(Hdf5Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2)
     number = len(shards)
-    rows_B = np.unique(np.minimum(np.add.outer(spread(number, _RUNS), np.arange(_RUN)), number - 1))
-    values, leading = shards.take(rows_B), shards.take(np.arange(min(samples, number)))
+    rows_B = np.unique(np.minimum(np.add.outer(spread(number, _RUNS), np.arange(_RUN_ROWS)), number - 1))
+    values = shards.take(rows_B)
+    leading = shards.take(np.arange(min(samples, number)))
     masked = float(in_list(values["masked_lm_positions"]).sum(axis=1).mean())
     follows = float((values["next_sentence_labels"] == 0).mean())
     sizes = sorted(shard.rows for shard in shards.shards)
-    rows_each = f"{sizes[0]:,}" if sizes[0] == sizes[-1] else f"{sizes[0]:,} … {sizes[-1]:,}"
+    rows_each = f"{sizes[0]:,}"
+    if sizes[0] < sizes[-1]:
+        rows_each += f" … {sizes[-1]:,}"
     inspection = Inspection(
         str(data.path),
         "HDF5 shards of sentence pairs",
@@ -155,7 +168,8 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
 
 
 def _summary(shards: ShardRows, bounds: Sequence[int], config: Config) -> str:
-    number, total = len(shards.shards), sum(shard.path.stat().st_size for shard in shards.shards)
+    number = len(shards.shards)
+    total = sum(shard.path.stat().st_size for shard in shards.shards)
     sizes = dict(zip(PART_NAMES, np.diff(bounds).tolist(), strict=True))
     unread = []
     if config.data.max_predictions not in (None, shards.predictions):

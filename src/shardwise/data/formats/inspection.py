@@ -1,4 +1,4 @@
-"""What an inspection shows of data: found in seconds and in bounded memory, as only samples of large data are read."""
+"""The result of an inspection: made in seconds and in bounded memory, as only samples of large data are read."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from shardwise.data.samples.order import IntArray
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 _Tokens = npt.NDArray[np.integer[Any]]
-_BARS = 12
-_SAMPLE_TOKENS, SAMPLE_CHARACTERS = 64, 400
-"""Shown of a sample, at most."""
+_MOST_BINS = 12
+# Two lines of a terminal hold no more of a sample.
+_SAMPLE_TOKENS = 64
+SAMPLE_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long things are.
+    """Statistics of the lengths of documents, samples or rows.
 
     Attributes:
-        what: the things and the unit, such as "tokens of a document".
-        counted: how many were measured.
-        number: how many there are; None where that is not known.
-        bins: the shortest and the longest length of each bin, and how many lengths it has.
+        what: unit and thing, such as "tokens of a document".
+        counted: number of lengths that were measured.
+        number: number of lengths in the data; None if that is not known.
+        bins: shortest and longest length of each bin, and the number of lengths in it.
     """
 
     what: str
@@ -42,17 +43,20 @@ class Lengths:
     bins: Sequence[tuple[int, int, int]]
 
     @classmethod
-    def of(cls, what: str, lengths: IntArray, number: int | None) -> Lengths:
-        """The statistics of at least one length; bins are powers of 2 wide, or of 4 where these would be too many."""
-        least, most = int(lengths.min()), int(lengths.max())
-        step = 1 if most.bit_length() - least.bit_length() < _BARS else 2
+    def of(cls, unit: str, lengths: IntArray, number: int | None) -> Lengths:
+        """The statistics of at least one length; bins are powers of 2 wide, or of 4 if these would be too many."""
+        least = int(lengths.min())
+        most = int(lengths.max())
+        step = 1 if most.bit_length() - least.bit_length() < _MOST_BINS else 2
+        # A length of b bits lies in 2^(b-1) … 2^b - 1; 0 has no bits, and is a bin by itself.
         bits = np.ceil(np.log2(lengths + 1)).astype(np.int64)
         bins = []
         for low in range(int(bits.min()), int(bits.max()) + 1, step):
             inside = lengths[(bits >= low) & (bits < low + step)]
-            first, last = (1 << low) >> 1, (1 << (low + step - 1)) - 1
+            first = (1 << low) >> 1
+            last = (1 << (low + step - 1)) - 1
             bins.append((max(first, least), min(max(last, first), most), len(inside)))
-        return cls(what, len(lengths), number, least, most, float(lengths.mean()), float(np.median(lengths)), bins)
+        return cls(unit, len(lengths), number, least, most, float(lengths.mean()), float(np.median(lengths)), bins)
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ class InspectedSample:
     """The beginning of one document or row.
 
     Attributes:
-        text: the decoded tokens; None where there is no tokenizer.
-        ids: the tokens; None where the data are text.
+        text: text, decoded if the data are tokens; None if there is no tokenizer.
+        ids: tokens; None if the data are text.
     """
 
     number: int
@@ -71,12 +75,12 @@ class InspectedSample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What data hold.
+    """The contents of data, for a user and for programs.
 
     Attributes:
-        rows: names and what they are, in the order in which to show them.
-        counts: the same for programs.
-        notes: warnings, and why samples are shown as ids.
+        rows: names and their descriptions, in the order in which to show them.
+        counts: numbers behind the rows, for programs.
+        notes: warnings, and the reason why samples are shown as ids.
     """
 
     path: str
@@ -96,11 +100,14 @@ def with_tokens(
     """An inspection of data that hold tokens, with the range of the ids and the first samples.
 
     Args:
-        inspection: all else; its manifest may name the tokenizer that shows samples as text.
-        named: the tokenizer that the user names instead; ConfigError where it cannot be opened.
-        first: the tokens of the first samples.
+        inspection: inspection without them; its manifest may name the tokenizer that shows samples as text.
+        named: tokenizer that the user names instead; None if there is none.
+        first: tokens of the first samples.
         looked_at: some of the tokens, or all.
-        total: how many tokens there are.
+        total: number of tokens in the data.
+
+    Raises:
+        ConfigError: the tokenizer that the user names cannot be opened.
     """
     tokenizer, notes = _tokenizer(named, inspection.manifest)
     blocks = [block for block in looked_at if block.size]
@@ -112,21 +119,23 @@ def with_tokens(
             f"the lowest id ({lowest:,}) is negative, which no token is: a run refuses it; prepare the data again"
         )
     recorded = None if inspection.manifest is None else inspection.manifest["tokenizer"].get("vocab_size")
-    for whose, vocabulary in (("tokenizer", tokenizer and tokenizer.vocab_size), ("manifest", recorded)):
+    for owner, vocabulary in (("tokenizer", tokenizer and tokenizer.vocab_size), ("manifest", recorded)):
         if isinstance(vocabulary, int) and highest >= vocabulary:
             notes.append(
-                f"the highest id ({highest:,}) is beyond the vocabulary of the {whose} ({vocabulary:,}): other data, "
+                f"the highest id ({highest:,}) is beyond the vocabulary of the {owner} ({vocabulary:,}): other data, "
                 "or another tokenizer"
             )
     samples = []
     for number, row in enumerate(first):
         ids = [int(token) for token in row[:_SAMPLE_TOKENS]]
-        known = tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids)
-        samples.append(InspectedSample(number, tokenizer.decode(ids) if tokenizer is not None and known else None, ids))
-    of_these = "" if seen >= total else f" in {count(seen)} tokens that were looked at"
+        text = None
+        if tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids):
+            text = tokenizer.decode(ids)
+        samples.append(InspectedSample(number, text, ids))
+    limit = "" if seen >= total else f" in {count(seen)} tokens that were looked at"
     return replace(
         inspection,
-        rows=[*inspection.rows, ("ids", f"{lowest:,} … {highest:,}{of_these}")],
+        rows=[*inspection.rows, ("ids", f"{lowest:,} … {highest:,}{limit}")],
         counts={**inspection.counts, "ids": {"lowest": lowest, "highest": highest, "looked_at": seen}},
         samples=samples,
         notes=notes,
@@ -134,7 +143,7 @@ def with_tokens(
 
 
 def _tokenizer(named: str | None, manifest: Mapping[str, Any] | None) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer that the user names, else that of the manifest if it is still the same; and why there is none."""
+    """The tokenizer that the user names, else that of the manifest if it is still the same; and the note if neither."""
     if named is not None:
         return Tokenizer.load(hub.resolve_tokenizer(named)), []
     if manifest is None or manifest["tokenizer"]["sha256"] is None:
@@ -150,7 +159,7 @@ def _tokenizer(named: str | None, manifest: Mapping[str, Any] | None) -> tuple[T
 
 
 def spread(number: int, most: int) -> IntArray:
-    """`most` numbers spread evenly over 0 … number - 1, or all of them where there are no more."""
+    """`most` numbers spread evenly over 0 … number - 1, or all of them if there are no more."""
     if number <= most:
         return np.arange(number, dtype=np.int64)
     return np.arange(most, dtype=np.int64) * (number - 1) // (most - 1)

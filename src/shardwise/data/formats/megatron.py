@@ -26,18 +26,19 @@ from shardwise.data.formats.common import (
     without_tokenizer,
 )
 from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
-from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.reading.manifest import of_prefix, read_manifest
-from shardwise.data.reading.megatron import IndexedFile, count_sequences, prefix_of
-from shardwise.data.samples.batch import Batches
-from shardwise.data.samples.causal import BlendedBatches, DocumentBatches, DocumentEnds, Documents
+from shardwise.data.reading.megatron_files import IndexedFile, count_sequences, prefix_of
+from shardwise.data.samples.batch import Batches, BlendedBatches
+from shardwise.data.samples.causal import DocumentBatches, DocumentEnds, Documents
 from shardwise.data.samples.order import mix_integer
+from shardwise.data.split import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.tokens.tokenizer import PairTokens
 
+# An inspection takes seconds: the most documents whose lengths it looks at, the most blocks of tokens in which it looks
+# for the lowest and the highest id, and the tokens of a block.
 _LENGTHS = 1 << 20
-"""Documents whose lengths an inspection looks at, at most."""
-_BLOCKS, _BLOCK = 256, 1 << 16
-"""Blocks of tokens in which it looks for the lowest and the highest, and tokens of each."""
+_BLOCKS = 256
+_BLOCK_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,10 @@ class PreparedDocuments(PreparedData):
     """One Megatron data set, or several in a blend.
 
     Attributes:
-        weights: of the data sets.
-        parts: the documents of each part in each of the data sets.
-        vocab_size: the tokenizer's, or the model's where there is none.
+        weights: weight of each data set in the blend.
+        parts: documents of each part in each of the data sets.
+        vocab_size: vocabulary of the tokenizer, or the model's if there is none.
+        pair_tokens: special tokens that sentence pairs are made with; None unless samples are sentence pairs.
     """
 
     weights: tuple[float, ...]
@@ -62,16 +64,19 @@ class PreparedDocuments(PreparedData):
         return next((documents.beginning(tokens) for documents in self.parts[part] if len(documents)), [])
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
-        """As `PreparedData`; a data set whose part holds less than one sample is left out of it."""
-        weights, sources = [], []
+        """The batches of a part, see `PreparedData`; a data set whose part holds less than one sample is left out."""
+        weights = []
+        sources = []
         for number, (weight, documents) in enumerate(zip(self.weights, self.parts[part], strict=True)):
-            batches = self._of_one(config, documents, number, evaluation, tail)
+            batches = self._batches_of_data_set(config, documents, number, evaluation, tail)
             if batches is not None:
                 weights.append(weight)
                 sources.append(batches)
-        return BlendedBatches(weights, sources) if len(sources) > 1 else next(iter(sources), None)
+        if len(sources) > 1:
+            return BlendedBatches(weights, sources)
+        return next(iter(sources), None)
 
-    def _of_one(
+    def _batches_of_data_set(
         self, config: Config, documents: Documents, number: int, evaluation: bool, tail: bool
     ) -> Batches | None:
         seed = config.train.seed
@@ -89,7 +94,7 @@ class PreparedDocuments(PreparedData):
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedDocuments:
-    """Opens the data sets of `config`; only the tokenizer, where one is named, is kept in the cache `root`."""
+    """Opens the data sets of `config`; only the tokenizer, if one is named, is kept in the cache `root`."""
     problems = without_tokenizer(config)
     files: list[IndexedFile] = []
     for _, prefix in config.data.weighted_prefixes:
@@ -104,7 +109,8 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     if not any_size and (problems := _too_short(parts, config)):
         raise DataError(problems)
     weights = tuple(weight for weight, _ in config.data.weighted_prefixes)
-    bounds = {part: [(chosen.first, chosen.after) for chosen in documents] for part, documents in parts.items()}
+    # A fingerprint of the bounds too: another split of the same files is other data.
+    bounds = {part: [(chosen.first, chosen.stop) for chosen in documents] for part, documents in parts.items()}
     return PreparedDocuments(
         tokenizer_path=tokenizer_in_cache(config, tokenizer, root),
         weights=weights,
@@ -117,7 +123,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
 
 
 def glance(config: Config) -> str:
-    """How many sequences there are, by the headers of the .idx files."""
+    """The number of sequences, by the headers of the .idx files."""
     sequences = [count_sequences(prefix) for _, prefix in config.data.weighted_prefixes]
     return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
 
@@ -127,17 +133,22 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
     assert data.path is not None
     prefix = prefix_of(data.path)
     file = IndexedFile.open(prefix)
-    number, total = file.num_documents, len(file.tokens)
+    number = file.num_documents
+    total = len(file.tokens)
     chosen = spread(number, _LENGTHS)
     lengths = file.starts(chosen + 1) - file.starts(chosen)
     empty = int(np.count_nonzero(lengths == 0))
-    looked_at = "" if len(chosen) == number else f" of {len(chosen):,} that were looked at"
+    documents = f"{number:,}"
+    if empty:
+        documents += f", {empty:,} without tokens"
+        if len(chosen) < number:
+            documents += f" of {len(chosen):,} that were looked at"
     inspection = Inspection(
         str(prefix),
         "Megatron .bin and .idx",
         sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx")),
         rows=[
-            ("documents", f"{number:,}" + (f", {empty:,} without tokens{looked_at}" if empty else "")),
+            ("documents", documents),
             ("sequences", f"{len(file.sizes):,}"),
             ("tokens", f"{total:,}, {file.tokens.dtype.name}"),
         ],
@@ -151,29 +162,31 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         lengths=Lengths.of("tokens of a document", lengths, number),
         manifest=read_manifest(of_prefix(prefix)),
     )
-    starts = range(0, total, _BLOCK) if total <= _BLOCKS * _BLOCK else spread(total - _BLOCK + 1, _BLOCKS).tolist()
-    blocks = [file.tokens[start : start + _BLOCK] for start in starts]
+    if total <= _BLOCKS * _BLOCK_TOKENS:
+        starts = list(range(0, total, _BLOCK_TOKENS))
+    else:
+        starts = spread(total - _BLOCK_TOKENS + 1, _BLOCKS).tolist()
+    blocks = [file.tokens[start : start + _BLOCK_TOKENS] for start in starts]
     bounds = file.starts(np.arange(min(samples, number) + 1)).tolist()
     leading = [file.tokens[start:end] for start, end in pairwise(bounds)]
     return with_tokens(inspection, data.tokenizer, leading, blocks, total)
 
 
 def _parts(files: Sequence[IndexedFile], config: Config) -> dict[Part, tuple[Documents, ...]]:
-    cuts = [part_bounds(file.num_documents, config.data.split_weights) for file in files]
-    return {
-        part: tuple(
-            Documents(file, cut[number], cut[number + 1], config.model.vocab_size)
-            for file, cut in zip(files, cuts, strict=True)
-        )
-        for number, part in enumerate(PART_NAMES)
-    }
+    """The documents of each part in each of the data sets, each of which is divided by itself."""
+    parts: dict[Part, list[Documents]] = {part: [] for part in PART_NAMES}
+    for file in files:
+        bounds = part_bounds(file.num_documents, config.data.split_weights)
+        for part, (first, stop) in zip(PART_NAMES, pairwise(bounds), strict=True):
+            parts[part].append(Documents(file, first, stop, config.model.vocab_size))
+    return {part: tuple(documents) for part, documents in parts.items()}
 
 
 def _too_short(parts: Mapping[Part, tuple[Documents, ...]], config: Config) -> list[str]:
-    """Training needs a sample of each data set; an evaluation one of any."""
+    """The problems of parts that are too short: training needs a sample of each data set, an evaluation one of any."""
     problems = []
     for part in needed_parts(config):
-        short = []
+        short = []  # the problems of this part
         for documents in parts[part]:
             sentences = documents.sentences if in_pairs(config) else None
             short += shortage(config, part, documents.file.prefix, len(documents), sentences, documents.count)

@@ -1,4 +1,4 @@
-"""Text that is tokenized while it is trained on; its first documents are read first, and what is held out is cached.
+"""Text that is tokenized while it is trained on; its first documents are read first, and held-out ones are cached.
 
 Parts other than the training's are a block of documents each, at most, prepared as any text is. Weights of `data.split`
 hold their share of the first block out; splits with names are parts, of which the first block is evaluated.
@@ -23,17 +23,26 @@ from shardwise.data.formats.common import (
     entry_problems,
     needed_parts,
 )
-from shardwise.data.parts import PARTS, Part, describe_sizes
 from shardwise.data.reading.content import readable
-from shardwise.data.reading.sources import ColumnSource, FileSource, PythonSource, TextPiece, open_source
-from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
+from shardwise.data.reading.text_sources import (
+    BLOCK_CHARACTERS,
+    ColumnSource,
+    FileSource,
+    PythonSource,
+    TextPiece,
+    TextShard,
+    open_shard,
+    open_source,
+)
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches
-from shardwise.data.samples.streaming import HeldOut, Stream, StreamBatches, read_documents
+from shardwise.data.samples.streaming import HeldOut, StreamBatches, TextStream, read_documents
+from shardwise.data.split import PARTS, Part, describe_sizes
 from shardwise.data.tokens.encoding import encode_documents
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest
 
-_Begin = tuple[int, int]
+_DocumentBegin = tuple[int, int]
+"""Number of a shard, and the offset at which a document begins in it."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +50,24 @@ class PreparedStream(PreparedText):
     """A stream.
 
     Attributes:
-        tokens: of the other parts; of the training part none, or all where they are less than a block. `count` is 0 for
-            a training part of more than a block, as its number is not known before it is read.
-        files: of the training part.
-        held: which of their documents are not trained on.
+        tokens: tokens of the parts other than the training's; of that one none, or all if they are less than a block.
+            So `count` is 0 for a training part of more than a block, whose number of tokens is not known before it is
+            read.
+        files: files of the training part.
+        held_out: documents of these files that are not trained on.
     """
 
     _: KW_ONLY
     name: str
     files: tuple[str, ...]
-    held: HeldOut
+    held_out: HeldOut
     data: DataConfig
 
     def beginning(self, part: Part, tokens: int) -> list[int]:
         if part != "train":
             return super().beginning(part, tokens)
         assert self.tokenizer_path is not None
+        # The order of an epoch is not asked for: any document of the training part shows what the model reads.
         _, pieces = next(read_documents(self._shards()[0], 0))
         tokenizer = Tokenizer.load(self.tokenizer_path)
         first = tokenizer.encode_rows([pieces[0].text])
@@ -72,38 +83,45 @@ class PreparedStream(PreparedText):
                 "give --part eval"
             )
         assert self.tokenizer_path is not None
-        length, ends = config.train.sequence_length, DocumentEnds.of(config, self.tokenizer_path)
+        length = config.train.sequence_length
+        ends = DocumentEnds.of(config, self.tokenizer_path)
         tokenizer = Tokenizer.load(self.tokenizer_path)
-        stream = Stream(
+        stream = TextStream(
             self._shards(),
             tokenizer,
             document_marks(self.data, tokenizer),
+            # With the tail, as a block may have fewer tokens than a sample.
             lambda row, seed: TokenBatches(row, length, seed, tail=True, ends=ends),
             seed=config.train.seed,
             buffer=config.data.shuffle_buffer,
-            held=self.held,
+            held_out=self.held_out,
         )
         return StreamBatches(stream, self.name)
 
-    def _shards(self) -> list[Shard]:
+    def _shards(self) -> list[TextShard]:
         return [open_shard(file, self.data) for file in self.files]
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedStream:
-    """Opens a stream; its first documents are read where the cache `root` does not know them."""
+    """Opens a stream; its first documents are read if the cache `root` does not know them."""
     source = open_source(config.data)
     assert not isinstance(source, PythonSource)
+    if isinstance(source, ColumnSource):
+        stamp = source.stamp()
+    else:
+        stamp = _digest_of_files(source.files, hashed=False)
     entry = cache.open_or_build_tokens(
         root,
-        _key(config, source.stamp() if isinstance(source, ColumnSource) else _facts(source.files, hashed=False)),
+        _key(config, stamp),
         lambda folder: _build(folder, source, config, announce),
         f"{config.data.name}: the first documents of a stream",
         announce,
     )
-    return _prepared(entry, config, any_size, source.without() if isinstance(source, FileSource) else "")
+    return _prepared(entry, config, any_size, source.left_out_note() if isinstance(source, FileSource) else "")
 
 
 def _key(config: Config, stamp: str) -> str:
+    """The key of the cache entry: a digest of all that decides which documents are held out, and their tokens."""
     data = config.data
     assert data.tokenizer is not None
     described = {
@@ -120,17 +138,24 @@ def _key(config: Config, stamp: str) -> str:
 
 
 def _share(config: Config) -> float:
+    """The share of the first block that is held out; text has no test part."""
     train, evaluation, _ = config.data.split_weights
     return evaluation / (train + evaluation)
 
 
-def _facts(paths: Sequence[Path], *, hashed: bool) -> str:
-    """A digest of files on this machine: where they are, sizes and times; or `hashed`, names, sizes and content."""
+def _digest_of_files(paths: Sequence[Path], *, hashed: bool) -> str:
+    """A digest of names and sizes of files on this machine, and of their paths and times or, `hashed`, content.
+
+    Paths and times are found at once; with the content, the digest is the same on any machine.
+    """
     facts: list[Any] = []
     for path in paths:
         with readable(path):
             status = path.stat()
-            content = cache.spread_digest(path, 2) if hashed else [str(path.absolute()), status.st_mtime_ns]
+            content: Any = [str(path.absolute()), status.st_mtime_ns]
+            if hashed:
+                # The first and the last block: a stream may have thousands of files.
+                content = cache.spread_digest(path, 2)
         facts.append([path.name, status.st_size, content])
     return cache.digest_of(facts)
 
@@ -146,76 +171,96 @@ def _build(folder: Path, source: FileSource | ColumnSource, config: Config, anno
     tokenizer = open_user_tokenizer(data.tokenizer, config.model.vocab_size)
     announce_note(tokenizer, announce)
     export_user_tokenizer(data.tokenizer, tokenizer, folder / "tokenizer")
-    # Paths are absolute, as another run may start in another folder.
-    by_split = (
-        source.files_by_split()
-        if isinstance(source, ColumnSource)
-        else {"": [str(path.absolute()) for path in source.files]}
-    )
+    if isinstance(source, ColumnSource):
+        by_split = source.files_by_split()
+    else:  # paths are absolute, as another run may start in another folder
+        by_split = {"": [str(path.absolute()) for path in source.files]}
     shards = {name: [open_shard(file, data) for file in files] for name, files in by_split.items()}
     first = next(iter(shards))
-    block, after, whole = _first_block(shards[first], data.shuffle_buffer)
-    held = HeldOut(*after, 0.0 if data.split_names else _share(config))
+    block = _first_block(shards[first], data.shuffle_buffer)
+    # Splits with names are the parts, and nothing of the first one is held out.
+    held_out = HeldOut(*block.stop, 0.0 if data.split_names else _share(config))
 
     def parts() -> Iterator[tuple[Part, TextPiece]]:
-        for begin, pieces in block:
-            part: Part = "eval" if begin in held else "train"
-            if part == "eval" or whole:
+        # Training text is prepared only to count it, if there is less than a block.
+        for begin, pieces in block.documents:
+            if begin in held_out:
+                yield from (("eval", piece) for piece in pieces)
+            elif block.is_all:
+                yield from (("train", piece) for piece in pieces)
+        for part, name in zip(PARTS[1:], list(shards)[1:], strict=False):
+            for _, pieces in _first_block(shards[name], data.shuffle_buffer).documents:
                 yield from ((part, piece) for piece in pieces)
-        for other, name in zip(PARTS[1:], list(shards)[1:], strict=False):
-            for _, pieces in _first_block(shards[name], data.shuffle_buffer)[0]:
-                yield from ((other, piece) for piece in pieces)
 
     facts: dict[str, Any] = dict(encode_documents(parts(), tokenizer, document_marks(data, tokenizer), folder))
     if isinstance(source, ColumnSource) and data.is_hub_dataset:
         content = source.stamp()  # a commit, the same on any machine
     else:
-        content = _facts([Path(file) for files in by_split.values() for file in files], hashed=True)
+        content = _digest_of_files([Path(file) for files in by_split.values() for file in files], hashed=True)
     digest = cache.tokenizer_digest(folder / "tokenizer")
     digests = [content, digest, *(row["sha256"] for row in facts.values())]
-    digests += [cache.digest_of(data.chosen_marks)] if data.chosen_marks else []
+    if data.chosen_marks:
+        digests.append(cache.digest_of(data.chosen_marks))
     return {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         **facts,
         "files": by_split[first],
-        "held": asdict(held),
-        "whole": whole,
+        "held": asdict(held_out),
+        "whole": block.is_all,
         "tokenizer": digest,
         "fingerprint": cache.fingerprint_of(digests),
     }
 
 
-def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begin, list[TextPiece]]], _Begin, bool]:
-    """The first documents, each with where it begins; where the next one does; and whether these are all."""
-    documents: list[tuple[_Begin, list[TextPiece]]] = []
+@dataclass(frozen=True)
+class _FirstBlock:
+    """The first documents of a split.
+
+    Attributes:
+        documents: pieces of each document, after the place where it begins.
+        stop: place at which the next document begins.
+        is_all: True if the split has no more documents.
+    """
+
+    documents: Sequence[tuple[_DocumentBegin, list[TextPiece]]]
+    stop: _DocumentBegin
+    is_all: bool
+
+
+def _first_block(shards: Sequence[TextShard], buffer: int) -> _FirstBlock:
+    """The documents of the first block, in their own order: at most `buffer`, and about `BLOCK_CHARACTERS` of text."""
+    documents: list[tuple[_DocumentBegin, list[TextPiece]]] = []
     characters = 0
     for number, shard in enumerate(shards):
         begin = 0
-        for after, pieces in read_documents(shard, 0):
+        for stop, pieces in read_documents(shard, 0):
             if len(documents) >= buffer or characters >= BLOCK_CHARACTERS:
-                return documents, (number, begin), False
+                return _FirstBlock(documents, (number, begin), is_all=False)
             documents.append(((number, begin), pieces))
             characters += sum(piece.characters for piece in pieces)
-            begin = after
-    return documents, (len(shards), 0), True
+            begin = stop
+    return _FirstBlock(documents, (len(shards), 0), is_all=True)
 
 
-def _prepared(entry: cache.Entry, config: Config, any_size: bool, without: str) -> PreparedStream:
-    name, facts = config.data.name, entry.manifest
+def _prepared(entry: cache.CacheEntry, config: Config, any_size: bool, left_out: str) -> PreparedStream:
+    name = config.data.name
+    facts = entry.manifest
     parts = [part for part in needed_parts(config) if part != "train" or facts["whole"]]
     problems = entry_problems(config, entry, name, [] if any_size else parts)
     if problems:
         raise DataError(problems)
     tokens = {part: entry.tokens(part) for part in PARTS}
-    held_out: dict[Part, int] = {part: len(row) for part, row in tokens.items() if part != "train" and len(row)}
-    others = f", {describe_sizes(held_out)} tokens" if held_out else ""
+    sizes: dict[Part, int] = {part: len(row) for part, row in tokens.items() if part != "train" and len(row)}
+    summary = f"{name}: a stream of {counted(len(facts['files']), 'file')}"
+    if sizes:
+        summary += f", {describe_sizes(sizes)} tokens"
     return PreparedStream(
         name=name,
         tokenizer_path=entry.tokenizer_path,
         fingerprint=facts["fingerprint"],
-        summary=f"{name}: a stream of {counted(len(facts['files']), 'file')}{others}{without}",
+        summary=summary + left_out,
         files=tuple(facts["files"]),
-        held=HeldOut(**facts["held"]),
+        held_out=HeldOut(**facts["held"]),
         tokens=tokens,
         vocab_size=config.model.vocab_size,
         data=config.data,

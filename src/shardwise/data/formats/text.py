@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,10 @@ from shardwise.data.formats.common import (
     padding_problems,
 )
 from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, InspectedSample, Inspection, Lengths
-from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
-from shardwise.data.reading.sources import ColumnSource, FileSource, Source, TextPiece, open_source
+from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, open_source
 from shardwise.data.samples.order import mix_integer
-from shardwise.data.tokens.encoding import RULE, ContentDigest, Split, encode_documents, encode_sentences, plan_split
+from shardwise.data.split import PART_NAMES, PARTS, Part, TextSplit, describe_sizes, plan_split
+from shardwise.data.tokens.encoding import RULE, ContentDigest, DocumentMarks, encode_documents, encode_sentences
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
     Tokenizer,
@@ -41,17 +41,23 @@ from shardwise.data.tokens.tokenizer import (
     user_tokenizer_digest,
 )
 
-# More text changes the merges of a small vocabulary little and costs memory and time.
+# Characters that a tokenizer is trained on: more text changes the merges of a small vocabulary little and costs memory
+# and time.
 _TOKENIZER_CHARACTERS = 1 << 25
-_ALL = Split(None, sys.maxsize)
-"""One part."""
-_TEXT_BYTES, _TEXT_ENCODED = 1 << 26, 1 << 20
-"""Bytes that an inspection reads and encodes, at most."""
+_ONE_PART = TextSplit(None, sys.maxsize)
+# An inspection takes seconds: the most bytes that it reads and encodes.
+_TEXT_BYTES = 1 << 26
+_ENCODED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class _Scan:
-    """What one reading of a text shows: a digest, its size, and the length of each document in characters."""
+    """The results of reading a text once.
+
+    Attributes:
+        content: digest of the text.
+        characters: length of each document, [documents].
+    """
 
     content: str
     bytes: int
@@ -61,7 +67,7 @@ class _Scan:
 def open_data(
     config: Config, root: Path, announce: Announce, *, any_size: bool, source: Source | None = None
 ) -> PreparedText:
-    """Opens `source`, or the text of `config`, tokenizing it first where the cache `root` has no tokens of it."""
+    """Opens `source`, or the text of `config`, tokenizing it first if the cache `root` has no tokens of it."""
     source = source or open_source(config.data)
     content, scan = _content(root, source, announce)
     entry = cache.open_or_build_tokens(
@@ -75,14 +81,16 @@ def open_data(
 
 
 def _content(root: Path, source: Source, announce: Announce) -> tuple[str, _Scan | None]:
-    """The digest of a text, and what reading it showed, where it had to be read."""
+    """The digest of a text, and the scan by which it was found; None if the cache knew it."""
+    # Entries are keyed by content, so that a copy of a text finds them too. Files that have not changed since they were
+    # read are not read again to find their content.
     stamp = source.stamp()
     content = cache.known_content(root, stamp)
     if content is not None:
         return content, None
     with contextlib.ExitStack() as lock:
         if isinstance(source, ColumnSource):
-            # One process reads it, as it is fetched first where it lies on the hub; the others wait.
+            # One process reads it, as a data set of the hub is fetched first; the others wait.
             lock.enter_context(cache.locked(root, source.stamp()[:32]))
             content = cache.known_content(root, stamp)
             if content is not None:
@@ -98,7 +106,7 @@ def _scan(source: Source) -> _Scan:
     digest = ContentDigest()
     document = 0
     characters = array("q")
-    for _, piece in _parts(source, _ALL, digest):
+    for _, piece in _parts(source, _ONE_PART, digest):
         document += len(piece.text)
         if piece.ends_document:
             characters.append(document)
@@ -106,8 +114,8 @@ def _scan(source: Source) -> _Scan:
     return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
-def _parts(source: Source, split: Split, digest: ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
-    """All pieces of a text with their parts, which are the data set's own where it has them, else those of `split`."""
+def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
+    """All pieces of a text with their parts: the data set's own if `data.split` names them, else those of `split`."""
     if not isinstance(source, ColumnSource) or not source.data.split_names:
         yield from split.parts(digest.watch(source.pieces()))
         return
@@ -118,23 +126,27 @@ def _parts(source: Source, split: Split, digest: ContentDigest) -> Iterator[tupl
 
 
 def _key(content: str, config: Config) -> str:
-    """What decides the tokens, as a folder's name."""
-    named, weights = config.data.tokenizer, config.data.split_weights
-    described = {
+    """The key of the cache entry: a digest of all that decides the tokens."""
+    named = config.data.tokenizer
+    weights = config.data.split_weights
+    described: dict[str, Any] = {
         "content": content,
         "split": list(config.data.split_names) or weights[1] / sum(weights),
         "tokenizer": "byte-level BPE" if named is None else user_tokenizer_digest(named),
         "vocab_size": config.model.vocab_size,
         **config.data.chosen_marks,
     }
-    return cache.key_of(described | ({"sentences": RULE} if in_pairs(config) else {}))
+    if in_pairs(config):
+        described["sentences"] = RULE
+    return cache.key_of(described)
 
 
 def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: Announce) -> dict[str, Any]:
     if announce is not None and isinstance(source, FileSource) and config.data.path is not None:
         announce(f"preparing the data {source.name}: {source.described()}")
     split = plan_split(scan.characters, config.data.split_weights)
-    named, pairs = config.data.tokenizer, in_pairs(config)
+    named = config.data.tokenizer
+    pairs = in_pairs(config)
     if named is None:
         texts = _tokenizer_texts(_parts(source, split, ContentDigest()), int(scan.characters.sum()))
         tokenizer = train_tokenizer(texts, config.model.vocab_size, source.name, pairs=pairs)
@@ -149,6 +161,7 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: 
         parts = encode_sentences(pieces, tokenizer, folder)
     else:
         parts = encode_documents(pieces, tokenizer, document_marks(config.data, tokenizer), folder)
+    # The text was read twice: to find its content and lengths, and to encode it.
     if digest.hexdigest() != scan.content:
         raise DataError(
             f"{source.name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
@@ -158,7 +171,7 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: 
         if part == "test" and not config.data.split_names:
             continue  # it is empty, and fingerprints from before there was a test part must stay
         digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
-    return {
+    manifest = {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         "vocab_size": tokenizer.vocab_size,
         "content": scan.content,
@@ -167,110 +180,161 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: 
         **parts,
         "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
         "fingerprint": cache.fingerprint_of(digests),
-        **({"pair_tokens": asdict(tokenizer.pair_tokens())} if pairs else {}),
     }
+    if pairs:
+        manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
+    return manifest
 
 
 def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -> Iterator[str]:
-    """Training text, thinned by a hash of the piece's number to about as much as a tokenizer needs."""
+    """Training text, thinned by a hash of the piece's number to about as much as a tokenizer needs.
+
+    Of `characters`, the share `_TOKENIZER_CHARACTERS / characters` of the pieces is taken, and all of a smaller text.
+    """
     for number, (part, piece) in enumerate(parts):
         if part == "train" and mix_integer(number) % characters < _TOKENIZER_CHARACTERS:
             yield piece.text
 
 
-def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool) -> PreparedText:
+def _prepared(entry: cache.CacheEntry, source: Source, config: Config, any_size: bool) -> PreparedText:
     facts = entry.manifest
-    special = PairTokens(**facts["pair_tokens"]) if in_pairs(config) else None
+    special = None
+    sentences = {}
+    if in_pairs(config):
+        special = PairTokens(**facts["pair_tokens"])
+        sentences = {part: entry.sentences(part) for part in PARTS}
     needed = [] if any_size else needed_parts(config)
     problems = padding_problems(special, config) + entry_problems(config, entry, source.name, needed)
     if problems:
         raise DataError(problems)
     sizes = {part: facts[part]["tokens"] for part in PARTS}
+    bytes_per_token = facts["bytes"] / max(1, sum(sizes.values()))
     summary = (
         f"{source.name}: {size(facts['bytes'])}, {counted(facts['documents'], 'document')}, {describe_sizes(sizes)} "
-        f"tokens, vocabulary {facts['vocab_size']:,}, {facts['bytes'] / max(1, sum(sizes.values())):.2f} bytes per "
-        f"token{source.without() if isinstance(source, FileSource) else ''}"
+        f"tokens, vocabulary {facts['vocab_size']:,}, {bytes_per_token:.2f} bytes per token"
     )
+    if isinstance(source, FileSource):
+        summary += source.left_out_note()
     return PreparedText(
         entry.tokenizer_path,
         facts["fingerprint"],
         summary,
         tokens={part: entry.tokens(part) for part in PARTS},
         vocab_size=facts["vocab_size"],
-        sentences={part: entry.sentences(part) for part in PARTS} if special is not None else {},
+        sentences=sentences,
         pair_tokens=special,
     )
 
 
 def glance(config: Config) -> str:
-    """How much text there is; no more is read than the first line or row of each file."""
-    source, then = open_source(config.data), when_read(config)
+    """The size of the text; no more is read than the first line or row of each file."""
+    source = open_source(config.data)
+    time = when_read(config)
     if not isinstance(source, FileSource):
-        return f"built-in, {then}"
+        return f"built-in, {time}"
     source.require_text()
     total = sum(file.stat().st_size for file in source.files)
-    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {then}"
+    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}"
 
 
 def when_read(config: Config) -> str:
-    """When a run will read its text."""
+    """The time at which a run will read its text, for the user."""
     if config.data.streaming:
         return "read during training"
     return "prepared when the run starts, unless the cache has it"
 
 
-def inspect(data: DataConfig, samples: int) -> Inspection:
-    """Files of text, as training reads them: all of them, or the beginning where they are large."""
-    source = open_source(data)
-    encoder = None if data.tokenizer is None else Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
-    marks = None if encoder is None else document_marks(data, encoder)
-    if encoder is None and data.append_eod is not None:
-        raise DataError("data.append_eod needs data.tokenizer, by which tokens are counted")
-    lengths: list[int] = []
-    beginnings: list[str] = []
-    read = tokens = encoded = 0
-    whole = begins = True
+@dataclass
+class _BeginningOfText:
+    """Counts of a text, or of its beginning if it is large.
+
+    Attributes:
+        lengths: characters of each document.
+        beginnings: beginnings of the first documents.
+        bytes: size of the text that was read.
+        encoded_bytes: size of the text in it that was encoded, in `tokens` tokens.
+        is_complete: True if the text has no more.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    beginnings: list[str] = field(default_factory=list)
+    bytes: int = 0
+    encoded_bytes: int = 0
+    tokens: int = 0
+    is_complete: bool = True
+
+
+def _read_beginning(
+    source: Source, samples: int, tokenizer: Tokenizer | None, marks: DocumentMarks | None
+) -> _BeginningOfText:
+    """Reads `_TEXT_BYTES` of a text, and keeps the beginnings of its first `samples` documents."""
+    text = _BeginningOfText()
+    begins_document = True
     for piece in source.pieces():
-        if read >= _TEXT_BYTES:
-            whole = False
+        if text.bytes >= _TEXT_BYTES:
+            text.is_complete = False
             break
-        if begins:
-            lengths.append(0)
-            beginnings += [""] if len(lengths) <= samples else []
-        lengths[-1] += len(piece.text)
-        if len(lengths) <= samples:
-            beginnings[-1] += piece.text[: SAMPLE_CHARACTERS - len(beginnings[-1])]
+        if begins_document:
+            text.lengths.append(0)
+            if len(text.lengths) <= samples:
+                text.beginnings.append("")
+        text.lengths[-1] += len(piece.text)
+        if len(text.lengths) <= samples:
+            text.beginnings[-1] += piece.text[: SAMPLE_CHARACTERS - len(text.beginnings[-1])]
         nbytes = len(piece.text.encode())
-        if encoder is not None and marks is not None and encoded < _TEXT_ENCODED:
-            row = encoder.encode_rows([piece.text])
-            tokens += len(marks.put(*row, [piece.ends_document], begun=not begins)[0])
-            encoded += nbytes
-        read += nbytes
-        begins = piece.ends_document
-    files, described = (source.files, source.described()) if isinstance(source, FileSource) else ((), "")
-    number = len(lengths) if whole else None
-    limit = "" if whole else f" in the first {size(read)} of text"
+        if tokenizer is not None and marks is not None and text.encoded_bytes < _ENCODED_BYTES:
+            row = tokenizer.encode_rows([piece.text])
+            text.tokens += len(marks.put(*row, [piece.ends_document], begun=not begins_document)[0])
+            text.encoded_bytes += nbytes
+        text.bytes += nbytes
+        begins_document = piece.ends_document
+    return text
+
+
+def inspect(data: DataConfig, samples: int) -> Inspection:
+    """Files of text, as training reads them: all of them, or the beginning of large ones."""
+    source = open_source(data)
+    tokenizer = None
+    marks = None
+    if data.tokenizer is not None:
+        tokenizer = Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
+        marks = document_marks(data, tokenizer)
+    elif data.append_eod is not None:
+        raise DataError("data.append_eod needs data.tokenizer, by which tokens are counted")
+    text = _read_beginning(source, samples, tokenizer, marks)
+    files: Sequence[Path] = ()
+    described = ""
+    if isinstance(source, FileSource):
+        files = source.files
+        described = source.described()
+    number = len(text.lengths) if text.is_complete else None
+    limit = "" if text.is_complete else f" in the first {size(text.bytes)} of text"
     counts: dict[str, Any] = {
         "files": len(files),
         "documents": number,
-        "looked_at": len(lengths),
-        "bytes_looked_at": read,
+        "looked_at": len(text.lengths),
+        "bytes_looked_at": text.bytes,
     }
-    rows = [("files", f"{len(files):,}, {described}")]
-    rows += [("documents", f"{len(lengths):,}{limit}"), ("characters", f"{count(sum(lengths))}{limit}")]
-    if encoded and tokens:
-        counts["bytes_per_token"] = encoded / tokens
-        rows.append(("tokens", f"about {count(read * tokens / encoded)}{limit}, {encoded / tokens:.2f} bytes each"))
-    if encoder is not None and marks is not None:
-        around = {"begins with": marks.begin, "ends with": marks.end}
-        said = [f"{verb} {encoder.decode([token])}" for verb, token in around.items() if token is not None]
-        rows.append(("a document", listing(said) or "has no tokens of its own around it"))
+    rows = [
+        ("files", f"{len(files):,}, {described}"),
+        ("documents", f"{len(text.lengths):,}{limit}"),
+        ("characters", f"{count(sum(text.lengths))}{limit}"),
+    ]
+    if text.encoded_bytes and text.tokens:
+        bytes_per_token = text.encoded_bytes / text.tokens
+        tokens = text.bytes * text.tokens / text.encoded_bytes
+        counts["bytes_per_token"] = bytes_per_token
+        rows.append(("tokens", f"about {count(tokens)}{limit}, {bytes_per_token:.2f} bytes each"))
+    if tokenizer is not None and marks is not None:
+        verbs = {"begins with": marks.begin, "ends with": marks.end}
+        shown = [f"{verb} {tokenizer.decode([token])}" for verb, token in verbs.items() if token is not None]
+        rows.append(("a document", listing(shown) or "has no tokens of its own around it"))
     return Inspection(
         source.name,
         "text",
         sum(path.stat().st_size for path in files),
         rows,
         counts,
-        Lengths.of("characters of a document", np.array(lengths), number),
-        [InspectedSample(number, text, None) for number, text in enumerate(beginnings)],
+        Lengths.of("characters of a document", np.array(text.lengths), number),
+        [InspectedSample(number, beginning, None) for number, beginning in enumerate(text.beginnings)],
     )

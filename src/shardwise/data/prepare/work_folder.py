@@ -1,13 +1,13 @@
-"""The folder in which data are prepared, until they are complete and move to where readers look.
+"""The folder in which data are prepared, until they are complete and take their place, and the disk that they need.
 
     .NAME.preparing/state.json    what is durably written; replaced as a whole
     .NAME.preparing/…             files that grow; what lies beyond the state is cut off
     .NAME.preparing/output/       a folder that becomes OUTPUT, or files that are moved beside it
 
-One process at a time works in it: the one that holds the lock or, where the file system has no locks, that created
+One process at a time works in it: the one that holds the lock or, if the file system has no locks, that created
 owner.json. A process that is killed leaves the folder behind, and the next one continues from the state.
 
-How much disk prepared data will take: estimated before the work starts, so that it does not fail after hours.
+The disk that data will take is estimated before the work starts, so that it does not fail after hours.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from shardwise.base.parsing import json_value
 from shardwise.base.units import size
 from shardwise.config import DataConfig
 from shardwise.data.reading.content import UTF_8
-from shardwise.data.reading.sources import PIECE_CHARACTERS, FileSource, Source
+from shardwise.data.reading.text_sources import PIECE_CHARACTERS, ColumnSource, FileSource, Source
 from shardwise.data.tokens.encoding import ContentDigest, batches, cut_sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_STATE, _LOCK, _OWNER = "state.json", "lock", "owner.json"
+_STATE = "state.json"
+_LOCK = "lock"
+_OWNER = "owner.json"
 
 
 class WorkFolder:
@@ -46,12 +48,12 @@ class WorkFolder:
         self.output = self.folder / "output"
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Makes the folder and keeps other processes out of it; a folder without a state is removed at the end.
 
         Raises:
             DataError: it cannot be written.
-            ConfigError: another process prepares the same.
+            ConfigError: another process prepares the same output.
         """
         with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -63,6 +65,7 @@ class WorkFolder:
             except NoLocksError:
                 self._claim(refusal)
                 taken = True
+            # The lock of a folder that was removed while this process waited to open it keeps nobody out.
             if not taken or not _is_there(lock_file):
                 raise ConfigError(f"{refusal}: wait for its end")
             try:
@@ -75,25 +78,28 @@ class WorkFolder:
                         self.remove()
 
     def _claim(self, refusal: str) -> None:
-        """Makes the folder this process's where the file system has no locks: only one process can create owner.json.
+        """Claims the folder for this process if the file system has no locks: only one process can create owner.json.
 
         The file of a process of this machine that has ended is replaced.
 
         Raises:
             ConfigError: another process has the folder, or may have it on another machine.
         """
-        path, aside = self.folder / _OWNER, self.folder / f".{_OWNER}.{platform.node()}.{os.getpid()}"
-        own = {"host": platform.node(), "pid": os.getpid()}
+        path = self.folder / _OWNER
+        aside = self.folder / f".{_OWNER}.{platform.node()}.{os.getpid()}"
+        this_process = {"host": platform.node(), "pid": os.getpid()}
         for may_replace in (True, False):
             with self.writing(), contextlib.suppress(FileExistsError), path.open("xb") as file:
-                file.write(json.dumps(own).encode())
+                file.write(json.dumps(this_process).encode())
                 return
             owner = _read(path)
             if not (may_replace and owner is not None and _has_ended(owner)):
                 break
             with self.writing(), contextlib.suppress(FileNotFoundError):
+                # Only one process can rename the file. If another one replaced it since it was read, that one has the
+                # folder now, and gets its file back.
                 path.rename(aside)
-                if _read(aside) != owner:  # another process replaced it since it was read, and has the folder now
+                if _read(aside) != owner:
                     aside.rename(path)
                     break
                 aside.unlink()
@@ -109,11 +115,11 @@ class WorkFolder:
             reason = f"{self.target} cannot be written: {reason_of(error)}"
             if (self.folder / _STATE).exists():
                 reason += f"; what is finished stays in {self.folder}, and the same command continues from there"
-            then = "make room" if error.errno in _NO_ROOM else "name a place that can be"
-            raise DataError(f"{reason}: {then}") from error
+            advice = "make room" if error.errno in _NO_ROOM else "name a place that can be"
+            raise DataError(f"{reason}: {advice}") from error
 
     def state(self) -> dict[str, Any] | None:
-        """The saved state; None where there is none."""
+        """The saved state; None if there is none."""
         return _read(self.folder / _STATE)
 
     def save(self, state: dict[str, Any]) -> None:
@@ -134,14 +140,14 @@ class WorkFolder:
             shutil.rmtree(self.output)
 
     def remove(self) -> None:
-        """Removes the folder, the state first: the rest without it is never continued."""
+        """Removes the folder, the state first: files without a state are never continued."""
         (self.folder / _STATE).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def publish(self, moves: Sequence[tuple[Path, Path]]) -> None:
-        """Moves what is complete to where readers look, the last of `moves` last; it may be killed and called again.
+        """Moves complete data to their places, in the order of `moves`; it may be killed and called again.
 
-        What is at the targets is removed, that of the last move first: readers accept nothing without it.
+        Data at the places are removed, those of the last move first: readers accept nothing without it.
         """
         last, target = moves[-1]
         if last.exists():
@@ -160,21 +166,23 @@ class WorkFolder:
 
 
 def _is_there(lock_file: BinaryIO) -> bool:
-    """Whether the file still has its name: it was not removed, nor was the folder, since it was opened."""
+    """True if the file still has its name: it was not removed, nor was the folder, since it was opened."""
     return os.fstat(lock_file.fileno()).st_nlink > 0
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is none."""
+    """The JSON object in a file; None if there is none."""
     try:
         content = json_value(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
+    if not isinstance(content, dict):
+        return None
+    return content
 
 
 def _has_ended(owner: Mapping[str, Any]) -> bool:
-    """Whether a process has surely ended: it was one of this machine, and no process has its number now."""
+    """True if a process has surely ended: it was one of this machine, and no process has its number now."""
     pid = owner.get("pid")
     if owner.get("host") != platform.node() or not isinstance(pid, int) or pid <= 0:
         return False
@@ -189,7 +197,7 @@ def _has_ended(owner: Mapping[str, Any]) -> bool:
 
 # Bytes of text for each byte of a compressed file: more than most files have.
 _PACKED = 6.0
-# An estimate from the beginning of a text is not exact.
+# An estimate from the beginning of a text is not exact; a quarter more rarely refuses what would fit.
 _MARGIN = 1.25
 # Room for the state; a smaller shortage is not reported.
 _LEAST = 1 << 16
@@ -197,12 +205,12 @@ _LEAST = 1 << 16
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a source will become, a little more rather than less.
+    """Estimated sizes of a source, a little more rather than less.
 
     Attributes:
-        bytes: the size of the text.
-        exact: whether that is the text's own size, and not that of files that pack or wrap it.
-        packed: whether files compress it, at a ratio that is known only after they were read.
+        bytes: size of the text.
+        exact: True if `bytes` is the size of the text itself, and not of files that pack or wrap it.
+        packed: True if files compress the text, at a ratio that is known only after they were read.
     """
 
     bytes: int
@@ -213,23 +221,34 @@ class Estimate:
     documents: int
 
 
-def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Estimate | None:
-    """An estimate from the sizes of the files and the beginning of the text; None where there are no files."""
-    files: Sequence[Path] | None = getattr(source, "files", None)
-    readings = source.readings if isinstance(source, FileSource) else ()
-    wrapped = files is None or any(reading.kind != "text" or reading.encoding != UTF_8 for reading in readings)
-    if files is None:
+def estimate(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Estimate | None:
+    """An estimate from the sizes of the files and the beginning of the text; None if there are no files."""
+    if isinstance(source, ColumnSource):
         if data.path is None:
             return None
-        files = [path for path in Path(data.path).expanduser().rglob("*") if path.is_file()]
-    packed = {path for path, each in zip(files, readings, strict=False) if each.packing or each.kind == "parquet"}
+        files: Sequence[Path] = [path for path in Path(data.path).expanduser().rglob("*") if path.is_file()]
+        wrapped = True
+    else:
+        files = source.files
+        wrapped = False
+    packed = set()
+    if isinstance(source, FileSource):
+        for path, reading in zip(files, source.readings, strict=True):
+            wrapped = wrapped or reading.kind != "text" or reading.encoding != UTF_8
+            if reading.packing or reading.kind == "parquet":
+                packed.add(path)
     total = sum(round(path.stat().st_size * (_PACKED if path in packed else 1.0)) for path in files)
     digest = ContentDigest()
     pieces = next(batches(digest.watch(source.pieces()), lambda piece: piece.characters, PIECE_CHARACTERS), [])
-    texts = [text for piece in pieces for text in (cut_sentences(piece.text) if sentences else [piece.text])]
+    texts = []
+    for piece in pieces:
+        texts += cut_sentences(piece.text) if sentences else [piece.text]
     tokens = len(tokenizer.encode_rows(texts, literally=sentences)[0])
     ended = sum(piece.ends_document for piece in pieces)
-    scale = _MARGIN * total / digest.bytes if digest.bytes else 0.0
+    # All of the text has as many tokens for each byte as its beginning.
+    scale = 0.0
+    if digest.bytes:
+        scale = _MARGIN * total / digest.bytes
     documents = max(len(files), round(ended * scale))
     return Estimate(
         bytes=total,
@@ -246,7 +265,7 @@ def check_room(needed: int, written: int, output: Path, announce: Callable[[str]
 
     Args:
         written: bytes of `needed` that are on the disk already.
-        packed: the text is compressed, so the estimate is too rough to refuse for.
+        packed: True if the text is compressed, so that the estimate is too rough for a refusal.
 
     Raises:
         DataError: the disk has less.

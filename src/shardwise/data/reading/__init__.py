@@ -1,1 +1,17 @@
-"""The files that data lie in: which format they have, and what they hold."""
+"""The files that data lie in: their kinds, and the text or the tokens in them.
+
+Text, in the order in which it is read:
+
+    content.py           bytes of a file, unpacked and in UTF-8
+    json_records.py      JSON objects that hold a text
+    file_kinds.py        text, JSON lines or parquet, told by content; refusals of other files
+    text_files.py        documents of a file
+    dataset_tables.py    tables of the library `datasets`: text or tokens
+    text_sources.py      all documents of files, data sets or built-in text, in pieces; or of a file, from any place on
+
+Tokens:
+
+    megatron_files.py    Megatron's .bin and .idx, read and written
+    hdf5_files.py        HDF5 shards of masked sentence pairs
+    manifest.py          the record that `shardwise data prepare` leaves beside its files
+"""

@@ -1,6 +1,6 @@
 """Content of files: unpacked and in UTF-8, however it is stored, with its beginning for a first look.
 
-What a file is packed by, and whether it is UTF-16, is told by its first bytes and not by its name.
+The first bytes of a file, and not its name, tell the program that packed it and its encoding.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 18
 """Bytes that are read at once."""
+# Bytes for a first look: enough for a header of columns and some lines.
 HEAD = 1 << 13
 UTF_8 = "UTF-8"
 # The marks of UTF-32 come first, as one of them begins with a mark of UTF-16.
@@ -46,7 +47,7 @@ TEXT_CONTROLS = 0.01
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file on the hub (hf://…): what is read of it goes over the network, and nothing is kept."""
+    """A file on the hub (hf://…): each read goes over the network, and nothing is kept."""
 
     address: str
 
@@ -65,10 +66,10 @@ class Content:
     """Content of an open file.
 
     Attributes:
-        stream: its bytes, from the byte that was asked for on.
-        head: its first `HEAD` bytes, or all where there are fewer.
-        packing: the program that packed the file; None where none did.
-        encoding: of the text in the file. The bytes here are UTF-8 in any case.
+        stream: bytes of the content, from the byte that was asked for on, in UTF-8 whatever the encoding is.
+        head: first `HEAD` bytes, or all if there are fewer.
+        packing: program that packed the file; None if none did.
+        encoding: encoding of the text in the file.
     """
 
     stream: IO[bytes]
@@ -96,9 +97,10 @@ def opened(path: Path | HubFile, start: int = 0) -> Iterator[Content]:
             yield Content(file, head, None, UTF_8)
             return
         file.seek(0)
-        blocks = _blocks(file) if packing is None else _unpacked(path, file, packing)
-        if packing is not None:
-            head, blocks = _with_head(blocks)
+        if packing is None:
+            blocks = _blocks(file)
+        else:
+            head, blocks = _with_head(_unpacked(path, file, packing))
             encoding = _encoding_of(head)
         if encoding != UTF_8:
             head, blocks = _with_head(_in_utf8(path, blocks, encoding))
@@ -118,7 +120,7 @@ def readable(path: object) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what a library says, without a period."""
+    """The first line of a library's message, without a period."""
     return str(error).partition("\n")[0].rstrip(".")
 
 
@@ -126,8 +128,8 @@ def optional_library(module: str, who_needs: str, extra: str) -> Any:
     """The imported module of a library that only some formats need.
 
     Args:
-        who_needs: the beginning of the message, such as "parquet files need".
-        extra: the extra of this package that installs it.
+        who_needs: beginning of the message, such as "parquet files need".
+        extra: extra of this package that installs the library.
 
     Raises:
         DataError: the module is not installed.
@@ -180,10 +182,10 @@ class _Packing:
     """A program that packs files.
 
     Attributes:
-        magic: what its files begin with.
-        suffixes: of the names that it gives them.
-        blocks: the unpacked content of an open file; EOFError where the file is cut off, OSError or zlib.error where it
-            is damaged.
+        magic: bytes that its files begin with, one of several.
+        suffixes: suffixes of the names that it gives them.
+        blocks: function that reads the unpacked content of an open file; it raises EOFError if the file is cut off,
+            OSError or zlib.error if it is damaged.
     """
 
     magic: tuple[bytes, ...]
@@ -203,13 +205,15 @@ _PACKINGS: Mapping[str, _Packing] = {
 
 def control_share(data: bytes) -> float:
     """The share of null bytes and of other characters that no text has, in any encoding but UTF-16 and UTF-32."""
-    return 1 - len(data.translate(None, _NOT_IN_TEXT)) / len(data) if data else 0.0
+    if not data:
+        return 0.0
+    return 1 - len(data.translate(None, _NOT_IN_TEXT)) / len(data)
 
 
 def packing_of(head: bytes) -> str | None:
     """The program that packed a file which begins with `head`."""
     for name, packing in _PACKINGS.items():
-        # Text may begin with BZh; what bzip2 packs goes on with a digit and the magic of its first block or of its end.
+        # Text may begin with BZh; in a file of bzip2 a digit and the magic of its first block or of its end follow.
         if name == "bzip2" and head[4:10] not in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"):
             continue
         if head.startswith(packing.magic):
@@ -219,14 +223,20 @@ def packing_of(head: bytes) -> str | None:
 
 def packing_named(name: str) -> str | None:
     """The program that packed a file, as its name says."""
-    return next((each for each, packing in _PACKINGS.items() if name.lower().endswith(packing.suffixes)), None)
+    for program, packing in _PACKINGS.items():
+        if name.lower().endswith(packing.suffixes):
+            return program
+    return None
 
 
 def unpacked_name(name: str) -> str:
-    """The name of a file in lower case, without the suffix of what packed it."""
+    """The name of a file in lower case, without the suffix that packing gave it."""
+    name = name.lower()
     packing = packing_named(name)
-    suffixes = () if packing is None else _PACKINGS[packing].suffixes
-    return next((name.lower().removesuffix(end) for end in suffixes if name.lower().endswith(end)), name.lower())
+    if packing is not None:
+        suffix = next(suffix for suffix in _PACKINGS[packing].suffixes if name.endswith(suffix))
+        name = name.removesuffix(suffix)
+    return name
 
 
 def _unpacked(path: Path | HubFile, file: IO[bytes], packing: str) -> Iterator[bytes]:
@@ -238,7 +248,8 @@ def _unpacked(path: Path | HubFile, file: IO[bytes], packing: str) -> Iterator[b
             f"again{see('data#file-cut-off')}"
         ) from None
     except (OSError, zlib.error) as error:
-        if isinstance(error, OSError) and error.errno:  # the system's; those of damaged content have no number
+        # An error of the system has a number; errors about damaged content have none.
+        if isinstance(error, OSError) and error.errno:
             raise
         raise DataError(
             f"{path} is damaged before byte {file.tell():,}, {packing} cannot unpack it ({error}): fetch or copy it "
@@ -272,26 +283,28 @@ def _with_head(blocks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
         first += block
         if len(first) >= HEAD:
             break
-    return first[:HEAD], chain([first] if first else [], blocks)
+    # An empty block would mean the end to readers.
+    return first[:HEAD], chain(filter(None, [first]), blocks)
 
 
 class _Blocks(io.RawIOBase):
     """A file of the blocks that an iterator gives."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks, self._rest = blocks, memoryview(b"")
+        self._blocks = blocks
+        self._unread = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         target = memoryview(buffer).cast("B")
-        while not self._rest:
+        while not self._unread:
             block = next(self._blocks, None)
             if block is None:
                 return 0
-            self._rest = memoryview(block)
-        count = min(len(target), len(self._rest))
-        target[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
+            self._unread = memoryview(block)
+        count = min(len(target), len(self._unread))
+        target[:count] = self._unread[:count]
+        self._unread = self._unread[count:]
         return count

@@ -1,4 +1,4 @@
-"""Kinds of files of text, told by their content and then by their names; what cannot be read is refused with a way on.
+"""Kinds of files of text, told by their content and then by their names; other files are refused with a way on.
 
 The beginning of a file decides: the magic of a format, a first line that is a JSON object, the header of a table.
 """
@@ -31,7 +31,8 @@ Kind = Literal["text", "jsonl", "parquet"]
 
 LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".ldjson")
 _TABLES = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
-_SEPARATORS, _COLUMN = (",", "\t", ";", "|"), re.compile(r'"?[\w.-]{1,64}"?')
+_SEPARATORS = (",", "\t", ";", "|")
+_COLUMN = re.compile(r'"?[\w.-]{1,64}"?')
 _PARQUET = b"PAR1"
 # The first key of an object is asked for, as a text may begin with a brace or a bracket too.
 _OBJECT = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
@@ -70,7 +71,7 @@ _FOREIGN: Sequence[tuple[bytes, str, str]] = (
     (_MARK + rb"mediawiki\b)", "XML", f"extract its text, for example with wikiextractor --json, or {_AS_TEXT}"),
     (_MARK + rb"(?:!doctype\s+)?html\b)", "HTML", f"extract its text, for example with trafilatura, or {_AS_TEXT}"),
 )
-"""Patterns of what files begin with that hold no plain text, what these files are, and what to do."""
+"""Patterns of the beginnings of files that hold no plain text, with the name of the files and advice."""
 
 _UNPACKED_BY = {
     ".br": "brotli -d",
@@ -83,16 +84,16 @@ _UNPACKED_BY = {
     ".lzo": "lzop -d",
     ".lz": "lzip -d",
 }
-"""Programs that unpack what no library here does, by the suffix of the file."""
+"""Programs that unpack files which no library here unpacks, by the suffix of the file."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a file is read.
+class FileReading:
+    """The way in which a file is read.
 
     Attributes:
-        packing: the program that packed it; None where none did.
-        encoding: of its text.
+        packing: program that packed the file; None if none did.
+        encoding: encoding of the text.
     """
 
     kind: Kind
@@ -102,80 +103,93 @@ class Reading:
     def __str__(self) -> str:
         kind = {"text": "plain text", "jsonl": "JSON lines", "parquet": "parquet"}[self.kind]
         encoding = "" if self.encoding == UTF_8 else f" in {self.encoding}"
-        return f"{kind}{encoding}{'' if self.packing is None else f' unpacked by {self.packing}'}"
+        packing = "" if self.packing is None else f" unpacked by {self.packing}"
+        return f"{kind}{encoding}{packing}"
 
 
-def reading_of(path: Path | HubFile, kind: Kind | None, key: str) -> Reading:
-    """How a file is read, as the kind that the user chose or else as its content says.
+def reading_of(path: Path | HubFile, kind: Kind | None, key: str) -> FileReading:
+    """The reading of a file: of the kind that the user chose, or else as its content says.
 
     Args:
-        kind: what `data.format` says; None: the content decides.
+        kind: kind that `data.format` chooses; None: the content decides.
         key: `data.text_key`.
 
     Raises:
-        DataError: the file cannot be read, or holds something else than text.
+        DataError: the file cannot be read, or does not hold text.
     """
     if kind == "parquet":
-        return Reading(kind)
+        return FileReading(kind)
     with opened(path) as content:
-        chosen = kind or _recognized(path, content, key)
-        return Reading(chosen) if chosen == "parquet" else Reading(chosen, content.packing, content.encoding)
+        kind = kind or _recognized(path, content, key)
+        if kind == "parquet":
+            return FileReading(kind)
+        return FileReading(kind, content.packing, content.encoding)
 
 
 def chosen_kind(format: str) -> Kind | None:
-    """The kind that `data.format` chooses for all files; None where their content decides."""
-    return cast(Kind, format) if format in ("text", "jsonl", "parquet") else None
+    """The kind that `data.format` chooses for all files; None if their content decides."""
+    if format in ("text", "jsonl", "parquet"):
+        return cast(Kind, format)
+    return None
 
 
-def described(readings: Sequence[tuple[Path, Reading]]) -> str:
-    """How files are read: each way, and how many files are read so where there are several ways."""
-    groups: dict[Reading, list[Path]] = {}
+def described(readings: Sequence[tuple[Path, FileReading]]) -> str:
+    """The readings of files, for the user; if there are several, each with its file or the number of its files."""
+    groups: dict[FileReading, list[Path]] = {}
     for path, reading in readings:
         groups.setdefault(reading, []).append(path)
     if len(groups) == 1:
         return f"read as {next(iter(groups))}"
-    each = [
-        f"{reading} ({paths[0].name if len(paths) == 1 else counted(len(paths), 'file')})"
-        for reading, paths in groups.items()
-    ]
-    return f"read as {listing(each)}"
+    shown = []
+    for reading, paths in groups.items():
+        files = paths[0].name if len(paths) == 1 else counted(len(paths), "file")
+        shown.append(f"{reading} ({files})")
+    return f"read as {listing(shown)}"
 
 
 def _recognized(path: Path | HubFile, content: Content, key: str) -> Kind:
-    """The kind of a file; DataError where it is none."""
-    head, name = content.head, unpacked_name(str(path))
+    """The kind of a file; DataError if it has none.
+
+    The order matters: foreign formats are known by their first bytes, tables and other JSON are text too, and what has
+    passed all of them and is binary is refused last.
+    """
+    head = content.head
+    name = unpacked_name(str(path))
     if name.endswith(".parquet") or head.startswith(_PARQUET):
         if content.packing is not None:
             raise DataError(
                 f"{path} is a parquet file packed by {content.packing}, which cannot be read in parts: unpack it"
             )
         return "parquet"
-    for magic, what, advice in _FOREIGN:
+    for magic, format, advice in _FOREIGN:
         if re.match(magic, head, re.DOTALL):
-            raise DataError(f"{path} is {what}, not plain text: {advice}, or leave it out")
+            raise DataError(f"{path} is {format}, not plain text: {advice}, or leave it out")
     if head[257:262] == b"ustar":
         raise DataError(f"{path} is a tar archive, not plain text: unpack it with tar -xf, and name the folder")
-    if (again := packing_of(head)) is not None:
-        raise DataError(f"{path} is packed twice, by {again} and then by {content.packing}: unpack it once")
+    if (inner_packing := packing_of(head)) is not None:
+        raise DataError(f"{path} is packed twice, by {inner_packing} and then by {content.packing}: unpack it once")
     text = head.decode("utf-8-sig", errors="replace")
     _refuse_table(path, name, text, key)
     _refuse_other_json(path, content.packing, text, key)
     _refuse_binary(path, name, head)
-    return "jsonl" if name.endswith(LINES) or _OBJECT.match(text) else "text"
+    if name.endswith(LINES) or _OBJECT.match(text):
+        return "jsonl"
+    return "text"
 
 
 def _refuse_table(path: Path | HubFile, name: str, text: str, key: str) -> None:
     """Raises DataError for a .csv, and for a header of columns that has the text's or is above lines of as many."""
-    header, *others = text.split("\n")[:5]
+    header, *lines = text.split("\n")[:5]
     header = header.rstrip("\r")
     separator = next((separator for suffix, separator in _TABLES.items() if name.endswith(suffix)), None)
-    for each in _SEPARATORS:
-        columns = header.split(each)
-        named = key in columns or f'"{key}"' in columns
-        # Texts may hold a comma more; prose has no line of names without spaces above lines with commas.
-        above_rows = len(others) > 2 and all(line.count(each) >= len(columns) - 1 for line in others[:-1])
-        if len(columns) > 1 and (named or above_rows) and all(map(_COLUMN.fullmatch, columns)):
-            separator = each
+    for candidate in _SEPARATORS:
+        columns = header.split(candidate)
+        has_key = key in columns or f'"{key}"' in columns
+        # Texts may hold a comma more; prose has no line of names without spaces above lines with commas. The last line
+        # may be cut off.
+        above_rows = len(lines) > 2 and all(line.count(candidate) >= len(columns) - 1 for line in lines[:-1])
+        if len(columns) > 1 and (has_key or above_rows) and all(map(_COLUMN.fullmatch, columns)):
+            separator = candidate
     if separator is not None:
         raise DataError(
             f'{path} is a table of separated values, not plain text: convert it, for example with `python -c "import '
@@ -190,21 +204,28 @@ def _refuse_other_json(path: Path | HubFile, packing: str | None, text: str, key
     is_cut = newline and re.search(r"[{[,]\s*$", first)
     within = _LIST_WITHIN.match(text)
     if _ARRAY_OF_OBJECTS.match(text):
-        held, program = "a JSON array", ".[]"
+        contents = "a JSON array"
+        program = ".[]"
     elif _ARRAY_OF_TEXTS.match(text):
-        held, program = "a JSON array", "{text: .[]}"
+        contents = "a JSON array"
+        program = "{text: .[]}"
     elif is_cut and _COLUMNS_WITHIN.match(text):
         raise DataError(f"{path} is a table by columns, as pandas writes JSON: {PANDAS_ADVICE}, or {_AS_TEXT}")
     elif is_cut and within is not None and f'"{key}"' not in within[1]:
-        held, program = "a JSON object with its rows in a list", entries(within[4])
+        contents = "a JSON object with its rows in a list"
+        program = entries(within[4])
     elif is_cut and _OBJECT.match(text) and not re.search(r"\}\s*,\s*$", first):
-        held, program = "JSON with objects of several lines", "."
+        contents = "JSON with objects of several lines"
+        program = "."
     else:
         return
     file = shlex.quote(str(path))
-    command = f"jq -c '{program}' {file}" if packing is None else f"{packing} -dc {file} | jq -c '{program}'"
+    if packing is None:
+        command = f"jq -c '{program}' {file}"
+    else:
+        command = f"{packing} -dc {file} | jq -c '{program}'"
     raise DataError(
-        f"{path} is {held}, and JSON must have one object on each line: convert it, for example with `{command} > "
+        f"{path} is {contents}, and JSON must have one object on each line: convert it, for example with `{command} > "
         f"lines.jsonl`, or {_AS_TEXT}"
     )
 
@@ -218,9 +239,10 @@ def _refuse_binary(path: Path | HubFile, name: str, head: bytes) -> None:
             f"{path} holds binary data, and its name says that it is packed: unpack it, for example with {tool}, or "
             "leave it out"
         )
-    for encoding, zeros, others in (("UTF-16LE", head[1::2], head[::2]), ("UTF-16BE", head[::2], head[1::2])):
-        # Small ids of tokens look alike, but for characters that no text has.
-        if zeros.count(0) > len(zeros) // 2 and min(set(others) - set(b"\t\n\r"), default=0) >= ord(" "):
+    # Latin letters in UTF-16 have zeros as their high bytes. Small ids of tokens look alike, except that some of their
+    # low bytes are control characters.
+    for encoding, high, low in (("UTF-16LE", head[1::2], head[::2]), ("UTF-16BE", head[::2], head[1::2])):
+        if high.count(0) > len(high) // 2 and min(set(low) - set(b"\t\n\r"), default=0) >= ord(" "):
             raise DataError(
                 f"{path} looks like {encoding} without the mark that begins such files: convert it with `iconv -f "
                 f"{encoding} -t UTF-8`, or leave it out"

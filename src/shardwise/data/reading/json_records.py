@@ -10,12 +10,13 @@ from typing import Any
 
 # Numbers are no text, and Python refuses to read those of more than 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=lambda _digits: 0)
+# Far beyond what records have, and far below the about 1,000 calls of Python's recursion limit.
 _DEPTH = 100
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 
 
 def read_json(text: str) -> Any:
-    """What a JSON text holds, with 0 for every whole number; very deep lists and objects are read as empty ones.
+    """The value of a JSON text, with 0 for every whole number; very deep lists and objects are read as empty ones.
 
     Raises:
         ValueError: it is not JSON.
@@ -39,20 +40,22 @@ def _without_depths(text: str) -> str:
             depth -= 1
             if depth == _DEPTH:
                 start = match.start()
-    # What is not closed stays unclosed, and is refused as such.
-    return "".join(kept) if depth > _DEPTH else "".join([*kept, text[start:]])
+    # A bracket that is not closed stays unclosed, and is refused as such.
+    if depth <= _DEPTH:
+        kept.append(text[start:])
+    return "".join(kept)
 
 
 def field_of(record: Mapping[str, Any], key: str) -> Any:
-    """The value of a field, or of one within another: `meta.body`. A field whose own name has a dot goes first.
+    """The value of a field, or of one within another: `meta.body`. A field whose name has a dot goes first.
 
     Raises:
         KeyError: there is none.
     """
     if key in record:
         return record[key]
-    for dot in (at for at, letter in enumerate(key) if letter == "."):
-        inner = record.get(key[:dot])
+    for dot, letter in enumerate(key):
+        inner = record.get(key[:dot]) if letter == "." else None
         if isinstance(inner, dict):
             with contextlib.suppress(KeyError):
                 return field_of(inner, key[dot + 1 :])
@@ -62,17 +65,20 @@ def field_of(record: Mapping[str, Any], key: str) -> Any:
 def field_names(record: Mapping[str, Any]) -> Iterator[str]:
     """The names of all fields, and of those within them, as `field_of` takes them."""
     for name, value in record.items():
-        yield from (f"{name}.{inner}" for inner in value) if isinstance(value, dict) and value else [name]
+        if isinstance(value, dict) and value:
+            yield from (f"{name}.{inner}" for inner in value)
+        else:
+            yield name
 
 
 PANDAS_ADVICE = "write it with to_json(…, orient='records', lines=True)"
-"""What to do about a table that pandas wrote by columns, by rows or split."""
+"""The advice about a table that pandas wrote by columns, by rows or split."""
 
 
 def other_layout(record: Mapping[str, Any], key: str) -> str | None:
-    """What to say of an object that holds many records instead of being one; None where it seems to be one."""
+    """The end of a message about an object that holds many records; None if it seems to be one record."""
     inner = [value for value in record.values() if isinstance(value, dict)]
-    by_number = any(each and all(map(str.isdecimal, each)) for each in [record, *inner])
+    by_number = any(fields and all(map(str.isdecimal, fields)) for fields in [record, *inner])
     if (by_number and len(inner) == len(record)) or record.keys() >= {"columns", "index", "data"}:
         return f"is a whole table, as pandas writes it: {PANDAS_ADVICE}"
     has_text = any(isinstance(value, str) for value in record.values())

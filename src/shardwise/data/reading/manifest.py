@@ -1,4 +1,4 @@
-"""The record that `shardwise data prepare` leaves beside what it wrote: PREFIX.json, or manifest.json in a folder."""
+"""The record that `shardwise data prepare` leaves with its files: PREFIX.json, or manifest.json in a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from shardwise.base.parsing import json_value
 from shardwise.data.tokens.tokenizer import Tokenizer
 
-KIND, VERSION = "shardwise.prepared", 1
+KIND = "shardwise.prepared"
+VERSION = 1
 NAME = "manifest.json"
 _FIELDS = {
     "format": str,
@@ -21,6 +22,7 @@ _FIELDS = {
     "sequences": int,
     "tokens": int,
 }
+# Digits of a digest in messages: enough to tell two apart.
 _SHOWN_DIGITS = 12
 
 
@@ -35,7 +37,7 @@ def of_folder(folder: Path) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The record; None where there is none, or a file of that name is another thing."""
+    """The record; None if there is none, or a file of that name is another thing."""
     try:
         manifest = json_value(path.read_bytes())
     except (OSError, ValueError):
@@ -45,7 +47,9 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     if not all(isinstance(manifest.get(field), type_) for field, type_ in _FIELDS.items()):
         return None
     # Raw ids may have been converted without their tokenizer.
-    return manifest if isinstance(manifest["tokenizer"].get("sha256", 0), str | None) else None
+    if not isinstance(manifest["tokenizer"].get("sha256", 0), str | None):
+        return None
+    return manifest
 
 
 def write_manifest(path: Path, facts: Mapping[str, Any]) -> None:
@@ -53,9 +57,9 @@ def write_manifest(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def tokenizer_problems(tokenizer: Tokenizer | None, named: str | None, manifests: Iterable[Path]) -> list[str]:
-    """Whether the data were prepared with another tokenizer than the one that `data.tokenizer` names.
+    """The problems of data that were prepared with another tokenizer than the one that `data.tokenizer` names.
 
-    Tokenizers are the same where they give the same ids, whatever files they lie in.
+    Tokenizers are the same if they give the same ids, whatever files they lie in.
     """
     if tokenizer is None:
         return []
@@ -63,7 +67,8 @@ def tokenizer_problems(tokenizer: Tokenizer | None, named: str | None, manifests
     for path in manifests:
         manifest = read_manifest(path)
         if manifest is not None and manifest["tokenizer"]["sha256"] not in (None, tokenizer.digest):
-            name, digest = manifest["tokenizer"].get("name"), manifest["tokenizer"]["sha256"]
+            name = manifest["tokenizer"].get("name")
+            digest = manifest["tokenizer"]["sha256"]
             problems.append(
                 f"data.tokenizer ({named}, {tokenizer.digest[:_SHOWN_DIGITS]}) must be the tokenizer that {path} "
                 f"names ({name}, {digest[:_SHOWN_DIGITS]}): name that one, or prepare the data again"

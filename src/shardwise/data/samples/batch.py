@@ -1,4 +1,4 @@
-"""What a model reads in one forward, and how a global batch is cut over ranks and micro-batches.
+"""Batches: samples as a model reads them in one forward, and a global batch cut over ranks and micro-batches.
 
 Shapes: S = sequence length, B = samples of one micro-batch, K = objectives of the loss. Arrays are sequence-first,
 int64 and contiguous.
@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.samples.order import IntArray, SampleOrder
+from shardwise.base.units import counted
+from shardwise.data.samples.order import BlendPattern, IntArray, SampleOrder
 
 IGNORE = -100
-"""The target of a position that is not counted."""
+"""The target of a position that is not counted: the `ignore_index` of torch's cross-entropy unless it is given."""
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
@@ -35,16 +36,20 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's micro-batch."""
+    """One rank's micro-batch.
+
+    Attributes:
+        inputs: arrays by the keywords of the model's forward.
+        counts: counted targets of each objective, [K]; their sum over the global batch divides its losses.
+        samples: number of each sample in the run, [B]: the samples consumed before its global batch, plus its position
+            in that batch.
+        lengths: inputs of each sample that are not padding, which is at the end, [B]; None unless the model is causal.
+    """
 
     inputs: dict[str, IntArray]
-    """The arrays, by the keywords of the model's forward."""
     counts: IntArray
-    """Counted targets of each objective, [K]: summed over the global batch, what its losses are divided by."""
     samples: IntArray
-    """Each sample's number in the run, [B]: samples consumed before its global batch + its position in that batch."""
     lengths: IntArray | None = None
-    """How many inputs of each sample are not padding, which is at the end, [B]; of a causal model only."""
 
     def __post_init__(self) -> None:
         """Raises DataError for masked positions beyond the sequence: a device would crash, or predict another token."""
@@ -71,7 +76,7 @@ class Batches(ABC):
     """
 
     objectives: tuple[str, ...]
-    """What `Batch.counts` counts, in its order: `("lm",)` or `("mlm", "nsp")`."""
+    """Objectives whose targets `Batch.counts` counts, in its order: `("lm",)` or `("mlm", "nsp")`."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.sampler = SampleOrder(num_samples, seed)
@@ -82,7 +87,7 @@ class Batches(ABC):
         return self.sampler.num_samples
 
     def epochs(self, samples: int) -> str:
-        """How often a run of this many samples reads the data, for the user."""
+        """Epochs of a run of this many samples, for the user."""
         return f"{shown_epochs(samples / self.num_samples)} epochs of {self.num_samples:,} samples"
 
     @abstractmethod
@@ -102,8 +107,8 @@ class Batches(ABC):
 
     def blank(self, micro_batch: int) -> Batch:
         """A micro-batch that counts nothing; the arrays of any other have its names and shapes."""
-        none = np.zeros(micro_batch, dtype=np.int64)
-        return self.collate(none - 1, none, none)
+        zeros_B = np.zeros(micro_batch, dtype=np.int64)
+        return self.collate(zeros_B - 1, zeros_B, zeros_B)
 
     def global_batch(self, consumed: int, size: int) -> Batch:
         """The `size` samples that follow `consumed` samples, as one batch."""
@@ -144,6 +149,66 @@ class Batches(ABC):
             yield self.collate(indices, np.zeros_like(samples), samples)
 
 
+class BlendedBatches(Batches):
+    """`Batches` of K sources in the proportions of their weights.
+
+    The sources' samples follow one another as `BlendPattern` says; each source has its own order and its own epochs,
+    the next of which begins when it is exhausted. So a sample is a function of (seed, samples consumed). An evaluation
+    has each sample of each source once: if a source is exhausted, the others continue without it.
+
+    Index `begins[s] + i` is sample `i` of source `s`.
+    """
+
+    def __init__(self, weights: Sequence[float], sources: Sequence[Batches]) -> None:
+        assert len(weights) == len(sources) > 0
+        self.pattern = BlendPattern(weights)
+        self.batches = sources
+        self.objectives = sources[0].objectives
+        self._sizes = [batches.num_samples for batches in sources]
+        self._begins = np.cumsum([0, *self._sizes])
+
+    @property
+    def num_samples(self) -> int:
+        """All samples of all sources."""
+        return int(self._begins[-1])
+
+    def epochs(self, samples: int) -> str:
+        drawn = [int(self.pattern.before(source, np.array([samples]))[0]) for source in range(len(self._sizes))]
+        epochs = sorted(count / size for count, size in zip(drawn, self._sizes, strict=True))
+        sources = f"{counted(len(epochs), 'data set')} with {self.num_samples:,} samples"
+        return f"{shown_epochs(epochs[0])} to {shown_epochs(epochs[-1])} epochs of {sources}"
+
+    def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
+        sources = self.pattern.sources(np.arange(consumed, consumed + count))
+        indices = np.empty_like(sources)
+        epochs = np.empty_like(sources)
+        for source, batches in enumerate(self.batches):
+            chosen = np.flatnonzero(sources == source)
+            # A source's samples are consecutive in its own order, so one number is enough to find them.
+            first = int(self.pattern.before(source, np.array([consumed]))[0])
+            source_indices, epochs[chosen] = batches.draw(first, len(chosen))
+            indices[chosen] = self._begins[source] + source_indices
+        return indices, epochs
+
+    def evaluated(self, numbers: IntArray) -> IntArray:
+        numbers = self.pattern.without_repeats(self._sizes, numbers)
+        sources = self.pattern.sources(numbers)
+        before = np.stack([self.pattern.before(source, numbers) for source in range(len(self._sizes))])
+        return np.asarray(self._begins[sources] + before[sources, np.arange(len(numbers))])
+
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        # A sample that counts nothing is made by the first source.
+        sources = np.maximum(np.searchsorted(self._begins, indices, side="right") - 1, 0)
+        source_indices = np.where(indices < 0, -1, indices - self._begins[sources])
+        parts = []
+        places = []
+        for source in np.unique(sources):
+            chosen = np.flatnonzero(sources == source)
+            parts.append(self.batches[source].collate(source_indices[chosen], epochs[chosen], samples[chosen]))
+            places.append(chosen)
+        return joined(parts, places, samples)
+
+
 def shown_epochs(number: float) -> str:
     """Epochs with two decimals; a small fraction of one with its first digit: `0.0004`."""
     return f"{number:,.2f}" if number >= 0.01 else f"{number:.1g}"
@@ -155,8 +220,8 @@ def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArr
     lengths = None if batches[0].lengths is None else np.zeros_like(samples)
     for batch, chosen in zip(batches, places, strict=True):
         for name, array in batch.inputs.items():
-            whole = inputs.setdefault(name, np.empty((*array.shape[:-1], len(samples)), dtype=array.dtype))
-            whole[..., chosen] = array
+            target = inputs.setdefault(name, np.empty((*array.shape[:-1], len(samples)), dtype=array.dtype))
+            target[..., chosen] = array
         if lengths is not None and batch.lengths is not None:
             lengths[chosen] = batch.lengths
     counts: IntArray = np.sum([batch.counts for batch in batches], axis=0)
@@ -173,7 +238,7 @@ def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion:
 
 
 def rows_of_rank(total: int, dp_rank: int, dp_size: int, micro_batch: int) -> list[slice]:
-    """Which of `total` samples each micro-batch of a rank has."""
+    """The samples, of `total` ones, that each micro-batch of a rank has."""
     portion = dp_size * micro_batch
     return [slice(start, start + micro_batch) for start in range(dp_rank * micro_batch, total, portion)]
 

@@ -1,19 +1,14 @@
 """Samples of a causal language model: a row of tokens, and as targets the same row one token further.
 
+`TokenBatches` cuts one long row of tokens; `DocumentBatches` cuts the row that the documents of a Megatron data set
+make in another order in each epoch.
+
 Shapes: B = samples, S = sequence length.
-
-Samples of a causal language model from the documents of a Megatron data set.
-
-Shapes: B = samples, S = sequence length.
-
-Samples of several data sets, mixed in fixed proportions.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError, see
-from shardwise.base.units import counted
 from shardwise.config import Config
-from shardwise.data.reading.megatron import IndexedFile
-from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens, joined, shown_epochs
+from shardwise.data.reading.megatron_files import IndexedFile
+from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
 from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
 from shardwise.data.samples.sentences import Sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -35,15 +29,15 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class DocumentEnds:
-    """What the end of a document changes within a sample, as Megatron-LM's options of these names do.
+    """Changes within a sample at the end of a document, as Megatron-LM's options of these names make them.
 
     The token that ends a document belongs to it. The first document of a sample may begin in an earlier sample.
 
     Attributes:
-        token: the id of the token that ends a document.
-        mask_loss: the token after it is no target, as nothing before it could predict it.
-        reset_position_ids: positions begin with 0 again after it.
-        reset_attention_mask: tokens after it attend to none of those before.
+        token: id of the token that ends a document.
+        mask_loss: True if the token after the end is no target, as nothing before could predict it.
+        reset_position_ids: True if positions begin with 0 again after the end.
+        reset_attention_mask: True if tokens after the end attend to none of those before.
     """
 
     token: int
@@ -53,10 +47,10 @@ class DocumentEnds:
 
     @staticmethod
     def of(config: Config, tokenizer: Path | None) -> DocumentEnds | None:
-        """What the `data` section asks for; None: nothing, a sample is a plain row of tokens.
+        """The changes that the `data` section asks for; None if it asks for none: a sample is a plain row of tokens.
 
         Raises:
-            ConfigError: nothing says which token ends a document.
+            ConfigError: neither a key nor a tokenizer says which token ends a document.
         """
         data = config.data
         if not data.document_options:
@@ -83,8 +77,8 @@ def without_end(config: Config) -> list[str]:
 def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends: DocumentEnds | None) -> Batch:
     """The batch of rows of S + 1 tokens; in each row the `targets_B` tokens after the first are targets.
 
-    Inputs: `ids_SB` and `targets_SB`, which is `IGNORE` where nothing is counted; as `ends` asks, `positions_SB`, and
-    `starts_SB`: the first place that each place attends to.
+    Inputs: `ids_SB` and `targets_SB`, which is `IGNORE` at positions that are not counted; as `ends` asks,
+    `positions_SB`, and `starts_SB`: the first place that each place attends to.
     """
     length = rows_BS.shape[1] - 1
     targets_SB = rows_BS[:, 1:].T.copy()  # inputs and targets must not share memory
@@ -95,6 +89,8 @@ def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends
         ended_SB = ids_SB == ends.token
         if ends.mask_loss:
             targets_SB[ended_SB] = IGNORE
+        # A document begins at the place after an end. The largest of the beginnings up to a place is that of its own
+        # document; the first document of a sample counts from place 0.
         places_S1 = np.arange(length)[:, None]
         begins_SB = np.zeros_like(ids_SB)
         begins_SB[1:] = np.where(ended_SB[:-1], places_S1[1:], 0)
@@ -112,9 +108,9 @@ class TokenBatches(Batches):
     Inputs: see `causal_batch`. A sample that counts nothing has ids 0 and targets `IGNORE`.
 
     Args:
-        tail: the tokens after the last whole sample are a sample too, padded with ids 0 and targets `IGNORE`: every
-            token except the first is then a target, exactly once.
-        ends: what the end of a document changes.
+        tail: True if the tokens after the last complete sample are a sample too, padded with ids 0 and targets
+            `IGNORE`: every token except the first is then a target, exactly once.
+        ends: changes at the end of a document.
     """
 
     objectives = ("lm",)
@@ -124,12 +120,13 @@ class TokenBatches(Batches):
     ) -> None:
         least = 2 if tail else sequence_length + 1
         if len(tokens) < least:
-            wanted = "2, one to read and one to predict" if tail else f"train.sequence_length + 1 ({least})"
-            raise ConfigError(f"the tokens ({len(tokens)}) must be at least {wanted}{see('data#too-few-tokens')}")
+            limit = "2, one to read and one to predict" if tail else f"train.sequence_length + 1 ({least})"
+            raise ConfigError(f"the tokens ({len(tokens)}) must be at least {limit}{see('data#too-few-tokens')}")
         targets = len(tokens) - 1
         super().__init__(-(-targets // sequence_length) if tail else targets // sequence_length, seed)
         self.tokens = tokens
-        self.sequence_length, self.ends = sequence_length, ends
+        self.sequence_length = sequence_length
+        self.ends = ends
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         length = self.sequence_length
@@ -144,22 +141,25 @@ class TokenBatches(Batches):
         return causal_batch(rows_BS, targets_B, samples, self.ends)
 
 
-# Keeps the order of documents independent of that of samples, which is drawn from the seed itself.
+# "document": keeps the order of documents independent of that of samples, which is drawn from the seed itself.
 _DOCUMENT_ORDER = 0x646F63756D656E74
 # This many documents are permuted or measured at once: their arrays fit in a core's cache.
 _ROWS_AT_ONCE = 1 << 16
+# A batch at the end of an epoch holds samples of the next one too.
 _EPOCHS_KEPT = 2
 
 
 class Documents:
-    """Consecutive documents, number `first` to before `after`, of a data set that a model of `vocab_size` reads.
+    """Consecutive documents, number `first` to `stop` - 1, of a data set that a model of `vocab_size` reads.
 
-    The tokens of consecutive documents are consecutive too: they are tokens `start` to before `end` of the data set.
+    The tokens of consecutive documents are consecutive too: they are tokens `start` to `end` - 1 of the data set.
     """
 
-    def __init__(self, file: IndexedFile, first: int, after: int, vocab_size: int) -> None:
-        self.file, self.first, self.after = file, first, after
-        self.start, self.end = map(int, file.starts(np.array([first, after])))
+    def __init__(self, file: IndexedFile, first: int, stop: int, vocab_size: int) -> None:
+        self.file = file
+        self.first = first
+        self.stop = stop
+        self.start, self.end = map(int, file.starts(np.array([first, stop])))
         self._vocab_size = vocab_size
 
     def __len__(self) -> int:
@@ -169,7 +169,7 @@ class Documents:
     @property
     def count(self) -> int:
         """The number of documents."""
-        return self.after - self.first
+        return self.stop - self.first
 
     def take(self, places: IntArray) -> IntArray:
         """The tokens at these places, counted from `start`, in the shape of `places`.
@@ -181,7 +181,7 @@ class Documents:
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
             place = int(places.flat[wrong]) + self.start
-            numbers = range(self.first, self.after)
+            numbers = range(self.first, self.stop)
             document = numbers[bisect_right(numbers, place, key=lambda n: int(self.file.starts(np.array([n]))[0])) - 1]
             raise DataError(
                 f"{self.file.bin_path}: token {place} ({tokens.flat[wrong]}), in document {document}, must be in 0 … "
@@ -191,7 +191,7 @@ class Documents:
         return tokens
 
     def beginning(self, tokens: int) -> list[int]:
-        """The first tokens; fewer where there are no more."""
+        """The first tokens; fewer if there are no more."""
         return [int(token) for token in self.take(np.arange(min(tokens, len(self))))]
 
     def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
@@ -202,27 +202,28 @@ class Documents:
         """Tokens of each document, [count]."""
         lengths = np.empty(self.count, dtype=np.int64)
         for start in range(0, self.count, _ROWS_AT_ONCE):
-            after = min(start + _ROWS_AT_ONCE, self.count)
-            lengths[start:after] = np.diff(self.starts(np.arange(start, after + 1)))
+            stop = min(start + _ROWS_AT_ONCE, self.count)
+            lengths[start:stop] = np.diff(self.starts(np.arange(start, stop + 1)))
         return lengths
 
     @cached_property
     def sentences(self) -> Sentences:
-        """Where sentences (one a sequence) and documents lie; those without tokens are left out."""
-        bounds = self.file.documents[self.first : self.after + 1]
+        """The bounds of sentences (one a sequence) and documents; those without tokens are left out."""
+        bounds = self.file.documents[self.first : self.stop + 1]
         sequences = self.file.sequence_starts(np.arange(bounds[0], bounds[-1] + 1)) - self.start
+        # A sequence with tokens begins a sentence; the end of the last one is kept as the last bound.
         begins = np.append(np.diff(sequences) > 0, True)
         before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(begins)])
         return Sentences(sequences[begins], np.unique(before[bounds - bounds[0]]))
 
 
 @dataclass(frozen=True)
-class _Epoch:
-    """The documents of one epoch in their order, and where each begins in the row that they make.
+class _EpochIndex:
+    """The documents of one epoch in their order, and their places in the row that they make.
 
     Attributes:
-        order: the document numbers, [count].
-        begins: the first token of each document in the row, then the number of tokens, [count + 1].
+        order: document numbers, [count].
+        begins: first token of each document in the row, then the number of tokens, [count + 1].
     """
 
     order: npt.NDArray[np.int32] | IntArray
@@ -237,13 +238,13 @@ class DocumentBatches(Batches):
     documents and that of the samples are permutations keyed by (seed, `e`) (`SampleOrder`), so a batch is a function of
     (seed, samples consumed). The tokens after the last whole sample are left out in that epoch.
 
-    The first batch of an epoch makes its index: 12 bytes a document, or 16 where there are 2³¹ documents or more. Then
+    The first batch of an epoch makes its index: 12 bytes a document, or 16 if there are 2³¹ documents or more. Then
     any sample is found in the same time.
 
     Inputs: see `causal_batch`. A sample that counts nothing has ids 0 and targets `IGNORE`.
 
     Args:
-        ends: what the end of a document changes.
+        ends: changes at the end of a document.
     """
 
     objectives = ("lm",)
@@ -257,9 +258,10 @@ class DocumentBatches(Batches):
             )
         super().__init__((len(documents) - 1) // sequence_length, seed)
         self.documents = documents
-        self.sequence_length, self.ends = sequence_length, ends
+        self.sequence_length = sequence_length
+        self.ends = ends
         self._order = SampleOrder(documents.count, mix_integer(_DOCUMENT_ORDER, seed))
-        self._epochs: dict[int, _Epoch] = {}
+        self._epochs: dict[int, _EpochIndex] = {}
         self._making = Lock()
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
@@ -276,12 +278,13 @@ class DocumentBatches(Batches):
         return causal_batch(rows_BS, np.where(real_B, length, 0), samples, self.ends)
 
     def _places(self, epoch: int, begins_B: IntArray) -> IntArray:
-        """Where the tokens `[begin, begin + S]` of an epoch's row lie among the documents' own, one after another.
+        """Places of the tokens `[begin, begin + S]` of an epoch's row, counted in the documents in their own order.
 
         A sample is cut into the parts of documents that it holds (N in all); the place of a part's first token and its
-        size say where all of it lies.
+        size give the places of all its tokens.
         """
-        index, ends_B = self._index(epoch), begins_B + self.sequence_length + 1
+        index = self._index(epoch)
+        ends_B = begins_B + self.sequence_length + 1
         first_B = np.searchsorted(index.begins, begins_B, side="right") - 1
         last_B = np.searchsorted(index.begins, ends_B, side="left") - 1
         parts_B = last_B - first_B + 1
@@ -292,7 +295,7 @@ class DocumentBatches(Batches):
         place_N = self.documents.starts(index.order[slot_N]) + low_N - index.begins[slot_N]
         return _runs(place_N, high_N - low_N)
 
-    def _index(self, epoch: int) -> _Epoch:
+    def _index(self, epoch: int) -> _EpochIndex:
         """The index of an epoch. Those of two epochs are kept, as a batch may lie in both; memory never holds three."""
         with self._making:
             if epoch not in self._epochs:
@@ -301,129 +304,22 @@ class DocumentBatches(Batches):
                 self._epochs[epoch] = self._make_index(epoch)
             return self._epochs[epoch]
 
-    def _make_index(self, epoch: int) -> _Epoch:
+    def _make_index(self, epoch: int) -> _EpochIndex:
         count = self.documents.count
         order = np.empty(count, dtype=np.int32) if count < 1 << 31 else np.empty(count, dtype=np.int64)
         for start in range(0, count, _ROWS_AT_ONCE):
-            after = min(start + _ROWS_AT_ONCE, count)
-            order[start:after] = self._order.indices(epoch * count + start, after - start)
+            stop = min(start + _ROWS_AT_ONCE, count)
+            order[start:stop] = self._order.indices(epoch * count + start, stop - start)
         begins = np.zeros(count + 1, dtype=np.int64)
         np.take(self.documents.lengths(), order, out=begins[1:])
         np.cumsum(begins, out=begins)
-        return _Epoch(order, begins)
+        return _EpochIndex(order, begins)
 
 
 def _runs(starts: IntArray, sizes: IntArray) -> IntArray:
-    """`start, start + 1, …` of each run, as many as its size, one run after another."""
+    """`start, start + 1, …` of each run, as many as its size, one run after another.
+
+    Place `i` of the result lies in the run that begins at place `end - size`: its value is `start - (end - size) + i`.
+    """
     ends = np.cumsum(sizes)
     return np.repeat(starts - (ends - sizes), sizes) + np.arange(ends[-1] if len(ends) else 0)
-
-
-_BLEND_SAMPLES = 100_000
-
-
-class Pattern:
-    """Which of K sources each sample of an endless row comes from: a block that repeats.
-
-    Source `s` has `counts[s]` samples of a block: its weight's share of `_BLOCK`, rounded, and at least one; all counts
-    are divided by their greatest common divisor, so 0.7 and 0.3 make a block of 10. Sample `j` of a source in the block
-    is due at `(j + ½) / counts[s]`, and samples stand in the order in which they are due: any run of the row has each
-    source in its proportion, up to a few samples.
-    """
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        counts = _allotted(weights)
-        self.counts = [count // math.gcd(*counts) for count in counts]
-        due = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
-        self._sources = np.repeat(np.arange(len(counts)), self.counts)[np.argsort(due, kind="stable")]
-        self._places = [np.flatnonzero(self._sources == source) for source in range(len(counts))]
-
-    def sources(self, samples: IntArray) -> IntArray:
-        """The source of each of these samples."""
-        return np.asarray(self._sources[samples % len(self._sources)])
-
-    def before(self, source: int, samples: IntArray) -> IntArray:
-        """How many samples of `source` stand before each of these."""
-        blocks, places = np.divmod(samples, len(self._sources))
-        return np.asarray(blocks * self.counts[source] + np.searchsorted(self._places[source], places))
-
-    def once(self, sizes: Sequence[int], places: IntArray) -> IntArray:
-        """Which samples of the endless row are at `places` of the row that has each sample of each source once.
-
-        In that row, where source `s` has `sizes[s]` samples, `Σ_s min(before(s, n), sizes[s])` samples stand before
-        sample `n` of the endless row. That number grows with `n`, so `n` is found by a binary search.
-        """
-        blocks = max(size // count for size, count in zip(sizes, self.counts, strict=True)) + 1
-        low, high = np.zeros_like(places), np.full_like(places, blocks * len(self._sources))
-        while (high - low > 1).any():
-            middle = (low + high) >> 1
-            terms = [np.minimum(self.before(source, middle), size) for source, size in enumerate(sizes)]
-            reached = np.sum(terms, axis=0, dtype=np.int64) <= places
-            low, high = np.where(reached, middle, low), np.where(reached, high, middle)
-        return low
-
-
-class BlendedBatches(Batches):
-    """`Batches` of K sources in the proportions of their weights.
-
-    The sources' samples follow one another as `Pattern` says; each source has its own order and its own epochs, the
-    next of which begins when it is exhausted. So a sample is a function of (seed, samples consumed). An evaluation
-    has each sample of each source once: where a source is exhausted, the others continue without it.
-
-    Index `begins[s] + i` is sample `i` of source `s`.
-    """
-
-    def __init__(self, weights: Sequence[float], sources: Sequence[Batches]) -> None:
-        assert len(weights) == len(sources) > 0
-        self.pattern = Pattern(weights)
-        self.batches = sources
-        self.objectives = sources[0].objectives
-        self._sizes = [batches.num_samples for batches in sources]
-        self._begins = np.cumsum([0, *self._sizes])
-
-    @property
-    def num_samples(self) -> int:
-        """All samples of all sources."""
-        return int(self._begins[-1])
-
-    def epochs(self, samples: int) -> str:
-        drawn = [int(self.pattern.before(source, np.array([samples]))[0]) for source in range(len(self._sizes))]
-        each = sorted(count / size for count, size in zip(drawn, self._sizes, strict=True))
-        of = f"{counted(len(each), 'data set')} with {self.num_samples:,} samples"
-        return f"{shown_epochs(each[0])} to {shown_epochs(each[-1])} epochs of {of}"
-
-    def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
-        sources = self.pattern.sources(np.arange(consumed, consumed + count))
-        indices, epochs = np.empty_like(sources), np.empty_like(sources)
-        for source, batches in enumerate(self.batches):
-            chosen = np.flatnonzero(sources == source)
-            first = int(self.pattern.before(source, np.array([consumed]))[0])
-            own, epochs[chosen] = batches.draw(first, len(chosen))
-            indices[chosen] = self._begins[source] + own
-        return indices, epochs
-
-    def evaluated(self, numbers: IntArray) -> IntArray:
-        numbers = self.pattern.once(self._sizes, numbers)
-        sources = self.pattern.sources(numbers)
-        before = np.stack([self.pattern.before(source, numbers) for source in range(len(self._sizes))])
-        return np.asarray(self._begins[sources] + before[sources, np.arange(len(numbers))])
-
-    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
-        # A sample that counts nothing is made by the first source.
-        sources = np.maximum(np.searchsorted(self._begins, indices, side="right") - 1, 0)
-        own = np.where(indices < 0, -1, indices - self._begins[sources])
-        places = [np.flatnonzero(sources == source) for source in np.unique(sources)]
-        parts = [
-            self.batches[sources[chosen[0]]].collate(own[chosen], epochs[chosen], samples[chosen]) for chosen in places
-        ]
-        return joined(parts, places, samples)
-
-
-def _allotted(weights: Sequence[float]) -> list[int]:
-    """`_BLOCK` samples shared out by weight, the largest remainders rounded up, each share at least 1."""
-    exact = [_BLEND_SAMPLES * weight / math.fsum(weights) for weight in weights]
-    counts = [math.floor(share) for share in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda source: counts[source] - exact[source])
-    for source in by_remainder[: _BLEND_SAMPLES - sum(counts)]:
-        counts[source] += 1
-    return [max(count, 1) for count in counts]

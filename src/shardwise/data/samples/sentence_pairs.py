@@ -1,12 +1,9 @@
 """Samples of BERT: pairs of sentences with masked tokens (Devlin et al. 2018, arXiv:1810.04805, section 3.1).
 
-Shapes: B = samples, S = sequence length, P = predictions of a sample, at most.
+`SentencePairBatches` makes pairs of a row of tokens and masks them (`Masking`). `ShardBatches` reads pairs from HDF5
+shards, which were masked when the shards were made.
 
-Masked-language-model targets (Devlin et al. 2018, arXiv:1810.04805, section 3.1).
-
-Shapes: B = samples, S = sequence length, P = predictions of a sample, at most.
-
-Samples of BERT from the rows of HDF5 shards, which were masked when the shards were made.
+Shapes: B = samples, S = sequence length, P = predictions of a sample, at most; W = words of a sample.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError
-from shardwise.data.reading.hdf5 import ShardRows, in_list
+from shardwise.data.reading.hdf5_files import ShardRows, in_list
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
 from shardwise.data.samples.order import Draws, IntArray, below
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
@@ -26,7 +23,7 @@ from shardwise.data.tokens.tokenizer import PairTokens
 
 # [CLS] A [SEP] B [SEP]
 _ADDED = 3
-# The `site` of each draw (`Draws`); those of masking.py begin at 16.
+# The `site` of each draw (`Draws`); those of `Masking` begin at 16.
 _RANDOM, _SPLIT, _OTHER, _SENTENCE, _FRONT_A, _FRONT_B = range(6)
 
 
@@ -34,7 +31,7 @@ def chunk_room(sequence_length: int) -> int:
     """Tokens of A and B that a sample has room for.
 
     Raises:
-        ConfigError: where that is not even one each, or positions are too many for `Masking`.
+        ConfigError: there is no room for one token each, or there are more positions than `Masking` can number.
     """
     if not _ADDED + 2 <= sequence_length <= MAX_SEQUENCE_LENGTH:
         raise ConfigError(
@@ -53,7 +50,11 @@ def pair_batch(samples: IntArray, **rows: npt.NDArray[Any]) -> Batch:
 
 @dataclass(frozen=True)
 class _Segments:
-    """Two runs of tokens of each sample, [B] each, and whether the second is a random one."""
+    """Two runs of tokens of each sample, [B] each.
+
+    Attributes:
+        random: 1 if the second run was drawn from elsewhere, 0 if it follows the first.
+    """
 
     a_start: IntArray
     a_size: IntArray
@@ -65,15 +66,15 @@ class _Segments:
 class SentencePairBatches(Batches):
     """Batches of sentence pairs; sample `i` is chunk `i` of `ChunkIndex`, with S - 3 tokens of room.
 
-    What a sample looks like is a function of (seed, epoch, `i`) alone. In each epoch:
+    A sample is a function of (seed, epoch, `i`) alone. In each epoch:
 
     - The chunk is split before one of its sentences but the first, all equally likely (a chunk of one sentence before
-      one of its tokens). A is what comes before.
-    - With probability ½, B is what comes after: `next_sentence_B` 0. Else it is 1 and B begins with a random sentence
+      one of its tokens). A is the part before.
+    - With probability ½, B is the part after: `next_sentence_B` 0. Else it is 1 and B begins with a random sentence
       of a random chunk of another document, followed by the sentences after it until the sequence is full. The rest of
       the chunk is then left out in this epoch; the paper's code would begin the next sample with it, which would make
       each sample depend on all before it. A corpus of one document takes another chunk of that document.
-    - While A and B have more than S - 3 tokens, the longer one (B where they are equal) loses its first or its last
+    - While A and B have more than S - 3 tokens, the longer one (B if they are equal) loses its first or its last
       token with probability ½ each: as in the paper's code.
     - Tokens of A and B are masked (`Masking`).
 
@@ -120,15 +121,18 @@ class SentencePairBatches(Batches):
         real_B = indices >= 0
         draws = Draws(self._seed, epochs, indices)
         pair = self._truncated(self._segments(np.maximum(indices, 0), draws), draws)
-        a_B, b_B = pair.a_size * real_B, pair.b_size * real_B
+        a_B = pair.a_size * real_B
+        b_B = pair.b_size * real_B
         # [CLS] at 0, A from 1, [SEP] at a + 1, B from a + 2, [SEP] at a + b + 2.
         place_S = np.arange(self.sequence_length)
-        middle_B1, end_B1 = (a_B + 1)[:, None], (a_B + b_B + 2)[:, None]
+        middle_B1 = (a_B + 1)[:, None]
+        end_B1 = (a_B + b_B + 2)[:, None]
         in_a_BS = (place_S > 0) & (place_S < middle_B1)
         in_b_BS = (place_S > middle_B1) & (place_S < end_B1)
         ids_BS = np.full(in_a_BS.shape, self.special.pad)
         ids_BS[:, 0] = self.special.cls
         ids_BS[(place_S == middle_B1) | (place_S == end_B1)] = self.special.sep
+        # The token at place p: number p - 1 of A, or number p - (a + 2) of B.
         source_BS = np.where(in_a_BS, (pair.a_start - 1)[:, None], pair.b_start[:, None] - middle_B1 - 1) + place_S
         candidates_BS = in_a_BS | in_b_BS
         ids_BS[candidates_BS] = self.tokens.take(source_BS[candidates_BS])
@@ -152,7 +156,7 @@ class SentencePairBatches(Batches):
         at_token = chunk.start + 1 + draws.below(_SPLIT, np.maximum(size - 1, 1))
         split = np.where(chunk.sentences > 1, bounds[np.minimum(at_sentence, len(bounds) - 1)], at_token)
         random = np.where(size > 1, draws.below(_RANDOM, 2), 1)
-        b_start, b_size = self._elsewhere(indices, chunk.document, self.room - (split - chunk.start), draws)
+        b_start, b_size = self._random_segment(indices, chunk.document, self.room - (split - chunk.start), draws)
         return _Segments(
             a_start=chunk.start,
             a_size=split - chunk.start,
@@ -161,23 +165,32 @@ class SentencePairBatches(Batches):
             random=random,
         )
 
-    def _elsewhere(
-        self, indices: IntArray, document: IntArray, wanted: IntArray, draws: Draws
+    def _random_segment(
+        self, indices: IntArray, document: IntArray, room: IntArray, draws: Draws
     ) -> tuple[IntArray, IntArray]:
-        """Start and size of sentences of another document that have `wanted` tokens, or up to its end."""
-        alone = self.chunks.num_documents == 1
-        first, after = (indices, indices + 1) if alone else self.chunks.siblings(document)
-        number = draws.below(_OTHER, self.chunks.num_chunks - (after - first))
-        chunk = self.chunks.find(np.where(number < first, number, number + after - first))
+        """Start and size of sentences of another document that have `room` tokens, or up to its end."""
+        is_only_document = self.chunks.num_documents == 1
+        if is_only_document:
+            first, stop = indices, indices + 1
+        else:
+            first, stop = self.chunks.siblings(document)
+        # A number among all chunks but those of the document: the ones after it move down by their number.
+        number = draws.below(_OTHER, self.chunks.num_chunks - (stop - first))
+        chunk = self.chunks.find(np.where(number < first, number, number + stop - first))
         sentence = chunk.first_sentence + draws.below(_SENTENCE, np.maximum(chunk.sentences, 1))
         start = np.where(chunk.sentences > 0, self.chunks.bounds[sentence], chunk.start)
-        end = self.chunks.sentence_end(start + np.maximum(wanted, 1), chunk.document)
-        if alone:  # the next chunk may be the sample's own
+        end = self.chunks.sentence_end(start + np.maximum(room, 1), chunk.document)
+        if is_only_document:  # the next chunk may be the sample's own
             end = np.minimum(end, chunk.end)
         # A sentence may have any length.
         return start, np.minimum(end - start, 2 * self.room)
 
     def _truncated(self, pair: _Segments, draws: Draws) -> _Segments:
+        """A and B cut to the room.
+
+        Taking single tokens off the longer one, B if they are equal, ends with A at its size, at what B leaves free, or
+        at half of the room rounded up, and B at what A leaves.
+        """
         a_size = np.minimum(pair.a_size, np.maximum(self.room - pair.b_size, (self.room + 1) // 2))
         b_size = np.minimum(pair.b_size, self.room - a_size)
         a_start = pair.a_start + _heads(draws, _FRONT_A, pair.a_size - a_size)
@@ -193,25 +206,26 @@ def _heads(draws: Draws, site: int, tosses_B: IntArray) -> IntArray:
     return heads
 
 
-# The `site` of each draw (`Draws`); those of pairs.py are below 16.
+# The `site` of each draw (`Draws`); those of `SentencePairBatches` are below 16.
 _PLACE, _KIND, _TOKEN = 16, 17, 18
+# Last bits of a hash that hold its position; the 48 bits before them decide the order.
 _POSITION_BITS = 16
 MAX_SEQUENCE_LENGTH = 1 << _POSITION_BITS
 
 
 @dataclass(frozen=True)
 class Masking:
-    """Which tokens of a sample are predicted, and what the model sees in their place.
+    """The tokens of a sample that are predicted, and the ids that the model sees in their place.
 
     Of `n` candidates `max(1, ⌊fraction · n + ½⌋)` are predicted, at most `predictions` (P): those with the smallest
     hashes. Four in five become `mask_id`, one in ten a random one of `ordinary_ids`, one in ten stays.
 
     With `continuations` (whole-word masking, as in the paper's later code) a word, which is a candidate and all tokens
     that continue it, is predicted as a whole or not at all: words are taken in the order of the hashes of their first
-    tokens, except those that would exceed the number. What each token is replaced by is drawn for it alone.
+    tokens, except those that would exceed the number. The replacement of each token is drawn for it alone.
 
     Attributes:
-        continuations: which ids continue the word before them, [vocabulary]; None: each token is a word.
+        continuations: True for each id that continues the word before it, [vocabulary]; None: each token is a word.
     """
 
     fraction: float
@@ -225,21 +239,24 @@ class Masking:
     ) -> tuple[IntArray, IntArray, IntArray]:
         """`(ids_BS, positions_BP, targets_BP)`: positions ascend; unused places have position 0 and target `IGNORE`."""
         length = ids_BS.shape[1]
-        # A hash whose last bits are its position: no two are equal, and the smallest name their own positions.
+        # The last bits of each hash are its position: no two are equal, and the smallest name their own positions.
         low = np.uint64(MAX_SEQUENCE_LENGTH - 1)
         hashes_BS = (draws.table(_PLACE, length) & ~low) | np.arange(length, dtype=np.uint64)
         hashes_BS[~candidates_BS] = ~np.uint64(0)
         candidates_B = candidates_BS.sum(axis=1)
-        wanted_B = np.maximum(np.floor(self.fraction * candidates_B + 0.5).astype(np.int64), 1)
-        wanted_B = np.minimum(wanted_B, np.minimum(candidates_B, self.predictions))
+        predicted_B = np.maximum(np.floor(self.fraction * candidates_B + 0.5).astype(np.int64), 1)
+        predicted_B = np.minimum(predicted_B, np.minimum(candidates_B, self.predictions))
         if self.continuations is not None:
-            hashes_BS, wanted_B = self._of_words(hashes_BS, self.continuations[ids_BS] & candidates_BS, wanted_B)
+            continued_BS = self.continuations[ids_BS] & candidates_BS
+            hashes_BS, predicted_B = self._choose_words(hashes_BS, continued_BS, predicted_B)
         smallest_BP = np.sort(np.partition(hashes_BS, self.predictions - 1, axis=1)[:, : self.predictions], axis=1)
-        chosen_BP = np.arange(self.predictions) < wanted_B[:, None]
+        chosen_BP = np.arange(self.predictions) < predicted_B[:, None]
+        # Unused places are sorted behind all positions before they become 0.
         positions_BP = np.where(chosen_BP, (smallest_BP & low).astype(np.int64), length)
         positions_BP.sort(axis=1)
         positions_BP[~chosen_BP] = 0
         originals_BP = np.take_along_axis(ids_BS, positions_BP, axis=1)
+        # Of ten kinds, 0 to 7 show [MASK], 8 shows a random token and 9 the token itself.
         kinds_BP = below(draws.table(_KIND, self.predictions), 10)
         random_BP = self.ordinary_ids[below(draws.table(_TOKEN, self.predictions), len(self.ordinary_ids))]
         shown_BP = np.where(kinds_BP < 8, self.mask_id, np.where(kinds_BP < 9, random_BP, originals_BP))
@@ -248,38 +265,39 @@ class Masking:
         masked_BS[rows, positions_BP[chosen_BP]] = shown_BP[chosen_BP]
         return masked_BS, positions_BP, np.where(chosen_BP, originals_BP, IGNORE)
 
-    def _of_words(
-        self, hashes_BS: npt.NDArray[np.uint64], continued_BS: npt.NDArray[np.bool_], wanted_B: IntArray
+    def _choose_words(
+        self, hashes_BS: npt.NDArray[np.uint64], continued_BS: npt.NDArray[np.bool_], predicted_B: IntArray
     ) -> tuple[npt.NDArray[np.uint64], IntArray]:
-        """Hashes in which those of the predicted words' tokens are the smallest, and how many tokens these are.
+        """Hashes in which those of the predicted words' tokens are the smallest, and the number of these tokens.
 
         A continuation that follows no candidate, such as the first token of B after [SEP], begins a word.
         """
         length = hashes_BS.shape[1]
-        none = ~np.uint64(0)
-        continued_BS[:, 1:] &= hashes_BS[:, :-1] != none
+        no_candidate = ~np.uint64(0)
+        continued_BS[:, 1:] &= hashes_BS[:, :-1] != no_candidate
         continued_BS[:, 0] = False
-        # W = words of a sample; word 0 of each sample begins at its first token.
+        # Word 0 of each sample begins at its first token.
         words_BS = np.cumsum(~continued_BS, axis=1) - 1
-        order_BW = np.argsort(np.where(continued_BS, none, hashes_BS), axis=1)
+        order_BW = np.argsort(np.where(continued_BS, no_candidate, hashes_BS), axis=1)
         sizes_BW = np.zeros_like(words_BS)
-        np.add.at(sizes_BW, (np.arange(len(words_BS))[:, None], words_BS), hashes_BS != none)
+        np.add.at(sizes_BW, (np.arange(len(words_BS))[:, None], words_BS), hashes_BS != no_candidate)
         taken_BW = np.zeros(words_BS.shape, dtype=np.bool_)
-        total_B, rows = np.zeros_like(wanted_B), np.arange(len(words_BS))
+        total_B = np.zeros_like(predicted_B)
+        rows = np.arange(len(words_BS))
         for place in range(length):
             word_B = words_BS[rows, order_BW[:, place]]
             size_B = sizes_BW[rows, word_B]
-            fits_B = ~taken_BW[rows, word_B] & (size_B > 0) & (total_B + size_B <= wanted_B)
+            fits_B = ~taken_BW[rows, word_B] & (size_B > 0) & (total_B + size_B <= predicted_B)
             taken_BW[rows, word_B] |= fits_B
             total_B += size_B * fits_B
-            if (total_B == wanted_B).all():
+            if (total_B == predicted_B).all():
                 break
-        chosen_BS = np.take_along_axis(taken_BW, words_BS, axis=1) & (hashes_BS != none)
-        return np.where(chosen_BS, hashes_BS, none), total_B
+        chosen_BS = np.take_along_axis(taken_BW, words_BS, axis=1) & (hashes_BS != no_candidate)
+        return np.where(chosen_BS, hashes_BS, no_candidate), total_B
 
 
 class ShardBatches(Batches):
-    """Batches of the rows `first` to before `after` of all shards; sample `i` is row `first + i`.
+    """Batches of the rows `first` to `stop` - 1 of all shards; sample `i` is row `first + i`.
 
     Each epoch has every row once, in another order (`SampleOrder`); the masks are the same in each.
 
@@ -289,9 +307,10 @@ class ShardBatches(Batches):
 
     objectives = ("mlm", "nsp")
 
-    def __init__(self, shards: ShardRows, first: int, after: int, seed: int) -> None:
-        super().__init__(after - first, seed)
-        self.shards, self.first = shards, first
+    def __init__(self, shards: ShardRows, first: int, stop: int, seed: int) -> None:
+        super().__init__(stop - first, seed)
+        self.shards = shards
+        self.first = first
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         real_B = indices >= 0

@@ -1,4 +1,4 @@
-"""Where sentences and documents lie in a row of tokens, and the chunks that samples are made of."""
+"""Bounds of sentences and documents in a row of tokens, and the chunks that samples of sentence pairs are made of."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from shardwise.data.samples.order import IntArray
 
 @dataclass(frozen=True)
 class Sentences:
-    """Where the sentences and the documents of a row of tokens lie."""
+    """The bounds of the sentences and the documents of a row of tokens.
+
+    Attributes:
+        bounds: first token of each sentence, then the number of tokens: [sentences + 1], increasing.
+        documents: first sentence of each document, then the number of sentences: [documents + 1], increasing.
+    """
 
     bounds: IntArray
-    """Each sentence's first token, then the number of tokens: [sentences + 1], increasing."""
     documents: IntArray
-    """Each document's first sentence, then the number of sentences: [documents + 1], increasing."""
 
     def __post_init__(self) -> None:
         for row in (self.bounds, self.documents):
@@ -26,13 +29,17 @@ class Sentences:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Consecutive tokens `[start, end)` of one document each, [B]."""
+    """Consecutive tokens `[start, end)` of one document each, [B].
+
+    Attributes:
+        first_sentence: number of the first sentence that starts in the chunk or later.
+        sentences: number of sentences that start in the chunk; 0 in the middle of a long sentence.
+    """
 
     start: IntArray
     end: IntArray
     first_sentence: IntArray
     sentences: IntArray
-    """Sentences that start in the chunk; 0 where it is the middle of a long one."""
     document: IntArray
 
 
@@ -50,6 +57,8 @@ class ChunkIndex:
         self.length = length
         self.bounds = np.asarray(sentences.bounds)
         self._document_bounds = self.bounds[sentences.documents]
+        # In units of `length`, a document's chunks are the places that its sentences start in, or that one covers. The
+        # last of them is that of the last sentence's start, or the last full place, which this sentence covers.
         last_starts = self.bounds[sentences.documents[1:] - 1] - self._document_bounds[:-1]
         chunks = np.maximum(last_starts // length + 1, np.diff(self._document_bounds) // length)
         self._first_chunks: IntArray = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(chunks)])
@@ -65,21 +74,22 @@ class ChunkIndex:
     def find(self, chunks: IntArray) -> Chunks:
         """The chunks of these numbers."""
         document: IntArray = np.searchsorted(self._first_chunks, chunks, side="right") - 1
-        first_chunk, after_chunk = self.siblings(document)
+        first_chunk, stop_chunk = self.siblings(document)
         low = self._document_bounds[document] + (chunks - first_chunk) * self.length
-        high = np.where(chunks + 1 == after_chunk, self._document_bounds[document + 1], low + self.length)
-        first, after = np.searchsorted(self.bounds, low), np.searchsorted(self.bounds, high)
-        start = np.where(first < after, self.bounds[first], low)
-        end = self.bounds[after]
-        # A sentence that covers the whole next place as well is continued there.
+        high = np.where(chunks + 1 == stop_chunk, self._document_bounds[document + 1], low + self.length)
+        first = np.searchsorted(self.bounds, low)
+        stop = np.searchsorted(self.bounds, high)
+        start = np.where(first < stop, self.bounds[first], low)
+        end = self.bounds[stop]
+        # A sentence that covers all of the next place as well is continued there.
         end = np.where(end < high + self.length, end, high)
-        return Chunks(start, end, first, after - first, document)
+        return Chunks(start, end, first, stop - first, document)
 
     def siblings(self, document: IntArray) -> tuple[IntArray, IntArray]:
         """The first chunk of each document, and that of the next document."""
         return self._first_chunks[document], self._first_chunks[document + 1]
 
     def sentence_end(self, tokens: IntArray, document: IntArray) -> IntArray:
-        """Where the first sentence of each document ends that does so at or after a token, else the document's end."""
+        """The end of the first sentence of each document that ends at or after a token, else the document's end."""
         reachable = np.minimum(tokens, self._document_bounds[document + 1])
         return self.bounds[np.searchsorted(self.bounds, reachable)]

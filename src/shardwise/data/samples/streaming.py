@@ -21,16 +21,21 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError
-from shardwise.data.reading.sources import TextPiece, cut_document
-from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard
+from shardwise.data.reading.text_sources import BLOCK_CHARACTERS, TextPiece, TextShard, cut_document
 from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
-from shardwise.data.tokens.encoding import DocumentMarks, batches, encode_windows, text_windows
+from shardwise.data.tokens.encoding import DocumentMarks, batches
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.windows import encode_windows, text_windows
 
-# Keys of what is drawn, the ASCII codes of "shards", "docs", "samples" and "held": they keep the draws independent.
-_SHARDS, _DOCUMENTS, _SAMPLES, _HELD = 0x736861726473, 0x646F6373, 0x73616D706C6573, 0x68656C64
+# Keys of the draws, the ASCII codes of "shards", "docs", "samples" and "held": they keep the draws independent.
+_SHARDS = 0x736861726473
+_DOCUMENTS = 0x646F6373
+_SAMPLES = 0x73616D706C6573
+_HELD_OUT = 0x68656C64
+# Text that is encoded at once: enough for all cores, and it bounds the time until `stopped` is seen.
 _ENCODED_CHARACTERS = 1 << 22
+# A global batch may lie in several blocks, and threads that read batches ahead ask for neighbours.
 _BLOCKS_KEPT = 3
 
 _Tokens = npt.NDArray[np.int32]
@@ -38,14 +43,14 @@ _Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where a block begins.
+    """The place at which a block begins.
 
     Attributes:
-        samples: how many samples all blocks before have.
-        epoch: its number, from 0.
-        block: its number in the epoch.
-        shard: the number of the shard in the epoch's order.
-        offset: where the block's first document begins in that shard, as `Shard.documents` counts.
+        samples: number of samples in all blocks before.
+        epoch: number of the epoch, from 0.
+        block: number of the block in the epoch.
+        shard: number of the shard in the epoch's order.
+        offset: place in that shard at which the block's first document begins, as `TextShard.documents` counts.
     """
 
     samples: int = 0
@@ -57,21 +62,27 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class StreamBlock:
-    """A block: where it begins, where the next one begins, and its samples, None where it has none."""
+    """A block of documents that were shuffled, joined and cut into samples.
+
+    Attributes:
+        start: place at which the block begins.
+        stop: place at which the next block begins.
+        samples: samples of the block; None if it has none.
+    """
 
     start: StreamPosition
-    after: StreamPosition
+    stop: StreamPosition
     samples: Batches | None
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Which documents are not trained on: a share of those before a place, in the order in which shards are given.
+    """Documents that are not trained on: a share of those before a place, in the order in which shards are given.
 
     Attributes:
-        shard: of the first document after those that may be held out.
-        offset: where that document begins in its shard.
-        share: which share of the documents before is held out, drawn by where they begin.
+        shard: number of the shard with the first document after those that may be held out.
+        offset: place at which that document begins in its shard.
+        share: fraction of the documents before that is held out, drawn by the places at which they begin.
     """
 
     shard: int
@@ -79,42 +90,48 @@ class HeldOut:
     share: float
 
     def __contains__(self, begin: tuple[int, int]) -> bool:
-        """Whether it has the document that begins at (shard, offset)."""
-        return begin < (self.shard, self.offset) and mix_integer(_HELD, *begin) < self.share * 2.0**64
+        """True if the document that begins at (shard, offset) is held out."""
+        # A hash is one of 2^64 equally likely values, so it is below a share of them with that probability.
+        return begin < (self.shard, self.offset) and mix_integer(_HELD_OUT, *begin) < self.share * 2.0**64
 
 
-class Stream:
+class TextStream:
     """Blocks of samples, read one after another or from anywhere. One thread reads at a time.
 
     Args:
-        marks: what each document begins and ends with.
-        cut: makes the samples of a row of tokens, in an order drawn from a seed.
-        buffer: how many documents a block has, at most.
+        marks: tokens that each document begins and ends with.
+        cut: function that makes the samples of a row of tokens, in an order drawn from a seed.
+        buffer: most documents that a block has.
 
     Attributes:
-        stopped: ends the reading of a block, with `CancelledError`, while it is set.
+        stopped: event that ends the reading of a block, with `CancelledError`, while it is set.
     """
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[TextShard],
         tokenizer: Tokenizer,
         marks: DocumentMarks,
         cut: Callable[[_Tokens, int], Batches],
         *,
         seed: int,
         buffer: int,
-        held: HeldOut,
+        held_out: HeldOut,
     ) -> None:
-        self._shards, self._tokenizer, self._marks, self.cut = shards, tokenizer, marks, cut
-        self._seed, self._buffer, self._held = seed, buffer, held
+        self._shards = shards
+        self._tokenizer = tokenizer
+        self._marks = marks
+        self.cut = cut
+        self._seed = seed
+        self._buffer = buffer
+        self._held_out = held_out
         self._order = SampleOrder(len(shards), mix_integer(_SHARDS, seed))
         self._reading: Iterator[tuple[StreamPosition, list[TextPiece]]] = iter(())
         self._next: StreamPosition | None = None
         self.stopped = Event()
 
     def block(self, start: StreamPosition) -> StreamBlock:
-        """The block that begins at `start`; it ends where its epoch does.
+        """The block that begins at `start`; it ends at the end of its epoch.
 
         Raises:
             DataError, RunError: a document cannot be read.
@@ -123,45 +140,48 @@ class Stream:
         if self._next != start:
             self._reading = self._read(start)
         self._next = None  # `_reading` is of no use if an error ends this block
-        documents, after = self._documents(start)
+        documents, stop = self._documents(start)
         key = (self._seed, start.epoch, start.block)
         tokens = np.empty(0, dtype=np.int32)
         if documents:
             order = SampleOrder(len(documents), mix_integer(_DOCUMENTS, *key)).indices(0, len(documents))
             tokens = self._tokens([documents[number] for number in order])
-        samples = self.cut(tokens, mix_integer(_SAMPLES, *key)) if len(tokens) > 1 else None
-        if samples is not None:
-            after = replace(after, samples=start.samples + samples.num_samples)
-        if after.epoch == start.epoch:
-            self._next = after
-        return StreamBlock(start, after, samples)
+        samples = None
+        if len(tokens) > 1:  # one to read and one to predict
+            samples = self.cut(tokens, mix_integer(_SAMPLES, *key))
+            stop = replace(stop, samples=start.samples + samples.num_samples)
+        if stop.epoch == start.epoch:
+            self._next = stop
+        return StreamBlock(start, stop, samples)
 
     def _documents(self, start: StreamPosition) -> tuple[list[list[TextPiece]], StreamPosition]:
         """The documents of a block, in pieces, and the place of the next block, without the samples of this one."""
         documents: list[list[TextPiece]] = []
         characters = 0
-        for after, pieces in self._reading:
+        for stop, pieces in self._reading:
             documents.append(pieces)
             characters += sum(piece.characters for piece in pieces)
             self._stop_if_asked()
             if len(documents) >= self._buffer or characters >= BLOCK_CHARACTERS:
-                return documents, replace(after, samples=start.samples, block=start.block + 1)
+                return documents, replace(stop, samples=start.samples, block=start.block + 1)
         return documents, StreamPosition(start.samples, start.epoch + 1)
 
     def _read(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, list[TextPiece]]]:
-        """The documents of an epoch from a place on, each with the place where the next one begins."""
+        """The documents of an epoch from a place on, each with the place of the next one."""
         order = self._order.indices(start.epoch * len(self._shards), len(self._shards)).tolist()
         offset = start.offset
         for number in range(start.shard, len(order)):
-            for after, pieces in read_documents(self._shards[order[number]], offset):
-                begin, offset = offset, after
-                if (order[number], begin) not in self._held:
-                    yield replace(start, shard=number, offset=after), pieces
+            for stop, pieces in read_documents(self._shards[order[number]], offset):
+                begin = offset
+                offset = stop
+                if (order[number], begin) not in self._held_out:
+                    yield replace(start, shard=number, offset=stop), pieces
             offset = 0
 
     def _tokens(self, documents: list[list[TextPiece]]) -> _Tokens:
         """All documents joined, each with its marks."""
-        rows, begun = [], False
+        rows = []
+        begun = False
         pieces = ((None, piece) for piece in chain.from_iterable(documents))
         windows = (window for _, window in text_windows(pieces, self._tokenizer))
         for batch in batches(windows, lambda window: window.characters, _ENCODED_CHARACTERS):
@@ -176,34 +196,35 @@ class Stream:
             raise CancelledError
 
 
-def read_documents(shard: Shard, start: int) -> Iterator[tuple[int, list[TextPiece]]]:
-    """Each document of a shard from the one that begins at `start` on, in pieces, and where the next one begins.
+def read_documents(shard: TextShard, start: int) -> Iterator[tuple[int, list[TextPiece]]]:
+    """The documents of a shard from the one that begins at `start` on, in pieces, with the place of the next one.
 
     Raises:
         DataError, RunError: it cannot be read.
     """
-    for after, blocks in shard.documents(start):
-        yield after, list(cut_document(blocks))
+    for stop, blocks in shard.documents(start):
+        yield stop, list(cut_document(blocks))
 
 
 class StreamBatches(Batches):
-    """`Batches` of a stream, which begins its next epoch where one ends.
+    """`Batches` of a stream, which begins its next epoch at the end of one.
 
     A batch is a function of the samples consumed. The beginnings of all blocks that were read are kept, and the last
     few blocks themselves: a batch near the last one is made at once. For any other, reading begins at its block, or at
     the nearest earlier block that was read. A thread reads the next block ahead.
 
     Args:
-        name: what messages call the data.
+        name: name of the data in messages.
     """
 
     objectives = ("lm",)
 
-    def __init__(self, stream: Stream, name: str) -> None:
-        self._stream, self._name = stream, name
+    def __init__(self, stream: TextStream, name: str) -> None:
+        self._stream = stream
+        self._name = name
         self._starts = [StreamPosition()]
         self._kept: list[StreamBlock] = []
-        self._ahead: tuple[StreamPosition, Future[StreamBlock]] | None = None
+        self._next_block: tuple[StreamPosition, Future[StreamBlock]] | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self._lock = Lock()
 
@@ -219,22 +240,23 @@ class StreamBatches(Batches):
         return self._stream.cut(np.zeros(2, dtype=np.int32), 0).blank(micro_batch)
 
     def state(self, consumed: int) -> dict[str, int]:
-        """What `restore` needs to continue after `consumed` samples."""
+        """The state from which `restore` continues after `consumed` samples."""
         with self._lock:
             return asdict(self._nearest(consumed))
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Begins to read at the block of a state; samples before it cannot be asked for then."""
         with self._lock:
-            self._starts, self._kept = [StreamPosition(**state)], []
+            self._starts = [StreamPosition(**state)]
+            self._kept = []
 
     def close(self) -> None:
         """Stops the reading ahead, for which an ending process would wait; batches may be asked for again."""
         self._stream.stopped.set()  # before taking the lock: its holder may be waiting for a block
         with self._lock:
-            if self._ahead is not None:
-                self._ahead[1].cancel()
-                self._ahead = None
+            if self._next_block is not None:
+                self._next_block[1].cancel()
+                self._next_block = None
 
     def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
         return np.arange(consumed, consumed + count), np.zeros(count, dtype=np.int64)
@@ -242,32 +264,34 @@ class StreamBatches(Batches):
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         """One batch of consecutive samples, which one block has or several."""
         parts: list[Batch] = []
-        rest = samples
-        while len(rest):
+        remaining = samples
+        while len(remaining):
             with self._lock:
-                block = self._block(int(rest[0]))
+                block = self._block(int(remaining[0]))
             assert block.samples is not None
-            here, rest = np.split(rest, [block.after.samples - rest[0]])
-            indices, _ = block.samples.draw(int(here[0]) - block.start.samples, len(here))
-            parts.append(block.samples.collate(indices, np.zeros_like(here), here))
+            in_block, remaining = np.split(remaining, [block.stop.samples - remaining[0]])
+            indices, _ = block.samples.draw(int(in_block[0]) - block.start.samples, len(in_block))
+            parts.append(block.samples.collate(indices, np.zeros_like(in_block), in_block))
         return joined(parts, [part.samples - samples[0] for part in parts], samples)
 
     def _block(self, sample: int) -> StreamBlock:
         """The block that has a sample."""
         for block in self._kept:
-            if block.start.samples <= sample < block.after.samples:
+            if block.start.samples <= sample < block.stop.samples:
                 return block
-        start = last = self._nearest(sample)  # `last` is where the last block with samples began
+        start = self._nearest(sample)
+        last_with_samples = start
         while True:
             block = self._read(start)
             if block.samples is not None:
                 self._kept = [*self._kept[1 - _BLOCKS_KEPT :], block]
-                last = block.start
-            if sample < block.after.samples:
+                last_with_samples = block.start
+            if sample < block.stop.samples:
                 return block
-            if block.after.epoch > last.epoch + 1:
+            # An epoch lies between the two without a sample: so would all that follow, and the loop would not end.
+            if block.stop.epoch > last_with_samples.epoch + 1:
                 raise DataError(f"{self._name} must have a document to train on, and a whole epoch has none")
-            start = block.after
+            start = block.stop
             if start.samples > self._starts[-1].samples:
                 self._starts.append(start)
 
@@ -277,9 +301,12 @@ class StreamBatches(Batches):
         return self._starts[bisect_right(self._starts, sample, key=lambda place: place.samples) - 1]
 
     def _read(self, start: StreamPosition) -> StreamBlock:
-        future = self._ahead[1] if self._ahead and self._ahead[0] == start else self._submit(start)
+        if self._next_block is not None and self._next_block[0] == start:
+            future = self._next_block[1]
+        else:
+            future = self._submit(start)
         block = future.result()
-        self._ahead = block.after, self._submit(block.after)
+        self._next_block = (block.stop, self._submit(block.stop))
         return block
 
     def _submit(self, start: StreamPosition) -> Future[StreamBlock]:

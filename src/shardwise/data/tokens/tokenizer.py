@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 LARGEST_TRAINED = 2**20
-"""Most tokens of a tokenizer that is trained here: the trainer reserves memory for all of them at its start."""
+"""Largest vocabulary of a tokenizer that is trained here: the trainer reserves memory for all of it at its start."""
 _LLAMA = "LlamaTokenizer"
 
 
@@ -52,14 +52,14 @@ class Tokenizer:
     """Text to token ids and back.
 
     Args:
-        end_of_document: the token that closes a document; None where the vocabulary has none.
-        pair_names: the tokenizer's names of BERT's special tokens, by the keys of `PAIR_TOKENS`; None where unknown.
-        begin_of_document: the token that files beside the tokenizer say a text begins with; None where they do not.
-        name: of the file, for messages.
+        end_of_document: token that closes a document; None if the vocabulary has none.
+        pair_names: names of BERT's special tokens in this tokenizer, by the keys of `PAIR_TOKENS`; None if unknown.
+        begin_of_document: token that a text begins with, as files next to the tokenizer say; None if they do not.
+        name: name of the file, for messages.
 
     Attributes:
-        dropout: how often the tokenizer's file says that a merge of its BPE is left out by chance; None where it does
-            not. No merge is left out here, so that a text always has the same tokens.
+        dropout: probability at which the tokenizer's file asks to leave out a merge of its BPE; None if it does not.
+            No merge is left out here, so that a text always has the same tokens.
     """
 
     def __init__(
@@ -70,14 +70,18 @@ class Tokenizer:
         begin_of_document: str | None = None,
         name: str = "the tokenizer",
     ) -> None:
+        # A tokenizer.json may ask for both, which would lose text and add tokens.
         backend.no_truncation()
         backend.no_padding()
         self.dropout: float | None = getattr(backend.model, "dropout", None)
         if self.dropout is not None:
             backend.model.dropout = None
-        self._backend, self._name = backend, name
+        self._backend = backend
+        self._name = name
         self.end_of_document = end_of_document
-        self.end_of_document_id = None if end_of_document is None else backend.token_to_id(end_of_document)
+        self.end_of_document_id: int | None = None
+        if end_of_document is not None:
+            self.end_of_document_id = backend.token_to_id(end_of_document)
         self.pair_names = pair_names
         self._begin_of_document = begin_of_document
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -87,19 +91,20 @@ class Tokenizer:
         """Opens the tokenizer of a folder, or the one that a file belongs to, of any kind that `TokenizerFiles` knows.
 
         Raises:
-            DataError: when it is missing or unreadable.
+            DataError: it is missing or unreadable.
         """
         return cls._of(TokenizerFiles.find(Path(path)))
 
     @classmethod
     def _of(cls, files: TokenizerFiles) -> Tokenizer:
         backend = files.open()
-        name = str(next(iter(files.own.values())))
+        name = str(next(iter(files.vocabulary.values())))
         return cls(backend, files.end_of_document(backend), begin_of_document=files.named("bos_token"), name=name)
 
     @cached_property
     def digest(self) -> str:
         """A digest of all that decides which ids a text has; `save` does not change it."""
+        # The decoder and the post-processor do not change the ids of a text, and `save` may write them otherwise.
         described = json.loads(self._backend.to_str())
         parts = {key: described[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -119,7 +124,7 @@ class Tokenizer:
 
     @property
     def note(self) -> str | None:
-        """What a user must know of how the tokenizer is read; None where there is nothing."""
+        """The difference between the tokenizer's file and the way it is read, for the user; None if there is none."""
         if self.dropout is None:
             return None
         return f"the tokenizer's BPE dropout ({self.dropout:g}) is off: a text always becomes the same tokens"
@@ -130,12 +135,14 @@ class Tokenizer:
         return {number: token.content for number, token in self._backend.get_added_tokens_decoder().items()}
 
     def token_id(self, token: str) -> int | None:
-        """The id of one token, None where the vocabulary lacks it."""
+        """The id of a token; None if the vocabulary lacks it."""
         return self._backend.token_to_id(token)
 
     def token_of(self, number: int) -> str | None:
-        """The token of an id, None where the vocabulary lacks it."""
-        return self._backend.id_to_token(number) if 0 <= number < self.vocab_size else None
+        """The token of an id; None if the vocabulary lacks it."""
+        if not 0 <= number < self.vocab_size:  # the library takes no number below 0
+            return None
+        return self._backend.id_to_token(number)
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """The ids of `text`, nothing added."""
@@ -147,43 +154,49 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=False)
 
     def _read_special_tokens(self, *, literally: bool) -> None:
-        if self._backend.encode_special_tokens != literally:  # it must not be set while another thread encodes
+        # Set only if it differs, as it must not be set while another thread encodes.
+        if self._backend.encode_special_tokens != literally:
             self._backend.encode_special_tokens = literally
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a text that is to be continued: what the tokenizer puts before a text, such as `<s>`, is added.
+        """The ids of a text that is to be continued, after the tokens that the tokenizer puts before a text (`<s>`).
 
-        What it puts after a text is not.
+        Tokens that it puts after a text are left out.
         """
         plain = self.encoding(text).ids
-        whole = self._backend.encode(text, add_special_tokens=True).ids
-        starts = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
-        return [*whole[: next(starts, 0)], *plain]
+        with_marks = self._backend.encode(text, add_special_tokens=True).ids
+        for start in range(len(with_marks) - len(plain) + 1):
+            if with_marks[start : start + len(plain)] == plain:
+                return [*with_marks[:start], *plain]
+        return [*plain]
 
     @property
     def begin_of_text(self) -> str | None:
-        """The token that `encode_prompt` puts before a text, None where it puts none."""
+        """The token that `encode_prompt` puts before a text; None if it puts none."""
         prompt = self.encode_prompt("a")
-        return self._backend.id_to_token(prompt[0]) if len(prompt) > len(self.encode("a")) else None
+        if len(prompt) == len(self.encode("a")):
+            return None
+        return self._backend.id_to_token(prompt[0])
 
     @property
     def begin_of_document(self) -> str | None:
-        """The token that a document may begin with, such as `<s>`; None where the tokenizer has none."""
+        """The token that a document may begin with, such as `<s>`; None if the tokenizer has none."""
         return self.begin_of_text or self._begin_of_document
 
     def encode_rows(
         self, texts: list[str], *, contexts: Sequence[int] | None = None, literally: bool = False
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """The ids of all texts one after another, nothing added, and how many each text has; encoded on all cores.
+        """The ids of all texts one after another, nothing added, and the number of ids of each; encoded on all cores.
 
         Args:
-            contexts: the number of tokens at the beginning of each text that are left out.
-            literally: the name of a special token, such as "[SEP]", is text like any other.
+            contexts: number of tokens at the beginning of each text that are left out; None if none are.
+            literally: True if the name of a special token, such as "[SEP]", is text like any other.
         """
         self._read_special_tokens(literally=literally)
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        left_out = np.zeros(len(texts), dtype=np.int64) if contexts is None else np.asarray(contexts, dtype=np.int64)
+        left_out = np.asarray(contexts or [0] * len(texts), dtype=np.int64)
         sizes = np.fromiter(map(len, encodings), np.int64, len(encodings)) - left_out
+        # From an iterator, as lists of Python integers take nine times the memory of the array.
         ids = chain.from_iterable(
             encoding.ids[context:] if context else encoding.ids
             for encoding, context in zip(encodings, left_out.tolist(), strict=True)
@@ -192,10 +205,10 @@ class Tokenizer:
 
     @cached_property
     def neighbours(self) -> frozenset[str] | None:
-        """All pairs of characters next to each other in a token; None where they do not show what BPE may join.
+        """All pairs of characters next to each other in a token; None if they do not show which ones BPE may join.
 
-        Two characters that are no such pair are never joined within a word. Only of tokenizers that split a text into
-        words by single characters, as for others a word may begin far from them.
+        Two characters that are no such pair are never joined within a word. That holds only for tokenizers that split a
+        text into words by single characters; in others a word may begin far from them.
         """
         described = json.loads(self._backend.to_str())
         model = described["model"]
@@ -208,7 +221,7 @@ class Tokenizer:
         return frozenset(pair for token in model["vocab"] for pair in map("".join, pairwise(token)))
 
     def continuations(self) -> npt.NDArray[np.bool_] | None:
-        """Which ids continue the word of the token before them, [vocabulary]; None where tokens do not say.
+        """True for each id that continues the word of the token before it, [vocabulary]; None if tokens do not say.
 
         The tokens of a WordPiece vocabulary say so by a prefix, the ## of `##ing`.
         """
@@ -228,8 +241,8 @@ class Tokenizer:
         """Writes a folder that `transformers.AutoTokenizer.from_pretrained` loads.
 
         Args:
-            copies: the files that the tokenizer was read from, by their names in the folder; only what else
-                transformers needs is made.
+            copies: files that the tokenizer was read from, by their names in the folder; only the other files that
+                transformers needs are made.
         """
         folder.mkdir(parents=True, exist_ok=True)
         copies = copies or {}
@@ -238,26 +251,28 @@ class Tokenizer:
             shutil.copyfile(file, folder / name)
         if JSON not in copies or self.dropout is not None:
             (folder / JSON).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
-        end, names = self.end_of_document, self.pair_names
-        if names is None:
-            special = {"bos_token": self.begin_of_document or end, "eos_token": end}
+        end = self.end_of_document
+        if self.pair_names is None:
+            names = {"bos_token": self.begin_of_document or end, "eos_token": end}
         else:
-            special = {f"{role}_token": name for role, name in names.items()}
-        special = {role: name for role, name in special.items() if name is not None}
-        as_it_is = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            names = {f"{role}_token": name for role, name in self.pair_names.items()}
+        special = {role: name for role, name in names.items() if name is not None}
+        # The class of transformers that reads a tokenizer.json and nothing else.
+        plain_class = {"tokenizer_class": "PreTrainedTokenizerFast"}
         made = {
-            CONFIG: {**as_it_is, "add_prefix_space": False, "clean_up_tokenization_spaces": False, **special},
+            CONFIG: {**plain_class, "add_prefix_space": False, "clean_up_tokenization_spaces": False, **special},
             SPECIAL: special,
         }
         if CONFIG in copies:
             settings = read_object(copies[CONFIG])
             # Without a class, transformers takes the model's. Its class for Llama reads no more than the vocabulary and
-            # the merges of a tokenizer.json, and gives other ids where a text has two spaces in a row.
-            kept = str(settings.get("tokenizer_class", _LLAMA)).removesuffix("Fast") != _LLAMA
-            defaults: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
-            if end in self.added_tokens.values():
-                defaults["eos_token"] = end
-            made = {} if kept else {CONFIG: {**defaults, **settings, **as_it_is}}
+            # the merges of a tokenizer.json, and gives other ids if a text has two spaces in a row.
+            made = {}
+            if str(settings.get("tokenizer_class", _LLAMA)).removesuffix("Fast") == _LLAMA:
+                defaults: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
+                if end in self.added_tokens.values():
+                    defaults["eos_token"] = end
+                made = {CONFIG: {**defaults, **settings, **plain_class}}
         for name in made.keys() - (copies.keys() - {CONFIG}):
             (folder / name).write_text(json.dumps(made[name], indent=2) + "\n", encoding="utf-8")
 
@@ -269,7 +284,7 @@ class Tokenizer:
 
 
 def _splits_locally(step: Mapping[str, Any] | None) -> bool:
-    """Whether a pre-tokenizer decides where to split a text by two neighbouring characters alone."""
+    """True if a pre-tokenizer splits a text by looking at two neighbouring characters alone."""
     if step is None:
         return True
     kind = step["type"]
@@ -277,6 +292,7 @@ def _splits_locally(step: Mapping[str, Any] | None) -> bool:
         return all(map(_splits_locally, step["pretokenizers"]))
     if kind == "Split":
         return len(step["pattern"].get("String", "")) == 1
+    # ByteLevel's own expression looks ahead for white space, and so may an expression of Split.
     return kind in ("Metaspace", "Digits", "Punctuation") or (kind == "ByteLevel" and not step["use_regex"])
 
 
@@ -305,7 +321,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: 
     The special tokens are the end of document or, for sentence pairs, BERT's: [PAD] is 0.
 
     Raises:
-        DataError: when `texts` (called `name`) yield fewer, with the number that they reach.
+        DataError: `texts` (called `name`) yield fewer tokens; the message has the number that they reach.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -314,6 +330,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: 
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    # Merges that occur once would be learned by heart; the alphabet is sorted, as its order decides the ids of bytes.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
@@ -330,7 +347,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: 
         )
     if not pairs:
         return Tokenizer(backend, END_OF_DOCUMENT)
-    sep, cls = PAIR_TOKENS["sep"], PAIR_TOKENS["cls"]
+    sep = PAIR_TOKENS["sep"]
+    cls = PAIR_TOKENS["cls"]
     backend.post_processor = processors.BertProcessing((sep, special.index(sep)), (cls, special.index(cls)))
     return Tokenizer(backend, sep, PAIR_TOKENS)
 
@@ -339,8 +357,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
     """The tokenizer that `data.tokenizer` names, which must fit `model.vocab_size`; a hub id is opened from the cache.
 
     Raises:
-        DataError: when it cannot be opened, has ids beyond the model's vocabulary, or lacks a token that sentence pairs
-            need.
+        DataError: it cannot be opened, has ids beyond the model's vocabulary, or lacks a token that pairs need.
     """
     files = _files(path)
     tokenizer = Tokenizer._of(files)
@@ -380,7 +397,7 @@ def user_tokenizer_digest(path: str) -> str:
 
 
 def special_token_ids(folder: Path) -> dict[str, int | None]:
-    """`bos_token_id` and `eos_token_id`, as a model's config.json names them; None where the tokenizer has none.
+    """`bos_token_id` and `eos_token_id`, as a model's config.json names them; None if the tokenizer has none.
 
     Raises:
         DataError: as `Tokenizer.load`.
@@ -394,7 +411,7 @@ def special_token_ids(folder: Path) -> dict[str, int | None]:
 
 
 def export_user_tokenizer(path: str, tokenizer: Tokenizer, folder: Path) -> None:
-    """Copies the user's tokenizer into `folder`, and adds what transformers needs where it is missing.
+    """Copies the user's tokenizer into `folder`, and adds the files that transformers needs and that are missing.
 
     Whatever its kind is, `folder` then has a `tokenizer.json` that gives the same ids.
 

@@ -1,14 +1,13 @@
-"""The files of a tokenizer: `tokenizer.json`, or vocabulary files of older programs.
+"""The files of a tokenizer: `tokenizer.json`, or vocabulary files of older programs, and settings next to them.
 
 The readers of vocabulary files in the library `tokenizers` are not used: they strip spaces from tokens, drop ids that
 are no integers and refuse empty lines, and so can give other ids than the program that a file was made for.
 
+Settings add tokens to a tokenizer: those that transformers adds, in the same order. `tokenizer_config.json` gives
+tokens by their ids (`added_tokens_decoder`); older folders have `added_tokens.json`. Special tokens are named in
+`tokenizer_config.json` and, in older folders, in `special_tokens_map.json`.
+
 Functions import `tokenizers`, as a dry run comes here and opens no tokenizer.
-
-The tokens that files beside a tokenizer add to it: those that transformers adds, in the same order.
-
-`tokenizer_config.json` gives tokens by their ids (`added_tokens_decoder`); older folders have `added_tokens.json`.
-Special tokens are named in `tokenizer_config.json` and, in older folders, in `special_tokens_map.json`.
 """
 
 from __future__ import annotations
@@ -27,19 +26,25 @@ from shardwise.data.hub import CHAT_TEMPLATES, TOKENIZERS, tokenizer_names, with
 if TYPE_CHECKING:
     import tokenizers
 
-JSON, PIECES, VOCABULARY, MERGES, WORDS = "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"
-CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+JSON = "tokenizer.json"
+PIECES = "tokenizer.model"
+VOCABULARY = "vocab.json"
+MERGES = "merges.txt"
+WORDS = "vocab.txt"
+CONFIG = "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 PAIR_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 """BERT's special tokens, in the order of their ids in a tokenizer that is trained here."""
 _ADDED = "added_tokens.json"
-# What transformers may read beside a vocabulary; an export copies those that are there.
+# Files that transformers may read next to a vocabulary; an export copies those that are there.
 _COMPANIONS = (CONFIG, SPECIAL, _ADDED, "chat_template.jinja", "chat_template.json")
 KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
 """The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT."""
 # Classes of transformers that read vocab.json and merges.txt as GPT-2 does; others split text by rules of their own.
 _GPT2_CLASSES = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer", "PreTrainedTokenizer")
 _CONVERT = "write its tokenizer.json by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+# The mark that SentencePiece puts in place of a space.
 _SPACE = "▁"
 
 
@@ -48,16 +53,16 @@ class TokenizerFiles:
     """The files of one tokenizer.
 
     Attributes:
-        own: the files that it is made of, by the names that transformers has for them.
-        companions: the files of settings beside them.
+        vocabulary: files that the tokenizer is made of, by the names that transformers has for them.
+        companions: files of settings next to them.
     """
 
-    own: Mapping[str, Path]
+    vocabulary: Mapping[str, Path]
     companions: tuple[Path, ...]
 
     @classmethod
     def find(cls, path: Path) -> TokenizerFiles:
-        """Those of a folder, or of the tokenizer that a file belongs to.
+        """The files of the tokenizer in a folder, or of the one that a file belongs to.
 
         Raises:
             DataError: there is no such path, the folder holds no tokenizer, or one of two files is missing.
@@ -68,13 +73,15 @@ class TokenizerFiles:
             raise DataError(f"{path} does not exist: a tokenizer is {tokenizer_names()}, or a folder that holds one")
         names = next((names for names in TOKENIZERS if path.name.endswith(names)), None)
         if names is None:
-            return cls({{".model": PIECES, ".txt": WORDS}.get(path.suffix, JSON): path}, ())
+            kind = {".model": PIECES, ".txt": WORDS}.get(path.suffix, JSON)
+            return cls({kind: path}, ())
         prefix = path.name.removesuffix(next(name for name in names if path.name.endswith(name)))
-        own = {name: path.with_name(prefix + name) for name in names}
-        for file in own.values():
+        files = {name: path.with_name(prefix + name) for name in names}
+        for file in files.values():
             if not file.is_file():
                 raise DataError(f"{path} must have {file.name} beside it: byte-level BPE is read from both")
-        return cls(own, () if prefix else _companions(path.parent))
+        # Settings have no prefix, so they may be those of another tokenizer in the folder.
+        return cls(files, () if prefix else _companions(path.parent))
 
     @classmethod
     def _in_folder(cls, folder: Path) -> TokenizerFiles:
@@ -90,9 +97,14 @@ class TokenizerFiles:
     @property
     def copies(self) -> dict[str, Path]:
         """All files, by the names that they have in an export."""
-        named = [file for file in self.companions if file.parent.name == CHAT_TEMPLATES]
-        others = {file.name: file for file in self.companions if file not in named}
-        return {**self.own, **others, **{f"{CHAT_TEMPLATES}/{file.name}": file for file in named}}
+        copies = dict(self.vocabulary)
+        templates = {}
+        for file in self.companions:
+            if file.parent.name == CHAT_TEMPLATES:
+                templates[f"{CHAT_TEMPLATES}/{file.name}"] = file
+            else:
+                copies[file.name] = file
+        return {**copies, **templates}
 
     def open(self) -> tokenizers.Tokenizer:
         """The tokenizer itself.
@@ -101,15 +113,15 @@ class TokenizerFiles:
             DataError: a file is unreadable, broken, or of a kind that is not read here.
         """
         options = self._settings(CONFIG)
-        if JSON in self.own:
-            backend = _open_json(self.own[JSON])
-        elif VOCABULARY in self.own:
-            backend = _open_merges(self.own[VOCABULARY], self.own[MERGES], options)
-        elif PIECES in self.own:
-            backend = _open_pieces(self.own[PIECES], options)
+        if JSON in self.vocabulary:
+            backend = _open_json(self.vocabulary[JSON])
+        elif VOCABULARY in self.vocabulary:
+            backend = _open_merges(self.vocabulary[VOCABULARY], self.vocabulary[MERGES], options)
+        elif PIECES in self.vocabulary:
+            backend = _open_pieces(self.vocabulary[PIECES], options)
         else:
             special = [self.named(f"{role}_token") or token for role, token in PAIR_TOKENS.items()]
-            backend = _open_words(self.own[WORDS], options, special)
+            backend = _open_words(self.vocabulary[WORDS], options, special)
         self._add_tokens(backend)
         return backend
 
@@ -122,7 +134,7 @@ class TokenizerFiles:
         return SpecialTokens(self._settings(CONFIG), self._settings(SPECIAL))
 
     def end_of_document(self, backend: tokenizers.Tokenizer) -> str | None:
-        """The token that closes a document; None where there is none."""
+        """The token that closes a document; None if there is none."""
         names = (self.named("eos_token"), *KNOWN_ENDS)
         return next((name for name in names if name is not None and backend.token_to_id(name) is not None), None)
 
@@ -150,16 +162,18 @@ class TokenizerFiles:
                     f"{file} gives {token.content!r} the id {number}, and in the vocabulary it is {reached}"
                 )
         ends = [token for token in KNOWN_ENDS if backend.token_to_id(token) is not None]
-        if JSON in self.own:  # an export without settings gets some, which name this token
-            named = self.named("eos_token") is not None or any(file.name == CONFIG for file in self.companions)
-            ends = [] if named else ends[:1]
+        if JSON in self.vocabulary:
+            if self.named("eos_token") is not None or any(file.name == CONFIG for file in self.companions):
+                ends = []
+            else:  # an export gets settings, which name this token
+                ends = ends[:1]
         _add_special(backend, [token for token in ends if token not in present])
 
     def _tokens_by_id(self, special: set[str]) -> tuple[Path | None, dict[int, tokenizers.AddedToken]]:
         """The file that gives tokens with their ids, and those tokens.
 
         Args:
-            special: the names of special tokens.
+            special: names of special tokens.
         """
         files = {file.name: file for file in self.companions}
         settings = self._settings(CONFIG)
@@ -199,7 +213,7 @@ def _open_json(file: Path) -> tokenizers.Tokenizer:
 
 
 def _open_words(file: Path, options: Mapping[str, Any], special: Iterable[str]) -> tokenizers.Tokenizer:
-    """WordPiece from one token a line, as BERT's: lower-casing unless a `tokenizer_config.json` beside it says not."""
+    """WordPiece from one token a line, as BERT's; lower-cased unless `tokenizer_config.json` says otherwise."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
@@ -219,7 +233,8 @@ def _open_words(file: Path, options: Mapping[str, Any], special: Iterable[str]) 
     )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
-    sep, cls = PAIR_TOKENS["sep"], PAIR_TOKENS["cls"]
+    sep = PAIR_TOKENS["sep"]
+    cls = PAIR_TOKENS["cls"]
     if {sep, cls} <= vocabulary.keys():
         backend.post_processor = processors.BertProcessing((sep, vocabulary[sep]), (cls, vocabulary[cls]))
     return backend
@@ -255,7 +270,7 @@ def _open_merges(file: Path, merges_file: Path, options: Mapping[str, Any]) -> t
 
 
 def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """A SentencePiece model such as Llama's: BPE over the whole text, bytes where it has no character."""
+    """A SentencePiece model such as Llama's: BPE over all of the text at once, bytes for characters that it lacks."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, processors
 
@@ -264,12 +279,12 @@ def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer
     if problems := _unreadable_pieces(proto):
         raise DataError(f"{file} must be a model such as Llama's, and {listing(problems)}: {_CONVERT}")
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == kinds.NORMAL}
-    merges = [
-        (piece[:cut], piece[cut:])
-        for piece in sorted(scores, key=scores.__getitem__, reverse=True)
-        for cut in range(1, len(piece))
-        if piece[:cut] in scores and piece[cut:] in scores
-    ]
+    # The model has no merges: sentencepiece joins any two neighbours whose union is a piece, the best score first.
+    merges = []
+    for piece in sorted(scores, key=scores.__getitem__, reverse=True):
+        for cut in range(1, len(piece)):
+            if piece[:cut] in scores and piece[cut:] in scores:
+                merges.append((piece[:cut], piece[cut:]))
     vocabulary = {piece.piece: number for number, piece in enumerate(proto.pieces)}
     unknown = proto.pieces[proto.trainer_spec.unk_id].piece
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
@@ -309,17 +324,17 @@ def _piece_model(file: Path) -> Any:
 
 def _unreadable_pieces(model: Any) -> list[str]:
     """The properties of a model that would give other ids here than in sentencepiece."""
-    kinds, trained, normal = type(model).SentencePiece, model.trainer_spec, model.normalizer_spec
+    kinds = type(model).SentencePiece
+    trained = model.trainer_spec
+    normal = model.normalizer_spec
     known = (kinds.NORMAL, kinds.UNKNOWN, kinds.CONTROL, kinds.BYTE)
     pieces = {piece.piece for piece in model.pieces if piece.type == kinds.NORMAL}
+    letters = {letter for piece in pieces for letter in piece}
     problems = {
         "it is no BPE": trained.model_type != type(trained).BPE,
         "it has no pieces for bytes": not trained.byte_fallback,
         "it has symbols of the user's own": any(piece.type not in known for piece in model.pieces),
-        "it has pieces with characters that are no pieces themselves": not {
-            letter for piece in pieces for letter in piece
-        }
-        <= pieces,
+        "it has pieces with characters that are no pieces themselves": not letters <= pieces,
         "it rewrites characters": bool(normal.precompiled_charsmap),
         "it drops spaces": normal.remove_extra_whitespaces,
         "it keeps spaces as they are": not normal.escape_whitespaces,
@@ -342,7 +357,7 @@ def _lines(file: Path, meaning: str) -> list[str]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """The content of a file; DataError where it cannot be read."""
+    """The content of a file; DataError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -357,7 +372,7 @@ def _text(file: Path, meaning: str) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; DataError where it holds none."""
+    """The JSON object in a file; DataError if it holds none."""
     try:
         values = json_value(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -369,7 +384,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 BY_ID = "added_tokens_decoder"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MORE, _MORE_BEFORE = "extra_special_tokens", "additional_special_tokens"
+# The keys of further special tokens, in newer and in older releases of transformers.
+_EXTRA = "extra_special_tokens"
+_ADDITIONAL = "additional_special_tokens"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -377,39 +394,45 @@ class SpecialTokens:
     """The special tokens that two files name.
 
     Args:
-        config: the content of `tokenizer_config.json`.
-        older: that of `special_tokens_map.json`, which goes first, but is ignored beside an `added_tokens_decoder`.
+        config: content of `tokenizer_config.json`.
+        older: content of `special_tokens_map.json`, which goes first, but is ignored if `tokenizer_config.json` has an
+            `added_tokens_decoder`.
     """
 
     def __init__(self, config: Mapping[str, Any], older: Mapping[str, Any]) -> None:
         older = {} if BY_ID in config else older
         self._values = {**config, **older}
-        more = config.get(_MORE) or config.get(_MORE_BEFORE) or older.get(_MORE) or older.get(_MORE_BEFORE) or []
-        self._more_roles, self._more = (more, []) if isinstance(more, dict) else ({}, more)
+        extra = config.get(_EXTRA) or config.get(_ADDITIONAL) or older.get(_EXTRA) or older.get(_ADDITIONAL) or []
+        # They are a list, or have roles of their own; `all` refuses anything else.
+        self._extra: Any = extra.values() if isinstance(extra, dict) else extra
 
     def named(self, role: str) -> str | None:
         """The token of a role, such as `eos_token`."""
         return content_of(self._values.get(role))
 
     def all(self) -> list[tokenizers.AddedToken]:
-        """All of them; TypeError where the files do not describe them."""
-        more_roles = [key for key in self._values if key.endswith("_token") and key not in _ROLES]
-        values = [self._values.get(role) for role in (*_ROLES, *more_roles)]
-        values += [*self._more_roles.values(), *self._more]
+        """All special tokens; TypeError if the files do not describe them."""
+        other_roles = [key for key in self._values if key.endswith("_token") and key not in _ROLES]
+        values = [self._values.get(role) for role in (*_ROLES, *other_roles)]
+        values += [*self._extra]
         return [added_token(value, special=True) for value in values if content_of(value) is not None]
 
 
 def added_token(value: Any, **flags: bool) -> tokenizers.AddedToken:
-    """The token that a file gives, with these flags; TypeError where it gives none."""
+    """The token that a file gives, with these flags; TypeError if it gives none."""
     import tokenizers
 
     if (content := content_of(value)) is None:
         raise TypeError(f"{value!r} is no token")
-    own = {flag: value[flag] for flag in _FLAGS if flag in value} if isinstance(value, dict) else {}
-    return tokenizers.AddedToken(content, **{**own, **flags})
+    given = {}
+    if isinstance(value, dict):
+        given = {flag: value[flag] for flag in _FLAGS if flag in value}
+    return tokenizers.AddedToken(content, **{**given, **flags})
 
 
 def content_of(value: object) -> str | None:
-    """The text of a token, which files give as text or with its flags; None where the value is no token."""
+    """The text of a token, which files give as text or with its flags; None if the value is no token."""
     content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) and content else None
+    if isinstance(content, str) and content:
+        return content
+    return None

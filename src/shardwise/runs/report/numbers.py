@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from shardwise.base import units
 from shardwise.base.redaction import without_secrets
+from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.runs.json_lines import PARTS
 from shardwise.runs.lost_time import CAUSES, number, seconds_of
 from shardwise.runs.report.chart import attribute
@@ -328,7 +329,7 @@ def layout_of(report: Mapping[str, Any]) -> str:
     if layout["pipeline"] > 1 and isinstance(parallel, Mapping):
         virtual = parallel.get("virtual_stages")
         stages = f" with {virtual} stages on each rank" if isinstance(virtual, int) and virtual > 1 else ""
-        told.append(f"schedule {parallel.get('schedule', '1f1b')}{stages}")
+        told.append(f"schedule {parallel.get('schedule', DEFAULT_SCHEDULE)}{stages}")
     return ", ".join(told)
 
 

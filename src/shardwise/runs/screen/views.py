@@ -13,6 +13,7 @@ from rich.text import Text
 
 from shardwise.base import units
 from shardwise.config import ParallelConfig
+from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.pipeline.schedule_picture import MOST_ROWS, schedule_picture
 from shardwise.runs.json_lines import PARTS
 from shardwise.runs.rank_groups import PipelineView
@@ -37,7 +38,7 @@ def schedule(frame: Frame, width: int, height: int) -> list[Text]:
     """The planned order of a step, as the dry run prints it."""
     parallel = _section(frame, "parallel")
     degree = parallel.get("pipeline", 1)
-    head = drawing.heading(width, "schedule", "" if degree == 1 else str(parallel.get("schedule", "1f1b")))
+    head = drawing.heading(width, "schedule", "" if degree == 1 else str(parallel.get("schedule", DEFAULT_SCHEDULE)))
     if degree == 1:
         return [head, Text(" this run has no pipeline: all its ranks hold the whole depth of the model", FAINT)]
     train, data = _section(frame, "train"), (frame.start.get("layout") or {}).get("data")

@@ -17,7 +17,7 @@ import torch
 
 import shardwise
 from shardwise.base.errors import ConfigError, see
-from shardwise.config import Config, FamilyConfig, Layout, OwnConfig
+from shardwise.config import Config, FamilyConfig, Layout
 from shardwise.distributed import devices
 from shardwise.models.user_model import check_own
 from shardwise.train.compile.graph_cache import Facts
@@ -41,9 +41,9 @@ def planned_graphs(config: Config) -> list[tuple[str, bool]]:
 
     Their number depends neither on the layers nor on the ranks.
     """
-    model = config.model
+    model = config.shapes
     units = [BLOCK]
-    if not isinstance(model, OwnConfig):
+    if model is not None:
         units = [*dict.fromkeys(unit_of_layer(model, layer) for layer in range(model.num_hidden_layers)), HEAD]
     modes = (True, False) if config.train.eval_every else (True,)
     return [(unit, training) for unit in units for training in modes]
@@ -65,7 +65,7 @@ def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str,
         "unit": unit,
         "training": training,
         "parallel.tensor": layout.tensor,
-        "parallel.sequence": layout.sequence,
+        "parallel.sequence": layout.sequence_parallel,
         "parallel.vocab_multiple": parallel.vocab_multiple,
         "train.micro_batch": train.micro_batch,
         "train.sequence_length": train.sequence_length,
@@ -133,7 +133,7 @@ def _code(config: Config) -> str:
     """A hash of the sources that a graph is captured from; of a model of the user's own, those of its package too."""
     root = Path(shardwise.__file__).parent
     paths = {path for pattern in _SOURCES for path in root.glob(pattern)}
-    if isinstance(config.model, OwnConfig):
+    if config.shapes is None:
         paths |= _own_sources(check_own(config))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()[:16]
 

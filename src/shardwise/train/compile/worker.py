@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, RunError
-from shardwise.config import Config, Layout, OwnConfig, check_layout, config_from
+from shardwise.config import Config, Layout, check_layout, config_from
 from shardwise.data.formats.common import make_batches
 from shardwise.data.random_text import random_text
 from shardwise.distributed.mesh import Mesh
@@ -53,10 +53,12 @@ def play(
     mesh = Mesh(tensor=layout.tensor, pipeline=layout.pipeline, device=device)
     mesh.tp.scatter_by_all_to_all = device.type == "cpu"  # as gloo has it, whose ranks will run the graph
     dtype: torch.dtype = getattr(torch, config.precision.resolved(device.type != "cpu").parameter)
-    part = None if isinstance(config.model, OwnConfig) else _part(config, unit)
+    part = None if config.shapes is None else _part(config, unit)
     settings, batch = config.compile, _batch(config, torch.device("cpu") if only_capture else device)
     with fake_tensors() if only_capture else nullcontext():
-        model = build_model(config, mesh.tp, sequence_parallel=layout.sequence, device=device, dtype=dtype, part=part)
+        model = build_model(
+            config, mesh.tp, sequence_parallel=layout.sequence_parallel, device=device, dtype=dtype, part=part
+        )
         if only_capture:
             settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})
             batch = batch.empty_on(device)
@@ -75,8 +77,7 @@ def _part(config: Config, unit: str) -> Part:
     """The least part of a family's model that has the unit; its input is that of a later pipeline stage."""
     if unit == HEAD:
         return Part(range(0), is_first=False, is_last=True)
-    assert not isinstance(config.model, OwnConfig), "it has no parts"
-    model = config.model
+    model = config.known_shapes
     layer = next(layer for layer in range(model.num_hidden_layers) if unit_of_layer(model, layer) == unit)
     return Part(range(layer, layer + 1), is_first=False, is_last=False)
 
@@ -95,10 +96,10 @@ def _batch(config: Config, device: torch.device) -> MicroBatch:
 
 def _input(config: Config, layout: Layout, device: torch.device, dtype: torch.dtype, training: bool) -> Tensor | None:
     """x as the stage before would send it."""
-    if isinstance(config.model, OwnConfig):
+    if config.shapes is None:
         return None
-    rows = config.train.sequence_length // (layout.tensor if layout.sequence else 1)
-    shape = rows, config.train.micro_batch, config.model.hidden_size
+    rows = config.train.sequence_length // (layout.tensor if layout.sequence_parallel else 1)
+    shape = rows, config.train.micro_batch, config.shapes.hidden_size
     return torch.zeros(shape, device=device, dtype=dtype, requires_grad=training)
 
 

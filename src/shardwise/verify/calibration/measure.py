@@ -16,61 +16,95 @@ from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.train.build import build_trainer
 from shardwise.train.trainer import Trainer
-from shardwise.verify.calibration.probes import LARGE_PRODUCTS, PRODUCTS, Found, Probe, probes, undisturbed
+from shardwise.verify.calibration.probes import LARGE_PRODUCTS, PRODUCTS, Measurements, Probe, probes, undisturbed
 
-_COPIED = 2**26  # elements: far more than caches hold
-_SUMMED = (64, 2**16, 2**20, 2**24)  # bytes of an all-reduce
-_SUMS, _FEWEST_SUMS = 20, 5  # of each size
-_ROUNDS, _STEPS, _WARM_UP = 4, 6, 2
-_MOST = 0.4  # seconds for one measurement, about
+_COPIED = 2**26
+"""Elements of a copy: far more than caches hold."""
+_SUM_BYTES = (64, 2**16, 2**20, 2**24)
+"""Bytes of the all-reduces."""
+_SUMS = 20
+"""Repetitions of each all-reduce."""
+_FEWEST_SUMS = 5
+"""Repetitions even if time is short."""
+_ROUNDS = 4
+"""Turns of each miniature training: other work of the machine then disturbs all alike."""
+_STEPS = 6
+"""Steps in each turn."""
+_WARM_UP = 2
+"""Steps before the first turn, which allocate memory."""
+_MOST_SECONDS = 0.4
+"""Seconds for a measurement of a single operation, about."""
 _DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 
 
 class Budget:
-    """The time that is left to measure, and the parts that were measured less often for want of it."""
+    """The time that is left to measure.
+
+    Attributes:
+        fewer: measurements that were repeated less often than planned, for want of time.
+    """
 
     def __init__(self, world: Group, until: float) -> None:
-        self._world, self._until = world, until
+        self._world = world
+        self._until = until
         self.fewer: list[str] = []
 
     def left(self) -> float:
-        """Seconds, the same on all ranks. Collective."""
+        """Return the seconds that are left, the same on all ranks. Collective."""
         return min(collectives.all_gather_objects(self._until - time.time(), self._world))
 
 
-def measured(world: Group, device: torch.device, until: float) -> Found:
-    """What this machine's ranks measure together; the slowest rank counts. Collective.
+def measured(world: Group, device: torch.device, until: float) -> Measurements:
+    """Measure this machine on all its ranks; the slowest rank counts. Collective.
 
-    Steps of miniature trainings tell most. They get the time that is left by single operations, and these half of it.
+    Steps of miniature trainings tell most. Single operations get half of the time at most, and the steps the rest.
 
     Args:
-        until: when it should end, by `time.time()`. Every part is measured, with fewer repetitions if time is short.
+        world: ranks that measure.
+        device: device of this rank.
+        until: end by `time.time()`. Every part is measured, with fewer repetitions if time is short.
     """
     budget = Budget(world, until)
     half = budget.left() / 2
     shapes = [*PRODUCTS, *(LARGE_PRODUCTS if device.type != "cpu" else ())]
-    most = min(_MOST, max(0.0, half) / 2 / (len(shapes) * len(_DTYPES) + 2))
-    if most < _MOST:
-        budget.fewer.append(f"matrix products, copies and kernels {most:.2g} s each in place of {_MOST:g}")
+    # The products, a copy and a kernel share half of the time of the single operations; all-reduces have the other.
+    most = min(_MOST_SECONDS, max(0.0, half) / 2 / (len(shapes) * len(_DTYPES) + 2))
+    if most < _MOST_SECONDS:
+        budget.fewer.append(f"matrix products, copies and kernels {most:.2g} s each in place of {_MOST_SECONDS:g}")
     products = {name: [_product(shape, name, device, most) for shape in shapes] for name in _DTYPES}
     source = torch.zeros(_COPIED, device=device)
     target = torch.empty_like(source)
-    copied = _slowest([typical(lambda: target.copy_(source), device, most=most)], world)
-    launch = _slowest([_launch(torch.zeros(8, device=device), device, most)], world)
-    memory = devices.total_memory(device) or psutil.virtual_memory().total / world.size
-    found = Found(
-        devices.name(device), device.type, torch.__version__, torch.get_num_threads(), world.size, float(memory),
-        _processors(device), shapes, {name: _slowest(seconds, world) for name, seconds in products.items()},
-        (2.0 * source.nbytes, *copied), launch[0],
-        [] if world.size == 1 else _sums(world, device, budget, half), _steps(probes(world.size), world, budget),
-        budget.fewer,
-    )  # fmt: skip
+    (copy_seconds,) = _slowest([typical(lambda: target.copy_(source), device, most=most)], world)
+    (launch_seconds,) = _slowest([_launch(torch.zeros(8, device=device), device, most)], world)
+    measurements = Measurements(
+        device=devices.name(device),
+        type=device.type,
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+        ranks=world.size,
+        memory=float(devices.total_memory(device) or psutil.virtual_memory().total / world.size),
+        processors=_processors(device),
+        shapes=shapes,
+        products={name: _slowest(seconds, world) for name, seconds in products.items()},
+        copied=(2.0 * source.nbytes, copy_seconds),
+        launch=launch_seconds,
+        sums=[] if world.size == 1 else _sums(world, device, budget, half),
+        steps=_steps(probes(world.size), world, budget),
+        fewer=budget.fewer,
+    )
     collectives.barrier(world)
-    return found
+    return measurements
 
 
 def typical(call: Callable[[], object], device: torch.device, *, most: float, least: int = 5) -> float:
-    """Undisturbed seconds of a call, of as many as `most` seconds allow and `least` at least, after one more."""
+    """Return the seconds of an undisturbed call.
+
+    Args:
+        call: call to time; it is made once more before.
+        device: device whose clock counts.
+        most: seconds for all calls, about.
+        least: number of calls even if they take longer; calls of more than ten times `most` are made twice.
+    """
     call()
     devices.synchronize(device)
     seconds: list[float] = []
@@ -86,9 +120,13 @@ def typical(call: Callable[[], object], device: torch.device, *, most: float, le
 
 
 def _product(shape: Sequence[int], dtype: str, device: torch.device, most: float) -> float:
+    """Return the seconds of a product [m, k] × [k, n]."""
     m, n, k = shape
-    a, b = (torch.ones(size, dtype=getattr(torch, dtype), device=device) for size in ((m, k), (k, n)))
-    out = torch.empty((m, n), dtype=a.dtype, device=device)
+    torch_dtype = getattr(torch, dtype)
+    a = torch.ones((m, k), dtype=torch_dtype, device=device)
+    b = torch.ones((k, n), dtype=torch_dtype, device=device)
+    out = torch.empty((m, n), dtype=torch_dtype, device=device)
+    # Small products are repeated until a clock can tell their time.
     repeats = max(1, 10**8 // (m * n * k)) if device.type == "cpu" else 10
 
     def repeated() -> None:
@@ -99,6 +137,8 @@ def _product(shape: Sequence[int], dtype: str, device: torch.device, most: float
 
 
 def _launch(tensor: torch.Tensor, device: torch.device, most: float) -> float:
+    """Return the seconds from the start of a kernel to that of the next: the kernels of so small a tensor take less."""
+
     def thousand() -> None:
         for _ in range(1000):
             tensor.add_(1)
@@ -107,48 +147,50 @@ def _launch(tensor: torch.Tensor, device: torch.device, most: float) -> float:
 
 
 def _sums(world: Group, device: torch.device, budget: Budget, keep: float) -> list[tuple[float, float]]:
-    """(bytes, seconds) of all-reduces; each size at least a few times, and until `keep` seconds are left."""
-    sums = {size: torch.zeros(size // 4, device=device) for size in _SUMMED}
-    seconds: dict[int, list[float]] = {size: [] for size in _SUMMED}
+    """Return (bytes, seconds) of all-reduces; each size at least a few times, and until `keep` seconds are left."""
+    tensors = {size: torch.zeros(size // 4, device=device) for size in _SUM_BYTES}
+    seconds: dict[int, list[float]] = {size: [] for size in _SUM_BYTES}
     for number in range(_SUMS):
         if number >= _FEWEST_SUMS and budget.left() < keep:
             budget.fewer.append(f"all-reduces {number} times in place of {_SUMS}")
             break
-        for size, whole in sums.items():
+        for size, tensor in tensors.items():
             collectives.barrier(world)
-            taken = typical(partial(collectives.all_reduce_, whole, world), device, most=0, least=1)
-            seconds[size].append(taken)
+            all_reduce = partial(collectives.all_reduce_, tensor, world)
+            seconds[size].append(typical(all_reduce, device, most=0, least=1))
     return [(float(size), _slowest([undisturbed(repeated)], world)[0]) for size, repeated in seconds.items()]
 
 
-def _steps(wanted: Sequence[Probe], world: Group, budget: Budget) -> list[float]:
-    """Seconds of a step of each miniature. They take turns, so that what else runs here disturbs all alike.
+def _steps(miniatures: Sequence[Probe], world: Group, budget: Budget) -> list[float]:
+    """Return the seconds of a step of each miniature; they take turns.
 
     Once the time is over, those that were not measured yet do a single step.
     """
-    trainers = [trainer(probe) for probe in wanted]
-    seconds: list[list[float]] = [[] for _ in wanted]
-    start = budget.left()
-    for one in trainers:
+    trainers = [trainer(probe) for probe in miniatures]
+    seconds: list[list[float]] = [[] for _ in miniatures]
+    left_before = budget.left()
+    for miniature in trainers:
         for _ in range(_WARM_UP):
-            one.step()
+            miniature.step()
     left = budget.left()
-    step = (start - left) / _WARM_UP  # of all trainers, one after the other
+    step = (left_before - left) / _WARM_UP  # seconds of a step of all trainers, one after the other
     at_once = max(1, min(_STEPS, int(left / step / _ROUNDS)))
     for _ in range(_ROUNDS):
-        for one, taken in zip(trainers, seconds, strict=True):
+        for miniature, step_seconds in zip(trainers, seconds, strict=True):
             is_over = budget.left() <= 0
-            if not (is_over and taken):
-                taken += [one.step().seconds for _ in range(1 if is_over else at_once)]
+            if is_over and step_seconds:
+                continue
+            for _ in range(1 if is_over else at_once):
+                step_seconds.append(miniature.step().seconds)
     fewest = min(map(len, seconds))
     if fewest < _ROUNDS * _STEPS:
         least = units.counted(fewest, "step")
         budget.fewer.append(f"miniature trainings at least {least} each in place of {_ROUNDS * _STEPS}")
-    return _slowest([undisturbed(taken) for taken in seconds], world)
+    return _slowest([undisturbed(step_seconds) for step_seconds in seconds], world)
 
 
 def trainer(probe: Probe) -> Trainer:
-    """A miniature training on random tokens. Collective."""
+    """Build a miniature training on random tokens. Collective."""
     config = probe.config()
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     text = random_text(config.model.vocab_size, 256, config.train.sequence_length)
@@ -156,12 +198,13 @@ def trainer(probe: Probe) -> Trainer:
 
 
 def _slowest(seconds: Sequence[float], world: Group) -> list[float]:
-    everyone = collectives.all_gather_objects(list(seconds), world)
-    return [max(times) for times in zip(*everyone, strict=True)]
+    """Return the largest of all ranks' seconds, measurement by measurement. Collective."""
+    by_rank = collectives.all_gather_objects(list(seconds), world)
+    return [max(times) for times in zip(*by_rank, strict=True)]
 
 
 def _processors(device: torch.device) -> int:
-    """Units that each take a tile of a matrix product; a rank on a CPU is one."""
+    """Return the number of units that each take a tile of a matrix product; a rank on a CPU is one."""
     if device.type == "cpu":
         return 1
     properties = torch.get_device_module(device).get_device_properties(device)

@@ -1,33 +1,36 @@
-"""A calibration of this machine: its ranks measure, and the file is written."""
+"""A calibration of this machine: its ranks measure for a minute, and the device file is written."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import shutil
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import accelerators
 from shardwise.launch.environment import joined
-from shardwise.launch.local import launch
 from shardwise.planner.device_specs import require_suffix, write_new
 from shardwise.runs.folder import now
 from shardwise.verify.calibration.fit import device_file, rows
-from shardwise.verify.calibration.probes import Found
+from shardwise.verify.calibration.probes import Measurements
+from shardwise.verify.rank_calls import call_on_ranks, process_group
 
 _CPU_RANKS = 2
-_SECONDS = 60  # of all that a calibration does; the ranks' end, and the fit, take the last ones
-_ENDING = 5
+_SECONDS = 60
+"""Duration of a whole calibration."""
+_LAST_SECONDS = 5
+"""Part of it after the measurements: the ranks end, and the constants are fitted."""
 
 
 def calibrate(target: Path) -> list[tuple[str, str]]:
-    """Measure this machine for a minute, and write its device file to `target`; returns what was measured.
+    """Measure this machine for a minute, and write its device file to `target`; return the figures in short lines.
 
-    Where other work leaves it less, it repeats less and says so. Only what is measured once may make it longer.
+    If other work leaves it less time, it repeats less and says so. Only measurements without a repetition may make it
+    longer.
 
     Raises:
         ConfigError: the file cannot be written, or ranks cannot be started here.
@@ -38,21 +41,30 @@ def calibrate(target: Path) -> list[tuple[str, str]]:
     start = time.time()
     folder = Path(tempfile.mkdtemp(prefix="shardwise-calibration-"))
     try:
-        until = str(start + _SECONDS - _ENDING)
-        command = [sys.executable, "-P", "-m", "shardwise.verify.calibration.worker", str(folder), until]
-        launch(command, accelerators()[1] or _CPU_RANKS, folder)
-        found = Found.read(folder)
+        until = start + _SECONDS - _LAST_SECONDS
+        ranks = accelerators()[1] or _CPU_RANKS
+        measurements: Measurements = call_on_ranks(_measure, until, ranks=ranks, folder=folder).single()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    write_new(target, device_file(found, datetime.date.fromisoformat(now()[:10])), "-o")
-    return [*rows(found), ("time", f"{time.time() - start:.0f} s")]
+    write_new(target, device_file(measurements, datetime.date.fromisoformat(now()[:10])), "-o")
+    return [*rows(measurements), ("time", f"{time.time() - start:.0f} s")]
+
+
+def _measure(until: float) -> Iterator[Measurements]:
+    """Measure on this rank until about this time. It imports torch, which the process that calibrates does without."""
+    from shardwise.distributed import devices
+    from shardwise.verify.calibration.measure import measured
+
+    device = devices.local_device()
+    with process_group(device) as world:
+        yield measured(world, device, until)
 
 
 def require_writable(path: Path, option: str) -> None:
-    """Refuse a file before the work for it: one that is there, or that cannot be made.
+    """Refuse a file that exists or cannot be made, before the work for it.
 
     Raises:
-        ConfigError: with the reason.
+        ConfigError: names the reason.
     """
     require_suffix(path, option)
     write_new(path, "", option)

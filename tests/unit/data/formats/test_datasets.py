@@ -15,11 +15,9 @@ import pytest
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, DataConfig
 from shardwise.data.formats.common import PreparedText, make_batches
-from shardwise.data.opening import inspect, prepare
-from shardwise.data.reading.datasets import DataSet, _OnHub, fetch_dataset
-from shardwise.data.reading.detect import detect
-from shardwise.data.reading.sources import open_source
-from shardwise.data.reading.streams import TableShard
+from shardwise.data.opening import format_of, inspect, prepare
+from shardwise.data.reading.dataset_tables import DataSet, _HubTables, fetch_dataset
+from shardwise.data.reading.text_sources import TableShard, open_source
 from tests.unit.data.formats.test_text import sized, stories, text_of
 from tests.unit.data.reading.test_sources import documents
 
@@ -65,7 +63,7 @@ def failure(path: Path, **data: str) -> str:
 def test_a_column_of_text_is_prepared_as_any_text(tmp_path: Path) -> None:
     """Empty rows, as WikiText has them, are no documents; all else is as the same text from a file."""
     path = save(tmp_path / "saved", id=range(len(TEXTS) + 2), body=["", *TEXTS, ""])
-    assert detect(DataConfig(path=str(path))) == "datasets"
+    assert format_of(DataConfig(path=str(path))).name == "datasets"
     source = open_source(DataConfig(path=str(path), text_key="body"))
     assert documents(list(source.pieces())) == TEXTS
     data = prepared(path, text_key="body")
@@ -198,7 +196,7 @@ def test_a_commit_that_the_library_does_not_have_is_refused() -> None:
     with pytest.raises(
         DataError, match=r"cannot be fetched at commit 0123: there is no access to the hub, and the cac"
     ):
-        _OnHub("acme/tiny", None, Path("0123"))._builder(library)
+        _HubTables("acme/tiny", None, Path("0123"))._builder(library)
 
 
 def test_a_cache_of_the_library_that_stays_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,10 +204,10 @@ def test_a_cache_of_the_library_that_stays_wrong_is_told(tmp_path: Path, monkeyp
     builder = SimpleNamespace(
         hash="0123", cache_dir=str(tmp_path), download_and_prepare=lambda *, download_mode: modes.append(download_mode)
     )
-    monkeypatch.setattr(_OnHub, "_builder", lambda *_: builder)
-    monkeypatch.setattr(_OnHub, "_tables", lambda *_: None)
+    monkeypatch.setattr(_HubTables, "_builder", lambda *_: builder)
+    monkeypatch.setattr(_HubTables, "_tables", lambda *_: None)
     with pytest.raises(DataError, match=rf"the cache of datasets \({tmp_path}\) returns other rows than were written"):
-        _OnHub("acme/tiny", None, tmp_path).load()
+        _HubTables("acme/tiny", None, tmp_path).load()
     assert modes == ["reuse_dataset_if_exists", "reuse_cache_if_exists"]
 
 
@@ -291,7 +289,7 @@ def test_a_card_names_no_file_outside_of_its_repository(address: str, inside: bo
         else pytest.raises(DataError, match=rf"its card names {re.escape(files['train'][1])}: set data\.path")
     )
     with refusal:
-        _OnHub("acme/tiny", None, Path("0123"))._require_own_files(place, files)
+        _HubTables("acme/tiny", None, Path("0123"))._require_own_files(place, files)
 
 
 def test_damaged_and_odd_folders(tmp_path: Path) -> None:

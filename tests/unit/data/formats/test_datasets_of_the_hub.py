@@ -56,9 +56,9 @@ CALL = """
 import json, multiprocessing, os, sys
 from pathlib import Path
 import datasets
-from shardwise.data.reading.datasets import fetch_dataset
-from shardwise.data.opening import prepare
 from shardwise.base.errors import ConfigError
+from shardwise.data.opening import prepare
+from shardwise.data.reading.dataset_tables import fetch_dataset
 from tests.unit.data.formats.test_text import sized
 
 root, at_once, jobs = json.loads(sys.argv[1])
@@ -295,11 +295,11 @@ def test_what_the_hub_refuses(user: User, site: Site) -> None:
 STREAMED = """
 import json, sys
 from pathlib import Path
-from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.data.reading.datasets import fetch_dataset
 from shardwise.data.formats.common import make_batches
 from shardwise.data.opening import prepare
+from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.data.samples.streaming import StreamPosition
+from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.unit.data.samples.test_streaming import config
 
 root, tokenizer, keys = json.loads(sys.argv[1])
@@ -310,7 +310,7 @@ batches, place, texts = make_batches(chosen, data, "train"), StreamPosition(), [
 for block in range(3):
     found = batches._stream.block(place)
     texts += Tokenizer.load(tokenizer).decode(found.samples.tokens).split("<|endoftext|>")[:-1]
-    place = found.after
+    place = found.stop
 again = make_batches(chosen, data, "train")._stream.block(found.start).samples.tokens.tolist()
 assert again == found.samples.tokens.tolist(), "from where a block begins, the same is read"
 print(json.dumps({"texts": texts, "held": data.count("eval"), "summary": data.summary}))

@@ -14,10 +14,9 @@ from shardwise.base.errors import DataError
 from shardwise.config import Config
 from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.hdf5 import PreparedShards
-from shardwise.data.opening import prepare
-from shardwise.data.reading import hdf5
-from shardwise.data.reading.detect import detect
-from shardwise.data.reading.hdf5 import Shard, ShardRows
+from shardwise.data.opening import format_of, prepare
+from shardwise.data.reading import hdf5_files
+from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, ShardBatches
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
@@ -174,7 +173,7 @@ def test_evaluation_counts_each_sample_once(dp_size: int, micro_batch: int, coun
 
 def test_few_shards_are_mapped_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = numbers(all_of(folder).global_batch(0, 15))
-    monkeypatch.setattr(hdf5, "_SHARDS_KEPT", 1)
+    monkeypatch.setattr(hdf5_files, "_SHARDS_KEPT", 1)
     batches = all_of(folder)
     assert batches.shards._arrays.cache_info().currsize == 0, "mapped when they are read"
     assert numbers(batches.global_batch(0, 15)) == expected
@@ -183,7 +182,7 @@ def test_few_shards_are_mapped_at_once(folder: str, monkeypatch: pytest.MonkeyPa
 
 def test_rows_are_found_by_file_and_row(folder: str) -> None:
     paths = sorted(Path(folder).glob("*_training_*.hdf5"))
-    shards = ShardRows([Shard.open(path, 16) for path in paths], 300, 2)
+    shards = ShardRows([Hdf5Shard.open(path, 16) for path in paths], 300, 2)
     found = shards.take(np.array([14, 0, 5, 14, 7]))
     assert (found["input_ids"][:, 1] - 100).tolist() == [14, 0, 5, 14, 7]
     assert found["masked_lm_ids"].shape == (5, 6)
@@ -195,14 +194,14 @@ def test_what_data_path_names(folder: str, tmp_path: Path) -> None:
     for path, samples in ((folder, 15), (one, 5), (f"{folder}/*_training_[02].hdf5", 14), (f"{folder}/wiki*", 18)):
         for form in ("auto", "hdf5"):
             chosen = config(path, format=form, split="1,0")
-            assert detect(chosen.data) == "hdf5"
+            assert format_of(chosen.data).name == "hdf5"
             assert opened(chosen, tmp_path / "cache").count("train") == samples * 16
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("text")
     for path in (str(tmp_path / "text"), str(tmp_path / "text" / "*.txt"), "x" * 5000, "none"):
-        assert detect(config(path).data) == "text"
-    assert detect(config(one, format="text").data) == "text"
-    assert detect(any_config().data) == "text"
+        assert format_of(config(path).data).name == "text"
+    assert format_of(config(one, format="text").data).name == "text"
+    assert format_of(any_config().data).name == "text"
     plain = Path(write(tmp_path / "plain", arrays(2)))
     assert opened(config(str(plain), format="hdf5", split="1,0"), tmp_path / "cache").count("train") == 32
 

@@ -11,7 +11,7 @@ from shardwise.base.errors import DataError
 from shardwise.data.formats import megatron, text
 from shardwise.data.formats.inspection import Inspection, Lengths, spread
 from shardwise.data.opening import inspect
-from shardwise.data.reading.megatron import IndexedWriter
+from shardwise.data.reading.megatron_files import IndexedWriter
 from tests.unit.prepare.jobs import Folder, write_jsonl
 
 
@@ -43,7 +43,7 @@ def test_large_data_are_looked_at_in_parts(tmp_path: Path, monkeypatch: pytest.M
             writer.add([7] * (number + 1))
     monkeypatch.setattr(megatron, "_LENGTHS", 10)
     monkeypatch.setattr(megatron, "_BLOCKS", 3)
-    monkeypatch.setattr(megatron, "_BLOCK", 50)
+    monkeypatch.setattr(megatron, "_BLOCK_TOKENS", 50)
     found = looked(tmp_path / "data")
     assert found.lengths is not None
     assert (found.lengths.counted, found.lengths.number, found.lengths.most) == (10, 100, 100)

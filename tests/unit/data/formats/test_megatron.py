@@ -11,13 +11,12 @@ from shardwise.base.errors import DataError
 from shardwise.config import Config, config_from
 from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.megatron import PreparedDocuments
-from shardwise.data.opening import prepare
-from shardwise.data.parts import part_bounds
-from shardwise.data.reading.detect import detect
-from shardwise.data.reading.megatron import IndexedWriter
-from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.causal import BlendedBatches, DocumentBatches, TokenBatches
+from shardwise.data.opening import format_of, prepare
+from shardwise.data.reading.megatron_files import IndexedWriter
+from shardwise.data.samples.batch import IGNORE, BlendedBatches
+from shardwise.data.samples.causal import DocumentBatches, TokenBatches
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
+from shardwise.data.split import part_bounds
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXT = "The ring of keys was lost in spring. A song went with it! Who sang it? Nobody knows.\n" * 4
@@ -75,11 +74,11 @@ def test_a_prefix_is_recognised(ending: str, form: str, tmp_path: Path) -> None:
 def test_text_stays_text(tmp_path: Path) -> None:
     write(tmp_path / "data")
     (tmp_path / "data").mkdir()
-    assert detect(config(path=str(tmp_path / "data")).data) == "text"
-    assert detect(config(path=str(tmp_path / "data"), format="megatron").data) == "megatron"
-    assert detect(config(path=str(tmp_path / "data.bin"), format="text").data) == "text"
-    assert detect(config(path="x" * 5000).data) == "text", "whoever opens it says what is wrong"
-    assert detect(config().data) == "text"
+    assert format_of(config(path=str(tmp_path / "data")).data).name == "text"
+    assert format_of(config(path=str(tmp_path / "data"), format="megatron").data).name == "megatron"
+    assert format_of(config(path=str(tmp_path / "data.bin"), format="text").data).name == "text"
+    assert format_of(config(path="x" * 5000).data).name == "text", "whoever opens it says what is wrong"
+    assert format_of(config().data).name == "text"
 
 
 @pytest.mark.parametrize(

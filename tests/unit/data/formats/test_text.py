@@ -295,7 +295,7 @@ def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: py
 
 def test_a_settled_source_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start takes no time: the text is known by the stamps of its files."""
-    monkeypatch.setattr("shardwise.data.reading.sources._SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr("shardwise.data.reading.text_sources._SETTLED_SECONDS", -1.0)
     prepare(config(), tmp_path)
     monkeypatch.setattr(preparation, "_scan", None)
     start = time.process_time()

@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from shardwise.data.reading.hdf5 import KEYS
+from shardwise.data.reading.hdf5_files import KEYS
 from tests.unit.data.formats.test_hdf5 import config, refusal
 from tests.unit.data.hdf5_shards import Arrays, arrays, write
 

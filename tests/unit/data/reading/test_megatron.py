@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
-from shardwise.data.reading import megatron as indexed
-from shardwise.data.reading.megatron import IndexedFile, IndexedWriter, UnfinishedIndex, is_indexed, written_dtype
+from shardwise.data.reading import megatron_files as indexed
+from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter, UnfinishedIndex, is_indexed, written_dtype
 
 # Three documents: one of two sequences, an empty one, one of one sequence.
 TOKENS = [5, 1, 2, 3, 65499, 7]

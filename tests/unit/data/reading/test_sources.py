@@ -13,10 +13,9 @@ import pytest
 
 from shardwise.base.errors import DataError
 from shardwise.config import DataConfig
-from shardwise.data.reading import sources
-from shardwise.data.reading.megatron import IndexedFile
-from shardwise.data.reading.sources import PIECE_CHARACTERS, TextPiece, open_source
-from shardwise.data.reading.streams import open_shard
+from shardwise.data.reading import text_sources
+from shardwise.data.reading.megatron_files import IndexedFile
+from shardwise.data.reading.text_sources import PIECE_CHARACTERS, TextPiece, open_shard, open_source
 
 
 def documents(pieces: list[TextPiece]) -> list[str]:
@@ -79,7 +78,7 @@ def test_pieces_are_cut_between_a_word_and_the_space_after_it(tmp_path: Path) ->
 
 def test_the_python_text_is_sources_and_topics_without_tests() -> None:
     source = open_source(DataConfig(dataset="python"))
-    assert isinstance(source, sources.PythonSource)
+    assert isinstance(source, text_sources.PythonSource)
     names = [path.relative_to(source.root).as_posix() for path in source.files]
     assert names == sorted(names)
     assert {"abc.py", "json/decoder.py"} <= set(names)
@@ -99,9 +98,9 @@ def test_the_python_text_is_capped_and_leaves_out_what_is_not_utf8(
     (tmp_path / "c.py").write_text("c = 1\n" * 1000, encoding="utf-8")
     (tmp_path / "d.py").write_text("d = 1\n", encoding="utf-8")
     (tmp_path / "e.py").symlink_to(tmp_path / "nowhere")
-    monkeypatch.setattr(sources, "_PYTHON_BYTES", 1000)
-    monkeypatch.setattr(sources, "_python_topics", lambda: ["a topic"])
-    source = sources._python_source(tmp_path)
+    monkeypatch.setattr(text_sources, "_PYTHON_BYTES", 1000)
+    monkeypatch.setattr(text_sources, "_python_topics", lambda: ["a topic"])
+    source = text_sources._python_source(tmp_path)
     assert documents(list(source.pieces())) == ["a = 1\n" * 10, "d = 1\n", "a topic"]
 
 
@@ -109,7 +108,7 @@ def test_an_installation_without_sources_says_what_to_do(tmp_path: Path) -> None
     with pytest.raises(
         DataError, match=r"needs the standard library's sources, and .* has none: set data\.dataset=tiny, or data\.path"
     ):
-        sources._python_source(tmp_path)
+        text_sources._python_source(tmp_path)
 
 
 def test_links_are_followed_once(tmp_path: Path) -> None:
@@ -130,7 +129,7 @@ def test_the_stamp_follows_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file.write_text("one", encoding="utf-8")
     config = DataConfig(path=str(file))
     assert open_source(config).stamp() is None, "written a moment ago: time stamps cannot tell it from a later change"
-    monkeypatch.setattr(sources, "_SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(text_sources, "_SETTLED_SECONDS", -1.0)
     first = open_source(config).stamp()
     assert first is not None
     assert open_source(config).stamp() == first
@@ -290,7 +289,7 @@ def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Pa
     assert read(tmp_path) == ["rights", "about"], "there is nothing else"
     (tmp_path / "a.json").write_text('{"text": "one"}\n', encoding="utf-8")
     source = open_source(DataConfig(path=str(tmp_path)))
-    assert isinstance(source, sources.FileSource)
+    assert isinstance(source, text_sources.FileSource)
     assert documents(list(source.pieces())) == ["one"]
     assert source.described() == "read as JSON lines, left out LICENSE, README.md, _SUCCESS and 2 more"
     assert read(tmp_path, format="jsonl") == ["one"]
@@ -310,7 +309,7 @@ def test_fault_13_pages_and_programs_beside_rows_are_left_out_and_named(tmp_path
     (tmp_path / "data").mkdir()
     pq.write_table(pa.table({"text": ["row"]}), tmp_path / "data/train.parquet")
     source = open_source(DataConfig(path=str(tmp_path)))
-    assert isinstance(source, sources.FileSource)
+    assert isinstance(source, text_sources.FileSource)
     assert documents(list(source.pieces())) == ["a.txt", "row", "part"]
     assert source.described() == (
         "read as plain text (2 files) and parquet (train.parquet), left out C4.py, conf.YAML, index.html and 2 more"
@@ -329,7 +328,7 @@ def test_fault_13_empty_parts_of_a_folder_are_left_out_and_named(format: Any, tm
         for name, texts in (("part-5.parquet", []), ("part-6.parquet", ["two"])):
             pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / name)
     source = open_source(DataConfig(path=str(tmp_path), format=format))
-    assert isinstance(source, sources.FileSource)
+    assert isinstance(source, text_sources.FileSource)
     assert documents(list(source.pieces())) == (["one", "two"] if format == "auto" else ["one"])
     assert "left out part-1.json, part-2.json.gz" in source.described()
     (tmp_path / "part-0.json").unlink()
@@ -339,7 +338,7 @@ def test_fault_13_empty_parts_of_a_folder_are_left_out_and_named(format: Any, tm
 
 def test_fault_13_a_cached_reading_as_plain_text_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before files were told by their content, the cache kept what was read of them as plain text."""
-    monkeypatch.setattr(sources, "_SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(text_sources, "_SETTLED_SECONDS", -1.0)
     (tmp_path / "a.json").write_text('{"text": "one"}\n', encoding="utf-8")
-    before = sources._stamp([tmp_path / "a.json"], ["files", None, "text"])
+    before = text_sources._stamp([tmp_path / "a.json"], ["files", None, "text"])
     assert open_source(DataConfig(path=str(tmp_path / "a.json"))).stamp() != before

@@ -19,8 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardwise.base.errors import see
-from shardwise.data.reading.sources import PIECE_CHARACTERS, open_source
-from shardwise.data.reading.streams import open_shard
+from shardwise.data.reading.text_sources import PIECE_CHARACTERS, open_shard, open_source
 from tests.unit.data.reading.test_sources import DataConfig, failure, read
 
 TEXTS = ["one\n", "two – zwei", "x" * (PIECE_CHARACTERS + 5), "four"]

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.samples.batch import Batch, Batches
-from shardwise.data.samples.causal import BlendedBatches, Pattern, TokenBatches
-from shardwise.data.samples.order import IntArray
+from shardwise.data.samples.batch import Batch, Batches, BlendedBatches
+from shardwise.data.samples.causal import TokenBatches
+from shardwise.data.samples.order import BlendPattern, IntArray
 
 unhurried = settings(deadline=None)
 weights_of = st.lists(st.floats(0.001, 1000), min_size=1, max_size=6)
@@ -37,23 +37,23 @@ def told(batches: list[Batch]) -> list[list[int]]:
 
 
 def test_decimal_weights_are_met_exactly() -> None:
-    assert Pattern([0.7, 0.3]).counts == [7, 3]
-    assert Pattern([70, 30]).counts == [7, 3]
-    assert Pattern([0.7, 0.3]).sources(np.arange(10)).tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
-    assert Pattern([1, 1]).sources(np.arange(4)).tolist() == [0, 1, 0, 1]
-    assert Pattern([3.5]).counts == [1]
+    assert BlendPattern([0.7, 0.3]).counts == [7, 3]
+    assert BlendPattern([70, 30]).counts == [7, 3]
+    assert BlendPattern([0.7, 0.3]).sources(np.arange(10)).tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    assert BlendPattern([1, 1]).sources(np.arange(4)).tolist() == [0, 1, 0, 1]
+    assert BlendPattern([3.5]).counts == [1]
 
 
 def test_other_weights_are_met_to_a_hundred_thousandth() -> None:
-    counts = Pattern([1, 1, 1]).counts
+    counts = BlendPattern([1, 1, 1]).counts
     assert (sum(counts), max(counts) - min(counts)) == (100_000, 1)
-    assert min(Pattern([1e9, 1, 2]).counts) == 1, "every source has its turn"
+    assert min(BlendPattern([1e9, 1, 2]).counts) == 1, "every source has its turn"
 
 
 @unhurried
 @given(weights=weights_of, start=st.integers(0, 10**12), length=st.integers(1, 5000))
 def test_any_stretch_has_each_source_in_its_proportion(weights: list[float], start: int, length: int) -> None:
-    pattern = Pattern(weights)
+    pattern = BlendPattern(weights)
     found = np.bincount(pattern.sources(np.arange(start, start + length)), minlength=len(weights))
     shares = np.array(pattern.counts) / sum(pattern.counts)
     assert np.abs(found - length * shares).max() <= len(weights)
@@ -63,7 +63,7 @@ def test_any_stretch_has_each_source_in_its_proportion(weights: list[float], sta
 @unhurried
 @given(weights=weights_of, start=st.integers(0, 10**9), length=st.integers(1, 500))
 def test_samples_of_a_source_follow_one_another(weights: list[float], start: int, length: int) -> None:
-    pattern = Pattern(weights)
+    pattern = BlendPattern(weights)
     samples = np.arange(start, start + length)
     sources = pattern.sources(samples)
     for source in range(len(weights)):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.reading.megatron import IndexedFile
+from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.samples.batch import Batch
 from shardwise.data.samples.causal import DocumentBatches, Documents
 from shardwise.data.samples.order import SampleOrder, mix_integer

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.parts import Part
-from shardwise.data.reading.sources import TextPiece
+from shardwise.data.reading.text_sources import TextPiece
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
+from shardwise.data.split import Part
 from shardwise.data.tokens import encoding
 from shardwise.data.tokens.encoding import PieceTexts, cut_sentences, sentence_pieces
 

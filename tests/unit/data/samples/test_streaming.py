@@ -23,9 +23,9 @@ from shardwise.data.formats import stream as prepared_stream
 from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.stream import PreparedStream
 from shardwise.data.opening import prepare
-from shardwise.data.reading import streams as shards_module
-from shardwise.data.reading import text as text_files
-from shardwise.data.reading.streams import FileShard
+from shardwise.data.reading import text_files
+from shardwise.data.reading import text_sources as shards_module
+from shardwise.data.reading.text_sources import FileShard
 from shardwise.data.samples import streaming as streaming_module
 from shardwise.data.samples.batch import Batch
 from shardwise.data.samples.streaming import StreamBatches, StreamPosition
@@ -105,7 +105,7 @@ def epoch_documents(batches: StreamBatches, tokenizer: Path, epoch: int) -> list
         block = batches._stream.block(place)
         if block.samples is not None:
             texts += found.decode(block.samples.tokens).split("<|endoftext|>")[:-1]
-        place = block.after
+        place = block.stop
     return texts
 
 
@@ -131,7 +131,7 @@ def test_every_token_is_a_target_once_but_the_first_of_a_block(whole: Path, toke
     block = batches._stream.block(StreamPosition())
     assert block.samples is not None
     tokens = block.samples.tokens
-    number = block.after.samples
+    number = block.stop.samples
     found = batches.local_batch(0, number, 0, 1, number)[0]
     assert int(found.counts[0]) == len(tokens) - 1
     kept = found.inputs["targets_SB"] != -100
@@ -239,10 +239,10 @@ def test_what_is_read_ahead_ends_when_nobody_wants_it(whole: Path, tokenizer: Pa
         return plain(documents)
 
     assert np.array_equal(global_batch(closed, 0), expected[0])
-    closed._ahead = None
+    closed._next_block = None
     closed._stream._tokens = slowly  # type: ignore[method-assign]
     ahead = closed._submit(closed._starts[-1])
-    closed._ahead = closed._starts[-1], ahead
+    closed._next_block = closed._starts[-1], ahead
     assert begun.wait(60)
     closed.close()
     go_on.set()
@@ -295,7 +295,7 @@ def test_long_documents_end_a_block(tmp_path: Path, tokenizer: Path, monkeypatch
     while place.epoch == 0:
         block = batches._stream.block(place)
         sizes.append(0 if block.samples is None else len(block.samples.tokens))
-        place = block.after
+        place = block.stop
     assert len(sizes) > 10
     assert max(sizes) < 4000
     assert sorted(epoch_documents(batches, tokenizer, 0)) == sorted(TEXTS)
@@ -351,7 +351,7 @@ def test_a_bad_line_after_going_on_has_its_number(tokenizer: Path, tmp_path: Pat
     file.write_bytes(b"".join([*lines[:100], b"{}\n", *lines[101:]]))
     run = opened(config(file, tokenizer, buffer=10), tmp_path / "cache")
     run.restore({"samples": 0, "epoch": 0, "block": 9, "shard": 0, "offset": sum(map(len, lines[:90]))})
-    size = int(run._stream.block(StreamPosition(0, 0, 9, 0, sum(map(len, lines[:90])))).after.samples)
+    size = int(run._stream.block(StreamPosition(0, 0, 9, 0, sum(map(len, lines[:90])))).stop.samples)
     with pytest.raises(DataError, match=r"a\.jsonl: line 101 has no field 'text'"):
         global_batch(run, 0, size + 1)
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.reading.sources import TextPiece
-from shardwise.data.tokens.encoding import plan_split
+from shardwise.data.reading.text_sources import TextPiece
+from shardwise.data.split import plan_split
 
 
 def divided(texts: list[list[str]], weights: tuple[float, float]) -> tuple[dict[str, str], bool]:
@@ -15,7 +15,7 @@ def divided(texts: list[list[str]], weights: tuple[float, float]) -> tuple[dict[
     parts = {"train": "", "eval": ""}
     for part, piece in split.parts(pieces):
         parts[part] += piece.text + ("|" if piece.ends_document else "")
-    return parts, split.documents is not None
+    return parts, split.held_out is not None
 
 
 def test_many_documents_are_held_out_whole() -> None:
@@ -32,8 +32,8 @@ def test_many_documents_are_held_out_whole() -> None:
 
 def test_documents_are_held_out_from_everywhere() -> None:
     split = plan_split(np.full(1000, 10, dtype=np.int64), (90, 10))
-    assert split.documents is not None
-    assert all(part.any() for part in np.array_split(split.documents, 10))
+    assert split.held_out is not None
+    assert all(part.any() for part in np.array_split(split.held_out, 10))
 
 
 def test_one_long_document_gives_its_end_from_the_start_of_a_line() -> None:

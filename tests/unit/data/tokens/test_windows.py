@@ -12,13 +12,13 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, t
 
 from shardwise.config import DataConfig, config_from
 from shardwise.data.opening import prepare
-from shardwise.data.prepare.text import TextJob, convert_text
-from shardwise.data.reading import sources
-from shardwise.data.reading.megatron import IndexedFile
-from shardwise.data.reading.sources import cut_document, slices
-from shardwise.data.tokens import encoding
-from shardwise.data.tokens.encoding import TextWindow, encode_windows, text_windows
+from shardwise.data.prepare.from_text import TextJob, convert_text
+from shardwise.data.reading import text_sources
+from shardwise.data.reading.megatron_files import IndexedFile
+from shardwise.data.reading.text_sources import cut_document, slices
+from shardwise.data.tokens import windows as windows_module
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.windows import TextWindow, encode_windows, text_windows
 from tests.unit.data.tokens.test_tokenizer_files import TEXT, piece_model
 from tests.unit.prepare.jobs import Told
 
@@ -122,9 +122,9 @@ def windows_of(text: str, tokenizer: Tokenizer) -> list[TextWindow]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 600)
-    monkeypatch.setattr(encoding, "MARGINS", (120, 250))
-    monkeypatch.setattr(encoding, "SHIFT", 31)
+    monkeypatch.setattr(text_sources, "PIECE_CHARACTERS", 600)
+    monkeypatch.setattr(windows_module, "MARGINS", (120, 250))
+    monkeypatch.setattr(windows_module, "SHIFT", 31)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +163,7 @@ def test_fault_11_every_way_to_tokens_gives_those_of_sentencepiece(
     sentencepiece = pytest.importorskip("sentencepiece")
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("shardwise.data.tokens.encoding._BATCH_CHARACTERS", 1000)
-    monkeypatch.setattr("shardwise.data.prepare.tokens.BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("shardwise.data.prepare.tokenizing.BATCH_CHARACTERS", 1000)
     folder, text = piece_model(tmp_path / "own"), "alpha beta gamma delta. " * 200
     reference = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     expected = [*reference.encode(text), reference.eos_id()]

@@ -25,11 +25,12 @@ from shardwise.data.reading.content import (
 from shardwise.data.reading.file_kinds import Kind, reading_of
 from shardwise.data.reading.json_records import field_names, field_of, other_layout, read_json
 
-# Decoded at once, so that long texts take little memory too.
+# Rows that are decoded at once, so that long texts take little memory too.
 _ROWS = 64
 _PAGE_BYTES = 1 << 20
 # A larger file holds a text, or is a parquet file of very many columns; it is not opened to see that it is empty.
-_EMPTY_BYTES, _EMPTY_PARQUET_BYTES = 1 << 6, 1 << 16
+_EMPTY_BYTES = 1 << 6
+_EMPTY_PARQUET_BYTES = 1 << 16
 
 
 def documents(
@@ -41,21 +42,22 @@ def documents(
     empty: bool = False,
     longest: int | None = None,
 ) -> Iterator[tuple[int, Iterable[str]]]:
-    """Each document of a file, as blocks of its text, and where the next document begins.
+    """The documents of a file, as blocks of their text, with the place of the next document.
 
     A document is the whole file, a line's field `key`, or a row's column `key`. It begins at 0, at a byte (of the
     unpacked content) or at a row. Its blocks must be read before the next document. Memory is bounded by the longest
     line, and by a page of a parquet file.
 
     Args:
-        kind: of the file; None: its content decides.
-        start: where the first document begins. A packed file is still unpacked from its beginning; a parquet file is
-            read from the row group that holds the row.
-        empty: lines and rows may have no text; they are left out.
-        longest: a plain text of more characters is several documents, each of which begins at a byte.
+        kind: kind of the file; None: its content decides.
+        start: place of the first document. A packed file is still unpacked from its beginning; a parquet file is read
+            from the row group that holds the row.
+        empty: True if lines and rows may have no text; they are left out.
+        longest: number of characters at which a plain text is cut into several documents, each of which begins at a
+            byte; None: a plain text is one document.
 
     Raises:
-        DataError: naming file and line, row or byte.
+        DataError: a document cannot be read; names file and line, row or byte.
     """
     if kind is None:
         kind = reading_of(file, None, key).kind
@@ -70,7 +72,7 @@ def documents(
 
 
 def is_empty(file: Path, kind: Kind | None) -> bool:
-    """Whether a file of this kind, or of the kind that its name says, has neither text nor rows, packed or not."""
+    """True if a file of this kind, or of the kind that its name says, has neither text nor rows, packed or not."""
     with contextlib.suppress(OSError, DataError):  # reading the file will report these
         size = file.stat().st_size
         if kind == "parquet" or (kind is None and file.name.lower().endswith(".parquet")):
@@ -82,7 +84,8 @@ def is_empty(file: Path, kind: Kind | None) -> bool:
 
 
 def _has_no_rows(file: Path) -> bool:
-    arrow, parquet = _arrow("pyarrow"), _arrow("pyarrow.parquet")
+    arrow = _arrow("pyarrow")
+    parquet = _arrow("pyarrow.parquet")
     with contextlib.suppress(arrow.ArrowException):
         return not parquet.read_metadata(file).num_rows
     return not file.stat().st_size
@@ -100,23 +103,26 @@ def convert_command(path: object) -> str:
 
 
 def _parts(path: Path | HubFile, start: int, longest: int) -> Iterator[tuple[int, list[str]]]:
+    """A plain text in documents of about `longest` characters, each with the byte after it."""
     blocks: list[str] = []
-    characters = after = 0
-    for after, text in _decoded(path, start):
+    characters = 0
+    stop = start
+    for stop, text in _decoded(path, start):
         blocks.append(text)
         characters += len(text)
         if characters >= longest:
-            yield after, blocks
-            blocks, characters = [], 0
+            yield stop, blocks
+            blocks = []
+            characters = 0
     if blocks:
-        yield after, blocks
+        yield stop, blocks
 
 
 def _decoded(path: Path | HubFile, start: int = 0) -> Iterator[tuple[int, str]]:
     """The file's text from byte `start` on, without a byte-order mark: blocks, each with the byte after it."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = start
-    empty = start == 0
+    is_empty_file = start == 0  # nobody asks for a later start of an empty file
     with opened(path, start) as content:
         while True:
             block = content.stream.read(BLOCK)
@@ -125,33 +131,38 @@ def _decoded(path: Path | HubFile, start: int = 0) -> Iterator[tuple[int, str]]:
             except UnicodeDecodeError as error:
                 at = offset + len(block) - len(error.object) + error.start
                 raise _not_utf8(f"{path}: byte {at}", error) from None
-            text = text.removeprefix("\ufeff") if offset == 0 else text
+            if offset == 0:
+                text = text.removeprefix("\ufeff")
             offset += len(block)
             if text:
-                empty = False
+                is_empty_file = False
+                # The decoder keeps the bytes of a character that the block cuts: they belong to the next text.
                 yield offset - len(decoder.getstate()[0]), text
             if not block:
                 break
-    if empty:
+    if is_empty_file:
         raise DataError(f"{path} is empty: remove it or put text into it")
 
 
 def _lines(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[tuple[int, Iterable[str]]]:
-    none = start == 0
-    after = start
+    is_empty_file = start == 0
+    stop = start
     with opened(path, start) as content:
         for number, line in enumerate(content.stream, start=1):
-            after += len(line)
+            stop += len(line)
             if line.strip():
-                none = False
+                is_empty_file = False
                 if text := _line_text(line, partial(_line_name, path, start, number), key, empty):
-                    yield after, slices(text)
-    if none:
+                    yield stop, slices(text)
+    if is_empty_file:
         raise DataError(f"{path} is empty: remove it or put one JSON object on each line")
 
 
 def _line_name(path: Path | HubFile, start: int, number: int) -> str:
-    """The file and the number of a line, `number` lines after byte `start`; the lines before are only counted here."""
+    """The file and the number of a line, `number` lines after byte `start`.
+
+    Only a message needs it, so the lines before `start` are counted here and not while reading.
+    """
     before = 0
     with opened(path) as content:
         while start > 0 and (block := content.stream.read(min(start, BLOCK))):
@@ -175,21 +186,21 @@ def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> 
     try:
         text = field_of(record, key)
     except KeyError:
-        if (other := other_layout(record, key)) is not None:
-            raise DataError(f"{where()} {other}") from None
+        if (layout := other_layout(record, key)) is not None:
+            raise DataError(f"{where()} {layout}") from None
         fields = ", ".join(sorted(field_names(record))) or "no fields"
         raise DataError(
             f"{where()} has no field {key!r}: set data.text_key to the field that holds the text ({fields})"
             f"{see('data#no-such-field')}"
         ) from None
-    if isinstance(text, dict | list) and (other := other_layout(record, key)) is not None:
-        raise DataError(f"{where()} {other}")
+    if isinstance(text, dict | list) and (layout := other_layout(record, key)) is not None:
+        raise DataError(f"{where()} {layout}")
     if not isinstance(text, str):
         raise DataError(f"{where()}: the field {key!r} must hold text, not {type(text).__name__} (data.text_key)")
     if not (text or empty):
         raise DataError(f"{where()}: the field {key!r} is empty: remove the line")
     try:
-        text.encode()
+        text.encode()  # JSON can spell half a character, which has no UTF-8
     except UnicodeEncodeError:
         raise DataError(
             f"{where()}: the field {key!r} has half a surrogate pair (\\ud800 to \\udfff): fix it"
@@ -198,7 +209,8 @@ def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> 
 
 
 def _rows(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[tuple[int, Iterable[str]]]:
-    arrow, parquet = _arrow("pyarrow"), _arrow("pyarrow.parquet")
+    arrow = _arrow("pyarrow")
+    parquet = _arrow("pyarrow.parquet")
     with readable(path), path.open("rb") as opened:
         try:
             try:
@@ -226,13 +238,14 @@ def _rows(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[t
                     if text:
                         yield row, slices(text)
         except (arrow.ArrowException, OSError) as error:
-            if isinstance(error, OSError) and error.errno:  # the system's; pyarrow's own errors have no number
+            # An error of the system has a number; those of pyarrow have none.
+            if isinstance(error, OSError) and error.errno:
                 raise
             raise DataError(f"{path} is damaged ({_first_sentence(error)}): fetch or copy it again") from None
 
 
 def require_text(arrow: Any, path: object, schema: Any, key: str) -> list[str]:
-    """The name of a table's column of text, and of the fields in which the text lies within it.
+    """The name of a table's column of text, and the names of the fields in which the text lies within it.
 
     Raises:
         DataError: a table with this schema has no such column.
@@ -253,12 +266,12 @@ def require_text(arrow: Any, path: object, schema: Any, key: str) -> list[str]:
 
 
 def _find_column(types: Any, fields: Any, key: str) -> tuple[list[str], Any]:
-    """As `require_text`, of a schema or of a type with fields, with the type; None for the type where there is none."""
+    """The names of `require_text` in a schema or a type with fields, and the column's type; None if there is none."""
     by_name = {field.name: field.type for field in fields}
     if len([field for field in fields if field.name == key]) == 1:
         return [key], by_name[key]
-    for dot in (at for at, letter in enumerate(key) if letter == "."):
-        outer = by_name.get(key[:dot])
+    for dot, letter in enumerate(key):
+        outer = by_name.get(key[:dot]) if letter == "." else None
         if outer is not None and types.is_struct(outer):
             inner, type_ = _find_column(types, outer, key[dot + 1 :])
             if type_ is not None:
@@ -269,15 +282,20 @@ def _find_column(types: Any, fields: Any, key: str) -> tuple[list[str], Any]:
 def column_at(table: Any, place: Sequence[str]) -> Any:
     """The values of an arrow table or batch at a place that `require_text` gave."""
     column = table.column(place[0])
-    return _arrow("pyarrow.compute").struct_field(column, list(place[1:])) if place[1:] else column
+    if len(place) == 1:
+        return column
+    return _arrow("pyarrow.compute").struct_field(column, list(place[1:]))
 
 
 def require_sound(array: Any, where: str, key: str) -> None:
-    """Raises DataError where values of a mapped arrow array lie beyond it, as reading them would end the process."""
+    """Raises DataError if values of a mapped arrow array lie beyond it, as reading them would end the process."""
     arrow = _arrow("pyarrow")
-    plain = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+    # As text, the values would be checked for UTF-8 too: `row_text` does that, and names the row.
+    binary = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
     try:
-        (array.view(plain[array.type]) if array.type in plain else array).validate(full=True)
+        if array.type in binary:
+            array = array.view(binary[array.type])
+        array.validate(full=True)
     except arrow.ArrowInvalid as error:
         raise DataError(
             f"{where}: the column {key!r} is damaged ({_first_sentence(error)}): copy or save the data set again"
@@ -285,13 +303,15 @@ def require_sound(array: Any, where: str, key: str) -> None:
 
 
 def row_text(value: Any, where: str, key: str, *, empty: bool = False) -> str:
-    """The text of an arrow scalar of column `key`; DataError where it is not UTF-8, or null or empty unless `empty`."""
+    """The text of an arrow scalar of column `key`; DataError if it is null, not UTF-8, or empty unless `empty`."""
     try:
         text: str | None = value.as_py()
     except UnicodeDecodeError as error:
         raise _not_utf8(f"{where}, byte {error.start} of the column {key!r}", error) from None
-    if text is None or not (text or empty):
-        raise DataError(f"{where}: the column {key!r} is {'null' if text is None else 'empty'}: remove the row")
+    if text is None:
+        raise DataError(f"{where}: the column {key!r} is null: remove the row")
+    if not (text or empty):
+        raise DataError(f"{where}: the column {key!r} is empty: remove the row")
     return text
 
 
@@ -305,7 +325,7 @@ def _arrow(module: str) -> Any:
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
     byte = error.object[error.start]
-    # What iconv would make of binary data is no text.
+    # Converting binary data would give no text.
     if 0 in error.object or control_share(error.object[error.start :]) > TEXT_CONTROLS:
         return DataError(
             f"{where} (0x{byte:02x}) is not UTF-8, and control characters beside it show binary data: leave it out"

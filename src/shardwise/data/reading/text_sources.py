@@ -1,7 +1,9 @@
-"""Where text comes from: built-in texts, the user's files and data sets, as one stream of pieces.
+"""Sources of text: built-in texts, the user's files and data sets, as one stream of pieces.
 
 A document is a file, a JSON line, or a topic of Python's documentation. It arrives in pieces of bounded
 size, so that memory stays bounded whatever the size of a file, and so that one long file is encoded on all cores.
+
+The files that a stream is read from, each of which can be read from any of its documents on.
 """
 
 from __future__ import annotations
@@ -20,17 +22,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from shardwise.base.errors import DataError, listing
+from shardwise.base.errors import DataError, RunError, ShardwiseError, listing
 from shardwise.config import DataConfig
-from shardwise.data.reading.content import BLOCK, readable, unpacked_name
-from shardwise.data.reading.datasets import DataSet
-from shardwise.data.reading.detect import detect
-from shardwise.data.reading.file_kinds import Kind, Reading, chosen_kind, described, reading_of
-from shardwise.data.reading.text import convert_command, documents, is_empty, row_text, slices
+from shardwise.data.reading.content import BLOCK, HubFile, first_line, readable, unpacked_name
+from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
+from shardwise.data.reading.file_kinds import LINES, FileReading, Kind, chosen_kind, described, reading_of
+from shardwise.data.reading.text_files import (
+    column_at,
+    convert_command,
+    documents,
+    is_empty,
+    require_sound,
+    require_text,
+    row_text,
+    slices,
+)
 
 PIECE_CHARACTERS = BLOCK
+# Characters before the end of a piece among which white space is looked for; words are much shorter.
 _BACKTRACK = 1 << 12
+# A bound, as installations differ in size: with it they give about the same amount of text.
 _PYTHON_BYTES = 12_000_000
 # Tests and installed packages differ between installations; `encodings` is tables of code pages, hardly text.
 _PYTHON_SKIPPED = frozenset(
@@ -38,14 +51,14 @@ _PYTHON_SKIPPED = frozenset(
 )
 _TOPICS = "pydoc_data/topics.py"
 _TINY = Path(__file__).parent.parent / "corpus" / "tiny.jsonl"
-# What programs leave in a folder of data: marks that a job is complete, checksums, descriptions of columns, locks.
+# Files that programs leave in a folder of data: marks of complete jobs, checksums, descriptions of columns, locks.
 _BOOKKEEPING = re.compile(
     r"_[\w-]*|.*\.(crc|md5|sha1|sha256|sha512|lock)|(md5|sha1|sha256|sha512)sums?(\.txt)?"
     r"|(dataset_info|dataset_infos|dataset_dict|state)\.json|thumbs\.db|desktop\.ini",
     re.IGNORECASE,
 )
 _BOOKKEEPING_FOLDERS = frozenset({"_delta_log", "_spark_metadata", "_temporary", "__MACOSX"})
-# What people write about data, and programs, settings and pages. Beside lines or rows these are no data; in a folder of
+# Texts of people about data, and programs, settings and pages. Next to lines or rows these are no data; in a folder of
 # texts they may be. A .txt and a file without a suffix are data in any case.
 _NO_ROWS = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors)([_-]\w+)?(\.txt)?"
@@ -75,9 +88,9 @@ class FileSource:
     """Plain texts (one document each), JSON lines and parquet files (a document a line or row), in the order given.
 
     Attributes:
-        name: the name that messages use.
-        kind: the kind of all files; None: the content of each file says its kind.
-        text_key: the field or column that holds the text.
+        name: name in messages.
+        kind: kind of all files; None: the content of each file decides.
+        text_key: field or column that holds the text.
         left_out: files of the same folder that are not read.
     """
 
@@ -88,13 +101,13 @@ class FileSource:
     left_out: tuple[Path, ...] = ()
 
     @cached_property
-    def readings(self) -> tuple[Reading, ...]:
-        """How each file is read; DataError where one holds no text."""
+    def readings(self) -> tuple[FileReading, ...]:
+        """The reading of each file; DataError if one holds no text."""
         return tuple(reading_of(path, self.kind, self.text_key) for path in self.files)
 
     def require_text(self) -> None:
-        """Raises DataError where the first line or row of a file has no text; of plain texts one is looked at."""
-        plain: set[Reading] = set()
+        """Raises DataError if the first line or row of a file has no text; of plain texts one is looked at."""
+        plain: set[FileReading] = set()
         for path, reading in zip(self.files, self.readings, strict=True):
             if reading in plain:
                 continue
@@ -104,12 +117,18 @@ class FileSource:
                 next(iter(blocks), None)
 
     def described(self) -> str:
-        """How the files are read, and which ones are left out; DataError where one holds no text."""
-        return described(list(zip(self.files, self.readings, strict=True))) + self.without()
+        """The readings of the files, and the files that are left out, for the user.
 
-    def without(self) -> str:
-        """Which files are left out, as the end of a sentence."""
-        return f", left out {listing((path.name for path in self.left_out), most=3)}" if self.left_out else ""
+        Raises:
+            DataError: a file holds no text.
+        """
+        return described(list(zip(self.files, self.readings, strict=True))) + self.left_out_note()
+
+    def left_out_note(self) -> str:
+        """The files that are left out, as the end of a sentence."""
+        if not self.left_out:
+            return ""
+        return f", left out {listing((path.name for path in self.left_out), most=3)}"
 
     def stamp(self) -> str | None:
         """A digest that changes when the text may have changed, without reading it; None: read it to know."""
@@ -127,7 +146,7 @@ class FileSource:
 
 
 class ColumnSource(DataSet):
-    """The texts of a data set's column: those of one split after those of another."""
+    """The texts of a data set's column, one split after another."""
 
     def pieces(self) -> Iterator[TextPiece]:
         for split in self.splits:
@@ -157,8 +176,11 @@ class PythonSource:
     name: str = "python"
 
     def stamp(self) -> str | None:
+        files = [*self.files]
         topics = self.root / _TOPICS
-        return _stamp([*self.files, *([topics] if topics.is_file() else [])], ["python", sys.version])
+        if topics.is_file():
+            files.append(topics)
+        return _stamp(files, ["python", sys.version])
 
     def pieces(self) -> Iterator[TextPiece]:
         for path in self.files:
@@ -173,8 +195,8 @@ Source = FileSource | ColumnSource | PythonSource
 
 
 def open_source(data: DataConfig) -> Source:
-    """The text that the `data` section names; DataError where it is missing or holds no files."""
-    if detect(data) == "datasets":
+    """The text that the `data` section names; DataError if it is missing or holds no files."""
+    if names_data_set(data):
         return ColumnSource.open(data)
     if data.path is not None:
         path = Path(data.path).expanduser()
@@ -196,12 +218,16 @@ def _user_source(path: Path, data: DataConfig) -> FileSource:
     if path.is_dir():
         files, left_out = _data_files(path, kind, data.text_key)
         if not files:
-            besides = f" but {listing((file.name for file in left_out), most=3)}" if left_out else ""
+            besides = ""
+            if left_out:
+                besides = f" but {listing((file.name for file in left_out), most=3)}"
             raise DataError(
                 f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none{besides}"
             )
         # As text, the tokens of a .bin would be refused at some byte, or even be read.
-        for file in (file for file in files if kind is None and file.suffix == ".bin"):
+        for file in files:
+            if kind is not None or file.suffix != ".bin":
+                continue
             if file.with_suffix(".idx").exists():
                 raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
             raise DataError(f"{file} holds raw tokens, not text: {convert_command(file)}, which runs read")
@@ -226,7 +252,8 @@ def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, 
         has_rows = any(reading_of(file, None, key).kind != "text" for file in samples.values())
     else:
         has_rows = kind != "text"
-    left_out |= about if has_rows else set()
+    if has_rows:
+        left_out |= about
     return tuple(file for file in files if file not in left_out), tuple(file for file in files if file in left_out)
 
 
@@ -277,6 +304,7 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
 
 
 def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
+    """A digest of `identity` and of the paths, sizes and times of files; None if one has just changed."""
     digest = hashlib.sha256(json.dumps(identity).encode())
     newest = 0.0
     for path in files:
@@ -285,11 +313,13 @@ def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
         newest = max(newest, status.st_mtime, status.st_ctime)
         facts = [str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         digest.update(json.dumps(facts).encode())
-    return digest.hexdigest() if newest < time.time() - _SETTLED_SECONDS else None
+    if newest >= time.time() - _SETTLED_SECONDS:
+        return None
+    return digest.hexdigest()
 
 
 def cut_document(blocks: Iterable[str]) -> Iterator[TextPiece]:
-    """One document's pieces from blocks of its text."""
+    """The pieces of one document, made of blocks of its text."""
     pending = ""
     for block in blocks:
         pending += block
@@ -305,7 +335,7 @@ def _cut_point(text: str, limit: int) -> int:
     """The last place at or before `limit` between a word and white space, else `limit`.
 
     Most tokenizers never join a word to the white space after it; after punctuation some join a line end, so a word is
-    preferred. `tokens.windows` joins the pieces again where their tokens would not be those of the whole.
+    preferred. `tokens.windows` joins the pieces again if their tokens would not be those of the document.
     """
     after_punctuation = 0
     for at in range(limit, max(limit - _BACKTRACK, 0), -1):
@@ -314,3 +344,79 @@ def _cut_point(text: str, limit: int) -> int:
                 return at
             after_punctuation = after_punctuation or at
     return after_punctuation or limit
+
+
+# At four characters a token the tokens of a block take 64 MiB of memory, and those of a few blocks are kept.
+BLOCK_CHARACTERS = 1 << 26
+"""Characters at which a block of a stream ends, whatever the buffer is, and the longest document of a plain text."""
+
+
+@dataclass(frozen=True)
+class FileShard:
+    """A file of text that a stream reads, on this machine or on the hub; lines and rows without text are left out."""
+
+    path: Path | HubFile
+    kind: Kind | None
+    text_key: str
+
+    def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
+        """The documents from the one that begins at `start` on, as blocks of text, with the place of the next one.
+
+        Raises:
+            DataError: a document cannot be read; names file and line, row or byte.
+            RunError: the hub does not answer.
+        """
+        on_hub = isinstance(self.path, HubFile)
+        try:
+            yield from documents(self.path, self.kind, self.text_key, start, empty=on_hub, longest=BLOCK_CHARACTERS)
+        except ShardwiseError:
+            raise
+        except Exception as error:
+            if not on_hub:
+                raise
+            raise RunError(f"{self.path} cannot be read: {type(error).__name__}: {first_line(error)}") from None
+
+
+@dataclass(frozen=True)
+class TableShard:
+    """A file of a data set's table that a stream reads, mapped into memory; rows without text are left out."""
+
+    path: Path
+    column: str
+
+    def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
+        row = start
+        for array in self._values.slice(start).chunks:
+            require_sound(array, f"{self.path}: rows {row} to {row + len(array) - 1}", self.column)
+            for value in array:
+                text = row_text(value, f"{self.path}: row {row}", self.column, empty=True)
+                row += 1
+                if text:
+                    yield row, slices(text)
+
+    @cached_property
+    def _values(self) -> Any:
+        require_whole(self.path)
+        arrow = importlib.import_module("pyarrow")
+        table = arrow.ipc.open_stream(arrow.memory_map(str(self.path))).read_all()
+        return column_at(table, require_text(arrow, self.path, table.schema, self.column))
+
+
+TextShard = FileShard | TableShard
+
+
+def open_shard(file: str, data: DataConfig) -> TextShard:
+    """The shard of a file, or of an address on the hub; DataError if it cannot be streamed."""
+    if data.is_hub_dataset:
+        if unpacked_name(file).endswith(LINES):
+            return FileShard(HubFile(file), "jsonl", data.text_key)
+        if file.endswith(".parquet"):
+            return FileShard(HubFile(file), "parquet", data.text_key)
+        raise DataError(
+            f"{file} must be a .parquet, .jsonl or .json file for data.streaming: set it to false, or data.path to a "
+            "copy of the files"
+        )
+    path = Path(file)
+    if path.suffix == ".arrow":
+        return TableShard(path, data.text_key)
+    return FileShard(path, chosen_kind(data.format), data.text_key)

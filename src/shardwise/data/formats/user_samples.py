@@ -1,7 +1,7 @@
 """Samples that an object of the user's own gives: `hooks.data=package.module:Name`.
 
 It is called as `Name(config, part)` with the part `train` or `eval`, and returns an object with `len(samples)` and
-`samples[number]`, such as a list or a torch `Dataset`; or None where there is no such part. A sample is a row of 2 to
+`samples[number]`, such as a list or a torch `Dataset`; or None if there is no such part. A sample is a row of 2 to
 S + 1 token ids: the model reads all but the last, and predicts all but the first. A shorter one is padded. It is the
 same whenever and on whichever rank it is asked for; threads may ask at once.
 """
@@ -20,14 +20,14 @@ from shardwise.base.user_code import RAISED, accepts, error_text, load
 from shardwise.config import Config
 from shardwise.data.cache import digest_of
 from shardwise.data.formats.common import Announce, PreparedData, needed_parts, tokenizer_in_cache, tokenizer_of_tokens
-from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.samples.batch import Batch, Batches
 from shardwise.data.samples.causal import DocumentEnds, causal_batch
 from shardwise.data.samples.order import IntArray
+from shardwise.data.split import PART_NAMES, PARTS, Part, describe_sizes
 
 
 class Samples(Protocol):
-    """What the object returns for a part."""
+    """The samples of a part, as the user's object returns them."""
 
     def __len__(self) -> int: ...
 
@@ -39,9 +39,9 @@ class Rows:
     """The samples of a part, checked as they are read.
 
     Attributes:
-        path: of the object, for messages.
-        length: S.
-        vocab_size: of the model.
+        path: `hooks.data`, for messages.
+        length: sequence length S.
+        vocab_size: vocabulary of the model.
     """
 
     samples: Samples
@@ -63,34 +63,42 @@ class Rows:
             row = np.asarray(sample)
         except RAISED as error:
             raise DataError(f"hooks.data ({self.path}): sample {number} cannot be read: {error_text(error)}") from error
-        found = None
+        fault = None
         if row.ndim == 0:
-            found = f"of type {type(sample).__name__}"
+            fault = f"of type {type(sample).__name__}"
         elif row.ndim != 1 or row.dtype.kind not in "iu":
-            found = f"{row.dtype} of shape {row.shape}"
+            fault = f"{row.dtype} of shape {row.shape}"
         elif not 2 <= len(row) <= self.length + 1:
-            found = f"{len(row)} of them"
+            fault = f"{len(row)} of them"
         elif row.min() < 0 or row.max() >= self.vocab_size:
-            found = f"ids from {row.min()} to {row.max()}"
-        if found is not None:
+            fault = f"ids from {row.min()} to {row.max()}"
+        if fault is not None:
             raise DataError(
                 f"hooks.data ({self.path}): sample {number} must be a row of 2 to train.sequence_length + 1 "
-                f"({self.length + 1}) whole numbers below model.vocab_size ({self.vocab_size}), and it is {found}"
+                f"({self.length + 1}) whole numbers below model.vocab_size ({self.vocab_size}), and it is {fault}"
             )
         return row.astype(np.int64)
 
 
 @dataclass(frozen=True)
 class PreparedSamples(PreparedData):
-    """The samples of each part; None of a part that is not there."""
+    """The samples of the user's object.
+
+    Attributes:
+        parts: samples of each part that has some.
+    """
 
     parts: Mapping[Part, Rows]
 
     def count(self, part: Part) -> int:
-        return len(self.parts[part]) * self.parts[part].length if part in self.parts else 0
+        if part not in self.parts:
+            return 0
+        return len(self.parts[part]) * self.parts[part].length
 
     def beginning(self, part: Part, tokens: int) -> list[int]:
-        return [int(token) for token in self.parts[part].row(0)[:tokens]] if part in self.parts else []
+        if part not in self.parts:
+            return []
+        return [int(token) for token in self.parts[part].row(0)[:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
         if part not in self.parts:
@@ -102,14 +110,15 @@ class SampleBatches(Batches):
     """Batches of rows of tokens, shuffled in each epoch. Inputs: see `causal_batch`.
 
     Args:
-        ends: what the end of a document changes.
+        ends: changes at the end of a document.
     """
 
     objectives = ("lm",)
 
     def __init__(self, rows: Rows, seed: int, ends: DocumentEnds | None) -> None:
         super().__init__(len(rows), seed)
-        self.rows, self.ends = rows, ends
+        self.rows = rows
+        self.ends = ends
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         rows_BS = np.zeros((len(indices), self.rows.length + 1), dtype=np.int64)
@@ -123,7 +132,7 @@ class SampleBatches(Batches):
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedSamples:
-    """Opens the parts; only the tokenizer, where `data.tokenizer` names one, is kept in the cache `root`."""
+    """Opens the parts; only the tokenizer, if `data.tokenizer` names one, is kept in the cache `root`."""
     path = config.hooks.data
     assert path is not None
     opener = load_reader(path)
@@ -136,7 +145,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     if problems:
         raise DataError(problems)
     parts: dict[Part, Rows] = {}
-    for part in PARTS[:2]:
+    for part in PARTS[:2]:  # there is no test part
         try:
             samples = opener(config, part)
             number = 0 if samples is None else len(samples)
@@ -148,6 +157,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
             parts[part] = Rows(samples, path, config.train.sequence_length, config.model.vocab_size)
         elif part in needed_parts(config) and not any_size:
             raise DataError(f"hooks.data ({path}) must give at least one sample of the {PART_NAMES[part]} part")
+    # Reading all samples to make a digest may take hours: their number, the first and the last one must do.
     ends = {part: [rows.row(0).tolist(), rows.row(len(rows) - 1).tolist()] for part, rows in parts.items()}
     counts: dict[Part, int] = {part: len(rows) for part, rows in parts.items()}
     return PreparedSamples(
@@ -159,7 +169,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
 
 
 def glance(config: Config) -> str:
-    """What gives the samples; it is not called."""
+    """The name of the object, which is imported and not called."""
     assert config.hooks.data is not None
     load_reader(config.hooks.data)
     return f"samples of hooks.data ({config.hooks.data})"

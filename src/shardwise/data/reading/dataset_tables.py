@@ -1,7 +1,7 @@
 """Data sets of the library `datasets`: a folder that its `save_to_disk` wrote, or a name on the Hugging Face hub.
 
 A data set is a table for each of its splits, mapped into memory. One column is read: text, or lists of token ids. The
-library takes seconds to import and asks the hub, so it is imported only where the cache lacks the tokens.
+library takes seconds to import and asks the hub, so it is imported only if the cache lacks the tokens.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ from shardwise.base.parsing import json_value
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import hub
 from shardwise.data.reading.content import first_line, optional_library, readable
-from shardwise.data.reading.text import require_sound
+from shardwise.data.reading.text_files import require_sound
 
 TOKENS = "input_ids"
-"""The column that is read where there is no text."""
-_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+"""The column that is read if there is no text."""
+_STATE = "state.json"
+_INFO = "dataset_info.json"
+_SPLITS = "dataset_dict.json"
+# Rows that are mapped at once.
 _ROWS = 1000
+# The name of the only split of a data set whose splits have no names.
 _UNNAMED = ""
 _T = TypeVar("_T")
 _CONVERTED = "refs/convert/parquet"
 """The branch of a data set's repository to which the hub converts its data."""
 _NEEDED = "data sets of the hub and of save_to_disk need the library"
-# How the library begins where a configuration is not there, or must be chosen.
+# Beginnings of the library's messages about a configuration that is not there, or that must be chosen.
 _NO_CONFIG = ("BuilderConfig ", "Config name is missing")
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedTables:
     """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
 
     path: Path
@@ -60,7 +64,7 @@ class _Saved:
         return stamp
 
     def load(self) -> Mapping[str, Any]:
-        """A table of each split, by its name, `_UNNAMED` where there are no splits; DataError where one is damaged."""
+        """The table of each split, by its name, `_UNNAMED` if there are no splits; DataError if one is damaged."""
         datasets = library()
         tables = {}
         for name, folder in self._folders().items():
@@ -69,7 +73,7 @@ class _Saved:
                 raise DataError(f"{folder} is a data set without rows: save one that has some")
             try:
                 tables[name] = datasets.Dataset.load_from_disk(str(folder))
-            except Exception as error:  # noqa: BLE001  the library has no type of its own for what is damaged
+            except Exception as error:  # noqa: BLE001  the library has no type for damaged data
                 for path in files:
                     require_whole(path)
                 reason = first_line(error)
@@ -77,7 +81,7 @@ class _Saved:
         return tables
 
     def files(self) -> Mapping[str, list[str]]:
-        """The files that a stream of each split is read from, in their order."""
+        """The files of each split, in their order."""
         return {
             name: [str(path.absolute()) for path in self._files(folder)] for name, folder in self._folders().items()
         }
@@ -105,11 +109,13 @@ class _Saved:
 
 
 @dataclass(frozen=True)
-class _OnHub:
-    """A configuration of a repository on the hub, at a commit; `folder` is what the hub's cache has of it.
+class _HubTables:
+    """A configuration of a repository on the hub, at a commit.
 
     Attributes:
-        converted: the commit is one of the hub's conversion, which has CONFIG/SPLIT/NUMBER.parquet.
+        config: name of the configuration; None if the repository has one alone.
+        folder: folder of the commit in the hub's cache.
+        converted: True if the commit is one of the hub's conversion, which has CONFIG/SPLIT/NUMBER.parquet.
     """
 
     repository: str
@@ -143,9 +149,11 @@ class _OnHub:
 
     def _builder(self, datasets: Any) -> Any:
         place = f"hf://datasets/{self.repository}"
-        chosen = {"data_files": self._converted_files()} if self.converted else {"name": self.config}
+        selection: dict[str, Any] = {"name": self.config}
+        if self.converted:
+            selection = {"data_files": self._converted_files()}
         try:
-            builder = datasets.load_dataset_builder(place, **chosen, revision=self.folder.name)
+            builder = datasets.load_dataset_builder(place, **selection, revision=self.folder.name)
         except Exception as error:  # noqa: BLE001  as above
             names = []
             if str(error).startswith(_NO_CONFIG):
@@ -154,7 +162,8 @@ class _OnHub:
             if not names:
                 raise self._refusal(error) from None
             raise self._no_config(names) from None
-        if builder.hash != self.folder.name:  # without access to the hub it takes any commit that it has
+        # Without access to the hub the library takes any commit that it has.
+        if builder.hash != self.folder.name:
             raise DataError(
                 f"data.dataset ({self.repository}) cannot be fetched at commit {self.folder.name}: there is no access "
                 f"to the hub, and the cache of datasets has commit {builder.hash}"
@@ -170,12 +179,17 @@ class _OnHub:
             names = HfApi().list_repo_files(self.repository, revision=self.folder.name, repo_type="dataset")
         except Exception as error:  # noqa: BLE001  as above
             raise self._refusal(error) from None
-        found: dict[str, dict[str, str]] = {}
-        for config, split, _ in (name.split("/") for name in names if name.count("/") == 2):
-            found.setdefault(config, {})[split] = f"{config}/{split}/*.parquet"
-        if self.config not in found and (self.config is not None or len(found) != 1):
-            raise self._no_config(found)
-        files = found[self.config] if self.config is not None else next(iter(found.values()))
+        by_config: dict[str, dict[str, str]] = {}
+        for name in names:
+            if name.count("/") == 2:
+                config, split, _ = name.split("/")
+                by_config.setdefault(config, {})[split] = f"{config}/{split}/*.parquet"
+        if self.config in by_config:
+            files = by_config[self.config]
+        elif self.config is None and len(by_config) == 1:
+            files = next(iter(by_config.values()))
+        else:
+            raise self._no_config(by_config)
         if partial := [split for split in files if split.startswith("partial-")]:
             raise DataError(
                 f"data.dataset ({self.repository}) is a loading script, of whose data the hub has converted only the "
@@ -185,11 +199,12 @@ class _OnHub:
         return files
 
     def _no_config(self, names: Iterable[str]) -> DataError:
-        given = f"data.config ({self.config})" if self.config else "data.config"
-        return DataError(f"{given} must name a configuration of {self.repository}: {listing(names, 'or')}")
+        key = f"data.config ({self.config})" if self.config else "data.config"
+        return DataError(f"{key} must name a configuration of {self.repository}: {listing(names, 'or')}")
 
     def _require_own_files(self, place: str, data_files: Mapping[Any, list[str]]) -> None:
-        """DataError where the card names a file of another place or of this machine, which old releases would read."""
+        """Raises DataError if the card names files elsewhere or of this machine, which old releases would read."""
+        # The library reads any address of a card, files of this machine too. Only those of the repository are allowed.
         for address in [str(address) for addresses in data_files.values() for address in addresses]:
             *members, archive = address.split("::")  # a member of an archive is zip://MEMBER::ARCHIVE
             before, _, name = archive.partition(place)
@@ -201,13 +216,14 @@ class _OnHub:
                 )
 
     def _tables(self, builder: Any) -> Mapping[str, Any] | None:
-        """The tables that lie in the library's cache; None where a file of theirs is damaged."""
+        """The tables that lie in the library's cache; None if a file of theirs is damaged."""
         try:
             tables: dict[str, Any] = dict(builder.as_dataset())
         except Exception:  # noqa: BLE001  as above
             return None
-        whole = all(len(table) == builder.info.splits[name].num_examples for name, table in tables.items())
-        return tables if whole else None
+        if any(len(table) != builder.info.splits[name].num_examples for name, table in tables.items()):
+            return None
+        return tables
 
     def _refusal(self, error: Exception) -> DataError:
         cause = error.__cause__ or error
@@ -219,16 +235,20 @@ class _OnHub:
 
 @dataclass(frozen=True)
 class DataSet:
-    """The column that the `data` section names, in the splits that it names."""
+    """The column that the `data` section names, in the splits that it names.
+
+    Attributes:
+        tables: tables that the data set has, which are opened as late as possible.
+    """
 
     data: DataConfig
-    tables: _Saved | _OnHub
+    tables: _SavedTables | _HubTables
 
     @classmethod
     def open(cls, data: DataConfig) -> Self:
         """The data set that the `data` section names; on the hub, at the commit that `fetch_dataset` found."""
         if data.path is not None:
-            return cls(data, _Saved(Path(data.path).expanduser()))
+            return cls(data, _SavedTables(Path(data.path).expanduser()))
         try:
             return cls(data, _on_hub(data, cached=True))
         except ConfigError as error:
@@ -236,8 +256,9 @@ class DataSet:
 
     @property
     def name(self) -> str:
-        configured = f" {self.data.config}" if self.data.config else ""
-        return f"{self.data.name}{configured}"
+        if not self.data.config:
+            return self.data.name
+        return f"{self.data.name} {self.data.config}"
 
     @property
     def shown(self) -> str:
@@ -245,24 +266,24 @@ class DataSet:
         return f"{self.data.key} ({self.name})"
 
     def stamp(self) -> str:
-        """A digest that changes when what is read may have changed, found without opening it."""
+        """A digest that changes when the column may have changed, found without opening the data set."""
         identity = ["datasets", self.tables.stamp, list(self.data.split_names), self.data.text_key]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     @cached_property
     def _splits(self) -> Mapping[str, Any]:
         """The tables that are read, by the names of their splits."""
-        tables, key = self._chosen(self.tables.load()), self.data.text_key
-        # A column may lie within another one.
-        return {name: table if key in table.column_names else _flat(table, key) for name, table in tables.items()}
+        tables = self._chosen(self.tables.load())
+        return {name: _with_column(table, self.data.text_key) for name, table in tables.items()}
 
     def files_by_split(self) -> dict[str, list[str]]:
-        """The files of the splits that are read, which are not opened; DataError where there is no such split."""
+        """The files of the splits that are read, which are not opened; DataError if there is no such split."""
         return self._chosen(self.tables.files())
 
     def _chosen(self, by_split: Mapping[str, _T]) -> dict[str, _T]:
-        """What belongs to the splits that are read, in the order of the parts."""
-        named, names = self.data.split_names, [name for name in by_split if name != _UNNAMED]
+        """The values of the splits that are read, in the order of the parts."""
+        named = self.data.split_names
+        names = [name for name in by_split if name != _UNNAMED]
         if named:
             if not set(named) <= set(names):
                 has = f"it has {listing(names)}" if names else "it has none with names: give weights, such as 95,5"
@@ -279,12 +300,12 @@ class DataSet:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The names of the splits that are read; each is a part where `data.split` names them."""
+        """The names of the splits that are read; each is a part if `data.split` names them."""
         return tuple(self._splits)
 
     @cached_property
     def column(self) -> str:
-        """The column that is read: `data.text_key`, or token ids where there is no text; DataError without either."""
+        """The column that is read: `data.text_key`, or token ids if there is no text; DataError without either."""
         columns = next(iter(self._splits.values())).column_names
         for name in (self.data.text_key, TOKENS):
             if name in columns and (name == self.data.text_key or self.data.text_key == "text"):
@@ -297,7 +318,11 @@ class DataSet:
 
     @cached_property
     def holds_tokens(self) -> bool:
-        """Whether the column holds lists of token ids; else it holds text, or a DataError says what."""
+        """True if the column holds lists of token ids, False if it holds text.
+
+        Raises:
+            DataError: the column holds neither, or not the same in all splits.
+        """
         arrow = importlib.import_module("pyarrow").types
         kinds: dict[bool, list[str]] = {}
         for name, table in self._splits.items():
@@ -332,8 +357,10 @@ class DataSet:
             yield array
 
     def where(self, split: str) -> str:
-        """What messages about a row of a split begin with."""
-        return f"{self.shown}, split {split}" if split != _UNNAMED else self.shown
+        """The beginning of messages about a row of a split."""
+        if split == _UNNAMED:
+            return self.shown
+        return f"{self.shown}, split {split}"
 
     def arrays(self, split: str) -> Iterator[Any]:
         """The values of the column: arrow arrays of many rows each."""
@@ -346,15 +373,30 @@ class DataSet:
                 yield array
 
 
-def _flat(table: Any, key: str) -> Any:
-    """A table with a column for each field of its columns, if one is called `key` then."""
-    flat = table.flatten() if "." in key else table
-    return flat if key in flat.column_names else table
+def _with_column(table: Any, key: str) -> Any:
+    """A table with the column `key`, if it has one or a field of that name in another column (`meta.body`)."""
+    if key in table.column_names or "." not in key:
+        return table
+    flat = table.flatten()
+    if key not in flat.column_names:
+        return table
+    return flat
 
 
 def is_saved(path: Path, *, damaged: bool = False) -> bool:
-    """Whether `path` is a folder that `save_to_disk` wrote; `damaged`: its description of columns may be missing."""
+    """True if `path` is a folder that `save_to_disk` wrote; `damaged`: its description of columns may be missing."""
     return (path / _SPLITS).is_file() or ((path / _STATE).is_file() and (damaged or (path / _INFO).is_file()))
+
+
+def names_data_set(data: DataConfig) -> bool:
+    """True if the `data` section names a data set of the library: on the hub, by `data.format` or by its files."""
+    if data.path is None:
+        return data.is_hub_dataset
+    if data.format != "auto":
+        return data.format == "datasets"
+    with contextlib.suppress(OSError):  # opening the path as text will report it
+        return is_saved(Path(data.path).expanduser())
+    return False
 
 
 def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> None:
@@ -368,43 +410,47 @@ def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> N
         _on_hub(data, announce=announce)
 
 
-def _on_hub(data: DataConfig, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> _OnHub:
+def _on_hub(data: DataConfig, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> _HubTables:
     """The repository that `data.dataset` names; of a loading script, the hub's conversion of its data."""
-    wanted = hub.place_of_dataset(data.name, BUILT_IN_TEXTS)
-    folder, key = hub.obtain(wanted, cached=cached, announce=announce), f"data.dataset ({data.name})"
-    converted = wanted.revision == _CONVERTED
-    if (folder / wanted.patterns[-1]).exists():
-        if wanted.revision is not None:
+    files = hub.place_of_dataset(data.name, BUILT_IN_TEXTS)
+    folder = hub.obtain(files, cached=cached, announce=announce)
+    key = f"data.dataset ({data.name})"
+    converted = files.revision == _CONVERTED
+    has_loading_script = (folder / files.patterns[-1]).exists()
+    if has_loading_script:
+        if files.revision is not None:
             raise ConfigError(
                 f"{key} is a loading script, and the hub converts that of the main branch alone: leave out "
-                f"@{wanted.revision}"
+                f"@{files.revision}"
             )
         if announce is not None:
-            what = f"{data.name} is a loading script, which is not run"
-            announce(f"{what}: reading the hub's parquet files of it ({_CONVERTED})")
+            announce(
+                f"{data.name} is a loading script, which is not run: reading the hub's parquet files of it "
+                f"({_CONVERTED})"
+            )
         lacks = (
             f"{key} is a loading script, which is not run, and the hub has no parquet files of it ({_CONVERTED}): set "
             "data.path to a copy of its data"
         )
-        wanted = replace(wanted, revision=_CONVERTED, no_revision=lacks)
-        folder, converted = hub.obtain(wanted, cached=cached, announce=announce), True
-    return _OnHub(wanted.repository, data.config, folder, converted)
+        files = replace(files, revision=_CONVERTED, no_revision=lacks)
+        folder = hub.obtain(files, cached=cached, announce=announce)
+        converted = True
+    return _HubTables(files.repository, data.config, folder, converted)
 
 
 def require_library(data: DataConfig) -> None:
-    """Raises ConfigError where the library is not installed; it is not imported."""
+    """Raises ConfigError if the library is not installed; it is not imported."""
     if importlib.util.find_spec("datasets") is None:
-        near = nearest_name(data.name, BUILT_IN_TEXTS) if data.is_hub_dataset else None
-        raise ConfigError(
-            f"{_NEEDED} datasets, which is not installed: pip install 'shardwise[datasets]'"
-            + (f"; did you mean data.dataset={near}?" if near else "")
-        )
+        message = f"{_NEEDED} datasets, which is not installed: pip install 'shardwise[datasets]'"
+        if data.is_hub_dataset and (near := nearest_name(data.name, BUILT_IN_TEXTS)):
+            message += f"; did you mean data.dataset={near}?"
+        raise ConfigError(message)
 
 
 def library() -> Any:
-    """datasets, made quiet; it takes seconds to import. DataError where it is not installed."""
+    """The module `datasets`, made quiet; it takes seconds to import. DataError if it is not installed."""
     datasets = optional_library("datasets", _NEEDED, "datasets")
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty():  # in a log, a bar is a line for each of its states
         datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.ERROR)
     return datasets
@@ -424,11 +470,13 @@ def _json(path: Path) -> dict[str, Any]:
         values = json_value(content)
     except ValueError as error:
         raise DataError(f"{path} is no JSON ({error}): save the data set again") from None
-    return values if isinstance(values, dict) else {}
+    if not isinstance(values, dict):
+        return {}
+    return values
 
 
 def require_whole(path: Path) -> None:
-    """Raises DataError where a table's file cannot be read to its end."""
+    """Raises DataError if a table's file cannot be read to its end."""
     arrow = importlib.import_module("pyarrow")
     try:
         with arrow.memory_map(str(path)) as file, arrow.ipc.open_stream(file) as stream:

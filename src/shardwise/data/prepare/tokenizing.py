@@ -1,8 +1,7 @@
-"""From text to tokens: an unfinished Megatron data set in the work folder, from which every format is then made.
+"""Text becomes tokens: an unfinished Megatron data set in the work folder, from which every format is then made.
 
-Text in batches to be tokenized, each with its position in the source.
-
-Where tokenizing and masking run: threads of this process, or processes of their own.
+`text_batches` cuts text into batches, each with its position in the source; `Workers`, threads of this process or other
+processes, tokenize them; `write_tokens` appends the tokens in order and saves the position reached.
 """
 
 from __future__ import annotations
@@ -28,35 +27,30 @@ import numpy.typing as npt
 from shardwise.base.errors import DataError, RunError, see
 from shardwise.base.files import to_disk
 from shardwise.base.hardware import cpu_count
-from shardwise.data.parts import Part
 from shardwise.data.prepare.work_folder import WorkFolder
-from shardwise.data.reading.megatron import UnfinishedIndex, written_dtype
-from shardwise.data.reading.sources import Source, TextPiece
+from shardwise.data.reading.megatron_files import UnfinishedIndex, written_dtype
+from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.samples.order import IntArray
-from shardwise.data.tokens.encoding import (
-    ContentDigest,
-    DocumentMarks,
-    PieceTexts,
-    TextWindow,
-    batches,
-    sentence_pieces,
-    text_windows,
-)
+from shardwise.data.split import Part
+from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks, PieceTexts, batches, sentence_pieces
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.windows import TextWindow, text_windows
 from shardwise.launch.environment import PARENT_PID
 from shardwise.launch.local import die_with_parent
 
 # Enough for eight threads of a process, and few enough that what `tokenizers` makes of them stays below 100 MiB.
 BATCH_CHARACTERS = 1 << 21
+SMALL_BYTES = 8 << 20
+"""Work below this size is done in this process: others take longer to start than they save."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """How much of a source has been read.
+    """The part of a source that has been read.
 
     Attributes:
-        batches: the number of batches.
-        digest: of the text, as `ContentDigest` makes it.
+        batches: number of batches.
+        digest: digest of the text, as `ContentDigest` makes it.
     """
 
     batches: int = 0
@@ -71,25 +65,27 @@ class TextBatch:
     """Texts, each of which is tokenized by itself: windows of documents, or sentences.
 
     Attributes:
-        contexts: the number of tokens at the beginning of each text that belong to the text before.
-        ends: for each document that ends in this batch, how many of the texts lie before its end.
-        after: the position where it ends.
+        contexts: number of tokens at the beginning of each text that belong to the text before.
+        ends: number of texts before the end of each document that ends in this batch.
+        stop: position at which the batch ends.
     """
 
     texts: list[str]
     contexts: list[int]
     ends: list[int]
-    after: Position
+    stop: Position
 
 
 def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Iterator[TextBatch]:
     """All text of a source; the same source and tokenizer always give the same batches.
 
     Args:
-        tokenizer: the one that the texts are for, where they are not sentences.
+        tokenizer: tokenizer that the windows of documents are for.
+        sentences: True if the texts are sentences, False if they are windows of documents.
     """
-    digest, position = ContentDigest(), Position()
-    # `digest` is that of the text up to the end of a batch, or of one piece more where it ends within a document.
+    digest = ContentDigest()
+    position = Position()
+    # `digest` is that of the text up to the end of a batch, or of one piece more if it ends within a document.
     for batch in batches(
         _pieces(source, digest, tokenizer, sentences), lambda piece: piece.characters, BATCH_CHARACTERS
     ):
@@ -113,7 +109,7 @@ def _pieces(
 
 
 TokenRow = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
-"""The ids of all texts of a batch one after another, and how many each text has."""
+"""The ids of all texts of a batch one after another, and the number of ids of each text."""
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 # One process turns ids into arrays as fast as this many cores produce them; its threads share the tokenizer's caches.
@@ -128,14 +124,15 @@ class Workers:
     """Threads or processes that share tasks."""
 
     def __init__(self, pool: Executor, count: int) -> None:
-        self._pool, self._count = pool, count
+        self._pool = pool
+        self._count = count
 
     @classmethod
     def for_tokenizing(cls, path: str, tokenizer: Tokenizer, *, small: bool) -> Workers:
-        """What `tokenize` runs in, on all cores: this process, unless there are many cores and the text is not small.
+        """Workers for `tokenize` on all cores: this process, unless there are many cores and the text is not small.
 
         Args:
-            path: where other processes open `tokenizer`.
+            path: file or folder from which other processes open `tokenizer`.
         """
         global _tokenizer
         if small or cpu_count() <= CORES_OF_A_PROCESS:
@@ -146,9 +143,11 @@ class Workers:
 
     @classmethod
     def for_masking(cls, tasks: int, *, small: bool) -> Workers:
-        """Processes, at most one for each task; one thread where there is little to do."""
-        count = 1 if small else min(cpu_count(), _MOST_PROCESSES, tasks)
-        return cls.processes(count, None) if count > 1 else cls(ThreadPoolExecutor(1), 1)
+        """Processes, at most one for each task; one thread if there is little to do."""
+        count = min(cpu_count(), _MOST_PROCESSES, tasks)
+        if small or count <= 1:
+            return cls(ThreadPoolExecutor(1), 1)
+        return cls.processes(count, None)
 
     @classmethod
     def processes(cls, count: int, path: str | None) -> Workers:
@@ -187,13 +186,13 @@ class Workers:
 
 
 def tokenize(batch: TextBatch, literally: bool) -> TokenRow:
-    """The tokens of a batch; called where `Workers.for_tokenizing` runs it."""
+    """The tokens of a batch; called in a process or thread of `Workers.for_tokenizing`."""
     assert _tokenizer is not None
     return _tokenizer.encode_rows(batch.texts, contexts=batch.contexts, literally=literally)
 
 
 def _begin(path: str | None, threads: int, parent: int) -> None:
-    """Is called first in each new process."""
+    """Prepares a new process for its tasks."""
     global _tokenizer
     os.environ[PARENT_PID] = str(parent)
     die_with_parent()
@@ -212,12 +211,12 @@ COMMIT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class SequenceOptions:
-    """How text becomes sequences of tokens.
+    """The rules by which text becomes sequences of tokens.
 
     Attributes:
-        sentences: each sentence is a sequence, and tokenized by itself; else each document is one.
-        marks: of each document; sentences have no token that begins them.
-        longest: a document with this many tokens is ended, and its rest becomes another document.
+        sentences: True if each sentence is a sequence, and tokenized by itself; False if each document is one.
+        marks: marks of each document; sentences have no token that begins them.
+        longest: number of tokens at which a document is ended, and its rest becomes another document; None: never.
     """
 
     sentences: bool
@@ -227,10 +226,10 @@ class SequenceOptions:
 
 @dataclass(frozen=True)
 class WrittenCounts:
-    """What the files contain.
+    """The contents of the files.
 
     Attributes:
-        open_document: tokens of the last document, if its end is not written yet.
+        open_document: tokens of the last document if its end is not written yet, else 0.
     """
 
     tokens: int = 0
@@ -241,7 +240,7 @@ class WrittenCounts:
 
 @dataclass(frozen=True)
 class TokenizingProgress:
-    """What of the source has been read, and what was written of it."""
+    """The part of the source that has been read, and the contents that were written of it."""
 
     read: Position = field(default_factory=Position)
     written: WrittenCounts = field(default_factory=WrittenCounts)
@@ -267,9 +266,9 @@ def write_tokens(
     """Tokenizes the source from `begin` on; returns the progress at its end, when tokens.bin and tokens.idx are there.
 
     Args:
-        tokenizer: the one that `workers` have.
-        save: stores a progress on the disk; the files that it describes are there already.
-        advance: is called with the bytes of text that were read.
+        tokenizer: tokenizer that `workers` have.
+        save: function that stores a progress on the disk; the files that it describes are there already.
+        advance: called with the bytes of text that were read.
 
     Raises:
         ChangedError: the text up to `begin` differs from what was read before.
@@ -278,13 +277,15 @@ def write_tokens(
     with contextlib.ExitStack() as files:
         with work.writing():
             index = open_index(files, work.folder, tokenizer.vocab_size, begin.written)
-        progress, saved = begin, time.monotonic()
+        progress = begin
+        saved = time.monotonic()
         batches = _after(text_batches(source, tokenizer, sequences.sentences), begin.read, advance)
         for batch, row in workers.each(functools.partial(tokenize, literally=sequences.sentences), batches):
-            advance(batch.after.bytes - progress.read.bytes)
+            advance(batch.stop.bytes - progress.read.bytes)
             with work.writing():
-                progress = TokenizingProgress(batch.after, _append(index, sequences, progress.written, batch, row))
+                progress = TokenizingProgress(batch.stop, _append(index, sequences, progress.written, batch, row))
                 if time.monotonic() - saved >= COMMIT_SECONDS:
+                    # The files first: a state must never describe tokens that a crash could lose.
                     _to_disk(index)
                     save(progress)
                     saved = time.monotonic()
@@ -302,8 +303,8 @@ class ChangedError(DataError):
 def _after(batches: Iterator[TextBatch], begin: Position, advance: Callable[[int], None]) -> Iterator[TextBatch]:
     """The batches after a position, which must be the same text as before."""
     if begin.batches:
-        last = next((batch for batch in batches if batch.after.batches == begin.batches), None)
-        if last is None or last.after != begin:
+        last = next((batch for batch in batches if batch.stop.batches == begin.batches), None)
+        if last is None or last.stop != begin:
             raise ChangedError("the text has changed since its preparation began")
         advance(begin.bytes)
     yield from batches
@@ -311,10 +312,13 @@ def _after(batches: Iterator[TextBatch], begin: Position, advance: Callable[[int
 
 def open_index(files: contextlib.ExitStack, folder: Path, vocab_size: int, written: WrittenCounts) -> UnfinishedIndex:
     """The files of the data set in `folder`, cut to the size that `written` says; `files` closes them."""
+    bounds = 0
+    if written.documents:
+        bounds = written.documents + 1
     expected = {
         "bin": written_dtype(vocab_size).itemsize * written.tokens,
         "sizes": 4 * written.sequences,
-        "documents": 8 * (written.documents + 1) if written.documents else 0,
+        "documents": 8 * bounds,
     }
 
     def opened(kind: str) -> BinaryIO:
@@ -347,36 +351,45 @@ def _append(
     index: UnfinishedIndex, sequences: SequenceOptions, written: WrittenCounts, batch: TextBatch, row: TokenRow
 ) -> WrittenCounts:
     """Appends the tokens of a batch; the next batch continues a document that is open at its end."""
-    (tokens, sizes), ends, end = row, np.array(batch.ends, dtype=np.int64), sequences.marks.end
+    tokens, sizes = row
+    ends = np.array(batch.ends, dtype=np.int64)
+    end = sequences.marks.end
     if sequences.longest is not None and not len(ends) and written.open_document + len(tokens) >= sequences.longest:
         ends = np.array([len(batch.texts)])
     if not sequences.sentences:  # each text is a window of a document
         is_last = np.isin(np.arange(1, len(sizes) + 1), ends).tolist()
         tokens, sizes = sequences.marks.put(tokens, sizes, is_last, begun=written.open_document > 0)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
-    at = starts[ends]  # the tokens of the batch before each end of a document
+    document_ends = starts[ends]  # tokens of the batch before each end of a document
     if sequences.sentences:
         lengths, bounds = _sentences(sizes, ends, closed=end is not None)
-        tokens = tokens if end is None else np.insert(tokens, at, end)
-    else:
-        lengths = np.diff(at, prepend=-written.open_document)
-        lengths, bounds = lengths[lengths > 0], np.cumsum(lengths > 0)
+        if end is not None:
+            tokens = np.insert(tokens, document_ends, end)
+    else:  # the first document began before the batch; documents without tokens have no sequence
+        document_lengths = np.diff(document_ends, prepend=-written.open_document)
+        has_tokens = document_lengths > 0
+        lengths = document_lengths[has_tokens]
+        bounds = np.cumsum(has_tokens)
     index.extend(tokens, lengths, bounds)
-    open_document = int(starts[-1] - at[-1]) if len(at) else written.open_document + int(starts[-1])
+    open_document = int(starts[-1])
+    if len(document_ends):
+        open_document -= int(document_ends[-1])
+    else:
+        open_document += written.open_document
     return WrittenCounts(written.tokens + len(tokens), index.sequences, index.documents, open_document)
 
 
 def _sentences(sizes: IntArray, ends: IntArray, *, closed: bool) -> tuple[IntArray, IntArray]:
-    """Sizes of the sentences that have tokens, and how many of them lie before each end of a document.
+    """Sizes of the sentences that have tokens, and the number of them before each end of a document.
 
-    Where documents are closed by a token, it belongs to the last sentence; if that lies in an earlier batch, the token
-    is a sentence by itself.
+    A token that closes a document belongs to its last sentence; if that lies in an earlier batch, the token is a
+    sentence by itself.
     """
-    kept = sizes > 0
-    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(kept)])[ends]
-    lengths = sizes[kept]
+    has_tokens = sizes > 0
+    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(has_tokens)])[ends]
+    lengths = sizes[has_tokens]
     if not closed:
         return lengths, before
-    alone = np.diff(before, prepend=0) == 0
-    lengths[before[~alone] - 1] += 1
-    return np.insert(lengths, before[alone], 1), before + np.cumsum(alone)
+    is_by_itself = np.diff(before, prepend=0) == 0
+    lengths[before[~is_by_itself] - 1] += 1
+    return np.insert(lengths, before[is_by_itself], 1), before + np.cumsum(is_by_itself)

@@ -16,12 +16,13 @@ import numpy.typing as npt
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import reason_of, to_disk
 from shardwise.data.prepare import work_folder
-from shardwise.data.prepare.outputs import ANY_VOCABULARY, Outcome, Output, check_name
-from shardwise.data.prepare.tokens import WrittenCounts, finish_index, open_index
-from shardwise.data.reading.megatron import UnfinishedIndex, prefix_of, written_dtype
+from shardwise.data.prepare.outputs import ANY_VOCABULARY, MEGATRON, Output, PreparationOutcome, check_name
+from shardwise.data.prepare.tokenizing import WrittenCounts, finish_index, open_index
+from shardwise.data.reading.megatron_files import UnfinishedIndex, prefix_of, written_dtype
 from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
 
 DTYPES = ("uint16", "uint32")
+# Ids that are read at once.
 _BLOCK = 1 << 22
 # A longer document becomes several sequences, as the index has 31 bits for the size of a sequence.
 _LONGEST_SEQUENCE = 1 << 30
@@ -31,14 +32,14 @@ _HIGH_HALVES = 16
 
 @dataclass(frozen=True)
 class RawJob:
-    """What is to be converted.
+    """A file of ids that is to be converted.
 
     Attributes:
-        path: a file of little-endian ids, back to back.
-        output: the prefix.
-        dtype: the dtype of the ids; None: the bytes decide.
-        eod_token: the id that ends each document; None: the tokenizer's, and without one the file is one document.
-        tokenizer: what made the ids, where that is known.
+        path: file of little-endian ids, back to back.
+        output: prefix of the data set.
+        dtype: dtype of the ids; None: the bytes decide.
+        eod_token: id that ends each document; None: the tokenizer's, and without a tokenizer the file is one document.
+        tokenizer: tokenizer that made the ids; None if it is unknown.
     """
 
     path: Path
@@ -48,11 +49,11 @@ class RawJob:
     tokenizer: str | None = None
 
 
-def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> Outcome:
-    """Makes what `job` says, unless it is there already.
+def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
+    """Makes the data set of `job`, unless it is there already.
 
     Raises:
-        DataError: the file holds no such ids, something else is at the output, or the disk is too small.
+        DataError: the file holds no such ids, other data are at the output, or the disk is too small.
     """
     check_name(job.output)
     if job.output.resolve() == prefix_of(job.path).resolve():
@@ -66,7 +67,8 @@ def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) ->
 
 class _RawConversion:
     def __init__(self, job: RawJob, announce: Callable[[str], None]) -> None:
-        self.job, self.announce = job, announce
+        self.job = job
+        self.announce = announce
         self.tokenizer: Tokenizer | None = None
         self.end = job.eod_token
         if job.tokenizer is not None:
@@ -77,8 +79,10 @@ class _RawConversion:
         if job.dtype is None:
             announce(f"reading {job.path} as {self.dtype}, as its bytes look; --token-dtype says otherwise")
         self.tokens = _open(job.path, self.dtype)
-        options = {"token_dtype": self.dtype} | ({} if self.end is None else {"eod_token": self.end})
-        self.output = Output(job.output, "megatron", job.tokenizer, self.tokenizer, options)
+        options: dict[str, Any] = {"token_dtype": self.dtype}
+        if self.end is not None:
+            options["eod_token"] = self.end
+        self.output = Output(job.output, MEGATRON, job.tokenizer, self.tokenizer, options)
 
     @cached_property
     def content(self) -> str:
@@ -86,7 +90,8 @@ class _RawConversion:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def make(self) -> Mapping[str, Any]:
-        vocab_size, work = self._vocab_size(), self.output.work
+        vocab_size = self._vocab_size()
+        work = self.output.work
         needed = len(self.tokens) * written_dtype(vocab_size).itemsize
         work_folder.check_room(needed, 0, self.job.output, self.announce, packed=False)
         with work.writing(), contextlib.ExitStack() as files:
@@ -105,7 +110,7 @@ class _RawConversion:
             return self.output.complete(source, vocab_size, closes=True, **counts)
 
     def _vocab_size(self) -> int:
-        """That of the tokenizer; without one, as large as the ids need."""
+        """The vocabulary of the tokenizer; without one, the smallest that has all ids."""
         highest = max(int(block.max()) for block in self._blocks())
         size = highest + 1 if self.tokenizer is None else self.tokenizer.vocab_size
         if highest >= min(size, ANY_VOCABULARY):
@@ -117,18 +122,25 @@ class _RawConversion:
         return size
 
     def _copy(self, index: UnfinishedIndex) -> None:
-        """Writes all tokens; a document ends after each `end`, and where the file does."""
-        none = np.empty(0, dtype=np.int64)
+        """Writes all tokens; a document ends after each `end`, and at the end of the file."""
+        no_ends = np.empty(0, dtype=np.int64)
         begun = 0  # tokens of the sequence whose size is not written yet
         in_document = False
         for block in self._blocks():
-            ends = none if self.end is None else np.flatnonzero(block == self.end) + 1
+            ends = no_ends
+            if self.end is not None:
+                ends = np.flatnonzero(block == self.end) + 1
+            # The first document of a block began `begun` tokens before it.
             sizes = np.diff(np.concatenate([np.array([-begun]), ends]))
             index.extend(block, sizes, np.arange(1, len(sizes) + 1))
-            begun = len(block) - int(ends[-1]) if len(ends) else begun + len(block)
-            in_document = begun > 0 or (in_document and not len(ends))
+            if len(ends):
+                begun = len(block) - int(ends[-1])
+                in_document = begun > 0
+            else:
+                begun += len(block)
+                in_document = True
             if begun >= _LONGEST_SEQUENCE:
-                index.extend(block[:0], np.array([begun]), none)
+                index.extend(block[:0], np.array([begun]), no_ends)
                 begun = 0
         if in_document:
             last = np.array([begun] if begun else [], dtype=np.int64)
@@ -139,7 +151,7 @@ class _RawConversion:
 
 
 def _looks_like(path: Path) -> str:
-    """The dtype of the ids: of 32-bit ones, every other 16-bit half is near 0."""
+    """The dtype that the ids seem to have: in 32-bit ids, every other 16-bit half is near 0."""
     with path.open("rb") as file:
         beginning = file.read(_BLOCK)
     halves = np.frombuffer(beginning[: len(beginning) // 4 * 4], dtype="<u2")[1::2]

@@ -1,8 +1,8 @@
-"""Megatron's data sets: tokens in PREFIX.bin, and where their sequences and documents lie in PREFIX.idx.
+"""Megatron's data sets: tokens in PREFIX.bin, and the bounds of their sequences and documents in PREFIX.idx.
 
 All integers are little-endian. PREFIX.bin holds the tokens back to back. PREFIX.idx:
 
-    offset  0   9 bytes `MMIDIDX\0\0`
+    offset  0   9 bytes, `MMIDIDX` and two of zero
     offset  9   u64     version, 1
     offset 17   u8      dtype code of the tokens (`DTYPES`)
     offset 18   u64     n, the number of sequences
@@ -34,7 +34,7 @@ from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import reason_of, sync_folder, to_disk
 from shardwise.data.cache import spread_digest
 from shardwise.data.reading.content import readable
-from shardwise.data.reading.text import convert_command
+from shardwise.data.reading.text_files import convert_command
 from shardwise.data.samples.order import IntArray
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -42,26 +42,37 @@ VERSION = 1
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Dtype codes of integers; 6 and 7 are floating point, which tokens are not."""
 _FLOATING = (6, 7)
-_SIZE, _WIDE = np.dtype("<i4"), np.dtype("<i8")
+# Dtypes of the sizes of sequences, and of the pointers and the document bounds.
+_SIZE = np.dtype("<i4")
+_WIDE = np.dtype("<i8")
 _HEADER = struct.Struct("<9sQBQQ")
+# Megatron-LM's own limit, a little below 2^16.
 _SMALL_VOCABULARY = 65500
+# A program that counts bytes with 32 bits is off by multiples of this.
 _OVERFLOW = 1 << 32
-# Elements that are checked at once: large arrays are never copied whole.
+# Elements that are checked at once, as a copy of a large array would not fit into memory.
 _BLOCK = 1 << 20
 
 
 def prefix_of(path: str | Path) -> Path:
     """The prefix that a prefix, its .bin or its .idx names."""
     named = Path(path).expanduser()
-    return named.with_suffix("") if named.suffix in (".bin", ".idx") else named
+    if named.suffix in (".bin", ".idx"):
+        return named.with_suffix("")
+    return named
 
 
 def is_indexed(path: str | Path) -> bool:
-    """Whether `path` is a .bin or a .idx, or a prefix of either and nothing else."""
+    """True if `path` is a .bin or a .idx, or a prefix of either and not itself a file or folder."""
     named = Path(path).expanduser()
     if named.suffix in (".bin", ".idx"):
         return not named.is_dir()
     return not named.exists() and any(file.is_file() for file in _files(named))
+
+
+def is_raw_tokens(path: Path) -> bool:
+    """True if `path` is named as raw token ids are: a .bin without the .idx of a Megatron data set."""
+    return path.suffix == ".bin" and path.is_file() and not path.with_suffix(".idx").exists()
 
 
 def _files(prefix: Path) -> tuple[Path, Path]:
@@ -74,10 +85,10 @@ class IndexedFile:
 
     Attributes:
         tokens: all tokens of the .bin.
-        sizes: the number of tokens of each sequence, [n].
-        pointers: the first byte of each sequence, [n]. A program that counts with 32 bits writes wrong ones beyond 2
-            GiB; these are then computed from the sizes.
-        documents: the document bounds, [d + 1].
+        sizes: number of tokens of each sequence, [n].
+        pointers: first byte of each sequence, [n]. A program that counts with 32 bits writes wrong ones beyond 2 GiB;
+            the pointers are then computed from the sizes.
+        documents: document bounds, [d + 1].
     """
 
     prefix: Path
@@ -91,15 +102,17 @@ class IndexedFile:
         """The data set of a prefix, or of its .bin or .idx.
 
         Raises:
-            DataError: a file is missing or not what the format says, with its name, the place and what to do.
+            DataError: a file is missing or does not follow the format; names the file and the place.
         """
         prefix = prefix_of(path)
         bin_path, idx_path = _existing_files(prefix)
         with readable(prefix):
             dtype, sequences = _read_header(idx_path)
             raw = np.memmap(idx_path, dtype=np.uint8, mode="r")
+            # The three arrays lie one after another behind the header, and may not be aligned to their dtypes.
             cuts = np.cumsum([_HEADER.size, sequences * _SIZE.itemsize, sequences * _WIDE.itemsize]).tolist()
-            sizes, pointers = raw[cuts[0] : cuts[1]].view(_SIZE), raw[cuts[1] : cuts[2]].view(_WIDE)
+            sizes = raw[cuts[0] : cuts[1]].view(_SIZE)
+            pointers = raw[cuts[1] : cuts[2]].view(_WIDE)
             documents = raw[cuts[2] :].view(_WIDE)
             total, overflow = _check_sequences(idx_path, sizes, pointers, dtype.itemsize)
             _check_documents(idx_path, documents, sequences)
@@ -170,7 +183,9 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
     if version != VERSION:
         raise DataError(f"{path}: byte 9, the version ({version}), must be {VERSION}: write it again with Megatron-LM")
     if code not in DTYPES:
-        kind = "floating point, and tokens are integers" if code in _FLOATING else "unknown"
+        kind = "unknown"
+        if code in _FLOATING:
+            kind = "floating point, and tokens are integers"
         raise DataError(
             f"{path}: byte 17, the dtype code ({code}), must be {listing(DTYPES, 'or')}: it is {kind}; prepare the "
             "data again"
@@ -182,7 +197,9 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
         )
     expected = _HEADER.size + sequences * (_SIZE.itemsize + _WIDE.itemsize) + bounds * _WIDE.itemsize
     if size != expected:
-        reason = "it is truncated, copy it again" if size < expected else "more follows, which is no part of the format"
+        reason = "more follows, which is no part of the format"
+        if size < expected:
+            reason = "it is truncated, copy it again"
         raise DataError(
             f"{path} ({size} bytes) must have {expected} bytes, for {sequences} sequences and {bounds - 1} documents: "
             f"{reason}"
@@ -194,18 +211,19 @@ def _check_bin(bin_path: Path, idx_path: Path, expected: int, overflow: int | No
     """The .bin must have the size that the .idx says.
 
     Args:
-        overflow: the first sequence whose pointer is wrong because it did not fit 32 bits.
+        overflow: number of the first sequence whose pointer did not fit 32 bits and is wrong; None if none is.
     """
     size = bin_path.stat().st_size
     if size == expected == 0:
         raise DataError(f"{bin_path} must hold tokens, and it is empty: prepare the data again")
     if size != expected:
+        fault = "truncated" if size < expected else "longer"
         advice = "copy both again"
         if overflow is not None:
             advice += f", or prepare the data again: from sequence {overflow} on, the pointers have overflowed 32 bits"
         raise DataError(
-            f"{bin_path} ({size} bytes) must have {expected} bytes, as {idx_path.name} says: it is "
-            f"{'truncated' if size < expected else 'longer'}, or the two belong to different data; {advice}"
+            f"{bin_path} ({size} bytes) must have {expected} bytes, as {idx_path.name} says: it is {fault}, or the two "
+            f"belong to different data; {advice}"
             f"{see('data#bin-and-idx-differ')}"
         )
 
@@ -213,12 +231,13 @@ def _check_bin(bin_path: Path, idx_path: Path, expected: int, overflow: int | No
 def _check_sequences(
     path: Path, sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: int
 ) -> tuple[int, int | None]:
-    """Each sequence must have a size and begin where the one before ends.
+    """Each sequence must have a size and begin at the end of the one before.
 
     Returns:
-        The byte where the last one ends, and the first sequence whose pointer overflowed 32 bits; None where none did.
+        The byte at which the last sequence ends, and the first sequence whose pointer overflowed 32 bits; None if none.
     """
-    end, overflow = 0, None
+    end = 0
+    overflow: int | None = None
     for start in range(0, len(sizes), _BLOCK):
         size = sizes[start : start + _BLOCK].astype(np.int64)
         for at in np.flatnonzero(size < 0)[:1]:
@@ -228,8 +247,8 @@ def _check_sequences(
             )
         begins = end + np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(size * itemsize)])
         distances = pointers[start : start + _BLOCK] - begins[:-1]
-        for at in np.flatnonzero(distances)[:1]:
-            overflow = start + int(at) if overflow is None else overflow
+        if overflow is None and distances.any():
+            overflow = start + int(np.flatnonzero(distances)[0])
         for at in np.flatnonzero(distances % _OVERFLOW)[:1]:
             raise DataError(
                 f"{path}: the pointer of sequence {start + at} (byte {pointers[start + at]}) must be byte "
@@ -248,7 +267,8 @@ def _check_documents(path: Path, documents: IntArray, sequences: int) -> None:
                 f"{path}: document bound {start + at + 1} (sequence {block[at + 1]}) must be at least {block[at]}, the "
                 "bound before it: the documents are out of order, copy the file again"
             )
-    first, last = int(documents[0]), int(documents[-1])
+    first = int(documents[0])
+    last = int(documents[-1])
     if (first, last) != (0, sequences):
         raise DataError(
             f"{path}: the first and the last document bound ({first} and {last}) must be 0 and {sequences}, the "
@@ -266,10 +286,11 @@ class UnfinishedIndex:
 
     Args:
         tokens: the .bin.
-        sizes: of the sequences (i32).
-        bounds: of the documents (i64).
-        vocab_size: which decides the dtype of the tokens.
-        sequences, documents: how many the files hold already.
+        sizes: file of the sizes of sequences (i32).
+        bounds: file of the document bounds (i64).
+        vocab_size: vocabulary, which decides the dtype of the tokens.
+        sequences: number of sequences that the files hold already.
+        documents: number of documents that the files hold already.
     """
 
     def __init__(
@@ -284,44 +305,45 @@ class UnfinishedIndex:
         self.files = (tokens, sizes, bounds)
         self.vocab_size = vocab_size
         self.dtype = written_dtype(vocab_size)
-        self.sequences, self.documents = sequences, documents
+        self.sequences = sequences
+        self.documents = documents
         if not documents:
             bounds.write(np.zeros(1, dtype=_WIDE).tobytes())
 
     def extend(self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray) -> None:
-        """Appends documents: their tokens, the sizes of their sequences, and where documents end.
+        """Appends documents: their tokens, the sizes of their sequences, and the ends of documents.
 
         Sequences after the last end belong to a document that the next call continues. Tokens beyond the sizes are the
         beginning of a sequence, whose size a later call gives.
 
         Args:
-            ends: the number of sequences, counted from the first of `sizes`, before the end of each document.
+            ends: number of sequences before the end of each document, counted from the first of `sizes`.
 
         Raises:
             DataError: a token is not of the vocabulary.
         """
         for place in np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))[:1]:
-            after = np.cumsum([0, *sizes])[ends]  # the token after each document
-            before = int(np.searchsorted(after, place, side="right"))
+            bounds = np.cumsum([0, *sizes])[[0, *ends]]  # the first token of each document
+            number = int(np.searchsorted(bounds[1:], place, side="right"))
             raise DataError(
-                f"document {self.documents + before}: token {place - (after[before - 1] if before else 0)} "
-                f"({tokens[place]}) must be in 0 … {self.vocab_size - 1}, the vocabulary: name the tokenizer that made "
-                "it"
+                f"document {self.documents + number}: token {place - bounds[number]} ({tokens[place]}) must be in 0 … "
+                f"{self.vocab_size - 1}, the vocabulary: name the tokenizer that made it"
             )
         if sizes.size and int(sizes.max()) > np.iinfo(_SIZE).max:
             raise DataError(
                 f"a sequence after document {self.documents} ({sizes.max()} tokens) must have fewer than 2^31, which "
                 "the format can hold: cut the document"
             )
-        written, lengths, bounds = self.files
-        written.write(tokens.astype(self.dtype).tobytes())
-        lengths.write(sizes.astype(_SIZE).tobytes())
-        bounds.write((self.sequences + ends).astype(_WIDE).tobytes())
+        tokens_file, sizes_file, bounds_file = self.files
+        tokens_file.write(tokens.astype(self.dtype).tobytes())
+        sizes_file.write(sizes.astype(_SIZE).tobytes())
+        bounds_file.write((self.sequences + ends).astype(_WIDE).tobytes())
         self.sequences += len(sizes)
         self.documents += len(ends)
 
     def write_index(self, idx: BinaryIO) -> None:
-        """The .idx of all that was written."""
+        """Writes the .idx of all documents."""
+        # The sizes are copied, and read a second time as their cumulative sums, the pointers.
         code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
         _, sizes, bounds = self.files
         idx.write(_HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
@@ -370,13 +392,19 @@ class IndexedWriter:
                 self._finish()
 
     def add(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]], sizes: Sequence[int] | None = None) -> None:
-        """One more document: its tokens, and how many each of its sequences has (None: one sequence, or empty)."""
+        """Appends a document.
+
+        Args:
+            sizes: number of tokens of each of its sequences; None: one sequence, or none if there are no tokens.
+        """
         row = np.asarray(tokens, dtype=np.int64)
-        lengths = np.asarray(([len(row)] if len(row) else []) if sizes is None else sizes, dtype=np.int64)
+        if sizes is None:
+            sizes = [len(row)] if len(row) else []
+        lengths = np.asarray(sizes, dtype=np.int64)
         self.extend(row, lengths, np.array([len(lengths)]))
 
     def extend(self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray) -> None:
-        """Many documents at once: all their tokens, those of each sequence, and the sequences up to each one's end."""
+        """Appends many documents at once, see `UnfinishedIndex.extend`."""
         if int(sizes.sum()) != len(tokens):
             raise DataError(
                 f"document {self._unfinished.documents}: the sizes of its sequences ({sizes.sum()} tokens) must add "
@@ -386,13 +414,14 @@ class IndexedWriter:
             self._unfinished.extend(tokens, sizes, ends)
 
     def _finish(self) -> None:
-        new_bin, new_idx = self._folder / "bin", self._folder / "idx"
+        new_bin = self._folder / "bin"
+        new_idx = self._folder / "idx"
         with new_idx.open("wb") as idx:
             self._unfinished.write_index(idx)
             to_disk(idx)
         to_disk(self._unfinished.files[0])
         bin_path, idx_path = _files(self.prefix)
-        # The new .bin must never stand beside the old .idx.
+        # The new .bin and the old .idx must never be there together.
         idx_path.unlink(missing_ok=True)
         sync_folder(self.prefix.parent)
         new_bin.replace(bin_path)

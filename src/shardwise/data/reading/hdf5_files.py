@@ -53,21 +53,21 @@ _SUFFIXES = (".hdf5", ".h5")
 _SHARDS_KEPT = 1024
 _ENTRIES = "shards"
 _BLOCK_BYTES = 1 << 24
-# Of each array: a folder may hold thousands of shards.
+# Blocks of each array that are checked, the first and the last one: a folder may hold thousands of shards.
 _CHECKED_BLOCKS = 2
 
 
 @dataclass(frozen=True)
-class Shard:
+class Hdf5Shard:
     """A file whose arrays are there and fit one another; nothing of them has been read.
 
     Attributes:
-        rows: N.
-        length: S.
-        predictions: P.
-        nbytes: the size of the arrays.
-        chunked: whether an array is stored in chunks.
-        unpacked: the folder in the cache that holds the arrays row after row.
+        rows: number of samples N.
+        length: sequence length S.
+        predictions: most predictions of a sample P.
+        nbytes: size of the arrays.
+        chunked: True if an array is stored in chunks.
+        unpacked: folder in the cache that holds the arrays row after row; None if the file's own are read.
     """
 
     path: Path
@@ -79,13 +79,13 @@ class Shard:
     unpacked: Path | None = None
 
     @classmethod
-    def open(cls, path: Path, sequence_length: int | None = None) -> Shard:
-        """Looks at the shapes; S must be `sequence_length`, or may be any where that is None.
+    def open(cls, path: Path, sequence_length: int | None = None) -> Hdf5Shard:
+        """Looks at the shapes; S must be `sequence_length`, or may be any if that is None.
 
         Raises:
             DataError: it is no HDF5 file, or an array is missing, empty, ragged, of another shape or length.
         """
-        sizes: dict[str, tuple[str, int]] = {}  # of each dimension: the first key that has it, and its length
+        sizes: dict[str, tuple[str, int]] = {}  # the first key that has a dimension, and its length
         with opened(path) as file, _reading(path):
             for key, dimensions in KEYS.items():
                 for dimension, length in zip(dimensions, _shape(path, file, key), strict=True):
@@ -98,6 +98,7 @@ class Shard:
                         )
                     if length == 0:
                         raise DataError(f"{path}: {key} (0 {words}) must have 1 or more: remove the file, or {AGAIN}")
+            # An array of one dimension is read at once in any case, so its chunks do not matter.
             nbytes = sum(file[key].nbytes for key in KEYS)
             chunked = any(file[key].ndim > 1 and file[key].chunks is not None for key in KEYS)
         rows, length, predictions = (sizes[dimension][1] for dimension in "NSP")
@@ -118,12 +119,12 @@ class Shard:
 
 
 def library() -> Any:
-    """h5py, which is imported where shards are read and nowhere else."""
+    """The module h5py, which is imported only where shards are read."""
     return optional_library("h5py", "HDF5 shards need", "hdf5")
 
 
 def opened(path: Path) -> Any:
-    """The file, opened by h5py; DataError where it is missing or no HDF5 file."""
+    """The file, opened by h5py; DataError if it is missing or no HDF5 file."""
     h5py = library()
     with readable(path), path.open("rb"):  # the library's own message would lack the reason
         pass
@@ -156,13 +157,16 @@ def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
 
 def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
     """The shape of one array of integers."""
-    array, dimensions = file.get(key), KEYS[key]
+    array = file.get(key)
+    dimensions = KEYS[key]
     if array is None or not hasattr(array, "dtype"):
         keys = listing(sorted(file)) or "none"
         raise DataError(
             f"{path} must have the array {key}, and its keys are {keys}: a shard has {listing(KEYS)}; {AGAIN}"
         )
-    if array.file.filename != file.filename or array.external or (array.is_virtual and _elsewhere(array)):
+    # A shard of somebody else could make the process read any file of this machine.
+    is_elsewhere = array.is_virtual and any(source.file_name != "." for source in array.virtual_sources())
+    if array.file.filename != file.filename or array.external or is_elsewhere:
         raise DataError(f"{path}: {key} must lie in the file itself, and it refers to another file: {AGAIN}")
     if array.dtype.kind == "O":
         raise DataError(f"{path}: the rows of {key} must have one length, and they are ragged: pad them, and {AGAIN}")
@@ -175,30 +179,27 @@ def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
     return shape
 
 
-def _elsewhere(array: Any) -> bool:
-    """Whether a virtual array refers to another file."""
-    return any(source.file_name != "." for source in array.virtual_sources())
-
-
 def names_shards(path: Path) -> bool:
-    """Whether shards lie at `path`: a folder that holds some, a file, or a glob of files."""
+    """True if shards lie at `path`: a folder that holds some, a file, or a glob of files."""
     if path.is_dir():
         return any(path.glob(PATTERN))
     return path.suffix in _SUFFIXES or any(match.suffix in _SUFFIXES for match in _matches(path))
 
 
 def shard_paths(data: DataConfig) -> list[Path]:
-    """The files that `data.path` names, sorted: a file, the shards of a folder, or what a glob matches; never none."""
+    """The files that `data.path` names, sorted: a file, the shards of a folder, or a glob's matches; at least one."""
     assert data.path is not None
     path = Path(data.path).expanduser()
     with readable(path):
         if path.is_file():
             return [path]
         if path.is_dir():
-            paths, missing = sorted(path.glob(PATTERN)), f"must hold shards, {PATTERN}, and the folder has none"
+            paths = sorted(path.glob(PATTERN))
+            missing = f"must hold shards, {PATTERN}, and the folder has none"
         else:
             where = "" if path.is_absolute() else f" in {Path.cwd()}"
-            paths, missing = _matches(path), f"names no file that exists{where}"
+            paths = _matches(path)
+            missing = f"names no file that exists{where}"
     if not paths:
         raise DataError(
             f"data.path ({data.path}) {missing}: name an HDF5 file, a folder of {PATTERN} or a glob such as "
@@ -213,11 +214,13 @@ def _matches(path: Path) -> list[Path]:
     return sorted(match for match in map(Path, matches) if not match.is_dir())
 
 
-def unpack(root: Path, shards: Sequence[Shard], announce: Callable[[str], None] | None) -> list[Shard]:
-    """The shards, where those that are stored in chunks have their arrays in the cache `root`.
+def unpack(root: Path, shards: Sequence[Hdf5Shard], announce: Callable[[str], None] | None) -> list[Hdf5Shard]:
+    """The shards, with the arrays of those that are stored in chunks in the cache `root`.
 
-    Any number of processes may call it at once: each file is unpacked by one of them. DataError where a file cannot be
-    read, or the cache cannot be written or has no room.
+    Any number of processes may call it at once: each file is unpacked by one of them.
+
+    Raises:
+        DataError: a file cannot be read, or the cache cannot be written or has no room.
     """
     keys = {shard.path: _key(shard) for shard in shards if shard.chunked}
     missing = [
@@ -228,7 +231,8 @@ def unpack(root: Path, shards: Sequence[Shard], announce: Callable[[str], None] 
     if missing:
         with cache.writing(root):
             make_folder(root)
-            needed, free = sum(shard.nbytes for shard in missing), free_bytes(root)
+            needed = sum(shard.nbytes for shard in missing)
+            free = free_bytes(root)
         number = counted(len(missing), "shard")
         if needed > free:
             raise DataError(
@@ -239,10 +243,15 @@ def unpack(root: Path, shards: Sequence[Shard], announce: Callable[[str], None] 
             announce(f"unpacking {number}, {size(needed)}: once, then cached in {root}")
     for shard in missing:
         cache.open_or_build(root, _ENTRIES, keys[shard.path], _is_sound, partial(_build, shard))
-    return [replace(shard, unpacked=root / _ENTRIES / keys[shard.path]) if shard.chunked else shard for shard in shards]
+    unpacked = []
+    for shard in shards:
+        if shard.chunked:
+            shard = replace(shard, unpacked=root / _ENTRIES / keys[shard.path])
+        unpacked.append(shard)
+    return unpacked
 
 
-def _key(shard: Shard) -> str:
+def _key(shard: Hdf5Shard) -> str:
     """The key of the shard's entry in the cache; another file at the same path has another key."""
     with readable(shard.path):
         status = shard.path.stat()
@@ -251,7 +260,7 @@ def _key(shard: Shard) -> str:
     return digest.hexdigest()[:32]
 
 
-def _build(shard: Shard, folder: Path) -> dict[str, Any]:
+def _build(shard: Hdf5Shard, folder: Path) -> dict[str, Any]:
     with opened(shard.path) as file:
         arrays = {name: _copy(shard.path, file[name], folder / f"{name}.npy") for name in KEYS}
     return {"source": str(shard.path), "arrays": arrays}
@@ -276,7 +285,7 @@ def _copy(path: Path, array: Any, target: Path) -> str:
     return cache.spread_digest(target, _CHECKED_BLOCKS)
 
 
-def _is_sound(entry: cache.Entry) -> bool:
+def _is_sound(entry: cache.CacheEntry) -> bool:
     digests = {name: cache.spread_digest(entry.path / f"{name}.npy", _CHECKED_BLOCKS) for name in KEYS}
     return bool(entry.manifest["arrays"] == digests)
 
@@ -287,11 +296,12 @@ class ShardRows:
     A shard is opened when one of its rows is read. Of a shard no more is read at once than the rows asked for.
     """
 
-    def __init__(self, shards: Sequence[Shard], vocab_size: int, types: int) -> None:
+    def __init__(self, shards: Sequence[Hdf5Shard], vocab_size: int, types: int) -> None:
         self.shards = shards
         self.length = shards[0].length
         self.predictions = max(shard.predictions for shard in shards)
         self._begins = np.cumsum([0, *(shard.rows for shard in shards)])
+        # A map of each array stays open, for the shards that were used last.
         self._arrays = lru_cache(maxsize=_SHARDS_KEPT)(lambda number: shards[number].arrays())
         token = (vocab_size - 1, "set model.vocab_size to that of the tokenizer that made the data")
         self._limits = {
@@ -308,7 +318,7 @@ class ShardRows:
         return int(self._begins[-1])
 
     def take(self, rows_B: IntArray) -> dict[str, IntArray]:
-        """The arrays of these rows by their keys, int64: [B, S], [B, P] or [B]; P is the largest of any shard.
+        """The arrays of these rows by their keys, int64: [B, S], [B, P] or [B], with the largest P of all shards.
 
         Raises:
             DataError: a value is beyond its range, or a file cannot be read; names file and row.
@@ -341,7 +351,7 @@ class ShardRows:
                 )
         for row in np.flatnonzero(~arrays["input_mask"].any(axis=1))[:1]:
             raise DataError(f"{path}: row {rows[row]}: input_mask must be 1 for a token or more: {AGAIN}")
-        # What is in no list becomes -1, -2, …, so that only positions of a list can be equal.
+        # Positions in no list become -1, -2, …, so that only positions of a list can be equal.
         places = np.where(listed, arrays["masked_lm_positions"], -1 - np.arange(listed.shape[1]))
         ordered = np.sort(places, axis=1)
         for row, column in np.argwhere(ordered[:, 1:] == ordered[:, :-1])[:1].tolist():
@@ -352,6 +362,6 @@ class ShardRows:
 
 
 def in_list(positions_BP: IntArray) -> npt.NDArray[np.bool_]:
-    """Which of the masked positions come before the first 0, [B, P]."""
+    """True for the masked positions before the first 0, which ends the list, [B, P]."""
     listed: npt.NDArray[np.bool_] = np.logical_and.accumulate(positions_BP != 0, axis=1)
     return listed

@@ -1,4 +1,4 @@
-"""Parameters that no group cuts, such as those of torch's own modules: each tensor-parallel rank has a copy of them.
+"""Parameters that no group cuts, such as those of torch's own modules: each tensor-parallel rank has a whole copy.
 
 Equal values at the start and equal gradients keep the copies equal, bit for bit. All ranks take the values of the first
 one, and in each step its gradients, which a kernel may sum in another order elsewhere. Gradients that differ by more
@@ -21,14 +21,14 @@ from shardwise.distributed.mesh import Group
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.checks import described, require_same_parameters
 
-_SHOWN = 3
+_SHOWN_NAMES = 3
 _TOLERANCE = 1e-2
-"""Relative to a gradient's norm. Copies of a whole gradient differ by rounding at most, its parts by as much as they
-are."""
+"""Largest difference relative to a gradient's norm. Copies of a whole gradient differ by rounding, far less than this;
+different parts of a gradient differ by about its norm."""
 
 
 def uncut_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
-    """The uncut parameters of some parameter groups, in order."""
+    """Return the uncut parameters of some parameter groups, in order."""
     return [p for options in groups for p in options["params"] if placement.of_or_whole(p).group.size == 1]
 
 
@@ -39,14 +39,15 @@ def take_first_values(groups: Sequence[dict[str, Any]], tensor: Group, data: Gro
 
     Args:
         groups: parameter groups.
-        tensor: the tensor-parallel ranks.
-        data: the data-parallel ranks.
-        device: where the ranks compute.
+        tensor: tensor-parallel ranks.
+        data: data-parallel ranks.
+        device: device on which the ranks compute.
 
     Raises:
         ConfigError: on every rank of `tensor`, the ranks hold other uncut parameters.
     """
-    uncut, changed = uncut_of(groups), list[int]()
+    uncut = uncut_of(groups)
+    changed: list[int] = []
     if tensor.size == 1 or not uncut:
         return
     require_same_parameters([{"params": uncut}], tensor, device)
@@ -57,12 +58,12 @@ def take_first_values(groups: Sequence[dict[str, Any]], tensor: Group, data: Gro
             changed.append(number)
     if not collectives.any_rank(bool(changed), tensor):
         return
-    everyones = {number for of_rank in collectives.all_gather_objects(changed, tensor) for number in of_rank}
+    changed_anywhere = set[int]().union(*collectives.all_gather_objects(changed, tensor))
     if tensor.rank == data.rank == 0:
-        names = described([uncut[number] for number in sorted(everyones)])
+        names = described([uncut[number] for number in sorted(changed_anywhere)])
         warnings.warn(
             "each tensor-parallel rank holds these parameters whole, and they began with other values on other ranks: "
-            f"{listing(names, most=_SHOWN)}. All ranks go on with the values of the first rank, which alone says "
+            f"{listing(names, most=_SHOWN_NAMES)}. All ranks go on with the values of the first rank, which alone says "
             f"so. Give all ranks one seed before the model is made{see('training#uncut-parameters')}",
             stacklevel=4,  # the caller of the optimizer's constructor, or of add_param_group
         )
@@ -75,10 +76,10 @@ class UncutGradients:
 
     Args:
         groups: parameter groups of the optimizer.
-        buckets: of this rank.
-        tensor: the tensor-parallel ranks.
-        data: the data-parallel ranks.
-        device: where the ranks compute.
+        buckets: buckets of this rank.
+        tensor: tensor-parallel ranks.
+        data: data-parallel ranks.
+        device: device on which the ranks compute.
     """
 
     def __init__(
@@ -89,11 +90,16 @@ class UncutGradients:
         data: Group,
         device: torch.device,
     ) -> None:
-        self._tensor, self._data, self._device, self._steps = tensor, data, device, 0
+        self._tensor = tensor
+        self._data = data
+        self._device = device
+        self._steps = 0
         self._parameters: list[nn.Parameter] = []
         self._views: list[tuple[int, Tensor]] = []
-        """What this rank owns of the gradients; by the parameter's number."""
-        uncut = set(uncut_of(groups) if tensor.size > 1 else ())
+        """Parts of the gradients that this rank owns, each with the number of its parameter."""
+        if tensor.size == 1:
+            return
+        uncut = set(uncut_of(groups))
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
                 if p in uncut:
@@ -112,7 +118,7 @@ class UncutGradients:
             return
         self._steps += 1
         firsts = _of_first_rank([view for _, view in self._views], self._tensor)
-        if not self._steps & (self._steps - 1):
+        if not self._steps & (self._steps - 1):  # a power of 2: n steps cost log₂ n comparisons
             self._require_equal(firsts)
         for (_, view), first in zip(self._views, firsts, strict=True):
             view.copy_(first)
@@ -121,18 +127,19 @@ class UncutGradients:
         """Refuse gradients that differ from those of the first rank."""
         squares = torch.zeros(len(self._parameters), 2, device=self._device)
         for (number, view), first in zip(self._views, firsts, strict=True):
-            own, other = view.float(), first.float()
-            larger = torch.maximum(own.square().sum(), other.square().sum())
-            squares[number] += torch.stack([(own - other).square().sum(), larger])
+            gradient = view.float()
+            first_gradient = first.float()
+            larger = torch.maximum(gradient.square().sum(), first_gradient.square().sum())
+            squares[number] += torch.stack([(gradient - first_gradient).square().sum(), larger])
         differences, norms = collectives.all_reduce_(squares, self._data).unbind(dim=1)
-        # Where a value is not finite the comparison is false, as is that of two gradients which are 0.
+        # The comparison is false for values that are not finite, and for two gradients which are 0.
         differs = (differences > _TOLERANCE**2 * norms).int()
         numbers = collectives.all_reduce_(differs, self._tensor, op="max").nonzero().flatten().tolist()
         if numbers:
             names = described([self._parameters[number] for number in numbers])
             raise ConfigError(
                 "each tensor-parallel rank holds these parameters whole and must get the same gradient, but the ranks' "
-                f"gradients differ: {listing(names, most=_SHOWN)}. Where a rank sees a part of the sequence "
+                f"gradients differ: {listing(names, most=_SHOWN_NAMES)}. Where a rank sees a part of the sequence "
                 "or of the heads, use a layer of shardwise with group= and sequence_parallel_enabled=True, or "
                 "shardwise.make_parameter with partial=True; elsewhere give all ranks the same activations, frozen "
                 f"parameters and dropout masks{see('training#uncut-parameters')}"
@@ -140,13 +147,13 @@ class UncutGradients:
 
 
 def _of_first_rank(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """The first rank's values of some tensors; one broadcast for each dtype."""
+    """Return the first rank's values of some tensors, by one broadcast for each dtype."""
     firsts: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        chosen = {number: tensor for number, tensor in enumerate(tensors) if tensor.dtype == dtype}
-        flat = torch.cat([tensor.reshape(-1) for tensor in chosen.values()])
+        of_dtype = {number: tensor for number, tensor in enumerate(tensors) if tensor.dtype == dtype}
+        flat = torch.cat([tensor.reshape(-1) for tensor in of_dtype.values()])
         if flat.numel():
             collectives.broadcast_(flat.view(torch.uint8), group)
-        parts = flat.split([tensor.numel() for tensor in chosen.values()])
-        firsts |= {number: part.view(tensors[number].shape) for number, part in zip(chosen, parts, strict=True)}
+        parts = flat.split([tensor.numel() for tensor in of_dtype.values()])
+        firsts |= {number: part.view(tensors[number].shape) for number, part in zip(of_dtype, parts, strict=True)}
     return [firsts[number] for number in range(len(tensors))]

@@ -1,0 +1,106 @@
+"""A function called on new ranks of this machine, whose results come back: the harness of measurements.
+
+`verify`, `doctor` and `plan --calibrate` start ranks by `shardwise.verify.rank_process`, and import no
+torch for it. Function, arguments and results pass as pickles through a folder that only this user can read.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.launch.local import EndedError, LaunchError, launch
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.distributed.mesh import Group
+
+CALL_FILE = "call.pickle"
+RESULTS_FILE = "results.pickle"
+
+
+@dataclass(frozen=True)
+class RankResults:
+    """The results of rank 0, and the error that ended the ranks before they were done.
+
+    Attributes:
+        values: the result of the function, or all that it yielded before the end.
+        failure: None if all ranks have done their work.
+    """
+
+    values: list[Any]
+    failure: LaunchError | None
+
+    def single(self) -> Any:
+        """Return the only result; raise the failure if there is one."""
+        if self.failure is not None:
+            raise self.failure
+        (value,) = self.values
+        return value
+
+
+def call_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int, folder: Path) -> RankResults:
+    """Call `function(*arguments)` on each of `ranks` new processes, and return the results of rank 0.
+
+    A generator's values are kept one by one, so that what was found before a failure is not lost. The function joins
+    the ranks by `process_group`.
+
+    Args:
+        function: function of a module's top level, which each rank imports.
+        arguments: values that can be pickled.
+        ranks: number of processes.
+        folder: existing folder of this user alone, for the call, its results and the ranks' logs.
+
+    Raises:
+        EndedError: a signal of the user ended the ranks.
+    """
+    (folder / RESULTS_FILE).unlink(missing_ok=True)
+    (folder / CALL_FILE).write_bytes(pickle.dumps((function, arguments)))
+    failure = None
+    try:
+        launch([sys.executable, "-P", "-m", "shardwise.verify.rank_process", str(folder)], ranks, folder)
+    except EndedError:
+        raise
+    except LaunchError as error:
+        failure = error
+    return RankResults(list(_read_results(folder)), failure)
+
+
+def _read_results(folder: Path) -> Iterator[Any]:
+    """Yield the results so far, without a last one that its rank could not finish."""
+    path = folder / RESULTS_FILE
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        while True:
+            try:
+                yield pickle.load(file)
+            except (EOFError, pickle.UnpicklingError):
+                return
+
+
+@contextmanager
+def process_group(device: torch.device, timeout: float = 600.0) -> Iterator[Group]:
+    """Join the ranks of this call for the body of the `with` statement, and yield the group of all.
+
+    A rank on the CPU computes with one thread, as all ranks share the CPUs.
+
+    Args:
+        device: device on which this rank computes; it decides the backend.
+        timeout: seconds after which a collective fails whose other ranks never call it.
+    """
+    import torch
+
+    from shardwise.distributed.mesh import Group, join, leave
+
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    join(device, timeout=timeout)
+    yield Group.world()
+    leave()  # not after an error: other ranks may have ended

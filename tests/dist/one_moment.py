@@ -1,0 +1,61 @@
+"""An optimizer with one moment, which a test adds by one record, and what two ranks do with it."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.config import Config
+from shardwise.config.optimizers import OPTIMIZERS, OptimizerSpec
+from shardwise.verify.layouts import Cell
+from shardwise.verify.measure import make_trainer, measure
+from shardwise.verify.tolerance import Differences
+
+
+class Momentum(torch.optim.Optimizer):
+    """Gradient descent with momentum: m ← β₁ m + g, w ← w − lr · (m + λ w)."""
+
+    def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                moment.mul_(group["betas"][0]).add_(p.grad.to(p.dtype))
+                p.sub_(moment + group["weight_decay"] * p, alpha=float(group["lr"]))
+
+
+RECORD = OptimizerSpec(
+    name="momentum",
+    path=f"{__name__}:Momentum",
+    keys=("lr", "betas"),
+    states=("moment",),
+    eps=1e-8,
+    miniature_lr=1e-2,
+    summary="momentum",
+)
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Inside, `optimizer.name=momentum` is known in this process."""
+    OPTIMIZERS[RECORD.name] = RECORD
+    try:
+        yield
+    finally:
+        del OPTIMIZERS[RECORD.name]
+
+
+def train_and_resume(config: Config, cell: Cell, folder: Path, source: Path) -> tuple[Differences, list[str]]:
+    """Train on this rank, save, resume from `source`; return differences from one process, and names of the state."""
+    with recorded():
+        differences, _ = measure(config, cell, folder, source, folder / "two-ranks")
+        trainer = make_trainer(config, cell)
+        trainer.step()
+        (state,) = {tuple(state) for state in trainer.optimizer.inner.state.values()}
+        trainer.feed.close()
+    return differences, list(state)
