@@ -78,7 +78,7 @@ def test_the_ranks_write_to_disks_of_their_own(tmp_path: Path, monkeypatch: pyte
     entry = FileEntry("weights.safetensors", 8, 1024, b"x" * 8)
     text = "lacks weights.safetensors here, which another rank wrote: all ranks must write to one place"
     with pytest.raises(StoreError, match=f"{text}.*{ends_with('checkpoints#disk-not-shared')}"):
-        save._require_all(Root.of(tmp_path), [entry])
+        save._require_visible(Root.of(tmp_path), [entry])
 
 
 def test_checkpoints_are_elsewhere(tmp_path: Path) -> None:
