@@ -481,6 +481,7 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
             partial = partial + linear(x, layer.weight)
         leave = collectives.scatter_sum_sequence if sequence_parallel else collectives.reduce_from_group
         y = leave(partial, first.group)
+    # Biases are added after the sum: before it, each rank would add them.
     for layer, _ in terms:
         if layer.bias is not None:
             y = y + layer.bias

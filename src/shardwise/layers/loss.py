@@ -84,6 +84,7 @@ class VocabularyShard:
                 logits_NV.masked_fill_(torch.arange(width, device=logits_NV.device) >= self.columns, float("-inf"))
         elif self.columns < width:
             logits_NV[:, self.columns :] = float("-inf")
+        # The maximum is subtracted before exp, which would overflow. It changes neither loss nor gradient.
         largest = collectives.all_reduce_(logits_NV.amax(dim=1), self.group, op="max")
         logits_NV.sub_(largest.unsqueeze(1))
         counted = target_N != self.ignore_index
@@ -91,7 +92,7 @@ class VocabularyShard:
         is_local = counted & (column >= 0) & (column < self.columns)
         column = column.masked_fill(~is_local, 0)
         at_target = logits_NV.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~is_local, 0.0)
-        terms = [at_target]
+        terms = [at_target]  # all sums over the vocabulary in one collective
         if self.smoothing:
             terms.append(logits_NV[:, : self.columns].sum(dim=1))
         logits_NV.exp_()

@@ -301,7 +301,7 @@ def head_work(model: FamilyConfig, sequence_length: int, predictions: int | None
     Args:
         predictions: P; None: ⌈0.15·S⌉. Other families predict at every position.
     """
-    share = 1.0
+    share = 1.0  # part of the tokens that are predicted
     if model.predicts_masked_tokens:
         predictions = predictions or math.ceil(MASKED_FRACTION * sequence_length)
         share = predictions / sequence_length
