@@ -217,6 +217,7 @@ class ParallelLMHead(placement.PlacedModule):
         """x `[S, B, H]` (`[S/g, B, H]` with sequence parallelism) → logits `[S, B, V]` on every rank."""
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
         local = linear(enter(x, self.group), self.weight, self.bias)
+        # The last ranks' rows end with padding, which comes last in the gathered logits.
         return collectives.gather_last(local, self.group)[..., : self.vocab_size]
 
     @torch.no_grad()

@@ -231,6 +231,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group = shard.group
         is_cut = sequence_parallel and group.size > 1
         dx = torch.empty_like(x_SBH) if needed[0] else None
+        # Each chunk adds to these sums: in bfloat16 the small terms of many chunks would be lost.
         dw = torch.zeros_like(weight_vH, dtype=torch.float32) if needed[1] else None
         db = torch.zeros_like(bias_v, dtype=torch.float32) if needed[2] and bias_v is not None else None
         # [ranks, S/ranks, B]: each rank's part of the sequence, as the gathered chunk holds them one after the other.

@@ -252,6 +252,7 @@ class MLP(nn.Module):
             **options,
         )
         self.act = ACTIVATIONS[config.activation]
+        # Here the width is cut over the ranks, elsewhere the sequence or nothing.
         self.dropout = Dropout(
             config.ffn_dropout_p, layer=layer, site=INSIDE_MLP, group=factory.group, input_is_parallel=True
         )
@@ -324,7 +325,10 @@ class Family(nn.Module, Generic[_Config]):
         self.build(config, LayerFactory(ranks, sequence_parallel, recompute, self.part, vocab_multiple, options))
 
     def build(self, config: _Config, factory: LayerFactory) -> None:
-        """Make the layers of this part, in the order of the forward pass."""
+        """Make the layers of this part, in the order of the forward pass.
+
+        Gradients are complete in about the reverse of this order, by which the optimizer forms its buckets.
+        """
         raise NotImplementedError
 
 

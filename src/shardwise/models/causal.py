@@ -113,6 +113,7 @@ class CausalLM(Family[_Config]):
         cos, sin = tables or self.rotary.tables(first + len(ids_SB), x, first)
         if positions_SB is None:
             return cos, sin
+        # Row p of column b: the angle of position p in sample b.
         columns_B = torch.arange(ids_SB.shape[1], device=ids_SB.device)
         cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
         return cos, sin

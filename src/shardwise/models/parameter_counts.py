@@ -288,7 +288,7 @@ def attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: b
 
 def block_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
     """Return the multiply-adds of a token in one block: one for each element of its matrices, and its attention."""
-    matrices = matmul_parameter_count(model, "token") / model.num_hidden_layers
+    matrices = matmul_parameter_count(model, "token") / model.num_hidden_layers  # all blocks are alike
     return matrices + attention_work(model, sequence_length, count_masked=count_masked)
 
 

@@ -154,9 +154,9 @@ class Rotary:
         """Return a number that is equal for two lengths if their sequences have the same angle at each position."""
         scaling = self._config.rope_scaling or {}
         kind = scaling.get("rope_type", "default")
-        if kind == "dynamic":
+        if kind == "dynamic":  # the base is stretched beyond the longest sequence only
             return max(sequence_length, self._config.max_position_embeddings)
-        if kind == "longrope":
+        if kind == "longrope":  # which of two lists counts
             return int(sequence_length > scaling["original_max_position_embeddings"])
         return 0
 
