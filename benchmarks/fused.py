@@ -77,20 +77,20 @@ def measure(size: dict[str, int], sequence_parallel: bool, rounds: int) -> dict[
         max_position_embeddings=size["sequence"],
     )
     options: LayerOptions = {"group": mesh.tp, "seed": 1, "init": Init.normal(0.02)}
-    make = LayerFactory(mesh.tp, sequence_parallel, "none", Part(), vocab_multiple=1, options=options)
-    merged, other = (LlamaBlock(config, 0, Rotary(config), make) for _ in range(2))
-    separate = separated(config, other, sequence_parallel, options)
+    factory = LayerFactory(mesh.tp, sequence_parallel, "none", Part(), vocab_multiple=1, options=options)
+    merged = LlamaBlock(config, 0, factory)
+    separate = separated(config, LlamaBlock(config, 0, factory), sequence_parallel, options)
     shape = (size["sequence"] // (mesh.tp.size if sequence_parallel else 1), size["batch"], config.hidden_size)
     x, dy = torch.randn(shape).requires_grad_(), torch.randn(shape)
+    context = Context(rotary_tables=Rotary(config).tables(size["sequence"], x))
     with torch.no_grad():
-        difference = float(
-            (merged(x, Context()) - separate(x, Context())).abs().max() / merged(x, Context()).abs().max()
-        )
+        expected = merged(x, context)
+        difference = float((expected - separate(x, context)).abs().max() / expected.abs().max())
 
     def step(module: LlamaBlock) -> None:
         module.zero_grad()
         x.grad = None
-        module(x, Context()).backward(dy)
+        module(x, context).backward(dy)
 
     calls = {"merged": lambda: step(merged), "separate": lambda: step(separate)}
     seconds = interleaved(calls, rounds, warmup=3, before=lambda: collectives.barrier(mesh.world))

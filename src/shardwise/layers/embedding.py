@@ -87,6 +87,7 @@ class ParallelEmbedding(placement.PlacedModule):
         if self.padding_idx is not None and first <= self.padding_idx < first + local_rows:
             padding = self.padding_idx - first
         rows = F.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight, padding)
+        # Exactly one rank has another value than 0 for each id, so that the sum rounds nothing.
         rows = rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(rows, self.group)
@@ -216,6 +217,7 @@ class ParallelLMHead(placement.PlacedModule):
         """x `[S, B, H]` (`[S/g, B, H]` with sequence parallelism) → logits `[S, B, V]` on every rank."""
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
         local = linear(enter(x, self.group), self.weight, self.bias)
+        # The last ranks' rows end with padding, which comes last in the gathered logits.
         return collectives.gather_last(local, self.group)[..., : self.vocab_size]
 
     @torch.no_grad()
@@ -224,6 +226,7 @@ class ParallelLMHead(placement.PlacedModule):
 
         Communicates the ranks' largest logits and their ids, not the logits.
         """
+        # As in `loss`, hooks that wait for gathered parameters must run although the module is not called.
         call_forward_pre_hooks(self)
         local_rows = self.weight.shape[0]
         first = self.group.rank * local_rows

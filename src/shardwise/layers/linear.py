@@ -335,7 +335,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
             raise ValueError(f"query heads ({q_heads}) must be divisible by the group's size ({size})")
         if kv_heads % size and size % kv_heads:
             raise ValueError(f"K/V heads ({kv_heads}) must divide the group's size ({size}) or be divisible by it")
-        copies = max(size // kv_heads, 1)
+        copies = max(size // kv_heads, 1)  # ranks that hold the same K/V head
         if kv_size_multiplier not in (1, copies):
             raise ValueError(
                 f"kv_size_multiplier ({kv_size_multiplier}) must be {copies}, the ranks that hold each of {kv_heads} "
@@ -343,7 +343,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
             )
         if len(names) != 3:
             raise ValueError(f"names ({len(names)}) must be 3: those of the query, the key and the value layer")
-        q_name, k_name, v_name = names
+        q_name, k_name, v_name = names  # equal names: rows of q, then k, then v of one canonical layer
         super().__init__(
             input_size,
             [(q_name, q_size, 1), (k_name, kv_size, copies), (v_name, kv_size, copies)],
@@ -481,6 +481,7 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
             partial = partial + linear(x, layer.weight)
         leave = collectives.scatter_sum_sequence if sequence_parallel else collectives.reduce_from_group
         y = leave(partial, first.group)
+    # Biases are added after the sum: before it, each rank would add them.
     for layer, _ in terms:
         if layer.bias is not None:
             y = y + layer.bias

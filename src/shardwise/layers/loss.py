@@ -84,6 +84,7 @@ class VocabularyShard:
                 logits_NV.masked_fill_(torch.arange(width, device=logits_NV.device) >= self.columns, float("-inf"))
         elif self.columns < width:
             logits_NV[:, self.columns :] = float("-inf")
+        # The maximum is subtracted before exp, which would overflow. It changes neither loss nor gradient.
         largest = collectives.all_reduce_(logits_NV.amax(dim=1), self.group, op="max")
         logits_NV.sub_(largest.unsqueeze(1))
         counted = target_N != self.ignore_index
@@ -91,7 +92,7 @@ class VocabularyShard:
         is_local = counted & (column >= 0) & (column < self.columns)
         column = column.masked_fill(~is_local, 0)
         at_target = logits_NV.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~is_local, 0.0)
-        terms = [at_target]
+        terms = [at_target]  # all sums over the vocabulary in one collective
         if self.smoothing:
             terms.append(logits_NV[:, : self.columns].sum(dim=1))
         logits_NV.exp_()
@@ -230,6 +231,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group = shard.group
         is_cut = sequence_parallel and group.size > 1
         dx = torch.empty_like(x_SBH) if needed[0] else None
+        # Each chunk adds to these sums: in bfloat16 the small terms of many chunks would be lost.
         dw = torch.zeros_like(weight_vH, dtype=torch.float32) if needed[1] else None
         db = torch.zeros_like(bias_v, dtype=torch.float32) if needed[2] and bias_v is not None else None
         # [ranks, S/ranks, B]: each rank's part of the sequence, as the gathered chunk holds them one after the other.

@@ -244,7 +244,7 @@ def _gather_and_multiply(
         return products, gathered
     g = group.size
     rows, *middle, width = x.shape
-    x = x.contiguous()
+    x = x.contiguous()  # collectives need it
     gathered = x.new_empty(g * rows, *middle, width)
     pieces = _pieces(rows)
     pending = []

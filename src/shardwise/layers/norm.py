@@ -241,6 +241,7 @@ class QueryKeyNorm(placement.PlacedModule):
 
     def _norm_together(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise over the heads of all ranks."""
+        # Squares of bfloat16 are summed in float32; float64 keeps its precision.
         exact = torch.promote_types(query.dtype, torch.float32)
         squares = [torch.linalg.vector_norm(x, dim=-1, dtype=exact).square() for x in (query, key)]
         query_sum, key_sum = collectives.sum_over_group(torch.stack(squares), self.group)

@@ -69,6 +69,7 @@ class AttentionCore(nn.Module):
         if copies > 1:
             k = k.repeat_interleave(copies, dim=1)
             v = v.repeat_interleave(copies, dim=1)
+        # q is scaled in place of the scores, as it has fewer elements.
         scores = q * (1.0 / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
         if mask is None and self.causal:
             length = q.shape[-2]
@@ -77,6 +78,7 @@ class AttentionCore(nn.Module):
             scores = scores + mask
         elif mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
+        # In float32, as the fused kernels do: a sum of many bfloat16 terms would lose digits.
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         return self._drop(probabilities, key) @ v
 

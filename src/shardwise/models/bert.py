@@ -151,6 +151,7 @@ class Bert(Family[BertConfig]):
             dropout: the step's key; None: no dropout.
             x: output of the previous pipeline stage; None: this is the first stage.
         """
+        # One mask for all heads and all queries: padding is seen by no token.
         mask_B11S = mask_SB.t().bool()[:, None, None, :]
         context = Context(dropout, mask_B11S)
         if x is None:

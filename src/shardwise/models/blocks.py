@@ -1,6 +1,6 @@
 """The parts that families share, except attention: layers made from a configuration, the plain MLP, model and stages.
 
-Legend, per rank: S sequence, B batch, H hidden, V vocabulary, g tensor-parallel ranks, n heads held here, d head width.
+Legend, per rank: S sequence, B batch, H hidden, V vocabulary, g tensor-parallel ranks, n local heads, d head width.
 Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
 """
 
@@ -60,7 +60,7 @@ class Part:
         layers: numbers of its blocks; None: all.
         is_first: true if it has the embedding.
         is_last: true if it has the head.
-        ends: group of the two ranks with the first and the last stage; of size 1 if one rank has both.
+        ends: group of the two ranks with the first and the last stage; of size 1 on other ranks, and if one has both.
         embeddings: word embeddings of earlier stages of this rank, by name. A rank with both ends thereby has a tied
             one once.
     """
@@ -106,6 +106,7 @@ class LayerFactory:
     def word_embedding(self, config: FamilyConfig, name: str, padding_idx: int | None = None) -> ParallelEmbedding:
         """Make the layer ids → x. If both ends of a pipeline hold a tied one, its gradient is partial over them."""
         if name in self.part.embeddings:
+            # A rank with both ends: its input and its head use one tensor, whose gradients autograd adds.
             return self.part.embeddings[name]
         embedding = ParallelEmbedding(
             config.vocab_size,
@@ -118,6 +119,7 @@ class LayerFactory:
         )
         self.part.embeddings[name] = embedding
         if config.tie_word_embeddings and self.part.ends.size > 1:
+            # Each end has a tensor of its own, and computes the part of the gradient that its use of it makes.
             share(embedding.weight, self.part.ends)
         return embedding
 
@@ -250,6 +252,7 @@ class MLP(nn.Module):
             **options,
         )
         self.act = ACTIVATIONS[config.activation]
+        # Here the width is cut over the ranks, elsewhere the sequence or nothing.
         self.dropout = Dropout(
             config.ffn_dropout_p, layer=layer, site=INSIDE_MLP, group=factory.group, input_is_parallel=True
         )
@@ -317,11 +320,15 @@ class Family(nn.Module, Generic[_Config]):
         self.part = part or Part()
         ranks = sharing_group(type(self).__name__, group)
         init = Init.normal(config.initializer_range)
+        # A layer draws its weight from (seed, name), so that layers may be made in any order and on any rank alone.
         options: LayerOptions = {"group": ranks, "seed": seed, "init": init, "device": device, "dtype": dtype}
         self.build(config, LayerFactory(ranks, sequence_parallel, recompute, self.part, vocab_multiple, options))
 
     def build(self, config: _Config, factory: LayerFactory) -> None:
-        """Make the layers of this part, in the order of the forward pass."""
+        """Make the layers of this part, in the order of the forward pass.
+
+        Gradients are complete in about the reverse of this order, by which the optimizer forms its buckets.
+        """
         raise NotImplementedError
 
 

@@ -72,6 +72,7 @@ class CausalLM(Family[_Config]):
         if cache is not None:
             if self.outdates(cache.length, cache.length + len(ids_SB)):
                 raise ValueError(f"the {cache.length} tokens of the cache must be read again with those that follow")
+            # torch's own causal mask would let the first of these queries see the first key alone.
             mask = _causal_mask(len(ids_SB), cache.length, ids_SB.device)
         if x is None:
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
@@ -81,7 +82,7 @@ class CausalLM(Family[_Config]):
             context = self._within_documents(context, starts_SB, x)
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
-            cache.advance(len(ids_SB))
+            cache.advance(len(ids_SB))  # after all blocks, as each writes at the same length
         return self.norm(x) if self.part.is_last else x
 
     def _within_documents(self, context: Context, starts_SB: Tensor, x: Tensor) -> Context:
@@ -112,6 +113,7 @@ class CausalLM(Family[_Config]):
         cos, sin = tables or self.rotary.tables(first + len(ids_SB), x, first)
         if positions_SB is None:
             return cos, sin
+        # Row p of column b: the angle of position p in sample b.
         columns_B = torch.arange(ids_SB.shape[1], device=ids_SB.device)
         cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
         return cos, sin

@@ -133,6 +133,7 @@ def define_document_attention() -> None:
 
 
 def _log_sum_dtype(q: Tensor) -> torch.dtype:
+    # torch's CPU kernel sums narrower dtypes in float32.
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
@@ -140,6 +141,7 @@ def _documents(starts_SB: Tensor) -> Iterator[tuple[int, slice]]:
     """Yield the sample and the tokens of each document."""
     for b, starts_S in enumerate(starts_SB.unbind(1)):
         first = 0
+        # All tokens of a document have one start, and those of the next one another.
         for length in torch.unique_consecutive(starts_S, return_counts=True)[1].tolist():
             yield b, slice(first, first + length)
             first += length

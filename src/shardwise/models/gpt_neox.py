@@ -20,6 +20,7 @@ class InterleavedAttention(Attention):
     """Attention whose Q, K and V lie head by head in one tensor: the layer's output is `[…, heads, 3, head_dim]`."""
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # A rank's rows are those of its heads, as the canonical rows are ordered by head.
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(-2)
         return q, k, v
 

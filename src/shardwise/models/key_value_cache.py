@@ -43,7 +43,7 @@ class KeyValueCache:
         keys, values = self._layers[layer]
         keys[self.length : end] = k
         values[self.length : end] = v
-        return keys[:end], values[:end]
+        return keys[:end], values[:end]  # views: nothing is copied
 
     def advance(self, count: int) -> None:
         """Count `count` new tokens."""

@@ -67,7 +67,7 @@ class LlamaBlock(nn.Module):
             factory,
             factory.query_key_value(config, (q, k, v), bias=bias),
             o,
-            bias=bias and config.attention_output_bias,
+            bias=bias and config.attention_output_bias,  # Qwen2 has biases on Q, K and V alone
             rotates=config.rotates(layer),
             norm=factory.query_key_norm(config, (f"{name}.self_attn.q_norm", f"{name}.self_attn.k_norm")),
         )

@@ -288,7 +288,7 @@ def attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: b
 
 def block_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
     """Return the multiply-adds of a token in one block: one for each element of its matrices, and its attention."""
-    matrices = matmul_parameter_count(model, "token") / model.num_hidden_layers
+    matrices = matmul_parameter_count(model, "token") / model.num_hidden_layers  # all blocks are alike
     return matrices + attention_work(model, sequence_length, count_masked=count_masked)
 
 
@@ -301,7 +301,7 @@ def head_work(model: FamilyConfig, sequence_length: int, predictions: int | None
     Args:
         predictions: P; None: ⌈0.15·S⌉. Other families predict at every position.
     """
-    share = 1.0
+    share = 1.0  # part of the tokens that are predicted
     if model.predicts_masked_tokens:
         predictions = predictions or math.ceil(MASKED_FRACTION * sequence_length)
         share = predictions / sequence_length

@@ -143,6 +143,7 @@ class Rotary:
 
     def _make(self, rows: int, sequence_length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Make the tables of `rows` positions, with the angles of a sequence of `sequence_length`."""
+        # Made on the CPU in float32, so that all devices and dtypes have the same angles.
         inverse, factor = frequencies(self._config, sequence_length)
         angles = torch.outer(torch.arange(rows).float(), inverse).view(rows, 1, 1, -1)
         cos = torch.cos(angles).mul(factor).to(like.device, like.dtype)
@@ -153,9 +154,9 @@ class Rotary:
         """Return a number that is equal for two lengths if their sequences have the same angle at each position."""
         scaling = self._config.rope_scaling or {}
         kind = scaling.get("rope_type", "default")
-        if kind == "dynamic":
+        if kind == "dynamic":  # the base is stretched beyond the longest sequence only
             return max(sequence_length, self._config.max_position_embeddings)
-        if kind == "longrope":
+        if kind == "longrope":  # which of two lists counts
             return int(sequence_length > scaling["original_max_position_embeddings"])
         return 0
 

@@ -73,12 +73,13 @@ def build_own(
     for name, value in zip(RUN, values_of_run, strict=True):
         if name in constructor.names:
             arguments[name] = value
+    # A class that takes no seed draws the same weights on every rank.
     torch.manual_seed(config.train.seed)
     try:
         model = model_class(**arguments)
     except RAISED as error:
         if devices.is_out_of_memory(error) or isinstance(error, dist.DistError):
-            raise
+            raise  # no fault of the class: the callers say what to do
         raise ConfigError(
             f"model.family ({config.model.family}) cannot be built: {error_text(error)}{see('runs#own-code-fails')}"
         ) from error
@@ -169,11 +170,11 @@ class _Constructor:
         names: dict[str, None] = {}  # a set in order
         for base in model_class.__mro__:
             if base is not model_class and "__init__" not in vars(base):
-                continue
+                continue  # a mixin: the call goes to the next base as it is
             parameters = signature(base).parameters.values()
             names |= {parameter.name: None for parameter in parameters if parameter.kind in named}
             if base is nn.Module or not takes_any(parameters):
-                break
+                break  # no argument of another name goes further
         parameters = signature(model_class).parameters.values()
         variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         required = [
