@@ -53,5 +53,7 @@ def updates_slices(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """
     if not issubclass(optimizer_class, SliceOptimizer):
         return False
-    parent = next(ancestor for ancestor in optimizer_class.__mro__ if "step_slices" in vars(ancestor))
-    return inspect.unwrap(optimizer_class.step) is inspect.unwrap(parent.step)  # torch wraps `step` to profile it
+    ancestors: list[type[torch.optim.Optimizer]] = [
+        ancestor for ancestor in optimizer_class.__mro__ if "step_slices" in vars(ancestor)
+    ]
+    return inspect.unwrap(optimizer_class.step) is inspect.unwrap(ancestors[0].step)  # torch wraps `step` to profile it

@@ -22,17 +22,19 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "optimizer.zero": (0, 1),
     "train.recompute": get_args(Recompute),
 }
-"""The keys that a layout may set, with all their values; of a degree the divisors of the number of ranks."""
+"""Keys that a layout may set, with all their values; a degree has none here, as it divides the number of ranks."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training.
+    """A training of the verification: its device, layout and recompute.
+
+    `tensor`, `sequence`, `pipeline`, `zero` and `recompute` are the configuration keys of these names.
 
     Attributes:
         device: `cpu`, or the kind of accelerator.
-        ranks: of the job; the data-parallel degree is `ranks` / (`tensor` × `pipeline`).
-        schedule: None without a pipeline. The others are the configuration keys of these names.
+        ranks: number of ranks; the data-parallel degree is `ranks` / (`tensor` × `pipeline`).
+        schedule: schedule of the pipeline; None without one.
     """
 
     device: str = "cpu"
@@ -51,31 +53,38 @@ class Cell:
 
     @property
     def stages(self) -> int:
-        """Stages of the whole pipeline, if a rank has as few as its schedule can have."""
+        """The number of stages of the whole pipeline, if a rank has as few as its schedule can have."""
         return self.pipeline * (1 if self.schedule is None else SCHEDULES[self.schedule].stages_per_rank)
 
     @property
     def degrees(self) -> str:
-        """Such as `TP 2 + SP × DP 2 (ZeRO-1)`; one process without any parallelism has no degrees."""
-        cut = [f"TP {self.tensor}{' + SP' if self.sequence else ''}"] if self.tensor > 1 else []
-        cut += [f"PP {self.pipeline}"] if self.pipeline > 1 else []
-        cut += [f"DP {self.data}{' (ZeRO-1)' if self.zero else ''}"] if self.data > 1 else []
-        return " × ".join(cut) or "one process"
+        """The degrees as users read them, such as `TP 2 + SP × DP 2 (ZeRO-1)`, or `one process`."""
+        degrees = []
+        if self.tensor > 1:
+            degrees.append(f"TP {self.tensor}{' + SP' if self.sequence else ''}")
+        if self.pipeline > 1:
+            degrees.append(f"PP {self.pipeline}")
+        if self.data > 1:
+            degrees.append(f"DP {self.data}{' (ZeRO-1)' if self.zero else ''}")
+        return " × ".join(degrees) or "one process"
 
     @property
     def name(self) -> str:
-        """All that tells this cell from others."""
-        said = [f"schedule {self.schedule}"] if self.schedule else []
-        said += [f"recompute {self.recompute}"] if self.recompute != "none" else []
-        return ", ".join([self.degrees, *said, f"on {self.device}"])
+        """A text that tells this cell from others."""
+        parts = [self.degrees]
+        if self.schedule:
+            parts.append(f"schedule {self.schedule}")
+        if self.recompute != "none":
+            parts.append(f"recompute {self.recompute}")
+        return ", ".join([*parts, f"on {self.device}"])
 
     def facts(self) -> dict[str, Any]:
-        """The fields and the data-parallel degree, for JSON."""
+        """Return the fields and the data-parallel degree, for JSON."""
         return asdict(self) | {"data": self.data}
 
 
 def parse_layouts(given: Sequence[str]) -> dict[str, list[Any] | None]:
-    """The values of each key that `--layouts` names; None for `all` of them.
+    """Return the values of each key that `--layouts` names; None for `all` of them.
 
     Raises:
         ConfigError: a text is none of `all`, `key=value` and `key=value,value`; with every problem.
@@ -95,9 +104,10 @@ def parse_layouts(given: Sequence[str]) -> dict[str, list[Any] | None]:
         elif values == ALL:
             chosen[key] = None
         else:
-            found = [parse_value(value, f"--layouts {text}") for value in values.split(",")]
-            problems += [problem for value in found for problem in _value_problems(key, value)]
-            chosen[key] = found
+            parsed = [parse_value(value, f"--layouts {text}") for value in values.split(",")]
+            for value in parsed:
+                problems += _value_problems(key, value)
+            chosen[key] = parsed
     if problems:
         raise ConfigError(problems)
     return chosen
@@ -107,32 +117,34 @@ def _value_problems(key: str, value: Any) -> list[str]:
     valid = AXES[key]
     if not valid and (type(value) is not int or value < 1):
         return [f"--layouts {key} ({value}) must be a degree, such as 2"]
-    if valid and not any(value == one and type(value) is type(one) for one in valid):
-        shown = [str(one).lower() if isinstance(one, bool) else one for one in valid]
+    # The types are compared, too: in Python `1 == True`.
+    if valid and not any(value == valid_value and type(value) is type(valid_value) for valid_value in valid):
+        shown = [str(valid_value).lower() if isinstance(valid_value, bool) else valid_value for valid_value in valid]
         return [f"--layouts {key} ({value}) must be {listing(shown, 'or')}"]
     return []
 
 
 def candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, list[Any] | None]) -> list[Cell]:
-    """The layouts of exactly `ranks` ranks that are chosen, each once: a key without effect has its default.
+    """Return the chosen layouts of exactly `ranks` ranks, each once: a key without effect has its default.
 
     Schedule and recompute are the recipe's unless they are chosen.
     """
     values: dict[str, Sequence[Any]] = {key: valid or sorted(divisors(ranks)) for key, valid in AXES.items()}
-    own = {"parallel.schedule": config.parallel.schedule, "train.recompute": config.train.recompute}
-    values |= {key: [value] for key, value in own.items() if key not in chosen}
+    recipe_values = {"parallel.schedule": config.parallel.schedule, "train.recompute": config.train.recompute}
+    values |= {key: [value] for key, value in recipe_values.items() if key not in chosen}
     values |= {key: named for key, named in chosen.items() if named is not None}
-    found = []
+    cells = []
     for tensor, sequence, pipeline, schedule, zero, recompute in itertools.product(*values.values()):
-        data, rest = divmod(ranks, tensor * pipeline)
-        if rest == 0:
-            sequence, zero = sequence and tensor > 1, zero if data > 1 else 0
-            found.append(
-                Cell(device, ranks, tensor, sequence, pipeline, schedule if pipeline > 1 else None, zero, recompute)
-            )
-    return sorted(dict.fromkeys(found), key=lambda cell: (cell.tensor, cell.pipeline))  # of one mesh together
+        data, remainder = divmod(ranks, tensor * pipeline)
+        if remainder == 0:
+            sequence = sequence and tensor > 1
+            zero = zero if data > 1 else 0
+            schedule = schedule if pipeline > 1 else None
+            cells.append(Cell(device, ranks, tensor, sequence, pipeline, schedule, zero, recompute))
+    # Cells of one mesh follow each other, as their ranks keep the mesh.
+    return sorted(dict.fromkeys(cells), key=lambda cell: (cell.tensor, cell.pipeline))
 
 
 def common_batch(cells: Iterable[Cell]) -> int:
-    """A global batch for all: two micro-batches for each stage that can be at work, on each data-parallel rank."""
+    """Return a global batch for all cells: two micro-batches for each stage at work, on each data-parallel rank."""
     return math.lcm(4, *(2 * cell.pipeline * cell.data for cell in cells))

@@ -1,4 +1,4 @@
-"""One training of the miniature on the ranks that run it, and its differences from the training in one process."""
+"""A training of the miniature at a cell's layout, and its differences from the training in one process."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from shardwise.verify.testing.canonical import canonical_weights, gradient_error
 from shardwise.verify.tolerance import Differences
 
 _SAMPLES = 256
-"""Of the random text; longer trainings read them again."""
-_PLACE = ("samples", "position", "tokens")
-"""How far a training is, as a manifest has it."""
-_WEIGHT, _GRADIENT = "weight ", "gradient "
+"""Samples of the random text; longer trainings read them again."""
+_PROGRESS_KEYS = ("samples", "position", "tokens")
+"""Keys of a manifest, and attributes of a training's progress, that say how far it is."""
+_WEIGHT = "weight "
+_GRADIENT = "gradient "
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class Reference:
     """The training in one process.
 
     Attributes:
-        losses: of all steps.
-        weights, gradients: initial ones, and those of the first step, by canonical name.
+        losses: losses of all steps.
+        weights: initial weights by canonical name.
+        gradients: gradients of the first step by canonical name.
     """
 
     losses: Sequence[float]
@@ -60,27 +62,28 @@ class Reference:
     @cache
     def load(folder: Path) -> Reference:
         named = load_file(folder / "reference.safetensors")
-        weights, gradients = (
-            {name.removeprefix(kind): tensor for name, tensor in named.items() if name.startswith(kind)}
-            for kind in (_WEIGHT, _GRADIENT)
-        )
-        return Reference(json.loads((folder / "reference.json").read_text(encoding="utf-8")), weights, gradients)
+        weights = {name.removeprefix(_WEIGHT): named[name] for name in named if name.startswith(_WEIGHT)}
+        gradients = {name.removeprefix(_GRADIENT): named[name] for name in named if name.startswith(_GRADIENT)}
+        losses = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
+        return Reference(losses, weights, gradients)
 
 
 @cache
 def _mesh(device: str, ranks: int, tensor: int, pipeline: int) -> Mesh:
-    """One mesh for all cells with these degrees: gloo keeps threads for each group that was ever made."""
+    """Return the only mesh of all cells with these degrees: gloo keeps threads for each group that was ever made."""
     mesh = Mesh(tensor=tensor, pipeline=pipeline, device="cpu" if device == "cpu" else None)
     assert mesh.world.size == ranks
     return mesh
 
 
 def make_trainer(config: Config, cell: Cell) -> Trainer:
-    """The trainer of this rank at a cell's layout, on random text."""
-    model, train = config.model, config.train
+    """Build the trainer of this rank at a cell's layout, on random text."""
+    model = config.model
+    train = config.train
     samples = min(_SAMPLES, train.steps * train.global_batch)
     text = random_text(model.vocab_size, samples + 1, train.sequence_length, pairs="nsp" in model.objectives)
-    return build_trainer(at(config, cell), _mesh(cell.device, cell.ranks, cell.tensor, cell.pipeline), text)
+    mesh = _mesh(cell.device, cell.ranks, cell.tensor, cell.pipeline)
+    return build_trainer(at(config, cell), mesh, text)
 
 
 def save(trainer: Trainer, root: Path) -> Path:
@@ -89,7 +92,8 @@ def save(trainer: Trainer, root: Path) -> Path:
     Raises:
         RunError: it could not be saved.
     """
-    progress, mesh = trainer.progress, trainer.mesh
+    progress = trainer.progress
+    mesh = trainer.mesh
     saver = Saver(
         Root.of(str(root)),
         trainer.model,
@@ -99,7 +103,7 @@ def save(trainer: Trainer, root: Path) -> Path:
         mesh.host_group("checkpoint"),
         described={"layout": {"ranks": mesh.world.size}, "data": {}, "versions": {}},
     )
-    saver.save(progress.step, {"schedule": {}, "rng": {}} | {key: getattr(progress, key) for key in _PLACE})
+    saver.save(progress.step, {"schedule": {}, "rng": {}} | {key: getattr(progress, key) for key in _PROGRESS_KEYS})
     saver.wait()
     for saved in saver.finished():
         if saved.problem is not None:
@@ -108,23 +112,25 @@ def save(trainer: Trainer, root: Path) -> Path:
 
 
 def resume(config: Config, cell: Cell, folder: Path) -> Trainer:
-    """A new trainer that continues from a checkpoint. Collective."""
-    trainer, where = make_trainer(config, cell), Root.of(str(folder))
-    manifest = read_manifest(where, trainer.mesh.world)
-    restore(where, manifest, trainer.model, trainer.optimizer, trainer.mesh)
-    for key in ("step", *_PLACE):
+    """Build a trainer that continues from a checkpoint. Collective."""
+    trainer = make_trainer(config, cell)
+    checkpoint = Root.of(str(folder))
+    manifest = read_manifest(checkpoint, trainer.mesh.world)
+    restore(checkpoint, manifest, trainer.model, trainer.optimizer, trainer.mesh)
+    for key in ("step", *_PROGRESS_KEYS):
         setattr(trainer.progress, key, getattr(manifest, key))
     return trainer
 
 
 def first_half(trainer: Trainer, target: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], Path]:
-    """Train to the middle and save there; the initial weights, the first gradients, losses and the checkpoint's folder.
+    """Train to the middle and save there. Collective.
 
-    Collective. The tensors are those of this rank's stages, on the host.
+    Returns:
+        initial weights and gradients of the first step, of this rank's stages and on the host; losses; the checkpoint.
     """
     weights = {name: tensor.cpu() for name, tensor in canonical_weights(trainer.model).items()}
-    record, found = step_with_gradients(trainer)
-    gradients = {name: tensor.cpu() for name, tensor in found.items()}
+    record, device_gradients = step_with_gradients(trainer)
+    gradients = {name: tensor.cpu() for name, tensor in device_gradients.items()}
     losses = [record.loss, *(trainer.step().loss for _ in range(half(trainer.config) - 1))]
     checkpoint = save(trainer, target)
     trainer.feed.close()
@@ -132,10 +138,7 @@ def first_half(trainer: Trainer, target: Path) -> tuple[dict[str, Tensor], dict[
 
 
 def train_reference(config: Config, cell: Cell, folder: Path) -> Path:
-    """Train in this process without a stop, and keep what others are compared with; returns the checkpoint's folder.
-
-    The checkpoint is that of the middle of the training.
-    """
+    """Train in this process without a stop, save the reference, and return the folder of the middle's checkpoint."""
     trainer = make_trainer(config, cell)
     weights, gradients, losses, checkpoint = first_half(trainer, folder / "one-process")
     losses += [trainer.step().loss for _ in range(config.train.steps - half(config))]
@@ -145,12 +148,12 @@ def train_reference(config: Config, cell: Cell, folder: Path) -> Path:
 
 
 def half(config: Config) -> int:
-    """The step after which checkpoints change hands."""
+    """Return the number of the step after which checkpoints change hands."""
     return config.train.steps // 2
 
 
 def continued(config: Config, cell: Cell, folder: Path) -> list[float]:
-    """The losses of a new training that goes on from a checkpoint to the last step. Collective."""
+    """Train on from a checkpoint to the last step, and return the losses. Collective."""
     trainer = resume(config, cell, folder)
     losses = [trainer.step().loss for _ in range(config.train.steps - half(config))]
     check_replicas(trainer.model, trainer.mesh, config.train.steps)
@@ -162,51 +165,71 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
     """Train one cell on this rank: from the start, then from the checkpoint `source` of another one. Collective.
 
     Args:
-        folder: with the reference.
-        target: a folder for this cell's own checkpoint, whose place is returned.
+        config: configuration of the miniature.
+        cell: layout to train.
+        folder: folder of the reference.
+        source: folder of the checkpoint of another layout.
+        target: folder for this cell's own checkpoint, whose place is returned.
     """
-    reference, trainer = Reference.load(folder), make_trainer(config, cell)
+    reference = Reference.load(folder)
+    trainer = make_trainer(config, cell)
     weights, gradients, losses, checkpoint = first_half(trainer, target)
-    later = continued(config, cell, source)
+    later_losses = continued(config, cell, source)
     _require_same_names(set(weights), set(reference.weights), trainer.mesh)
-    every = collectives.all_gather_objects(_of_tensors(weights, gradients, reference), trainer.mesh.world)
-    (of_weights, weight), (of_gradients, gradient) = (max(each[kind] for each in every) for kind in range(2))
-    early = loss_difference(losses, reference.losses[: len(losses)])
-    late = loss_difference(later, reference.losses)
-    return Differences(of_weights, early, of_gradients, late, weight, gradient), checkpoint
+    by_rank = collectives.all_gather_objects(_tensor_differences(weights, gradients, reference), trainer.mesh.world)
+    weight_difference, weight = max(weight for weight, _ in by_rank)
+    gradient_difference, gradient = max(gradient for _, gradient in by_rank)
+    differences = Differences(
+        weights=weight_difference,
+        losses=loss_difference(losses, reference.losses[: len(losses)]),
+        gradients=gradient_difference,
+        resumed=loss_difference(later_losses, reference.losses),
+        weight=weight,
+        gradient=gradient,
+    )
+    return differences, checkpoint
 
 
-def _require_same_names(here: set[str], wanted: set[str], mesh: Mesh) -> None:
+def _require_same_names(rank_names: set[str], reference_names: set[str], mesh: Mesh) -> None:
     """Raise RunError on every rank unless the tensors of all ranks are those of the reference. Collective."""
-    found = set[str]().union(*collectives.all_gather_objects(here, mesh.world))
-    if found != wanted:
-        differing = [("lack", sorted(wanted - found)), ("have", sorted(found - wanted))]
-        told = " and ".join(f"{verb} {listing(names, most=3)}" for verb, names in differing if names)
-        raise RunError(f"the tensors of the model must be those of one process: they {told}")
+    names = set[str]().union(*collectives.all_gather_objects(rank_names, mesh.world))
+    if names != reference_names:
+        problems = []
+        if lacked := sorted(reference_names - names):
+            problems.append(f"lack {listing(lacked, most=3)}")
+        if surplus := sorted(names - reference_names):
+            problems.append(f"have {listing(surplus, most=3)}")
+        raise RunError(f"the tensors of the model must be those of one process: they {' and '.join(problems)}")
 
 
-def _of_tensors(
+def _tensor_differences(
     weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], reference: Reference
-) -> list[tuple[float, str]]:
-    """The largest difference of this rank's weights, and of its gradients, each with the name of the tensor."""
+) -> tuple[tuple[float, str], tuple[float, str]]:
+    """Return the largest difference of this rank's weights, and of its gradients, each with the name of the tensor."""
     by_name = {name: _difference(tensor, reference.weights[name]) for name, tensor in weights.items()}
     errors = gradient_errors({**reference.gradients, **gradients}, dict(reference.gradients))
-    return [_largest(by_name), _largest({name: errors[name] for name in gradients})]
+    return _largest(by_name), _largest({name: errors[name] for name in gradients})
 
 
-def _difference(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference of an element, relative to the largest element; 0 only of equal tensors."""
-    if torch.equal(found, wanted):
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of an element, relative to the largest element; 0 only for equal tensors."""
+    if torch.equal(actual, expected):
         return 0.0
-    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-30))
+    largest_difference = (actual.double() - expected.double()).abs().max()
+    return float(largest_difference / expected.double().abs().max().clamp_min(1e-30))
 
 
 def _largest(by_name: Mapping[str, float]) -> tuple[float, str]:
-    """The largest value, and its name; what is not a number is larger than all."""
-    return max(((math.inf if math.isnan(value) else value, name) for name, value in by_name.items()), default=(0.0, ""))
+    """Return the largest value, and its name; NaN counts as infinite."""
+    values = [(math.inf if math.isnan(value) else value, name) for name, value in by_name.items()]
+    return max(values, default=(0.0, ""))
 
 
-def loss_difference(found: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference from the last losses of `reference`."""
-    wanted = reference[len(reference) - len(found) :]
-    return _largest({str(i): abs(a - b) / abs(b) for i, (a, b) in enumerate(zip(found, wanted, strict=True))})[0]
+def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the largest relative difference from the last losses of `reference`."""
+    expected_losses = reference[len(reference) - len(losses) :]
+    differences: dict[str, float] = {}
+    for index, (loss, expected) in enumerate(zip(losses, expected_losses, strict=True)):
+        differences[str(index)] = abs(loss - expected) / abs(expected)
+    largest, _ = _largest(differences)
+    return largest

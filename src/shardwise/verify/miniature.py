@@ -12,16 +12,18 @@ from shardwise.config import Config, check_layout, config_from
 from shardwise.config.schedules import SCHEDULES
 from shardwise.verify.layouts import Cell, common_batch
 
-_HEAD_WIDTH, _FEWEST_HEADS = 8, 4
+_HEAD_WIDTH = 8
+_FEWEST_HEADS = 4
 _LENGTH = 16
 _VOCABULARY = 128
 _BUCKET_MIB = 0.1
+"""MiB of gradients in a bucket: even so small a model then has several."""
 _END = 3
 """The token that ends a document in random text."""
 
 
 def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelerator: bool) -> Config:
-    """The recipe in miniature, for `steps` steps at each of the `cells`.
+    """Return the recipe in miniature, for `steps` steps at each of the `cells`.
 
     It keeps: the family and its keys; the ratio of query to key/value heads; by which of the tensor-parallel degrees
     heads, feed-forward width and vocabulary can be divided; ties, dropout, precision, optimizer, the form of the
@@ -31,7 +33,9 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
     their meaning is not known.
     """
     degrees = sorted({cell.tensor for cell in cells} | {1})
-    model, optimizer, data = config.model, config.optimizer, config.data
+    model = config.model
+    optimizer = config.optimizer
+    data = config.data
     lr = optimizer.spec.miniature_lr
     is_own = config.shapes is None
     length = math.lcm(_LENGTH, *degrees)
@@ -78,18 +82,15 @@ def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any
     given = config.model.model_dump()
     if model is None:
         return given
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    fewer = max(
-        n
-        for n in divisors(math.gcd(heads, kv_heads))
-        if _are_alike(heads, heads // n, degrees)
-        and all(_fits(kv_heads, degree) == _fits(kv_heads // n, degree) for degree in degrees)
-        and (n == 1 or heads // n >= _FEWEST_HEADS)
-    )
+    heads = model.num_attention_heads
+    kv_heads = model.num_key_value_heads
+    head_divisor = _head_divisor(heads, kv_heads, degrees)
     rotary = getattr(model, "rotary_pct", 1.0)
+    # Rotary embeddings turn pairs of elements: their number in a head is even.
     width = next(w for w in itertools.count(_HEAD_WIDTH, 2) if int(w * rotary) and int(w * rotary) % 2 == 0)
-    hidden = heads // fewer * width
-    head_dim = width * (1 + (model.head_dim * heads != model.hidden_size))
+    hidden = heads // head_divisor * width
+    # Heads that are not as wide as the model has room for are twice as wide in miniature.
+    head_dim = width if model.head_dim * heads == model.hidden_size else 2 * width
     sizes: dict[str, Any] = {
         "vocab_size": _alike(model.vocab_size, _VOCABULARY, degrees),
         "hidden_size": hidden,
@@ -97,8 +98,8 @@ def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any
             model.intermediate_size, max(1, hidden * model.intermediate_size // model.hidden_size), degrees
         ),
         "num_hidden_layers": layers,
-        "num_attention_heads": heads // fewer,
-        "num_key_value_heads": kv_heads // fewer,
+        "num_attention_heads": heads // head_divisor,
+        "num_key_value_heads": kv_heads // head_divisor,
         "head_dim": head_dim,
         "pad_token_id": 0,
     }
@@ -112,25 +113,38 @@ def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any
     return given | {key: value for key, value in sizes.items() if key in given}
 
 
+def _head_divisor(heads: int, kv_heads: int, degrees: Sequence[int]) -> int:
+    """Return the largest divisor of both numbers of heads that changes no divisibility by the degrees."""
+    usable = []
+    for n in divisors(math.gcd(heads, kv_heads)):
+        is_alike = _are_alike(heads, heads // n, degrees)
+        kv_is_alike = all(_fits(kv_heads, degree) == _fits(kv_heads // n, degree) for degree in degrees)
+        if is_alike and kv_is_alike and (n == 1 or heads // n >= _FEWEST_HEADS):
+            usable.append(n)
+    return max(usable)
+
+
 def _fits(kv_heads: int, degree: int) -> bool:
+    """Return whether key/value heads can be cut over, or copied to, so many ranks."""
     return kv_heads % degree == 0 or degree % kv_heads == 0
 
 
 def _are_alike(size: int, other: int, degrees: Iterable[int]) -> bool:
-    """Whether the same degrees divide both."""
+    """Return whether the same degrees divide both sizes."""
     return all((size % degree == 0) == (other % degree == 0) for degree in degrees)
 
 
 def _alike(size: int, start: int, degrees: Sequence[int]) -> int:
-    """The first number from `start` on that the same degrees divide."""
+    """Return the first number from `start` on that the same degrees divide."""
     return next(number for number in itertools.count(start) if _are_alike(size, number, degrees))
 
 
 def at(config: Config, cell: Cell) -> Config:
-    """The miniature at a cell's layout, in micro-batches of one sample in a pipeline, else two on each rank.
+    """Return the miniature at a cell's layout.
 
-    One process takes all samples at once; but in bfloat16 one, so that it rounds the sums of each as a pipeline does.
-    Collectives overlap as the recipe has it, or as the layout and the device can.
+    A pipeline has micro-batches of one sample, and other layouts two micro-batches on each rank. One process takes all
+    samples at once, but in bfloat16 one by one, so that it rounds the sums of each as a pipeline does. Collectives
+    overlap as the recipe has it, or as the layout and the device can.
     """
     parallel: dict[str, Any] = {"tensor": cell.tensor, "sequence": cell.sequence, "pipeline": cell.pipeline}
     if cell.schedule is not None:
@@ -141,7 +155,8 @@ def at(config: Config, cell: Cell) -> Config:
         parallel["tensor_overlap"] = "pieces"
     micro_batch = 1
     if cell.pipeline == 1 and config.precision.mode == "float32":
-        micro_batch = config.train.global_batch // (1 if cell.ranks == 1 else 2 * cell.data)
+        micro_batches = 1 if cell.ranks == 1 else 2 * cell.data
+        micro_batch = config.train.global_batch // micro_batches
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update=parallel),
@@ -152,12 +167,13 @@ def at(config: Config, cell: Cell) -> Config:
 
 
 def existing(config: Config, cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
-    """The cells at which the miniature can be trained, and why it cannot at the others."""
-    found, reasons = [], []
+    """Return the cells at which the miniature can be trained, and the reasons why it cannot at the others."""
+    trainable = []
+    reasons: list[str] = []
     for cell in cells:
         try:
             check_layout(at(config, cell), cell.ranks)
-            found.append(cell)
+            trainable.append(cell)
         except ConfigError as error:
             reasons += error.problems
-    return found, list(dict.fromkeys(reasons))
+    return trainable, list(dict.fromkeys(reasons))

@@ -1,4 +1,4 @@
-"""What a layout may differ by from one process, and how it is judged."""
+"""The largest differences that a layout may have from one process, and their judgement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class Tolerance:
     """The largest differences that keep the contract.
 
     Attributes:
-        losses: relative, of each step. gradients: of each tensor, relative to its norm.
+        losses: largest relative difference of the loss of a step.
+        gradients: largest difference of a tensor's gradient, relative to its norm.
     """
 
     losses: float
@@ -20,11 +21,12 @@ class Tolerance:
 
     @staticmethod
     def of(config: Config) -> Tolerance:
-        """In float32 that of the contract. bfloat16 rounds what ranks exchange, at other places in each layout.
+        """Return the contract's tolerance for float32, and a wider one for bfloat16.
 
-        It has 8 bits: 2^-8 is the distance between two numbers near 1. A loss is a mean over many rounded numbers, and
-        may differ by a quarter of that. A gradient is a sum of numbers that cancel, and may differ by 8 times as much;
-        where it is also added up in bfloat16, by 64 times as much.
+        bfloat16 rounds the numbers that ranks exchange, at other places in each layout. It has 8 bits: 2^-8 is the
+        distance between two numbers near 1. A loss is a mean over many rounded numbers, and may differ by a quarter of
+        that. A gradient is a sum of numbers that cancel, and may differ by 8 times as much; where it is also added up
+        in bfloat16, by 64 times as much.
         """
         dtypes = config.precision.resolved(accelerator=True)
         if dtypes.parameter == dtypes.gradient == dtypes.reduce == "float32":
@@ -34,7 +36,7 @@ class Tolerance:
 
     @property
     def is_of_float32(self) -> bool:
-        """Whether this is the contract's."""
+        """True if this is the contract's tolerance."""
         return self.losses <= 1e-5
 
 
@@ -43,9 +45,12 @@ class Differences:
     """The largest differences of a layout from one process.
 
     Attributes:
-        weights: of the initial ones, relative to the tensor's largest. losses: before the checkpoint changed hands.
-        gradients: of the first step. resumed: of the losses from another layout's checkpoint on.
-        weight, gradient: the tensors with the largest differences.
+        weights: difference of an initial weight, relative to the largest weight of its tensor.
+        losses: relative difference of a loss before the checkpoint changed hands.
+        gradients: difference of a tensor's gradient in the first step, relative to its norm.
+        resumed: relative difference of a loss after another layout's checkpoint was read.
+        weight: tensor with the largest difference of a weight.
+        gradient: tensor with the largest difference of a gradient.
     """
 
     weights: float
@@ -56,14 +61,15 @@ class Differences:
     gradient: str = ""
 
     def problems(self, tolerance: Tolerance, source: str) -> list[str]:
-        """What breaks the contract. `source`: whose checkpoint was read."""
-        found = []
+        """Return the breaches of the contract; `source` names the layout whose checkpoint was read."""
+        breaches = []
         if self.weights:
-            found.append(f"the initial {self.weight} differs by {self.weights:.1e}, and must be equal")
+            breaches.append(f"the initial {self.weight} differs by {self.weights:.1e}, and must be equal")
+        # `not … <=` and not `>`: a difference that is not a number is a breach.
         if not self.gradients <= tolerance.gradients:
-            found.append(f"the gradient of {self.gradient} differs by {self.gradients:.1e} of its norm")
+            breaches.append(f"the gradient of {self.gradient} differs by {self.gradients:.1e} of its norm")
         if not self.losses <= tolerance.losses:
-            found.append(f"the losses differ by {self.losses:.1e}")
+            breaches.append(f"the losses differ by {self.losses:.1e}")
         if not self.resumed <= tolerance.losses:
-            found.append(f"after the checkpoint of {source} was read the losses differ by {self.resumed:.1e}")
-        return found
+            breaches.append(f"after the checkpoint of {source} was read the losses differ by {self.resumed:.1e}")
+        return breaches

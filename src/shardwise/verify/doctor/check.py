@@ -1,4 +1,4 @@
-"""One line of an examination: what was found, whether it is well, and how to mend it."""
+"""A line of an examination: the finding, its status and the fix."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ Status = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True)
 class Check:
-    """What was found of one thing.
+    """The finding of a check.
 
     Attributes:
-        status: `wrong`: trainings fail here; `warning`: some do, or they are slow.
-        found: what there is, or what is wrong with it.
-        mend: what to do; empty where all is well.
+        name: subject of the check.
+        status: `wrong` if trainings fail here; `warning` if some do, or they are slow.
+        found: present state, or the problem.
+        mend: advice; empty if all is well.
     """
 
     name: str

@@ -21,14 +21,17 @@ from shardwise.verify.doctor.check import Check, ok
 if TYPE_CHECKING:
     from shardwise.runs.local_devices import Device
 
-_LITTLE_DISK, _LITTLE_MEMORY, _LITTLE_SHARED = 2 * 2**30, 2**30, 64 * 2**20
+_LITTLE_DISK = 2 * 2**30
+_LITTLE_MEMORY = 2**30
+_LITTLE_SHARED = 64 * 2**20
+"""Docker's default for /dev/shm, in which NCCL's buffers of a few ranks do not fit."""
 _FEW_FILES = 4096
 """gloo keeps two sockets for each pair of ranks in each group."""
 _INTERFACE_KEYS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def machine(run_path: Path, variables: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """All of the machine, for runs in the folder `run_path`."""
+    """Check the whole machine, for runs in the folder `run_path`."""
     yield from devices()
     yield from fabric(variables)
     yield threads(variables, cpu_count(), _cpu_limit())
@@ -40,19 +43,19 @@ def machine(run_path: Path, variables: Mapping[str, str] = os.environ) -> Iterat
 
 
 def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
-    """The accelerators that a run would use, and those that it could not."""
-    from shardwise.runs.local_devices import devices as listed
+    """Check the accelerators that a run would use, and those that it could not."""
+    from shardwise.runs.local_devices import devices as list_devices
 
-    found = listed({})
-    for problem in found.problems:
+    listed = list_devices({})
+    for problem in listed.problems:
         yield Check(
             "devices", "warning", problem, "ask the vendor's tool (nvidia-smi, neuron-ls), or restart the driver"
         )
-    shown = "; ".join(map(_described, found.devices))
+    shown = "; ".join(map(_described, listed.devices))
     kind, count = accelerators()
-    present = [one for one in found.devices if one.kind != "cpu"]
-    files = any(dev.glob("nvidia[0-9]*")) or any(dev.glob("neuron[0-9]*"))
-    if count == 0 and (present or files):
+    is_listed = any(device.kind != "cpu" for device in listed.devices)
+    has_device_files = any(dev.glob("nvidia[0-9]*")) or any(dev.glob("neuron[0-9]*"))
+    if count == 0 and (is_listed or has_device_files):
         yield Check(
             "devices",
             "warning",
@@ -60,13 +63,17 @@ def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
             "install a torch that is built for them, or unset CUDA_VISIBLE_DEVICES or NEURON_RT_VISIBLE_CORES",
         )
     else:
-        yield ok("devices", f"{shown}: {f'{count} × {kind}' if count else 'no accelerator, so ranks run on the CPU'}")
+        usable = f"{count} × {kind}" if count else "no accelerator, so ranks run on the CPU"
+        yield ok("devices", f"{shown}: {usable}")
 
 
 def _described(device: Device) -> str:
-    memory = [] if device.memory_total_bytes is None else [size(device.memory_total_bytes)]
-    cores = [] if device.cores is None else [counted(device.cores, "core")]
-    return ", ".join([device.name, *memory, *cores, *device.links])
+    facts = [device.name]
+    if device.memory_total_bytes is not None:
+        facts.append(size(device.memory_total_bytes))
+    if device.cores is not None:
+        facts.append(counted(device.cores, "core"))
+    return ", ".join([*facts, *device.links])
 
 
 def _torch_version() -> str:
@@ -77,17 +84,17 @@ def _torch_version() -> str:
 
 
 def fabric(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
-    """The network: interfaces, RDMA ports, and whether this machine's own name leads to it."""
+    """Check the network: interfaces, RDMA ports, and the address of this machine's own name."""
     import psutil
 
-    addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
-    up = [name for name in addresses if name in states and states[name].isup]
+    states = psutil.net_if_stats()
+    up = [name for name in psutil.net_if_addrs() if name in states and states[name].isup]
     speeds = {name: f" ({states[name].speed:,} Mbit/s)" if states[name].speed > 0 else "" for name in up}
     yield ok("network", ", ".join(f"{name}{speeds[name]}" for name in up) or "no interface is up")
     for key in _INTERFACE_KEYS:
         value = variables.get(key, "")
         names = [name.strip() for name in value.lstrip("=").split(",") if name.strip()]
-        if names and not value.startswith("^") and not any(one.startswith(name) for one in up for name in names):
+        if names and not value.startswith("^") and not any(interface.startswith(tuple(names)) for interface in up):
             yield Check("network", "wrong", f"{key} ({value}) must name an interface that is up", f"unset {key}")
     for port in sorted(infiniband.glob("*/ports/*/state")):
         state = port.read_text(encoding="ascii", errors="replace").strip()
@@ -110,25 +117,33 @@ def fabric(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/inf
 
 
 def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Check:
-    """Threads of a rank; `cpus`: that the process may run on. `limit`: CPUs of its container, None without one."""
+    """Check the threads of a rank.
+
+    Args:
+        variables: environment variables.
+        cpus: number of CPUs that the process may run on.
+        limit: CPUs that its container may use at once; None without a limit.
+    """
     value = variables.get("OMP_NUM_THREADS")
     usable = cpus if limit is None else min(cpus, max(1, int(limit)))
-    here = f"{counted(cpus, 'CPU')}" + ("" if limit is None or limit >= cpus else f", limited to {limit:g} by cgroup")
+    cpus_text = counted(cpus, "CPU")
+    if limit is not None and limit < cpus:
+        cpus_text += f", limited to {limit:g} by cgroup"
     fix = f"set OMP_NUM_THREADS to the CPUs of a rank, at most {usable}"
     if value is None:
         if usable < cpus:
-            found = f"{here}: each rank would start a thread on every CPU"
+            found = f"{cpus_text}: each rank would start a thread on every CPU"
             return Check("threads", "warning", found, fix)
-        return ok("threads", f"{here}; the ranks share them, as OMP_NUM_THREADS is not set")
+        return ok("threads", f"{cpus_text}; the ranks share them, as OMP_NUM_THREADS is not set")
     if not value.isdecimal() or int(value) < 1:
         return Check("threads", "warning", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
     if int(value) > usable:
         return Check("threads", "warning", f"OMP_NUM_THREADS ({value}) must be at most the CPUs ({usable})", fix)
-    return ok("threads", f"{here}; OMP_NUM_THREADS {value}")
+    return ok("threads", f"{cpus_text}; OMP_NUM_THREADS {value}")
 
 
 def _cpu_limit(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
-    """CPUs that the container may use at once; None where nothing limits them."""
+    """Return the number of CPUs that the container may use at once; None without a limit."""
     try:
         quota, period = path.read_text(encoding="ascii").split()
         return int(quota) / int(period)
@@ -146,7 +161,7 @@ def memory(free: int | None) -> Check:
 
 
 def limits(shared: Path = Path("/dev/shm")) -> Iterator[Check]:
-    """Open files, and on machines with accelerators the shared memory that NCCL uses."""
+    """Check open files, and on machines with accelerators the shared memory that NCCL uses."""
     import resource
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -163,12 +178,12 @@ def limits(shared: Path = Path("/dev/shm")) -> Iterator[Check]:
 
 
 def place(name: str, folder: Path) -> Iterator[Check]:
-    """A folder in which runs write: a file is written to the disk, locked and removed. Nothing stays there."""
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
+    """Check a folder in which runs write: a file is written to the disk, locked and removed. Nothing stays there."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
     try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".shardwise-doctor-") as file:
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=".shardwise-doctor-") as file:
             file.write(b"x" * 2**16)
             file.flush()
             os.fsync(file.fileno())
@@ -178,10 +193,11 @@ def place(name: str, folder: Path) -> Iterator[Check]:
                 found = f"the disk of {folder} has no locks: a second run in one folder is not refused"
                 yield Check(name, "warning", found, "start one run in a folder, or choose another disk by --run-dir")
     except OSError as error:
-        mend = "make it writable, or choose another by " + ("--run-dir" if name == "run folder" else "SHARDWISE_CACHE")
+        setting = "--run-dir" if name == "run folder" else "SHARDWISE_CACHE"
+        mend = f"make it writable, or choose another by {setting}"
         yield Check(name, "wrong", f"{folder} cannot be written: {reason_of(error)}", mend)
         return
-    free = free_bytes(there)
+    free = free_bytes(existing)
     if free < _LITTLE_DISK:
         found = f"free disk space under {folder} ({size(free)}) must be at least {size(_LITTLE_DISK)}"
         yield Check(name, "warning", found, "make room: `shardwise checkpoint prune` removes old checkpoints")
@@ -190,7 +206,7 @@ def place(name: str, folder: Path) -> Iterator[Check]:
 
 
 def launcher(variables: Mapping[str, str]) -> Check:
-    """Whether variables of a launcher are set where no launcher started this process."""
+    """Check for variables of a launcher in a process that no launcher started."""
     problem = unjoined(variables)
     place_in_job = joined(variables)
     if problem is not None:

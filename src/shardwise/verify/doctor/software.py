@@ -18,7 +18,12 @@ _FOR_DEVELOPERS = "dev"
 def software(
     requires: Callable[[str], list[str] | None] = metadata.requires, version: Callable[[str], str] = metadata.version
 ) -> Iterator[Check]:
-    """Python and packages; `requires` and `version` tell of a distribution as `importlib.metadata` does."""
+    """Check Python and packages.
+
+    Args:
+        requires: returns the requirements of a distribution, as `importlib.metadata.requires` does.
+        version: returns its version, as `importlib.metadata.version` does.
+    """
     try:
         requirements = [Requirement(text) for text in requires("shardwise") or []]
     except metadata.PackageNotFoundError:
@@ -30,29 +35,29 @@ def software(
         )
         return
     python = platform.python_version()
-    wanted = SpecifierSet(metadata.metadata("shardwise")["Requires-Python"])
-    if python in wanted:
-        yield ok("python", f"{python}, of {wanted}")
+    supported = SpecifierSet(metadata.metadata("shardwise")["Requires-Python"])
+    if python in supported:
+        yield ok("python", f"{python}, of {supported}")
     else:
-        yield Check("python", "wrong", f"{python} must be {wanted}", "make an environment with a Python that is")
-    needed = [one for one in requirements if _applies(one, "")]
-    yield from _torch(needed, version)
-    yield from _group("packages", [one for one in needed if one.name != "torch"], version)
-    for extra in sorted({extra for one in requirements for extra in _extras(one)} - {_FOR_DEVELOPERS}):
-        of_extra = [one for one in requirements if extra in _extras(one)]
-        missing = [one.name for one in of_extra if _installed(one, version) is None]
-        if missing:
+        yield Check("python", "wrong", f"{python} must be {supported}", "make an environment with a Python that is")
+    always_needed = [requirement for requirement in requirements if _applies(requirement, "")]
+    yield from _torch(always_needed, version)
+    yield from _group("packages", [needed for needed in always_needed if needed.name != "torch"], version)
+    extras = set[str]().union(*map(_extras, requirements))
+    for extra in sorted(extras - {_FOR_DEVELOPERS}):
+        packages = [requirement for requirement in requirements if extra in _extras(requirement)]
+        if any(_installed(package, version) is None for package in packages):
             yield ok(f"[{extra}]", f"not installed, which is optional: pip install 'shardwise[{extra}]'")
         else:
-            yield from _group(f"[{extra}]", of_extra, version, optional=True)
+            yield from _group(f"[{extra}]", packages, version, optional=True)
 
 
 def _torch(needed: list[Requirement], version: Callable[[str], str]) -> Iterator[Check]:
-    for one in needed:
-        if one.name == "torch":
-            problem = _problem(one, version)
+    for requirement in needed:
+        if requirement.name == "torch":
+            problem = _problem(requirement, version)
             if problem is None:
-                yield ok("torch", f"{version('torch')}, of {one.specifier}")
+                yield ok("torch", f"{version('torch')}, of {requirement.specifier}")
             else:
                 mend = "install a torch for this machine's devices: https://pytorch.org/get-started/locally"
                 yield Check("torch", "wrong", problem, mend)
@@ -61,40 +66,40 @@ def _torch(needed: list[Requirement], version: Callable[[str], str]) -> Iterator
 def _group(
     name: str, requirements: Iterable[Requirement], version: Callable[[str], str], *, optional: bool = False
 ) -> Iterator[Check]:
-    """One line of packages that are well, and one of each that is not."""
+    """Yield a check of all packages that are well, and a check for each that is not."""
     well = []
-    for one in requirements:
-        problem = _problem(one, version)
+    for requirement in requirements:
+        problem = _problem(requirement, version)
         if problem is None:
-            well.append(f"{one.name} {_installed(one, version)}")
+            well.append(f"{requirement.name} {_installed(requirement, version)}")
         else:
-            mend = f"pip install '{one.name}{one.specifier}'"
+            mend = f"pip install '{requirement.name}{requirement.specifier}'"
             yield Check(name, "warning" if optional else "wrong", problem, mend)
     if well:
         yield ok(name, ", ".join(well))
 
 
-def _problem(one: Requirement, version: Callable[[str], str]) -> str | None:
-    installed = _installed(one, version)
+def _problem(requirement: Requirement, version: Callable[[str], str]) -> str | None:
+    installed = _installed(requirement, version)
     if installed is None:
-        return f"{one.name} is not installed, and must be {one.specifier or 'there'}"
-    if not one.specifier.contains(installed, prereleases=True):
-        return f"{one.name} ({installed}) must be {one.specifier}"
+        return f"{requirement.name} is not installed, and must be {requirement.specifier or 'there'}"
+    if not requirement.specifier.contains(installed, prereleases=True):
+        return f"{requirement.name} ({installed}) must be {requirement.specifier}"
     return None
 
 
-def _installed(one: Requirement, version: Callable[[str], str]) -> str | None:
+def _installed(requirement: Requirement, version: Callable[[str], str]) -> str | None:
     try:
-        return version(one.name)
+        return version(requirement.name)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _applies(one: Requirement, extra: str) -> bool:
-    return one.marker is None or one.marker.evaluate({"extra": extra})
+def _applies(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def _extras(one: Requirement) -> set[str]:
-    """The extras that bring a package."""
-    known = metadata.metadata("shardwise").get_all("Provides-Extra") or []
-    return {extra for extra in known if not _applies(one, "") and _applies(one, extra)}
+def _extras(requirement: Requirement) -> set[str]:
+    """Return the extras that bring a package."""
+    all_extras = metadata.metadata("shardwise").get_all("Provides-Extra") or []
+    return {extra for extra in all_extras if not _applies(requirement, "") and _applies(requirement, extra)}

@@ -14,12 +14,12 @@ from shardwise.train.trainer import Trainer
 
 
 def canonical_weights(model: nn.Module, pipeline: Group | None = None) -> dict[str, Tensor]:
-    """All canonical weights, on every rank; without `pipeline` those of this rank's stages."""
+    """Return all canonical weights, on every rank; without `pipeline` those of this rank's stages."""
     return {name: tensor.clone() for name, tensor in canonical_tensors(model, pipeline=pipeline)}
 
 
 def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Tensor]:
-    """All canonical gradients of the present step on every rank: sums over data parallelism, not averages."""
+    """Return all canonical gradients of the present step on every rank: sums over data parallelism, not averages."""
     optimizer.reduce_gradients()
     for bucket in optimizer.buckets:
         if bucket.sharded:
@@ -28,7 +28,7 @@ def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) ->
 
 
 def step_with_gradients(trainer: Trainer) -> tuple[StepRecord, dict[str, Tensor]]:
-    """One step, and its gradients by canonical name, of this rank's stages, as they were before the update."""
+    """Take a step; return its record, and by canonical name the gradients of this rank's stages before the update."""
     gradients: dict[str, Tensor] = {}
     optimizer = trainer.optimizer
 
@@ -45,11 +45,15 @@ def step_with_gradients(trainer: Trainer) -> tuple[StepRecord, dict[str, Tensor]
 
 
 def gradient_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """By canonical name `‖Δ‖ / max(‖g‖, 1e-3 · ‖all g‖ / √tensors)`: the model's scale bounds small g from below."""
+    """Return `‖Δ‖ / max(‖g‖, 1e-3 · ‖all g‖ / √tensors)` by canonical name.
+
+    The scale of the whole model bounds the denominator from below: tiny gradients consist of rounding.
+    """
     scale = torch.stack([g.norm() for g in expected.values()]).norm() / len(expected) ** 0.5
-    return {
-        name: float((actual[name] - g).norm() / torch.maximum(g.norm(), 1e-3 * scale)) for name, g in expected.items()
-    }
+    errors: dict[str, float] = {}
+    for name, g in expected.items():
+        errors[name] = float((actual[name] - g).norm() / torch.maximum(g.norm(), 1e-3 * scale))
+    return errors
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -37,13 +37,15 @@ class RankPool:
     order. After a failure or time-out the next call starts new ranks.
 
     Args:
-        size: the number of ranks.
-        device_type: `cpu`, or that of an accelerator with a device for each rank.
-        prepare: a module-level function that each rank calls first, such as one that registers a device with torch.
+        size: number of ranks.
+        device_type: `cpu`, or the type of an accelerator with a device for each rank.
+        prepare: module-level function that each rank calls first, such as a registration of a device with torch.
     """
 
     def __init__(self, size: int, *, device_type: str = "cpu", prepare: Callable[[], None] | None = None) -> None:
-        self.size, self.device_type, self._prepare = size, device_type, prepare
+        self.size = size
+        self.device_type = device_type
+        self._prepare = prepare
         self._processes: list[Any] = []
         self._tasks: list[Any] = []
         self._results: Any = None
@@ -59,6 +61,7 @@ class RankPool:
             try:
                 rank, value, failure = self._results.get(timeout=timeout if not failures else 5.0)
             except queue.Empty:
+                # After a failure the others have 5 s: they may fail too, or wait for the failed rank for ever.
                 missing = sorted(set(range(self.size)) - set(results) - set(failures))
                 failures.setdefault(-1, f"ranks {missing} gave no answer within {timeout:.0f} s")
                 break
@@ -92,7 +95,8 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join()
-        self._processes, self._tasks = [], []
+        self._processes = []
+        self._tasks = []
 
 
 def _serve(
@@ -121,7 +125,8 @@ def _serve(
     while True:
         function, args = tasks.get()
         reused.begin()
-        value = failure = None
+        value = None
+        failure = None
         try:
             value = _pickled(function(*args))
         except BaseException:  # noqa: BLE001  run() raises it in the test
@@ -159,5 +164,5 @@ class _ReusedGroups:
 
 
 def _pickled(value: Any) -> bytes:
-    """A function's result; what cannot be sent is an error here, and not in the queue's thread, which nobody hears."""
+    """Pickle a function's result here: an error in the queue's own thread would not be noticed."""
     return bytes(ForkingPickler.dumps(value))
