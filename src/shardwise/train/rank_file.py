@@ -13,7 +13,7 @@ import psutil
 
 from shardwise.base.files import open_plain
 from shardwise.base.hardware import cpu_count
-from shardwise.base.parsing import record_of
+from shardwise.base.run_records import record_of
 from shardwise.config import Layout
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import JsonLines, RunDirectory, now
