@@ -255,8 +255,7 @@ def _loss(case: Case) -> int:
     a, rows, hidden = case.a, case.local.vocabulary, case.model.hidden_size
     limit = loss_chunk_elements(rows, case.accelerator)
     is_bert = isinstance(case.model, BertConfig)
-    scattered = case.layout.sequence and not is_bert
-    tokens_a_row = case.config.train.micro_batch * (case.layout.tensor if scattered else 1)
+    tokens_a_row = case.config.train.micro_batch * (1 if is_bert else case.layout.sequence_parts)
     chunk = min(case.predicted, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a
     head = 4 * a * hidden * case.predicted if is_bert else 0

@@ -124,7 +124,7 @@ class Case:
     @property
     def tokens_between(self) -> int:
         """T/s: tokens that one rank has between the cut layers."""
-        return self.tokens // self.layout.tensor if self.layout.sequence else self.tokens
+        return self.tokens // self.layout.sequence_parts
 
     @property
     def x_elements(self) -> int:

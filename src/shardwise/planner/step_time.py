@@ -236,14 +236,13 @@ def _message(
         return 0.0
     train, device = config.train, cluster.device
     assert not isinstance(config.model, OwnConfig)
-    cut = layout.tensor if layout.sequence else 1
     size = DTYPE_BYTES[precision.parameter] * train.micro_batch * train.sequence_length * config.model.hidden_size
     inside = layout.tensor * layout.data * 2 <= cluster.per_node
     if program.splits_messages and not layout.sequence and layout.tensor > 1:
         of = device_seconds.Group(layout.tensor, min(layout.tensor, cluster.per_node))
         sent = device_seconds.message(device, c, size / layout.tensor, inside=inside)
         return sent + device_seconds.collective(device, c, of, float(size))
-    return device_seconds.message(device, c, size / cut, inside=inside)
+    return device_seconds.message(device, c, size / layout.sequence_parts, inside=inside)
 
 
 def _update(

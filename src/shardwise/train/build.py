@@ -207,7 +207,7 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
     from shardwise.pipeline.schedule import Pipeline  # here, as it imports torch's compiler, which is slow
 
     train = config.train
-    length = train.sequence_length // (layout.tensor if layout.sequence else 1)
+    length = train.sequence_length // layout.sequence_parts
     x = torch.empty(length, train.micro_batch, config.model.hidden_size, dtype=dtype, device="meta")
     return Pipeline(model, config.parallel, mesh, layout.accumulation(train), x, losses=len(config.model.objectives))
 

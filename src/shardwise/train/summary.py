@@ -88,7 +88,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
     return [
         (
             "layout",
-            f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {units.counted(layout.world, 'rank')}, "
+            f"{layout.product()}, "
             f"sequence parallelism (SP) {'on' if layout.sequence else 'off'}, ZeRO-{config.optimizer.zero}",
         ),
         ("device", device),
@@ -362,8 +362,7 @@ def start_rows(
         ("batch", _batch(config, layout)),
         (
             "layout",
-            f"TP {layout.tensor}{sequence} × PP {layout.pipeline} × DP {layout.data} = "
-            f"{units.counted(layout.world, 'rank')}, ZeRO-{config.optimizer.zero}",
+            f"{layout.product(after_tensor=sequence)}, ZeRO-{config.optimizer.zero}",
         ),
         (
             "device",

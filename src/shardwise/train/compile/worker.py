@@ -97,7 +97,7 @@ def _input(config: Config, layout: Layout, device: torch.device, dtype: torch.dt
     """x as the stage before would send it."""
     if isinstance(config.model, OwnConfig):
         return None
-    rows = config.train.sequence_length // (layout.tensor if layout.sequence else 1)
+    rows = config.train.sequence_length // layout.sequence_parts
     shape = rows, config.train.micro_batch, config.model.hidden_size
     return torch.zeros(shape, device=device, dtype=dtype, requires_grad=training)
 
