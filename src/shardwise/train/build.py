@@ -54,12 +54,15 @@ def build_trainer(
     reporter: Reporter | None = None,
     progress: Progress | None = None,
     weights: Root | None = None,
+    layout: Layout | None = None,
 ) -> Trainer:
     """The trainer of this rank: model shard, optimizer, batches. Collective over the mesh.
 
     `weights`: a checkpoint, whose masters are read if it has them, or a Hugging Face folder; None draws the weights.
+    `layout`: the result of `check_layout` where the caller has it already; None checks here.
     """
-    layout, precision = check_layout(config, mesh.world.size), config.precision.resolved(mesh.device.type != "cpu")
+    layout = layout or check_layout(config, mesh.world.size)
+    precision = config.precision.resolved(mesh.device.type != "cpu")
     batches = make_batches(config, data, "train")
     if batches is None:
         raise DataError(
@@ -100,7 +103,7 @@ def build_trainer(
 
 def build_run_trainer(run: Run, reporter: Reporter) -> Trainer:
     """The trainer of a run. Of a model of the user's own, parameters and memory are counted now, for the reporter."""
-    trainer = build_trainer(run.config, run.mesh, run.data, reporter, run.progress, run.weights)
+    trainer = build_trainer(run.config, run.mesh, run.data, reporter, run.progress, run.weights, run.layout)
     if reporter.parameters is not None:
         return trainer
     reporter.parameters = count_parameters(trainer.model)

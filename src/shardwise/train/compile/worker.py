@@ -107,4 +107,4 @@ if __name__ == "__main__":
         main()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
-        sys.exit(2)
+        sys.exit(error.exit_code)
