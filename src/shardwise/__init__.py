@@ -119,7 +119,7 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "train":  # the package of the training is the function too (`base/callables.py`)
+    if name == "train":  # the package of the training is the function too (`base/callable_packages.py`)
         return import_module(f"{__name__}.{name}")
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value

@@ -1,1 +1,11 @@
-"""What every room uses: errors, files, units, names, reading of YAML and JSON, and what this machine has. No torch."""
+"""Tools of all rooms, without torch.
+
+- `errors`, `exit_codes`: what ends a command, and the words of messages
+- `units`: numbers as people read them, such as `1.5 GiB`
+- `parsing`, `run_records`: YAML and JSON that anybody may have written; the records in a run's folder
+- `files`, `names`: files on a local disk; names from outside
+- `redaction`: texts without secrets
+- `hardware`: accelerators, memory and CPUs of this machine
+- `mesh_axes`, `tensor_box`: the axes along which ranks are arranged; rectangles in tensors
+- `user_code`, `callable_packages`: objects of the user's own; packages that can be called
+"""

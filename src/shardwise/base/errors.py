@@ -1,19 +1,22 @@
-"""The errors that a user is meant to read, each with the exit code of the command line."""
+"""The errors that a user is meant to read, each with its exit code, and the words that their messages are made of."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from shardwise.base.exit_codes import FAILED, STOPPED, WRONG_INPUT
 from shardwise.base.redaction import redacted
 
 _CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 """Control characters but for tab and newline, separators of lines, characters that turn the direction of the text
 around them, and halves of characters that no terminal can print."""
 _ENDLESS = r"(\S{200})\S{400,}(\S{100})"
+"""A word of 700 characters or more, of which the middle is left out: no key and hardly any path is so long."""
 
 
 def shown(text: str) -> str:
@@ -27,7 +30,7 @@ def shown(text: str) -> str:
 
 def visible(text: str) -> str:
     """A text with control characters as escapes."""
-    return re.sub(_CONTROL, lambda found: ascii(found[0])[1:-1], text)
+    return re.sub(_CONTROL, lambda match: ascii(match[0])[1:-1], text)
 
 
 def see(entry: str) -> str:
@@ -49,10 +52,10 @@ class ShardwiseError(Exception):
         text: what is wrong and how to mend it.
 
     Attributes:
-        exit_code: of the command line.
+        exit_code: exit code of a command that ends by this error.
     """
 
-    exit_code = 1
+    exit_code = FAILED
 
     def __init__(self, text: str = "") -> None:
         super().__init__(shown(text))
@@ -69,24 +72,25 @@ class LostPeerError(RunError):
 class StoppedError(ShardwiseError):
     """A run that stopped on request, after it completed a checkpoint (exit code 75); `text` says how to continue it."""
 
-    exit_code = 75
+    exit_code = STOPPED
 
 
 class ConfigError(ShardwiseError, ValueError):
     """The configuration or the input is wrong and no step was taken (exit code 2). It is a `ValueError` too.
 
     Args:
-        problems: one, or all that were found.
+        problems: the problem, or all that were found, each in a sentence.
 
     Attributes:
-        problems: each in a sentence.
+        problems: all of them, as they are shown.
     """
 
-    exit_code = 2
+    exit_code = WRONG_INPUT
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        given = [problems] if isinstance(problems, str) else problems
-        self.problems: list[str] = [shown(problem) for problem in given]
+        if isinstance(problems, str):
+            problems = [problems]
+        self.problems: list[str] = [shown(problem) for problem in problems]
         Exception.__init__(self, self.problems)
 
     def __str__(self) -> str:
@@ -105,7 +109,11 @@ class ArgumentError(ConfigError, TypeError):
 
 @contextmanager
 def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Makes a ConfigError from inside name what the user gave; `names`: what replaces each key of a recipe."""
+    """Inside, a ConfigError names what the user gave instead of keys of a recipe.
+
+    Args:
+        names: the user's name for each key.
+    """
     try:
         yield
     except ConfigError as error:
@@ -131,15 +139,25 @@ def refuse_unknown_arguments(
     Raises:
         ArgumentError: some are unknown; for each, what replaces it or the known name that is nearest.
     """
-    known, replaced = list(known), replaced or {}
-    unknown = [name for name in given if name not in known]
+    known = list(known)
+    replaced = replaced or {}
+    unknown = []
+    every_name_has_hint = True
+    for name in given:
+        if name in known:
+            continue
+        near = nearest_name(name, known, cutoff=0.75)
+        if name in replaced:
+            unknown.append(f"{name} ({replaced[name]})")
+        elif near is not None:
+            unknown.append(f"{name} (did you mean {near}?)")
+        else:
+            unknown.append(name)
+            every_name_has_hint = False
     if not unknown:
         return
-    near = {name: nearest_name(name, known, cutoff=0.75) for name in unknown}
-    hints = {name: replaced.get(name) or (f"did you mean {near[name]}?" if near[name] else "") for name in unknown}
-    named = listing([f"{name} ({hint})" if hint else name for name, hint in hints.items()], "or")
-    takes = "" if all(hints.values()) else f"; it takes {listing(known)}"
-    raise ArgumentError(f"{owner} does not take {named}{takes}")
+    takes = "" if every_name_has_hint else f"; it takes {listing(known)}"
+    raise ArgumentError(f"{owner} does not take {listing(unknown, 'or')}{takes}")
 
 
 def listing(items: Iterable[object], conjunction: str = "and", most: int | None = None) -> str:
@@ -153,7 +171,7 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
 
 
 def count_problems(values: Mapping[str, object]) -> list[str]:
-    """What is wrong with a program's arguments, by name, that count something: numpy's whole numbers are well."""
+    """The problems of a program's arguments, by name, that count something; numpy's whole numbers are valid."""
     from numbers import Integral  # costly for every command
 
     return [
@@ -166,9 +184,8 @@ def count_problems(values: Mapping[str, object]) -> list[str]:
 def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
     """The closest valid number at or below `value` and the closest above it."""
     numbers = sorted(set(valid))
-    below = [number for number in numbers if number <= value][-1:]
-    above = [number for number in numbers if number > value][:1]
-    return below + above
+    place = bisect_right(numbers, value)
+    return numbers[max(place - 1, 0) : place + 1]
 
 
 def divisors(number: int) -> set[int]:

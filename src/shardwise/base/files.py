@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 _LINKS = (errno.ELOOP, errno.EMLINK)  # what systems answer to O_NOFOLLOW
 MOST_BYTES = 1 << 26
-"""Of a file that is read whole and describes something, such as a configuration: far more than any needs."""
+"""The largest file that is read whole, such as a configuration: far more than any needs."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _MOST_LINKS = 40  # as many as Linux follows in one path
 ANYONE_WRITES = stat.S_IWOTH
@@ -42,7 +42,7 @@ class UntrustedError(OSError):
 
 
 def reason_of(error: OSError) -> str:
-    """Why the system refused, such as `No space left on device`."""
+    """The reason that the system gave, such as `No space left on device`."""
     return error.strerror or str(error)
 
 
@@ -55,7 +55,7 @@ def open_folder(path: Path, denied: int = 0) -> int:
     A link on the way is followed where its owner counts, so that a home or a scratch folder may be one.
 
     Args:
-        path: of the folder.
+        path: path of the folder.
         denied: bits that its mode must not have: `ANYONE_WRITES` for programs, `OTHERS` for a folder of this user
             alone, which must be no link.
 
@@ -63,25 +63,28 @@ def open_folder(path: Path, denied: int = 0) -> int:
         OSError: as `os.open`.
         UntrustedError: a part of the path may be another user's trap, or the mode has a denied bit.
     """
-    names, links = [*reversed(path.absolute().parts)], 0
+    names = [*reversed(path.absolute().parts)]
+    links = 0
     folder = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    shown = Path("/")
+    reached = Path("/")
     try:
         while names:
             name = names.pop()
             entry = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             try:
                 status = os.fstat(entry)
-                _require_trusted(folder, status, shown / name)
+                _require_trusted(folder, status, reached / name)
                 if stat.S_ISLNK(status.st_mode):
                     links += 1
                     if links > _MOST_LINKS or (denied == OTHERS and not names):
-                        raise UntrustedError(errno.ELOOP, f"{shown / name} is a link that is not followed: remove it")
+                        raise UntrustedError(errno.ELOOP, f"{reached / name} is a link that is not followed: remove it")
                     names += reversed(Path(os.readlink("", dir_fd=entry)).parts)
                     continue
                 if not stat.S_ISDIR(status.st_mode):
-                    raise NotADirectoryError(errno.ENOTDIR, f"{shown / name} is no folder")
-                folder, entry, shown = entry, folder, shown / name
+                    raise NotADirectoryError(errno.ENOTDIR, f"{reached / name} is no folder")
+                # Exchanged: `finally` closes the folder above.
+                folder, entry = entry, folder
+                reached /= name
             finally:
                 os.close(entry)
         _require_mode(os.fstat(folder), path, denied)
@@ -122,8 +125,8 @@ def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None)
     """A descriptor of the regular file at `path`; `flags` are those of `os.open`, which may make it.
 
     Args:
-        path: of the file.
-        flags: of `os.open`.
+        path: path of the file.
+        flags: flags of `os.open`.
         denied: bits that the modes of the file and of its folder must not have.
         folder: a descriptor of the file's folder, from `open_folder`; None opens it here.
 
@@ -171,7 +174,7 @@ def _require_trusted(folder: int, entry: os.stat_result, path: Path) -> None:
 
 
 def _is_of_team(entry: os.stat_result) -> bool:
-    """Whether it is a folder that a group of this user may write, and not everyone."""
+    """True if it is a folder that a group of this user may write, and not everyone."""
     writers = entry.st_mode & (stat.S_IWGRP | ANYONE_WRITES)
     return stat.S_ISDIR(entry.st_mode) and writers == stat.S_IWGRP and entry.st_gid in (os.getegid(), *os.getgroups())
 
@@ -283,12 +286,12 @@ def open_lock(path: Path) -> BinaryIO:
 
 
 def lock(file: BinaryIO | int, *, wait: bool, shared: bool = False) -> bool:
-    """Takes the lock on an open file, until it is closed or the process ends; false where another process has it.
+    """Take the lock on an open file, until it is closed or the process ends; False where another process has it.
 
     Args:
         file: the file, or its descriptor.
-        wait: until the other process gives it back.
-        shared: any number of processes may have it at once, but none beside an exclusive one.
+        wait: True waits until the other process gives it back.
+        shared: True takes a lock that any number of processes may have at once, while none has an exclusive one.
 
     Raises:
         NoLocksError: the file system has none.
@@ -309,13 +312,13 @@ def lock(file: BinaryIO | int, *, wait: bool, shared: bool = False) -> bool:
 
 
 def to_disk(file: BinaryIO) -> None:
-    """Waits until what was written to a file would survive a loss of power."""
+    """Wait until what was written to a file would survive a loss of power."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until the names in a folder would survive a loss of power: those of new, renamed and removed files."""
+    """Wait until the names in a folder would survive a loss of power: those of new, renamed and removed files."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -324,7 +327,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
-    """Replaces a file: a reader or a crash sees the old content or the new one, never a part. `mode` as in `new_file`.
+    """Replace a file: a reader or a crash sees the old content or the new one, never a part. `mode` as in `new_file`.
 
     Raises:
         OSError: it cannot be written; the old file is as it was.
@@ -346,10 +349,10 @@ def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None
 
 def free_bytes(path: Path) -> int:
     """Free space of the disk under a path, which need not exist yet."""
-    there = path.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    return shutil.disk_usage(there).free
+    existing = path.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
 
 
 # ---- what can be made again
@@ -359,7 +362,7 @@ def cache_root(chosen: Path | None = None) -> Path:
     """`chosen`, else $SHARDWISE_CACHE, else shardwise under $XDG_CACHE_HOME or ~/.cache."""
     if chosen is not None:
         return chosen
-    if own := os.environ.get("SHARDWISE_CACHE"):
-        return Path(own).expanduser()
-    general = os.environ.get("XDG_CACHE_HOME")
-    return (Path(general) if general else Path("~/.cache").expanduser()) / "shardwise"
+    if cache := os.environ.get("SHARDWISE_CACHE"):
+        return Path(cache).expanduser()
+    user_cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(user_cache) if user_cache else Path("~/.cache").expanduser()) / "shardwise"

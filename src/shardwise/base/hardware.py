@@ -1,4 +1,4 @@
-"""What this machine has, without torch: accelerators, their peak speed, memory, usable CPUs."""
+"""Finds out about this machine without torch: accelerators, their peak speed, memory, usable CPUs."""
 
 import os
 import re
@@ -53,7 +53,8 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
     version) can use neither. Torch itself is asked, which takes the time of its import, where such files do not tell: a
     package adds a device to torch, or the system has graphics of AMD or Intel, or is macOS or WSL2.
     """
-    gpus, chips = _numbered(dev, "nvidia"), _numbered(dev, "neuron")
+    gpus = _numbered(dev, "nvidia")
+    chips = _numbered(dev, "neuron")
     hints = sys.platform == "darwin" or any((dev / name).exists() for name in ("kfd", "dri", "dxg"))
     build = _build_of_torch() if gpus or chips or hints else ""
     if hints and sys.platform != "darwin" and not (dev / "dxg").exists():
@@ -75,8 +76,8 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     if "MIG" in words:
         return None
-    for wanted, bfloat16, float32 in _PEAKS:
-        if words.issuperset(wanted.split()):
+    for device_words, bfloat16, float32 in _PEAKS:
+        if words.issuperset(device_words.split()):
             tera = {"bfloat16": bfloat16, "float32": float32}.get(dtype)
             return None if tera is None else tera * _TERA
     return None
@@ -95,8 +96,7 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     That is what the machine has available, or less where a control group limits the process, as a container or a job
     of SLURM does. Pages of files count as available: the system drops them when memory is needed.
     """
-    free = [*_numbers(proc / "meminfo", "MemAvailable:").values()]
-    free = [1024 * kilobytes for kilobytes in free]
+    free = [1024 * kilobytes for kilobytes in _numbers(proc / "meminfo", "MemAvailable:").values()]
     for group, limit, usage, pages in _memory_groups(proc / "self/cgroup", cgroups):
         most, used = (_number(group / name) for name in (limit, usage))
         if most is not None and used is not None:
@@ -116,10 +116,11 @@ def _memory_groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, str,
     except OSError:
         return
     for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        number, _, entry = line.partition(":")
+        controllers, _, path = entry.partition(":")
         if number == "0" and not controllers:  # version 2
-            top, names = cgroups, ("memory.max", "memory.current", ("inactive_file", "active_file"))
+            top = cgroups
+            names = ("memory.max", "memory.current", ("inactive_file", "active_file"))
         elif "memory" in controllers.split(","):  # version 1
             top = cgroups / "memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
@@ -157,7 +158,7 @@ def cpu_count() -> int:
 
 
 def bfloat16_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """What this x86 processor multiplies bfloat16 by: `AMX`, `AVX512-BF16`, or nothing (empty); None: it is not known.
+    """The unit of this x86 processor for bfloat16: `AMX`, `AVX512-BF16`, or "" for none; None where it is not known.
 
     On one with either, mixed precision trains faster than float32; on others bfloat16 is emulated, and slower
     (docs/precision.md has figures).
@@ -169,11 +170,13 @@ def bfloat16_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), None)
     if flags is None:
         return None
-    return "AMX" if "amx_bf16" in flags else "AVX512-BF16" if "avx512_bf16" in flags else ""
+    if "amx_bf16" in flags:
+        return "AMX"
+    return "AVX512-BF16" if "avx512_bf16" in flags else ""
 
 
 def _build_of_torch() -> str:
-    """What the installed torch is built for, as its version says after "+": "cpu", "cu130", "rocm6.4", "xpu" or ""."""
+    """The platform of the installed torch, which its version has after "+": "cpu", "cu130", "rocm6.4", "xpu" or ""."""
     try:
         return metadata.version("torch").partition("+")[2]
     except metadata.PackageNotFoundError:
@@ -181,7 +184,7 @@ def _build_of_torch() -> str:
 
 
 def _has_plugin() -> bool:
-    """Whether an installed package adds a device to torch, which loads it by itself.
+    """True if an installed package adds a device to torch, which loads it by itself.
 
     The files are read here since `importlib.metadata` takes a fifth of a dry run's start-up for them.
     """
@@ -200,7 +203,10 @@ print(*("cpu", 0) if device is None else (device.type, torch.accelerator.device_
 
 @cache
 def _counted_by_torch() -> tuple[str, int]:
-    """Asked in a process of its own: this one must neither import torch nor open a device before its ranks start."""
+    """The kind and number of devices, which torch finds in a process of its own.
+
+    This process must neither import torch nor open a device before its ranks start.
+    """
     import subprocess  # a start on a machine without other devices does without it
 
     answer = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
@@ -215,7 +221,7 @@ def _numbered(dev: Path, prefix: str) -> list[int]:
 
 
 def _visible_gpus(present: int) -> int:
-    """How many GPUs `CUDA_VISIBLE_DEVICES` leaves visible. As in CUDA, the list ends at its first invalid entry."""
+    """The number of GPUs that `CUDA_VISIBLE_DEVICES` shows. As in CUDA, the list ends at its first invalid entry."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
@@ -239,8 +245,8 @@ def _neuron_cores(chips: list[int], sys_root: Path) -> int:
     if visible:
         spans = [part.split("-") for part in visible.split(",")]
         return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
-    if asked := os.environ.get("NEURON_RT_NUM_CORES"):
-        return int(asked)
+    if number := os.environ.get("NEURON_RT_NUM_CORES"):
+        return int(number)
     physical = 0
     for chip in chips:
         listed = sys_root / f"devices/virtual/neuron_device/neuron{chip}/core_count"

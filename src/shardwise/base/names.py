@@ -14,9 +14,11 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def name_problem(name: object, *, nested: bool = False) -> str | None:
-    """Why `name` must not be joined to a folder; None where the result lies in that folder, whatever the folder is.
+    """The reason why `name` must not be joined to a folder; None where the result is sure to lie in that folder.
 
-    With `nested`, it may also lie in a folder of that folder, as `a/b` does.
+    Args:
+        name: name that comes from outside.
+        nested: True also allows a result in a folder of that folder, as `a/b` has.
     """
     if not isinstance(name, str):
         return f"{name!r} is no text"
@@ -33,5 +35,5 @@ def name_problem(name: object, *, nested: bool = False) -> str | None:
 
 
 def is_tensor_name(name: str) -> bool:
-    """Whether a file can hold a tensor of this name, which will be shown: a terminal obeys some characters."""
+    """True if a file can hold a tensor of this name, which will be shown: a terminal obeys some characters."""
     return name.isprintable() and name != SAFETENSORS_METADATA

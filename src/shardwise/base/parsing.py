@@ -1,31 +1,30 @@
-"""JSON from a file that anybody may have written: what it holds is bounded before any code walks through it.
+"""Reads JSON and YAML from files that anybody may have written.
 
-Reads YAML by the core schema of YAML 1.2, in which `1e-4` is a number and `no` is a word.
+The levels and the number of the values are bounded before any code walks through them: a file of a few bytes can
+describe more of both than Python's recursion or the memory takes.
 
-Anybody may have written a file: the levels and values in it are bounded before any code walks through them.
-
-The records in a run's folder: mappings whose fields have the types that a run writes, or are not there.
-
-A crash, another program or another version may have left anything in these files. A field of another type counts as one
-that was never recorded, which every reader of an older run's folder has to bear anyway.
+YAML is read by the core schema of YAML 1.2, in which `1e-4` is a number and `no` is a word.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any
 
 import yaml
 
 from shardwise.base.files import read_plain
 
 MOST_LEVELS = 64
-"""Of mappings and lists inside each other: far more than any file has, and far less than Python's recursion takes."""
+"""Mappings and lists inside each other: far more than any file has, and far less than Python's recursion takes."""
+MOST_VALUES = 100_000
+"""Values of a YAML file, where a value counts at each alias that repeats it: far more than any recipe has."""
+
+
+# ---- JSON
 
 
 def json_value(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> Any:
@@ -34,31 +33,35 @@ def json_value(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loa
     Raises:
         ValueError: it is no JSON in UTF-8, has a number of thousands of digits, or more levels than `MOST_LEVELS`.
     """
+    problem = f"it has more than {MOST_LEVELS} levels of lists and mappings inside each other"
     try:
         value = loads(text)
     except RecursionError:
-        raise ValueError(_too_deep()) from None
-    opened = ("[", "{") if isinstance(text, str) else (b"[", b"{")
-    if sum(map(text.count, opened)) > MOST_LEVELS and not _is_within(value, MOST_LEVELS):  # type: ignore[arg-type]
-        raise ValueError(_too_deep())
+        raise ValueError(problem) from None
+    # Nearly every text has too few brackets for so many levels: to count them is much faster than to walk.
+    brackets = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    if brackets > MOST_LEVELS and not _is_within(value, MOST_LEVELS):
+        raise ValueError(problem)
     return value
 
 
-def _too_deep() -> str:
-    return f"it has more than {MOST_LEVELS} levels of lists and mappings inside each other"
-
-
 def _is_within(value: Any, levels: int) -> bool:
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels > 0 and all(_is_within(one, levels - 1) for one in inside if isinstance(one, dict | list))
+    """True if a value of JSON has at most so many levels."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        value = []
+    return levels > 0 and all(_is_within(inner, levels - 1) for inner in value if isinstance(inner, dict | list))
 
 
-MOST_VALUES = 100_000
-"""Of a file, where a value counts at each alias that repeats it: far more than any recipe has."""
+# ---- YAML
+
+# libyaml's loader, where PyYAML was built with it, is several times faster. The base loader gives every scalar as text:
+# `scalar` decides what a word means.
 _LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
-_MOST_DIGITS = 1000
+_MOST_DIGITS = 1000  # far below the 4,300 at which Python refuses to read an integer
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _STARTS = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
 _ENDS = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
@@ -87,15 +90,15 @@ def yaml_value(text: str, origin: str) -> Any:
     """
     try:
         _require_small(text, origin)
-        node = yaml.compose(text, Loader=_LOADER)
+        root = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
         raise NotReadError([f"{origin} is not valid YAML: {_reason(error)}"]) from None
-    if node is None:
+    if root is None:
         return None
-    reading = _Reading(origin)
-    value = reading.value(node, ())
-    if reading.problems:
-        raise NotReadError(reading.problems)
+    conversion = _Conversion(origin)
+    value = conversion.value(root, ())
+    if conversion.problems:
+        raise NotReadError(conversion.problems)
     return value
 
 
@@ -113,6 +116,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 def scalar(text: str) -> bool | int | float | str | None:
     """The value of a plain word."""
+    # `null`, `Null` and `NULL` are the word; `nULL` is a text.
     word = text if text in _WORDS else text.lower()
     if word in _WORDS and text in (word, word.capitalize(), word.upper()):
         return _WORDS[word]
@@ -127,35 +131,44 @@ def scalar(text: str) -> bool | int | float | str | None:
 def _require_small(text: str, origin: str) -> None:
     """Refuse a text before a tree is made of it: parsing gives events, and takes neither recursion nor much memory."""
     level = 0
-    for values, event in enumerate(yaml.parse(text, Loader=_LOADER)):
-        level += (event.__class__ in _STARTS) - (event.__class__ in _ENDS)
+    for number, event in enumerate(yaml.parse(text, Loader=_LOADER)):
+        if isinstance(event, _STARTS):
+            level += 1
+        elif isinstance(event, _ENDS):
+            level -= 1
         if level > MOST_LEVELS:
-            raise NotReadError([_yaml_too_deep(origin)])
-        if values > 2 * MOST_VALUES:  # a collection has two events
-            raise NotReadError([_yaml_too_many(origin)])
+            raise NotReadError([_too_deep(origin)])
+        if number > 2 * MOST_VALUES:  # a collection has two events
+            raise NotReadError([_too_many(origin)])
 
 
-def _yaml_too_deep(origin: str) -> str:
+def _too_deep(origin: str) -> str:
     return f"{origin} must have at most {MOST_LEVELS} levels of lists and mappings inside each other, and it has more"
 
 
-def _yaml_too_many(origin: str) -> str:
+def _too_many(origin: str) -> str:
     return f"{origin} must have at most {MOST_VALUES:,} values, those that aliases repeat included, and it has more"
 
 
-class _Reading:
-    """The conversion of a tree to values, and what is wrong with it. An alias is a node that is met again."""
+class _Conversion:
+    """The conversion of a tree to values. An alias is a node that is met again.
+
+    Attributes:
+        problems: what is wrong with the tree so far, each in a sentence.
+    """
 
     def __init__(self, origin: str) -> None:
         self.problems: list[str] = []
-        self._origin, self._values = origin, 0
+        self._origin = origin
+        self._values = 0
 
     def value(self, node: yaml.Node, path: tuple[str, ...]) -> Any:
+        # `_require_small` has seen each alias as one value; here it counts as what it repeats.
         self._values += 1
         if len(path) > MOST_LEVELS:
-            raise NotReadError([_yaml_too_deep(self._origin)])
+            raise NotReadError([_too_deep(self._origin)])
         if self._values > MOST_VALUES:
-            raise NotReadError([_yaml_too_many(self._origin)])
+            raise NotReadError([_too_many(self._origin)])
         if node.tag not in _STANDARD_TAGS:
             self._add(node, f"{'.'.join(path)} has the tag {node.tag}; only plain values are read")
             return None
@@ -179,134 +192,7 @@ class _Reading:
 
 
 def _reason(error: yaml.YAMLError) -> str:
+    """The problem of a text, with its place where the parser tells it."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
     return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else problem
-
-
-_T = TypeVar("_T")
-_LARGEST_COUNT, _LARGEST_AMOUNT = 10**18, 1e30
-"""Beyond any step, byte or FLOP; arithmetic with them stays exact, and finite."""
-_NOT_FINITE = ("nan", "inf", "-inf")
-
-
-def count_of(value: Any) -> int | None:
-    """A whole number from 0 on; None of anything else."""
-    return value if type(value) is int and 0 <= value <= _LARGEST_COUNT else None
-
-
-def _amount(value: Any) -> float | None:
-    """A finite number from 0 on: seconds, bytes, a share."""
-    return value if type(value) in (int, float) and 0 <= value <= _LARGEST_AMOUNT else None
-
-
-def _number(value: Any) -> float | str | None:
-    """Any number of a training, which may be NaN or infinite, also as the texts that stand for these."""
-    if type(value) is float or (type(value) is int and abs(value) <= _LARGEST_AMOUNT):
-        return value
-    return value if value in _NOT_FINITE else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _mapping_of(kind: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any] | None]:
-    def mapping(value: Any) -> dict[str, Any] | None:
-        is_mapping = isinstance(value, Mapping)
-        return {str(name): one for name, one in value.items() if kind(one) is not None} if is_mapping else None
-
-    return mapping
-
-
-def _stages(value: Any) -> list[dict[str, Any]] | None:
-    stages = [_mapping_of(_amount)(stage) or {} for stage in value] if isinstance(value, list) else []
-    return stages if stages and all({"forward", "backward"} <= stage.keys() for stage in stages) else None
-
-
-def typed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record without the fields that have another type than a run writes; unknown fields stay as they are."""
-    kept = {}
-    for name, value in record.items():
-        kind = _KINDS.get(name)
-        if kind is None or value is None:
-            kept[name] = value
-        elif (known := kind(value)) is not None:
-            kept[name] = known
-    return kept
-
-
-def _record(value: Any) -> dict[str, Any] | None:
-    return typed(value) if isinstance(value, Mapping) else None
-
-
-_FIELDS: dict[Callable[[Any], Any], str] = {
-    count_of: """
-        bytes cores data devices format graphs hits host_memory_bytes local_rank memory_in_use_bytes memory_total_bytes
-        misses nodes parameters peak_memory_bytes pid pipeline rank ranks step steps steps_before tensor zero
-    """,
-    _amount: """
-        began blocked_seconds bubble device_utilization flops_per_token host_cpu input_seconds load_seconds own
-        peak_flops_per_device relative seconds seconds_before_training step_seconds time_to_train_seconds work_seconds
-    """,
-    _number: """
-        grad_norm loss loss_spike lr mfu param_norm peak_tokens_per_second perplexity samples samples_per_second tokens
-        tokens_per_second tokens_per_second_per_device
-    """,
-    _text: "attention by device event host how id job kind path reason started text time",
-    _mapping_of(_amount): """
-        allocator_bytes communication_bytes memory_bytes memory_expected_bytes split_seconds waited_seconds
-    """,
-    _mapping_of(count_of): "place",
-    _mapping_of(_text): "precision",
-    _record: "layout mfu_terms straggler",
-    _stages: "stage_seconds",
-}
-_KINDS = {name: kind for kind, names in _FIELDS.items() for name in names.split()}
-"""By name of a field what it holds. A name means the same in all files of a run's folder."""
-
-
-def record_of(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:
-    """The record in a text, which is a file or a line, by a parser such as Python's.
-
-    Raises:
-        ValueError: it is no JSON object.
-    """
-    value = json_value(text, loads)
-    if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
-    return typed(value)
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """The record that is a file's whole content.
-
-    Raises:
-        OSError: it cannot be read. ValueError: it is no JSON object.
-    """
-    return record_of(read_plain(path))
-
-
-def instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
-    """A dataclass whose fields are those of a record.
-
-    Raises:
-        ValueError: a field is missing, or has another type than the class says.
-    """
-    hints, values = get_type_hints(cls), {}
-    for field in fields(cls):  # type: ignore[arg-type]
-        if field.name in record and _matches(record[field.name], hints[field.name]):
-            values[field.name] = record[field.name]
-        elif field.name in record or field.default is MISSING:
-            raise ValueError(f"{field.name} must be {hints[field.name]}")
-    return cls(**values)
-
-
-def _matches(value: Any, hint: Any) -> bool:
-    if isinstance(hint, UnionType):
-        return any(_matches(value, one) for one in get_args(hint))
-    if hint is int:
-        return count_of(value) is not None
-    if hint is float:
-        return _amount(value) is not None
-    return value in get_args(hint) if get_args(hint) else type(value) is (NoneType if hint is None else hint)

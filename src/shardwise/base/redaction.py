@@ -1,4 +1,4 @@
-"""What no file, log or message may show: log-ins and query strings of URLs, secret arguments.
+"""Hides what no file, log or message may show: log-ins and query strings of URLs, secret arguments and variables.
 
 A query string may be all that a presigned URL needs to be read, so it is hidden whatever it holds. Patterns are texts:
 every command imports this module, few need it, and `re` keeps what it has compiled.
@@ -13,11 +13,11 @@ from typing import Any
 REDACTED = "(redacted)"
 _MARK = r"\(redacted\)"
 # Up to the end of the word, without the punctuation of the sentence around it.
-_REST = r"""[^\s'"<>]*[^\s'"<>),.:;\]]"""
+_END_OF_WORD = r"""[^\s'"<>]*[^\s'"<>),.:;\]]"""
 # One slash is left of two where a URL was taken for a path.
-_WEB_QUERY = rf"""(?i)(\bhttps?:/[^\s'"<>?]*\?)(?!{_MARK}){_REST}"""
+_WEB_QUERY = rf"""(?i)(\bhttps?:/[^\s'"<>?]*\?)(?!{_MARK}){_END_OF_WORD}"""
 # Of other schemes only what assigns a value: in a pattern such as s3://bucket/part-?.txt the mark is a wildcard.
-_OTHER_QUERY = rf"""(://[^\s'"<>?]*\?)(?!{_MARK})(?=[^\s'"<>]*=){_REST}"""
+_OTHER_QUERY = rf"""(://[^\s'"<>?]*\?)(?!{_MARK})(?=[^\s'"<>]*=){_END_OF_WORD}"""
 # Libraries also show a URL without its host.
 _SIGNED_BY = (
     r"x-(?:amz|goog|oss|cos|obs)-[\w-]+|(?:aws|oss)?accesskeyid|googleaccessid|signature|sig|policy|expires|key-pair-id"
@@ -70,7 +70,7 @@ def redacted(text: str) -> str:
 
 
 def has_query(url: str) -> bool:
-    """Whether a URL has a query string."""
+    """True if a URL has a query string."""
     return any(re.search(query, url) for query in (_WEB_QUERY, _OTHER_QUERY))
 
 
@@ -92,7 +92,7 @@ def redacted_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Of environment variables those that help to understand a run, by name, without the secrets in their values.
+    """The environment variables that help to understand a run, by name, without the secrets in their values.
 
     What is not listed here is not recorded, so a secret by any new name is not either. A value may have arguments.
     """
@@ -124,19 +124,19 @@ def without_secrets(value: Any) -> Any:
 
 
 def _is_secret_key(name: str) -> bool:
-    """A name in capitals is that of an environment variable, another one that of an argument."""
+    """True if a key's value is a secret. A name in capitals is a variable's, any other name an argument's."""
     if name.isupper():
         return is_secret_variable(name) and name not in _VARIABLES
     return re.search(_SECRET_ARGUMENT, name) is not None
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether the name of an environment variable says that its value is a secret."""
+    """True if the name of an environment variable says that its value is a secret."""
     return re.search(_SECRET_VARIABLE, name) is not None
 
 
 def unsigned(url: str) -> str:
-    """What identifies the file of a URL: the same whoever signs the URL and when; nothing secret is in it.
+    """An identity for the file of a URL: the same whoever signs the URL and when; nothing secret is in it.
 
     Parameters that do not sign count by their digest: `?id=1` and `?id=2` are two files.
     """

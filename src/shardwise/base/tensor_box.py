@@ -41,10 +41,10 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.size)
 
-    def intersect(self, other: Box) -> Box | None:
+    def intersect(self, box: Box) -> Box | None:
         """The box that both cover, or None if they have no element in common."""
-        start = tuple(map(max, self.start, other.start))
-        size = tuple(min(a, b) - c for a, b, c in zip(self.stop, other.stop, start, strict=True))
+        start = tuple(map(max, self.start, box.start))
+        size = tuple(min(a, b) - c for a, b, c in zip(self.stop, box.stop, start, strict=True))
         return Box(start, size) if all(n > 0 for n in size) else None
 
     def relative_to(self, outer: Box) -> Box:
@@ -58,7 +58,9 @@ class Box:
     def runs(self, shape: tuple[int, ...], within: slice | None = None) -> list[tuple[int, int]]:
         """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order.
 
-        Those that lie outside of the elements `within` are left out, and cost nothing.
+        Args:
+            shape: shape of the tensor.
+            within: elements of the flat tensor; runs outside of them are left out, and cost nothing.
         """
         if not self.numel:
             return []
@@ -87,15 +89,16 @@ def _boxes_of_run(begin: int, end: int, lead: tuple[int, ...], shape: tuple[int,
     if not shape:
         yield Box(lead, (1,) * len(lead))
         return
-    rest = shape[1:]
-    stride = math.prod(rest)
-    first, last = -(-begin // stride), end // stride
+    row_shape = shape[1:]
+    stride = math.prod(row_shape)
+    first = -(-begin // stride)  # the first row that begins inside of the run
+    last = end // stride  # the row in which the run ends
     if first > last:  # the run is inside one row
-        yield from _boxes_of_run(begin - last * stride, end - last * stride, (*lead, last), rest)
+        yield from _boxes_of_run(begin - last * stride, end - last * stride, (*lead, last), row_shape)
         return
     if begin < first * stride:
-        yield from _boxes_of_run(begin - (first - 1) * stride, stride, (*lead, first - 1), rest)
+        yield from _boxes_of_run(begin - (first - 1) * stride, stride, (*lead, first - 1), row_shape)
     if first < last:
-        yield Box((*lead, first, *(0,) * len(rest)), (*(1,) * len(lead), last - first, *rest))
+        yield Box((*lead, first, *(0,) * len(row_shape)), (*(1,) * len(lead), last - first, *row_shape))
     if last * stride < end:
-        yield from _boxes_of_run(0, end - last * stride, (*lead, last), rest)
+        yield from _boxes_of_run(0, end - last * stride, (*lead, last), row_shape)

@@ -53,7 +53,8 @@ def duration(seconds: float) -> str:
 def _scaled(value: float, base: float, suffixes: tuple[str, ...]) -> str:
     if value < 0:
         return "-" + _scaled(-value, base, suffixes)
-    number, power = float(value), 0
+    number = float(value)
+    power = 0
     while power < len(suffixes) - 1 and number >= base - 0.5:
         number /= base
         power += 1

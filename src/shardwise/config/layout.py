@@ -1,16 +1,19 @@
-"""How a world of ranks is divided over tensor, pipeline and data parallelism."""
+"""Divides a world of ranks over tensor, pipeline and data parallelism."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shardwise.base.errors import ConfigError, listing, nearest_multiples, see
+from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, DATA, PIPELINE, coordinates
+from shardwise.base.units import counted
 from shardwise.config.sections import TrainConfig
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism of a world of ranks; rank order is [pipeline, data, tensor], tensor fastest.
+    """Degrees of parallelism of a world of ranks, whose order is that of `mesh_axes.AXES`.
 
     Attributes:
         world: ranks of the job.
@@ -29,39 +32,75 @@ class Layout:
     virtual: int = 1
 
     def __post_init__(self) -> None:
-        degrees = {
-            "number of ranks": self.world,
-            "tensor-parallel degree": self.tensor,
-            "pipeline degree": self.pipeline,
-        }
-        problems = [f"the {name} ({value}) must be at least 1" for name, value in degrees.items() if value < 1]
+        numbers = {"number of ranks": self.world}
+        numbers |= {axis.title: getattr(self, axis.degree) for axis in CHOSEN_AXES}
+        problems = [f"the {name} ({value}) must be at least 1" for name, value in numbers.items() if value < 1]
         if problems:
             raise ConfigError(problems)
-        model_ranks = self.tensor * self.pipeline
-        if self.world % model_ranks:
-            near = listing(nearest_multiples(self.world, model_ranks), "or")
-            keys = f"parallel.tensor ({self.tensor})"
-            if self.pipeline > 1:
-                keys = f"parallel.tensor × parallel.pipeline ({self.tensor} × {self.pipeline} = {model_ranks})"
+        if self.world % self.ranks_of_one_model:
+            near = listing(nearest_multiples(self.world, self.ranks_of_one_model), "or")
             raise ConfigError(
-                f"the number of ranks ({self.world}) must be a multiple of {keys}: "
+                f"the number of ranks ({self.world}) must be a multiple of {self._keys()}: "
                 f"nearest {near} (--nproc, or the world size of torchrun)"
                 f"{see('runs#number-of-ranks')}"
             )
 
-    def pipeline_rank(self, rank: int) -> int:
-        """The place of a rank of the job along the pipeline."""
-        return rank // (self.data * self.tensor)
+    def _keys(self) -> str:
+        """The keys of the degrees with their values, without the outermost ones that are 1."""
+        axes = list(CHOSEN_AXES)
+        while len(axes) > 1 and getattr(self, axes[-1].degree) == 1:
+            axes.pop()
+        keys = " × ".join(axis.key for axis in axes)
+        values = " × ".join(str(getattr(self, axis.degree)) for axis in axes)
+        return f"{keys} ({values} = {self.ranks_of_one_model})" if len(axes) > 1 else f"{keys} ({values})"
+
+    @property
+    def ranks_of_one_model(self) -> int:
+        """Ranks that hold one copy of the model: tensor × pipeline."""
+        return math.prod(getattr(self, axis.degree) for axis in CHOSEN_AXES)
 
     @property
     def data(self) -> int:
         """The data-parallel degree: world / (tensor × pipeline)."""
-        return self.world // (self.tensor * self.pipeline)
+        return self.world // self.ranks_of_one_model
 
     @property
     def stages(self) -> int:
         """The number of stages into which the model is cut."""
         return self.pipeline * self.virtual
+
+    @property
+    def sequence_parts(self) -> int:
+        """The number of parts of a sequence between tensor-parallel regions: each rank has S / `sequence_parts`."""
+        return self.tensor if self.sequence else 1
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank of the job along each axis, by the axis' short name."""
+        return coordinates(rank, {axis.degree: getattr(self, axis.degree) for axis in AXES})
+
+    def pipeline_rank(self, rank: int) -> int:
+        """The place of a rank of the job along the pipeline."""
+        return self.coordinates(rank)[PIPELINE.name]
+
+    def ranks_at(self, pipeline_rank: int) -> range:
+        """The ranks of the job that hold the stages of one pipeline rank: neighbours, as the pipeline is outermost."""
+        count = self.world // self.pipeline
+        return range(pipeline_rank * count, (pipeline_rank + 1) * count)
+
+    def ranks_of(self, pipeline_rank: int) -> str:
+        """The ranks of the job at one place of the pipeline as a text, such as `ranks 4-7`."""
+        ranks = self.ranks_at(pipeline_rank)
+        return f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+
+    def product(self, after_tensor: str = "") -> str:
+        """The degrees and their product, such as `TP 2 × PP 1 × DP 4 = 8 ranks`.
+
+        Args:
+            after_tensor: text behind the tensor-parallel degree, such as ` + SP`.
+        """
+        degrees = [f"{axis.name.upper()} {getattr(self, axis.degree)}" for axis in (*CHOSEN_AXES, DATA)]
+        degrees[0] += after_tensor
+        return f"{' × '.join(degrees)} = {counted(self.world, 'rank')}"
 
     def facts(self) -> dict[str, int]:
         """The degrees, as the files of a run and the results of an evaluation record them."""
@@ -72,12 +111,6 @@ class Layout:
             "pipeline": self.pipeline,
             "data": self.data,
         }
-
-    def ranks_of(self, pipeline_rank: int) -> str:
-        """The global ranks of one pipeline rank, such as `ranks 4-7`."""
-        count = self.tensor * self.data
-        first = pipeline_rank * count
-        return f"ranks {first}-{first + count - 1}" if count > 1 else f"rank {first}"
 
     def accumulation(self, train: TrainConfig) -> int:
         """Micro-batches per optimizer step on each rank: global batch / (micro batch × data).

@@ -1,8 +1,9 @@
-"""Agreement of ranks: what any of them found is known to all, so that all of them raise or none does."""
+"""Agreement of ranks: all know the problems of any of them, so that all of them raise or none does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import TypeVar
 
 from shardwise.base.errors import ConfigError
@@ -17,13 +18,14 @@ def union(items: Iterable[_Item], group: Group) -> list[_Item]:
 
     Where no rank has one, as in a healthy job, the ranks exchange a flag and no more.
     """
-    mine = list(items)
-    if not collectives.any_rank(bool(mine), group):
+    local_items = list(items)
+    if not collectives.any_rank(bool(local_items), group):
         return []
-    return list(dict.fromkeys(item for of_rank in collectives.all_gather_objects(mine, group) for item in of_rank))
+    by_rank = collectives.all_gather_objects(local_items, group)
+    return list(dict.fromkeys(chain.from_iterable(by_rank)))  # not a set: its order may differ from rank to rank
 
 
 def agree(problems: list[str], group: Group) -> None:
-    """Every rank raises, as one ConfigError, the problems of all ranks of the group, or none does."""
-    if everyones := union(problems, group):
-        raise ConfigError(everyones)
+    """Raise on every rank, as one ConfigError, the problems of all ranks of the group, or on none."""
+    if all_problems := union(problems, group):
+        raise ConfigError(all_problems)

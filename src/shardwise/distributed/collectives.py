@@ -10,6 +10,7 @@ Shapes: `dim 0` is the one that is gathered and scattered (activations are seque
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -46,13 +47,13 @@ def _call(group: Group, operation: Callable[_P, _R], /, *args: _P.args, **kwargs
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an exception says that another rank is gone, whichever library carries the messages."""
+    """True if an exception says that another rank is gone, whichever library carries the messages."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _OF_A_LOST_PEER)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER_WORDS)
 
 
-_OF_A_LOST_PEER = (
+_LOST_PEER_WORDS = (
     "gloo",
     "Application timeout caused pair closure",  # gloo, without its name: a rank did not answer in time
     "ncclRemoteError",  # NCCL: a rank's process has exited, or a network error
@@ -64,7 +65,7 @@ _OF_A_LOST_PEER = (
 
 
 def is_shared_device(error: BaseException) -> bool:
-    """Whether an exception says that two ranks use one accelerator."""
+    """True if an exception says that two ranks use one accelerator."""
     return isinstance(error, RuntimeError) and "Duplicate GPU detected" in str(error)
 
 
@@ -72,12 +73,12 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def check_divides(whole: Tensor, dim: int, group: Group) -> None:
+def check_divides(tensor: Tensor, dim: int, group: Group) -> None:
     """Raise a ValueError if the group cannot cut a dim, the first or the last, into equal parts."""
-    length = whole.shape[dim]
+    length = tensor.shape[dim]
     if length % group.size:
-        where = "dim 0" if dim == 0 else "the last dim"
-        raise ValueError(f"{where} ({length}) must be a multiple of the group's size ({group.size})")
+        name = "dim 0" if dim == 0 else "the last dim"
+        raise ValueError(f"{name} ({length}) must be a multiple of the group's size ({group.size})")
 
 
 # ---- collectives on plain tensors
@@ -90,10 +91,10 @@ class Pending:
     """A collective under way.
 
     Args:
-        result: what `wait()` returns, complete by then.
+        result: tensor that `wait()` returns, complete by then.
         work: torch's handle; None: there is nothing to wait for.
-        finish: called once, after the last byte arrived.
-        group: in whose meter the wait is counted.
+        finish: function that is called once, after the last byte arrived.
+        group: group whose meter counts the wait.
     """
 
     def __init__(
@@ -103,7 +104,10 @@ class Pending:
         finish: Callable[[], None] | None = None,
         group: Group | None = None,
     ) -> None:
-        self._result, self._work, self._finish, self._group = result, work, finish, group
+        self._result = result
+        self._work = work
+        self._finish = finish
+        self._group = group
 
     def wait(self) -> Tensor:
         if self._work is not None:
@@ -148,10 +152,11 @@ def all_gather(local: Tensor, group: Group, *, out: Tensor | None = None) -> Ten
     if torch.compiler.is_compiling():
         gathered = traced_all_gather(local.contiguous(), group.size, group.graph_name)
         return gathered if out is None else out.copy_(gathered)
-    whole = local.new_empty((local.shape[0] * group.size, *local.shape[1:])) if out is None else out
-    group.count("all_gather", _bytes(whole))
-    _call(group, _all_gather_into, whole, local.contiguous(), group=group.process_group)
-    return whole
+    if out is None:
+        out = local.new_empty((local.shape[0] * group.size, *local.shape[1:]))
+    group.count("all_gather", _bytes(out))
+    _call(group, _all_gather_into, out, local.contiguous(), group=group.process_group)
+    return out
 
 
 def all_gather_async(local: Tensor, group: Group, *, out: Tensor) -> Pending:
@@ -163,36 +168,36 @@ def all_gather_async(local: Tensor, group: Group, *, out: Tensor) -> Pending:
     return Pending(out, work, group=group)
 
 
-def reduce_scatter(whole: Tensor, group: Group) -> Tensor:
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """Sum over the ranks and keep this rank's run along dim 0: `[g·n, …]` → `[n, …]`."""
     if group.size == 1:
-        return whole
-    check_divides(whole, 0, group)
+        return x
+    check_divides(x, 0, group)
+    x = x.contiguous()
     if torch.compiler.is_compiling():
-        return _traced_reduce_scatter(whole.contiguous(), group)
-    out = whole.new_empty((whole.shape[0] // group.size, *whole.shape[1:]))
-    return reduce_scatter_async(whole.contiguous(), group, out=out, overlap=False).wait()
+        return _traced_reduce_scatter(x, group)
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    return reduce_scatter_async(x, group, out=out, overlap=False).wait()
 
 
-def _traced_reduce_scatter(whole: Tensor, group: Group) -> Tensor:
+def _traced_reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if not group.scatter_by_all_to_all:
-        return traced_reduce_scatter(whole, group.size, group.graph_name)
-    parts = traced_all_to_all(whole, group.size, group.graph_name)
-    return parts.view(group.size, -1, *whole.shape[1:]).sum(0)
+        return traced_reduce_scatter(x, group.size, group.graph_name)
+    parts = traced_all_to_all(x, group.size, group.graph_name)
+    return parts.view(group.size, -1, *x.shape[1:]).sum(0)
 
 
-def reduce_scatter_async(whole: Tensor, group: Group, *, out: Tensor, overlap: bool = True) -> Pending:
-    """Start a reduce-scatter into `out`, which may be this rank's own slice of `whole`."""
+def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool = True) -> Pending:
+    """Start a reduce-scatter into `out`, which may be this rank's own slice of `x`."""
     if group.size == 1:
         return Pending(out)
-    group.count("reduce_scatter", _bytes(whole))
-    pg = group.process_group
+    group.count("reduce_scatter", _bytes(x))
     if not group.scatter_by_all_to_all:
-        work = _call(group, _reduce_scatter_into, out, whole, group=pg, async_op=overlap)
+        work = _call(group, _reduce_scatter_into, out, x, group=group.process_group, async_op=overlap)
         return Pending(out, work if overlap else None, group=group)
     # gloo: each rank sends every other rank its run and sums what it receives, in rank order (see `Group`).
-    parts = torch.empty_like(whole)
-    work = _call(group, dist.all_to_all_single, parts, whole, group=pg, async_op=overlap)
+    parts = torch.empty_like(x)
+    work = _call(group, dist.all_to_all_single, parts, x, group=group.process_group, async_op=overlap)
 
     def finish() -> None:
         torch.sum(parts.view(group.size, *out.shape), dim=0, out=out)
@@ -225,7 +230,7 @@ def reduce_numbers(values: Sequence[int], group: Group, *, op: str = "max") -> l
 
 
 def any_rank(flag: bool, group: Group) -> bool:
-    """Whether a flag is set on any rank, the same on every rank."""
+    """True on every rank if a flag is set on any of them."""
     return reduce_numbers([flag], group) == [1]
 
 
@@ -265,9 +270,9 @@ def broadcast_object(value: _R, group: Group) -> _R:
 def send(tensor: Tensor, group: Group, to: int) -> Pending:
     """Start sending to the rank at index `to` of the group."""
     group.count("send", _bytes(tensor))
-    whole = tensor.contiguous()
-    work = dist.isend(whole, dst=group.ranks[to], group=group.process_group)
-    return Pending(whole, cast(dist.Work, work), group=group)
+    tensor = tensor.contiguous()
+    work = dist.isend(tensor, dst=group.ranks[to], group=group.process_group)
+    return Pending(tensor, cast(dist.Work, work), group=group)
 
 
 def receive(out: Tensor, group: Group, source: int) -> Tensor:
@@ -288,13 +293,15 @@ def exchange(
         for source, target in zip(sent[0], received[0], strict=True):
             target.copy_(source)
         return
-    out, incoming = ([sum(map(_slot_bytes, of_rank)) for of_rank in tensors] for tensors in (sent, received))
-    wire, arrived = (torch.zeros(sum(sizes), dtype=torch.uint8, device=device) for sizes in (out, incoming))
-    for slot, tensor in _slots(wire, sent):
+    sent_bytes = [sum(map(_slot_bytes, tensors)) for tensors in sent]
+    received_bytes = [sum(map(_slot_bytes, tensors)) for tensors in received]
+    outgoing = torch.zeros(sum(sent_bytes), dtype=torch.uint8, device=device)
+    incoming = torch.zeros(sum(received_bytes), dtype=torch.uint8, device=device)
+    for slot, tensor in _slots(outgoing, sent):
         slot.copy_(tensor)
-    group.count("all_to_all", max(len(wire), len(arrived)))
-    _call(group, dist.all_to_all_single, arrived, wire, incoming, out, group=group.process_group)
-    for slot, tensor in _slots(arrived, received):
+    group.count("all_to_all", max(len(outgoing), len(incoming)))
+    _call(group, dist.all_to_all_single, incoming, outgoing, received_bytes, sent_bytes, group=group.process_group)
+    for slot, tensor in _slots(incoming, received):
         tensor.copy_(slot)
 
 
@@ -306,14 +313,13 @@ def _slot_bytes(tensor: Tensor) -> int:
 def _slots(buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Each tensor with the view of the buffer that holds it."""
     start = 0
-    for of_rank in tensors:
-        for tensor in of_rank:
-            yield buffer[start : start + _bytes(tensor)].view(tensor.dtype).view(tensor.shape), tensor
-            start += _slot_bytes(tensor)
+    for tensor in chain.from_iterable(tensors):
+        yield buffer[start : start + _bytes(tensor)].view(tensor.dtype).view(tensor.shape), tensor
+        start += _slot_bytes(tensor)
 
 
 def barrier(group: Group) -> None:
-    """Wait until every rank of the group is here. Torch's own barrier warns where it has to guess the device."""
+    """Wait until every rank of the group has called this. Torch's own barrier warns where it has to guess the device."""
     any_rank(False, group)
 
 
@@ -324,7 +330,7 @@ def barrier(group: Group) -> None:
 
 
 def _output(y: Tensor) -> Tensor:
-    """What a traced `forward` must return for `y`: a view.
+    """The result of a traced `forward` for `y`: a view of it.
 
     torch 2.11 drops the gradient of an output that was written in place or is an unchanged input, but not of a view.
     """
@@ -376,11 +382,12 @@ class _ScatterSum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Of parts along `dim`, the first or the last, into a whole that all ranks use alike."""
+    """Joins parts along `dim`, the first or the last, to a tensor that all ranks use alike."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+        ctx.group = group
+        ctx.dim = dim
         if dim == 0:
             return _output(all_gather(x, group))
         return torch.cat(all_gather(x.unsqueeze(0), group).unbind(0), dim=dim)
@@ -391,11 +398,12 @@ class _Gather(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """This rank's part along `dim`, the first or the last, of what all ranks have alike."""
+    """Takes this rank's part along `dim`, the first or the last, of a tensor that all ranks have alike."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+        ctx.group = group
+        ctx.dim = dim
         check_divides(x, dim, group)
         return _output(x.chunk(group.size, dim=dim)[group.rank].contiguous())
 
@@ -404,8 +412,8 @@ class _Split(torch.autograd.Function):
         return _apply(_Gather, grads[0], ctx.group, ctx.dim), None, None
 
 
-def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group, *where: int) -> Tensor:
-    return x if group.size == 1 else cast(Tensor, function.apply(x, group, *where))
+def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group, *dim: int) -> Tensor:
+    return x if group.size == 1 else cast(Tensor, function.apply(x, group, *dim))
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:

@@ -1,4 +1,4 @@
-"""The one place that knows which accelerator there is. Everything else is written against the device it returns."""
+"""The device of this rank, and what differs from device to device. No other file names a vendor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def local_device() -> torch.device:
                 f"{see('runs#accelerator-not-usable')}"
             )
         return torch.device("cpu")
-    count, local_rank = torch.accelerator.device_count(), os.environ.get("LOCAL_RANK")
+    count = torch.accelerator.device_count()
+    local_rank = os.environ.get("LOCAL_RANK")
     if local_rank is None and count > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             f"LOCAL_RANK must be set to this rank's number on its machine, as torchrun does: it sees {count} "
@@ -135,7 +136,7 @@ def memory_in_use(device: torch.device) -> int:
 
 @functools.cache
 def _process(number: int) -> psutil.Process:
-    """Made once for each process: to find it takes longer than to ask it."""
+    """The process of a number. It is cached: to find it takes longer than to ask it."""
     return psutil.Process(number)
 
 
@@ -151,7 +152,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def allocator_bytes(device: torch.device) -> dict[str, int]:
-    """What an accelerator's allocator holds: `allocated` by tensors, `reserved` for them, and each at most so far.
+    """Bytes of an accelerator's allocator: `allocated` by tensors, `reserved` for them, and the most of each so far.
 
     Empty on the CPU. The host does not wait.
     """
@@ -177,7 +178,7 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device multiplies matrices of this dtype."""
+    """True if the device multiplies matrices of this dtype."""
     try:
         matrix = torch.zeros(2, 2, dtype=dtype, device=device)
         return (matrix @ matrix).dtype == dtype
@@ -192,10 +193,10 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on whichever device."""
+    """True if an exception says that memory ran out, on whichever device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 @functools.cache
@@ -209,22 +210,22 @@ def widest_dtype(device: torch.device) -> torch.dtype:
 
 
 def shares_memory(device: torch.device, ranks: int) -> bool:
-    """Whether so many neighbouring ranks are on CUDA devices of one machine that read each other's memory."""
+    """True if so many neighbouring ranks are on CUDA devices of one machine that read each other's memory."""
     if device.type != "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % ranks:
         return False
     first = (device.index or 0) // ranks * ranks
-    others = [other for other in range(first, first + ranks) if other != device.index]
-    return all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    peers = [index for index in range(first, first + ranks) if index != device.index]
+    return all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
 
 
 def has_fused_adamw(device: torch.device) -> bool:
-    """Whether AdamW has a fused kernel there (`torch.optim.AdamW(fused=True)`)."""
+    """True if AdamW has a fused kernel there (`torch.optim.AdamW(fused=True)`)."""
     return device.type in ("cpu", "cuda")
 
 
 @functools.cache
 def cpu_prefers_onednn() -> bool:
-    """Whether float32 matmuls run faster by oneDNN than by MKL: on x86 processors that are not Intel's."""
+    """True if float32 matmuls run faster by oneDNN than by MKL: on x86 processors that are not Intel's."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     cpuinfo = Path("/proc/cpuinfo")

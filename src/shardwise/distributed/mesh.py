@@ -1,13 +1,13 @@
-"""The mesh of ranks: axes `[pp, dp, tp]`, tensor-parallel neighbours at stride 1.
+"""The mesh of ranks, with a group of communicating ranks for each of its axes (`base/mesh_axes.py`).
 
-Rank = (pp · DP + dp) · TP + tp, so that a tensor-parallel group sits inside one node and its links. The mesh is an
-argument wherever it is needed; nothing holds a current one.
+The mesh is an argument wherever it is needed; nothing holds a current one.
 """
 
 from __future__ import annotations
 
 import atexit
 import itertools
+import math
 import os
 import weakref
 from collections import Counter
@@ -26,7 +26,8 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.base.errors import ArgumentError, count_problems
-from shardwise.distributed import devices, rendezvous
+from shardwise.base.mesh_axes import AXES, PIPELINE, Axis
+from shardwise.distributed import devices, wait_limit
 from shardwise.distributed.rendezvous import meet
 from shardwise.distributed.torch_private import register_group_name, set_timeout
 
@@ -39,8 +40,10 @@ class Meter:
     b·(n-1)/n; broadcast b·(n-1)/n; send b.
 
     Attributes:
-        spans: where it is set, the begin and end of each wait for a collective are added to it: of those that are
-            called one after the other, and of waits for those that run beside other work.
+        bytes: bytes of each kind.
+        calls: number of calls of each kind.
+        spans: begin and end of each wait for a collective, added to a list that the reader of the times sets: waits of
+            collectives that are called one after the other, and waits for those that run during other work.
     """
 
     bytes: Counter[str] = field(default_factory=Counter)
@@ -64,7 +67,7 @@ class Group:
 
     Args:
         process_group: torch's process group of these ranks; None for a group of one.
-        name: for messages and reports.
+        name: word for the group in messages and reports.
 
     Attributes:
         ranks: global ranks in group order.
@@ -72,8 +75,9 @@ class Group:
         size: the number of ranks.
         meter: bytes and seconds of this group's collectives.
         called: the number of collectives that this rank has called, and the kind of the last one.
-        message_device: where numbers must lie that the host sends; without an index, this process's current device.
-        graph_name: what compiled graphs call the process group; that of torch until `share_graphs`.
+        scatter_by_all_to_all: True if `reduce_scatter` is made of an all-to-all and a sum.
+        message_device: device of numbers that the host sends; without an index, this process's current device.
+        graph_name: name of the process group in compiled graphs; torch's own name until `share_graphs`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, name: str = "") -> None:
@@ -87,16 +91,16 @@ class Group:
         self.graph_name: str = process_group.group_name if process_group else ""
         self._shares_graphs = process_group is None
         self._subgroups: dict[int | tuple[int, ...], Group] = {}
-        _alive.add(self)
-        if process_group is not None and rendezvous.is_watching():
-            set_timeout(process_group, rendezvous.NEVER)
+        _open_groups.add(self)
+        if process_group is not None and wait_limit.is_watching():
+            set_timeout(process_group, wait_limit.NEVER)
         # gloo's own reduce-scatter is an all-reduce and a copy; an all-to-all summed in rank order takes a third of its
         # time (benchmarks/collectives.py). Other backends have a native one. The configuration is a text such as
         # "cpu:gloo,cuda:nccl"; after a bare init_process_group() torch's `get_backend` says "undefined".
-        backends = dist.get_backend_config(process_group).split(",") if process_group else ["none"]
+        backends = dist.get_backend_config(process_group).split(",") if process_group else ["cpu:none"]
         self.scatter_by_all_to_all = all(backend.endswith(":gloo") for backend in backends)
-        served = [backend.split(":")[0] for backend in backends] if process_group else ["cpu"]
-        self.message_device = torch.device("cpu" if "cpu" in served else served[0])
+        device_types = [backend.split(":")[0] for backend in backends]
+        self.message_device = torch.device("cpu" if "cpu" in device_types else device_types[0])
 
     def __repr__(self) -> str:
         return f"Group({self.name or 'ranks'} {self.rank}/{self.size})"
@@ -108,8 +112,7 @@ class Group:
         A group of one in a job of several ranks gets its process group here, when something asks for it: torch takes
         None for all ranks of the job.
         """
-        alone = self._process_group is None and self.size == 1
-        if alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if self._process_group is None and self.size == 1 and _has_several_ranks():
             self._process_group = _new_group([dist.get_rank()])
         return self._process_group
 
@@ -137,8 +140,10 @@ class Group:
                 "Mesh(tensor=2), a process group, or one axis of a DeviceMesh, such as device_mesh['tp']"
             )
         known = _by_process_group.get(id(group))
+        # Python may give the id of a process group that is gone to a new one.
         if known is None or known.process_group is not group:
-            known = _by_process_group[id(group)] = Group(group, name="group")
+            known = Group(group, name="group")
+            _by_process_group[id(group)] = known
         return known
 
     @staticmethod
@@ -154,8 +159,7 @@ class Group:
                 f"a launcher started {launched} ranks (WORLD_SIZE), and each would train alone: "
                 "call torch.distributed.init_process_group() first, or give group="
             )
-        ready = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        return Group(dist.group.WORLD if ready else None, name=name)
+        return Group(dist.group.WORLD if _has_several_ranks() else None, name=name)
 
     def share_graphs(self) -> None:
         """Have a `graph_name` that is the same on all ranks of the job, so that they can share compiled graphs.
@@ -180,8 +184,8 @@ class Group:
         if size not in self._subgroups:
             first = self.rank // size * size
             members = list(self.ranks[first : first + size])
-            made = _new_group(members) if size > 1 else None
-            self._subgroups[size] = Group(made, name=f"{self.name}/{size}")
+            process_group = _new_group(members) if size > 1 else None
+            self._subgroups[size] = Group(process_group, name=f"{self.name}/{size}")
         return self._subgroups[size]
 
     def pick(self, indices: tuple[int, ...], name: str) -> Group:
@@ -190,14 +194,14 @@ class Group:
         if len(indices) == self.size:
             return self
         if indices not in self._subgroups:
-            made = _new_group([self.ranks[i] for i in indices])
-            self._subgroups[indices] = Group(made, name=f"{self.name}/{name}")
+            process_group = _new_group([self.ranks[i] for i in indices])
+            self._subgroups[indices] = Group(process_group, name=f"{self.name}/{name}")
         return self._subgroups[indices]
 
     @property
     def meters(self) -> dict[str, Meter]:
         """This group's meter and those of its subgroups, by group name."""
-        return {self.name: self.meter} | {g.name: g.meter for g in self._subgroups.values()}
+        return {group.name: group.meter for group in (self, *self._subgroups.values())}
 
     def note(self, kind: str) -> None:
         """Note that this rank calls a collective: where it hangs, the rank that has called fewer is the missing one."""
@@ -205,12 +209,18 @@ class Group:
 
     def count(self, kind: str, whole_bytes: int) -> None:
         """Add a collective of a tensor of `whole_bytes` to the meter of its `kind`."""
-        if kind != "send":  # which its receiver does not count
-            self.note(kind)
-        factor = 2 if kind == "all_reduce" else 1
-        whole = kind == "send"
-        self.meter.bytes[kind] += whole_bytes if whole else factor * whole_bytes * (self.size - 1) // self.size
         self.meter.calls[kind] += 1
+        if kind == "send":  # not noted: its receiver notes nothing, and `called` must be equal on ranks that agree
+            self.meter.bytes[kind] += whole_bytes
+            return
+        self.note(kind)
+        rounds = 2 if kind == "all_reduce" else 1  # a ring reduces and scatters, and gathers
+        self.meter.bytes[kind] += rounds * whole_bytes * (self.size - 1) // self.size
+
+
+def _has_several_ranks() -> bool:
+    """True if this process has joined a job of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _new_group(members: list[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
@@ -220,9 +230,9 @@ def _new_group(members: list[int] | None = None, *, backend: str | None = None) 
     a group, by which its ranks find each other, has the number of groups that this rank made before.
     """
     with _unbound_world():
-        made = dist.new_group(members, backend=backend, use_local_synchronization=members is not None)
-    assert isinstance(made, dist.ProcessGroup), "this rank is no member"
-    return made
+        process_group = dist.new_group(members, backend=backend, use_local_synchronization=members is not None)
+    assert isinstance(process_group, dist.ProcessGroup), "this rank is no member"
+    return process_group
 
 
 @contextmanager
@@ -234,7 +244,8 @@ def _unbound_world() -> Iterator[None]:
     """
     world = dist.group.WORLD
     assert world is not None, "there is no process group"
-    device, world.bound_device_id = world.bound_device_id, None
+    device = world.bound_device_id
+    world.bound_device_id = None
     try:
         yield
     finally:
@@ -242,10 +253,11 @@ def _unbound_world() -> Iterator[None]:
 
 
 Ranks = Group | dist.ProcessGroup | DeviceMesh
-"""What a layer, a loss or the optimizer takes as its group."""
+"""The types that a layer, a loss or the optimizer takes as its group."""
 
 
-_alive: weakref.WeakSet[Group | Mesh] = weakref.WeakSet()
+_open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+_open_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 _by_process_group: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
 
@@ -253,18 +265,17 @@ def calls_of_groups() -> dict[str, tuple[int, str]]:
     """`Group.called` of each group in use, named by its axis and its first rank: `tp@0`. Any thread may call it."""
     groups: list[Group] = []
     with suppress(RuntimeError):  # the main thread has just made a group
-        groups = [holder for holder in list(_alive) if isinstance(holder, Group)]
+        groups = list(_open_groups)
     return {f"{group.name}@{group.ranks[0]}": group.called for group in groups if group.called[0]}
 
 
 @atexit.register
 def _release() -> None:
     """Drop all process groups at exit: gloo's threads must be joined while the interpreter still runs."""
-    for holder in list(_alive):
-        if isinstance(holder, Group):
-            holder._process_group = None
-        else:
-            holder.device_mesh = None
+    for group in list(_open_groups):
+        group._process_group = None
+    for mesh in list(_open_meshes):
+        mesh.device_mesh = None
 
 
 class Mesh:
@@ -273,7 +284,7 @@ class Mesh:
     Args:
         tensor: tensor-parallel degree TP.
         pipeline: pipeline degree PP. The data-parallel degree is world / (TP × PP).
-        device: where this rank computes; default: the accelerator at `LOCAL_RANK`, or the CPU.
+        device: device on which this rank computes; default: the accelerator at `LOCAL_RANK`, or the CPU.
 
     Attributes:
         tp, dp, pp: the groups of this rank along each axis.
@@ -286,55 +297,68 @@ class Mesh:
         RuntimeError: a launcher started several ranks, but no process group was initialised.
     """
 
+    tp: Group
+    dp: Group
+    pp: Group
+
     def __init__(self, *, tensor: int = 1, pipeline: int = 1, device: torch.device | str | None = None) -> None:
-        if problems := count_problems({"tensor": tensor, "pipeline": pipeline}):
+        chosen = {"tensor": tensor, "pipeline": pipeline}
+        if problems := count_problems(chosen):
             raise ArgumentError(problems)
-        tensor, pipeline = int(tensor), int(pipeline)  # numpy's too
+        degrees = {name: int(degree) for name, degree in chosen.items()}  # numpy's too
         self.device = torch.device(device) if device is not None else devices.local_device()
         self.world = Group.world()
-        if self.world.size % (tensor * pipeline):
-            raise ValueError(
-                f"world size ({self.world.size}) must be a multiple of tensor × pipeline ({tensor} × {pipeline})"
-            )
+        model_ranks = math.prod(degrees.values())
+        if self.world.size % model_ranks:
+            names = " × ".join(degrees)
+            values = " × ".join(map(str, degrees.values()))
+            raise ValueError(f"world size ({self.world.size}) must be a multiple of {names} ({values})")
+        degrees["data"] = self.world.size // model_ranks
         self.device_mesh: DeviceMesh | None = None
         self._host_groups: dict[str, Group] = {}
-        if self.world.size == 1:
-            self.tp, self.dp, self.pp = Group(name="tp"), Group(name="dp"), Group(name="pp")
-            return
-        shape = (pipeline, self.world.size // (tensor * pipeline), tensor)
-        _alive.add(self)
-        with _unbound_world():
-            self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-        pp, dp, tp = (
-            Group(self.device_mesh.get_group(axis) if size > 1 else None, name=axis)
-            for axis, size in zip(("pp", "dp", "tp"), shape, strict=True)
-        )
-        self.tp, self.dp, self.pp = tp, dp, pp
+        if self.world.size > 1:
+            _open_meshes.add(self)
+            shape = tuple(degrees[axis.degree] for axis in AXES)
+            with _unbound_world():
+                self.device_mesh = init_device_mesh(
+                    self.device.type, shape, mesh_dim_names=tuple(axis.name for axis in AXES)
+                )
+        for axis in AXES:
+            has_several = self.device_mesh is not None and degrees[axis.degree] > 1
+            process_group = self.device_mesh.get_group(axis.name) if has_several else None
+            setattr(self, axis.name, Group(process_group, name=axis.name))
 
     @property
     def stage(self) -> Group:
         """The ranks that hold the same pipeline stages as this one: all of data and tensor parallelism."""
-        if 1 in (self.tp.size, self.dp.size):
-            return self.tp if self.dp.size == 1 else self.dp
-        return self.world.split(self.tp.size * self.dp.size)
+        inner = [self._along(axis) for axis in AXES if axis is not PIPELINE]
+        several = [group for group in inner if group.size > 1]
+        if len(several) > 1:
+            return self.world.split(math.prod(group.size for group in several))
+        return several[0] if several else self.tp
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """Every axis of the mesh, then the world."""
-        return (self.tp, self.dp, self.pp, self.world)
+        return (*(self._along(axis) for axis in reversed(AXES)), self.world)
+
+    def _along(self, axis: Axis) -> Group:
+        group: Group = getattr(self, axis.name)
+        return group
 
     def host_group(self, name: str) -> Group:
-        """A second group of all ranks, over gloo: for numbers on the host, or for a thread beside the training.
+        """A second group of all ranks, over gloo: for numbers on the host, or for another thread than the training's.
 
         There is one for each name. The first call makes it and is collective.
         """
         if name not in self._host_groups:
-            made = _new_group(backend="gloo") if self.world.size > 1 else None
-            self._host_groups[name] = Group(made, name=name)
+            process_group = _new_group(backend="gloo") if self.world.size > 1 else None
+            self._host_groups[name] = Group(process_group, name=name)
         return self._host_groups[name]
 
     def __repr__(self) -> str:
-        return f"Mesh(pp={self.pp.size}, dp={self.dp.size}, tp={self.tp.size}, rank={self.world.rank}, {self.device})"
+        sizes = ", ".join(f"{axis.name}={self._along(axis).size}" for axis in AXES)
+        return f"Mesh({sizes}, rank={self.world.rank}, {self.device})"
 
 
 def job_size() -> int:
@@ -352,15 +376,18 @@ def job_rank() -> int:
 
 
 _CONNECTED_RANKS = 32
-"""Up to so many ranks gloo connects all pairs when it makes a group. What it sends for that grows with the cube of the
-ranks, so in larger jobs each pair connects when it first needs to (`benchmarks/startup.py` has figures)."""
+"""The largest number of ranks for which gloo connects all pairs when it makes a group.
+
+Its messages for that grow with the cube of the ranks, so in larger jobs each pair connects when it first needs to
+(`benchmarks/startup.py` has figures).
+"""
 
 
 def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     """Join the job that the launcher's variables describe (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`); alone, do nothing.
 
     Args:
-        device: decides the backend; default: the accelerator at `LOCAL_RANK`, or the CPU.
+        device: device that decides the backend; default: the accelerator at `LOCAL_RANK`, or the CPU.
         timeout: seconds after which a collective fails whose other ranks never call it.
 
     Raises:
@@ -371,13 +398,18 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     _allow_sockets()
     if job_size() > _CONNECTED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    where, limit = device if device is not None else devices.local_device(), timedelta(seconds=timeout)
+    device = device if device is not None else devices.local_device()
+    limit = timedelta(seconds=timeout)
     store = meet(job_rank(), job_size(), limit)
-    backend = devices.backend(where)
-    if backend == dist.Backend.GLOO and rendezvous.start(timeout):
-        limit = rendezvous.NEVER
-    own_store: dict[str, Any] = {} if store is None else {"store": store, "rank": job_rank(), "world_size": job_size()}
-    dist.init_process_group(backend, timeout=limit, device_id=where if where.type != "cpu" else None, **own_store)
+    backend = devices.backend(device)
+    if backend == dist.Backend.GLOO and wait_limit.start_watch(timeout):
+        limit = wait_limit.NEVER
+    options: dict[str, Any] = {}
+    if store is not None:
+        options = {"store": store, "rank": job_rank(), "world_size": job_size()}
+    # torch binds the world to an accelerator, so that NCCL connects at once and reports what is wrong with it here.
+    bound_device = device if device.type != "cpu" else None
+    dist.init_process_group(backend, timeout=limit, device_id=bound_device, **options)
 
 
 def leave() -> None:

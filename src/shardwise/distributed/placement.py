@@ -1,4 +1,4 @@
-"""Which part of the model a local parameter is: the one record of how the model is cut.
+"""Placements: the one record of how the model is cut, which says what part of the model a local parameter is.
 
 A parameter carries a `Placement`, made where the parameter is made: a tuple of pieces. A piece says which canonical
 tensor (its name and shape in the Hugging Face model), which box of it this rank holds, where that box sits in the
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal, cast
 
 import torch
@@ -31,7 +32,7 @@ SEEDED_ROWS = 64
 
 @dataclass(frozen=True)
 class Init:
-    """How a canonical tensor is drawn at step 0; made by `Init.normal` or `Init.constant`.
+    """The rule by which a canonical tensor is drawn at step 0; made by `Init.normal` or `Init.constant`.
 
     Attributes:
         kind: `normal` or `constant`.
@@ -61,12 +62,13 @@ class Piece:
     Attributes:
         name: canonical name; an empty prefix (`.weight`) is completed with the module's path by `placements`.
         shape: canonical shape.
-        box: what this rank holds of the canonical tensor.
-        local: where that box sits in the local tensor (same number of elements, same order).
-        transposed: the local tensor holds the box with its two dimensions exchanged (GPT-2's `Conv1D` is `[in, out]`).
-        copies: the ranks that hold this same box (a group of one where nobody else does).
-        partial: each of those ranks has only a part of the gradient: their sum is the gradient.
-        init: how the canonical tensor is drawn.
+        box: part of the canonical tensor that this rank holds.
+        local: place of that box in the local tensor (same number of elements, same order).
+        init: rule by which the canonical tensor is drawn.
+        copies: ranks that hold this same box (a group of one where nobody else does).
+        partial: True if each of those ranks has only a part of the gradient: their sum is the gradient.
+        transposed: True if the local tensor holds the box with its two dimensions exchanged (GPT-2's `Conv1D` is
+            `[in, out]`).
     """
 
     name: str
@@ -100,7 +102,7 @@ class Piece:
             name: canonical name; one that begins with a dot (`.weight`) is completed with the module's path.
             shape: `[rows, …]`, canonical.
             group: the ranks over which it is cut.
-            init: how the canonical tensor is drawn.
+            init: rule by which the canonical tensor is drawn.
             at: row of the local tensor at which the piece begins.
             copies: neighbouring ranks that hold the same rows, such as those of one K/V head.
             per_rank: rows of each run; None takes the fewest that hold all.
@@ -108,13 +110,14 @@ class Piece:
         parts = group.size // copies
         per_rank = per_rank or -(-shape[0] // parts)
         start = min(group.rank // copies * per_rank, shape[0])
-        held = min(per_rank, shape[0] - start)
-        rest, zeros = shape[1:], (0,) * len(shape[1:])
+        rows = min(per_rank, shape[0] - start)
+        row_shape = shape[1:]
+        row_start = (0,) * len(row_shape)
         return cls(
             name,
             shape,
-            Box((start, *zeros), (held, *rest)),
-            Box((at, *zeros), (held, *rest)),
+            Box((start, *row_start), (rows, *row_shape)),
+            Box((at, *row_start), (rows, *row_shape)),
             init,
             group.split(copies) if copies > 1 else Group(),
             partial=copies > 1,
@@ -146,24 +149,24 @@ class Piece:
             partial: whether the backward pass of each rank gives only a part of the gradient, because the parameter
                 meets only a part of the activations there: a part of the sequence, of the heads or of the width.
         """
-        whole = Box.whole(shape)
-        return cls(name, shape, whole, whole, init, group, partial and group.size > 1)
+        box = Box.whole(shape)
+        return cls(name, shape, box, box, init, group, partial and group.size > 1)
 
     def of(self, local: Tensor) -> Tensor:
         """This piece of the tensor `local` as a writable view `[*box.size]`, oriented as the canonical tensor is."""
-        held = local[self.local.slices]
-        return held.t() if self.transposed else held
+        view = local[self.local.slices]
+        return view.t() if self.transposed else view
 
     def canonical(self, box: Box) -> Box:
         """`box` of the local tensor, inside this piece, as a box of the canonical tensor."""
         inside = box.relative_to(self.local)
-        start, size = (inside.start[::-1], box.size[::-1]) if self.transposed else (inside.start, box.size)
-        return Box(tuple(a + b for a, b in zip(start, self.box.start, strict=True)), size)
+        if self.transposed:
+            inside = inside.permuted((1, 0))
+        return Box(tuple(a + b for a, b in zip(inside.start, self.box.start, strict=True)), inside.size)
 
     def transpose(self) -> Piece:
         """The same part of the same local tensor, for a canonical matrix with its two dimensions exchanged."""
-        turned = Box(self.box.start[::-1], self.box.size[::-1])
-        return replace(self, shape=self.shape[::-1], box=turned, transposed=not self.transposed)
+        return replace(self, shape=self.shape[::-1], box=self.box.permuted((1, 0)), transposed=not self.transposed)
 
     def within(self, rows: int, at: int) -> Piece:
         """The same part, for a canonical tensor of `rows` rows in which this piece's tensor begins at row `at`.
@@ -214,12 +217,12 @@ def make_parameter(
     """A local parameter with its record, drawn as the record says; elements that no piece covers are 0.
 
     Args:
-        shape: of the local tensor, such as `[rows / g, columns]`.
-        pieces: its record.
+        shape: local shape, such as `[rows / g, columns]`.
+        pieces: record of the parameter.
         group: the ranks over which the canonical tensors are cut or copied.
         seed: the run's seed, from which each canonical tensor draws by its name: the same global tensor at any layout.
             None takes a fresh seed from torch's default generator (as `torch.nn` layers do), agreed on by the group.
-        device, dtype: of the local tensor.
+        device, dtype: device and dtype of the local tensor.
     """
     parameter = PlacedParameter(torch.zeros(shape, device=device, dtype=dtype))
     parameter.placement = placement = Placement(pieces, group)
@@ -248,9 +251,9 @@ class PlacedModule(nn.Module):
         before = {name: p.placement for name, p in self._parameters.items() if isinstance(p, PlacedParameter)}
         yield
         for name, record in before.items():
-            made = self._parameters[name]
-            if made is not None and not isinstance(made, PlacedParameter):
-                placed = PlacedParameter(made.detach(), made.requires_grad)
+            new = self._parameters[name]
+            if new is not None and not isinstance(new, PlacedParameter):
+                placed = PlacedParameter(new.detach(), new.requires_grad)
                 placed.placement = record
                 self._parameters[name] = placed
 
@@ -273,13 +276,13 @@ def of_or_whole(parameter: Tensor, name: str = "", tensor: Group | None = None) 
     """A parameter's record; one without, such as those of torch's own modules, is one canonical tensor, whole.
 
     Args:
-        parameter: of a model.
-        name: of a parameter without a record.
+        parameter: parameter of a model.
+        name: canonical name of a parameter without a record.
         tensor: the tensor-parallel ranks of the model. Each of them has a copy of a parameter that no group cuts.
     """
     shape = tuple(parameter.shape)
-    whole = Box.whole(shape)
-    record = of(parameter) or Placement((Piece(name, shape, whole, whole, Init.constant(0.0)),))
+    box = Box.whole(shape)
+    record = of(parameter) or Placement((Piece(name, shape, box, box, Init.constant(0.0)),))
     if tensor is None or record.group.size > 1:
         return record
     copied = tuple(replace(piece, copies=tensor) if piece.copies.size == 1 else piece for piece in record.pieces)
@@ -316,7 +319,7 @@ def named_pieces(groups: Iterable[dict[str, Any]], stage: int) -> Pieces:
     """
     seen: Counter[tuple[str, tuple[int, ...]]] = Counter()
     named: Pieces = {}
-    for p in (p for options in groups for p in options["params"]):
+    for p in chain.from_iterable(options["params"] for options in groups):
         pieces = of_or_whole(p).pieces
         open_names = {(piece.name, piece.shape) for piece in pieces if not piece.name or piece.name.startswith(".")}
         named[p] = tuple(
@@ -353,17 +356,19 @@ def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
             values = torch.empty((min(SEEDED_ROWS, shape[0] - top), *shape[1:]), dtype=torch.float32, device="cpu")
             values.normal_(0.0, std, generator=torch.Generator().manual_seed(hashed(seed, name, run)))
             for piece in pieces:
-                first, held = piece.box.start[0], piece.box.size[0]
-                low, high = max(first, top), min(first + held, top + len(values))
+                first = piece.box.start[0]
+                low = max(first, top)
+                high = min(piece.box.stop[0], top + len(values))
                 if low < high:
-                    wanted = values[(slice(low - top, high - top), *piece.box.slices[1:])]
-                    piece.of(parameter)[low - first : high - first].copy_(wanted)
+                    drawn_part = values[(slice(low - top, high - top), *piece.box.slices[1:])]
+                    piece.of(parameter)[low - first : high - first].copy_(drawn_part)
 
 
 def _seeded_runs(box: Box) -> range:
     """The runs of rows drawn from one seed that a box has a part in."""
-    first, held = box.start[0], box.size[0]
-    return range(first // SEEDED_ROWS, -(-(first + held) // SEEDED_ROWS) if held else first // SEEDED_ROWS)
+    if box.size[0] == 0:
+        return range(0)
+    return range(box.start[0] // SEEDED_ROWS, -(-box.stop[0] // SEEDED_ROWS))
 
 
 def _agreed_seed(group: Group) -> int:

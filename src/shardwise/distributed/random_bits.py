@@ -14,8 +14,10 @@ from torch import Tensor
 # Constants above the largest signed integer stand as the negative one with the same bits: torch's integers are signed.
 INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 INCREMENT_32 = 0x9E3779B9 - 2**32
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-_FIRST_32, _SECOND_32 = 0x7FEB352D, 0x846CA68B - 2**32
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
+_FIRST_32 = 0x7FEB352D
+_SECOND_32 = 0x846CA68B - 2**32
 
 
 def hashed(*parts: object) -> int:

@@ -69,8 +69,8 @@ def fused_all_gather_matmul(x: Tensor, weights: list[Tensor], group: ProcessGrou
     """
     import torch.distributed._symmetric_memory  # defines the operator
 
-    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, weights, 0, group.group_name)
-    return whole, products
+    gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(x, weights, 0, group.group_name)
+    return gathered, products
 
 
 def fused_matmul_reduce_scatter(x: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
@@ -122,7 +122,7 @@ def _arrived(pending: Tensor) -> Tensor:
 
 
 def graph_is_kept() -> bool:
-    """Whether the present backward pass keeps its graph for another one (`retain_graph`).
+    """True if the present backward pass keeps its graph for another one (`retain_graph`).
 
     If not, the tensors that an autograd function saved are freed after the pass, which may overwrite them.
     """
@@ -130,7 +130,7 @@ def graph_is_kept() -> bool:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Whether a tensor has numbers: those of `fake_tensors` have none. By name, as the class is slow to import."""
+    """True if a tensor has numbers: those of `fake_tensors` have none. By name, as the class is slow to import."""
     return type(tensor).__name__ != "FakeTensor"
 
 
@@ -222,7 +222,12 @@ def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CompilerCounts:
-    """What the compiler has done so far in this process: graphs captured, and those of them whose code was cached."""
+    """Counts of the compiler's work so far in this process.
+
+    Attributes:
+        graphs: graphs that were captured.
+        hits: captured graphs whose code was cached.
+    """
 
     graphs: int
     hits: int
@@ -256,7 +261,7 @@ def prepare_compiler(threads: int) -> None:
 
 
 def inductor_options_problem(options: Mapping[str, Any]) -> str | None:
-    """Why the backend `inductor` does not take these options; None: it does."""
+    """The reason why the backend `inductor` does not take these options; None where it does."""
     from torch import _TorchCompileInductorWrapper
     from torch._inductor import list_options
 
@@ -287,7 +292,7 @@ def fake_tensors() -> AbstractContextManager[object]:
 
 
 def trace_problem(error: BaseException) -> str | None:
-    """Where and why a function could not be captured as one graph; None for an error of another kind."""
+    """The place and reason of a failure to capture a function as one graph; None for an error of another kind."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
     if isinstance(error, FailOnRecompileLimitHit):
@@ -306,7 +311,8 @@ class _NamedWork:
     """A message that was started, whose wait has a name in the profiler."""
 
     def __init__(self, work: Any, name: str) -> None:
-        self._work, self._name = work, name
+        self._work = work
+        self._name = name
 
     def wait(self) -> None:
         with record_function(self._name):
@@ -324,8 +330,9 @@ def open_connections_to_others(stages: Iterable[Any]) -> None:
         if plain is None:
             return
 
-        def to_others(plain: Callable[[], list[Any]] = plain, here: int = stage.group_rank) -> list[Any]:
-            return [op for op in plain() if op.group_peer != here]
+        # As defaults, the values of this stage: a name of the loop would mean the last one when the function is called.
+        def to_others(plain: Callable[[], list[Any]] = plain, rank: int = stage.group_rank) -> list[Any]:
+            return [op for op in plain() if op.group_peer != rank]
 
         stage._get_init_p2p_neighbors_ops = to_others
 

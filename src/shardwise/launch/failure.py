@@ -188,7 +188,7 @@ def root_cause(
         return reported
     rank = suspects[0]
     then = f"; {reported.text}" if reported is not None and reported.waited else ""
-    return Failure(rank, _ending(rank, exit_codes[rank], logs) + then, 1)
+    return Failure(rank, _ending(rank, exit_codes[rank], logs) + then, RunError.exit_code)
 
 
 def _ending(rank: int, code: int, logs: Path) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import open_plain, read_plain
-from shardwise.base.parsing import instance, record_of
+from shardwise.base.run_records import instance, record_of
 from shardwise.runs.folder import JsonLines, RunDirectory
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed"]

@@ -259,8 +259,8 @@ def _loss(case: Case) -> int:
     """
     a, rows, hidden = case.a, case.local.vocabulary, case.model.hidden_size
     limit = loss_chunk_elements(rows, case.accelerator)
-    scattered = case.layout.sequence_parallel and not case.model.head_transform
-    tokens_a_row = case.config.train.micro_batch * (case.layout.tensor if scattered else 1)
+    parts = 1 if case.model.head_transform else case.layout.sequence_parts
+    tokens_a_row = case.config.train.micro_batch * parts
     chunk = min(case.predicted, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a
     head = 4 * a * hidden * case.predicted if case.model.head_transform else 0

@@ -123,7 +123,7 @@ class Case:
     @property
     def tokens_between(self) -> int:
         """T/s: tokens that one rank has between the cut layers."""
-        return self.tokens // self.layout.tensor if self.layout.sequence_parallel else self.tokens
+        return self.tokens // self.layout.sequence_parts
 
     @property
     def x_elements(self) -> int:

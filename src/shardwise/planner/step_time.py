@@ -231,7 +231,6 @@ def _message(
     if layout.pipeline == 1:
         return 0.0
     train, device = config.train, cluster.device
-    cut = layout.tensor if layout.sequence_parallel else 1
     elements = train.micro_batch * train.sequence_length * config.known_shapes.hidden_size
     size = DTYPE_BYTES[precision.parameter] * elements
     inside = layout.tensor * layout.data * 2 <= cluster.per_node
@@ -239,7 +238,7 @@ def _message(
         of = device_seconds.Group(layout.tensor, min(layout.tensor, cluster.per_node))
         sent = device_seconds.message(device, c, size / layout.tensor, inside=inside)
         return sent + device_seconds.collective(device, c, of, float(size))
-    return device_seconds.message(device, c, size / cut, inside=inside)
+    return device_seconds.message(device, c, size / layout.sequence_parts, inside=inside)
 
 
 def _update(

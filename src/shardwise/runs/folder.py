@@ -41,8 +41,8 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import free_bytes, lock, open_own, open_plain, reason_of, require_trusted, write_atomic
-from shardwise.base.parsing import count_of, read_record, record_of
 from shardwise.base.redaction import recorded_variables, redacted_arguments
+from shardwise.base.run_records import count_of, read_record, record_of
 from shardwise.base.units import size
 
 RUNS = Path("runs")

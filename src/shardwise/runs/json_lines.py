@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from shardwise.base.files import open_plain
-from shardwise.base.parsing import record_of
+from shardwise.base.run_records import record_of
 from shardwise.runs.lost_time import number, seconds_of
 
 _START, _STEP = b'{"event": "start"', b'{"event": "step"'

@@ -16,8 +16,9 @@ from typing import Any, Literal, get_args
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import reason_of
-from shardwise.base.parsing import count_of, read_mapping, read_record
+from shardwise.base.parsing import read_mapping
 from shardwise.base.redaction import without_secrets
+from shardwise.base.run_records import count_of, read_record
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
 from shardwise.runs.json_lines import Growing, Series, last, last_of_rank
 from shardwise.runs.lost_time import LostTime, number, seconds_of

@@ -51,12 +51,15 @@ def build_trainer(
     reporter: Reporter | None = None,
     progress: Progress | None = None,
     weights: Root | None = None,
+    layout: Layout | None = None,
 ) -> Trainer:
     """The trainer of this rank: model shard, optimizer, batches. Collective over the mesh.
 
     `weights`: a checkpoint, whose masters are read if it has them, or a Hugging Face folder; None draws the weights.
+    `layout`: the result of `check_layout` where the caller has it already; None checks here.
     """
-    layout, precision = check_layout(config, mesh.world.size), config.precision.resolved(mesh.device.type != "cpu")
+    layout = layout or check_layout(config, mesh.world.size)
+    precision = config.precision.resolved(mesh.device.type != "cpu")
     batches = make_batches(config, data, "train")
     if batches is None:
         raise DataError(
@@ -97,7 +100,7 @@ def build_trainer(
 
 def build_run_trainer(run: Run, reporter: Reporter) -> Trainer:
     """The trainer of a run. Of a model of the user's own, parameters and memory are counted now, for the reporter."""
-    trainer = build_trainer(run.config, run.mesh, run.data, reporter, run.progress, run.weights)
+    trainer = build_trainer(run.config, run.mesh, run.data, reporter, run.progress, run.weights, run.layout)
     if reporter.parameters is not None:
         return trainer
     reporter.parameters = count_parameters(trainer.model)
@@ -205,7 +208,7 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
     from shardwise.pipeline.schedule import Pipeline  # here, as it imports torch's compiler, which is slow
 
     train = config.train
-    length = train.sequence_length // (layout.tensor if layout.sequence_parallel else 1)
+    length = train.sequence_length // layout.sequence_parts
     x = torch.empty(length, train.micro_batch, config.known_shapes.hidden_size, dtype=dtype, device="meta")
     return Pipeline(model, config.parallel, mesh, layout.accumulation(train), x, losses=len(config.model.objectives))
 

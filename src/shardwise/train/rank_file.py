@@ -13,7 +13,7 @@ import psutil
 
 from shardwise.base.files import open_plain
 from shardwise.base.hardware import cpu_count
-from shardwise.base.parsing import record_of
+from shardwise.base.run_records import record_of
 from shardwise.config import Layout
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import JsonLines, RunDirectory, now
@@ -37,8 +37,7 @@ class RankFile:
     def start(self) -> None:
         """Record where this rank is: its node, process and device, and its place in the mesh."""
         layout, rank = self._layout, self._rank
-        inner = layout.data * layout.tensor
-        place = {"pp": rank // inner, "dp": rank % inner // layout.tensor, "tp": rank % layout.tensor}
+        place = layout.coordinates(rank)
         process = {"host": platform.node(), "pid": os.getpid(), "local_rank": _local_rank()}
         node = {"cores": cpu_count(), "memory_total_bytes": psutil.virtual_memory().total}
         facts = {"rank": rank, **process, "device": self._device, "place": place, **node}

@@ -51,7 +51,9 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     config = _with_one_batch(config, mesh)
     require_same(config, mesh, run_path)
-    layout, progress = check_layout(config, mesh.world.size), Progress(phase="preparation of the data")
+    # The command has checked what it was given; here the ranks that have met and rank 0's global batch count.
+    layout = check_layout(config, mesh.world.size)
+    progress = Progress(phase="preparation of the data")
     with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
         shortage = require_device(config, layout, mesh.world.rank, mesh.device)
         here = open_run(config, layout, mesh, progress, run_path, recipe)

@@ -88,8 +88,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
     return [
         (
             "layout",
-            f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {units.counted(layout.world, 'rank')}, "
-            f"sequence parallelism (SP) {'on' if layout.sequence_parallel else 'off'}, ZeRO-{config.optimizer.zero}",
+            f"{layout.product()}, sequence parallelism (SP) {'on' if layout.sequence_parallel else 'off'}, ZeRO-{config.optimizer.zero}",
         ),
         ("device", device),
         ("batch", _batch(config, layout)),
@@ -360,8 +359,7 @@ def start_rows(
         ("batch", _batch(config, layout)),
         (
             "layout",
-            f"TP {layout.tensor}{sequence} × PP {layout.pipeline} × DP {layout.data} = "
-            f"{units.counted(layout.world, 'rank')}, ZeRO-{config.optimizer.zero}",
+            f"{layout.product(after_tensor=sequence)}, ZeRO-{config.optimizer.zero}",
         ),
         (
             "device",

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import MOST_BYTES, read_plain
-from shardwise.base.parsing import instance, record_of
+from shardwise.base.run_records import instance, record_of
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.step_folders import step_name, steps

@@ -14,8 +14,8 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.files import read_plain, write_atomic
 from shardwise.base.hardware import device_memory
-from shardwise.base.parsing import instance, record_of
 from shardwise.base.redaction import redacted
+from shardwise.base.run_records import instance, record_of
 from shardwise.config import Config, Layout, check_layout
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.script import JobPlan, in_one_line, operand, shell

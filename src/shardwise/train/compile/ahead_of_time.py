@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,7 @@ def compile_graphs(plan: Plan, facts: Sequence[Facts], cache: GraphCache, worker
 
 def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outcome:
     layout, start = plan.layout, time.perf_counter()
+    one_model = replace(layout, world=layout.ranks_of_one_model)
     stage = layout.pipeline - 1 if facts["unit"] == HEAD else 0
     folder = WorkFolder()
     try:
@@ -99,8 +100,8 @@ def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outco
             config=plan.config.model_dump(mode="json"),
             unit=facts["unit"],
             training=facts["training"],
-            rank=stage * layout.tensor,
-            world=layout.tensor * layout.pipeline,
+            rank=one_model.ranks_at(stage)[0],
+            world=one_model.world,
             device=plan.device,
             folder=str(folder.path),
             only_capture=plan.only_capture,

@@ -98,7 +98,7 @@ def _input(config: Config, layout: Layout, device: torch.device, dtype: torch.dt
     """x as the stage before would send it."""
     if config.shapes is None:
         return None
-    rows = config.train.sequence_length // (layout.tensor if layout.sequence_parallel else 1)
+    rows = config.train.sequence_length // layout.sequence_parts
     shape = rows, config.train.micro_batch, config.shapes.hidden_size
     return torch.zeros(shape, device=device, dtype=dtype, requires_grad=training)
 
@@ -108,4 +108,4 @@ if __name__ == "__main__":
         main()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
-        sys.exit(2)
+        sys.exit(error.exit_code)
