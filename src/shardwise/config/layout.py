@@ -72,7 +72,7 @@ class Layout:
     @property
     def sequence_parts(self) -> int:
         """The number of parts of a sequence between tensor-parallel regions: each rank has S / `sequence_parts`."""
-        return self.tensor if self.sequence else 1
+        return self.tensor if self.sequence_parallel else 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank of the job along each axis, by the axis' short name."""
