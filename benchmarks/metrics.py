@@ -50,7 +50,7 @@ def stepped(recipe: str, folder: str) -> dict[str, list[float]]:
     """Seconds from each step to the next on this rank, of steps with no metrics and with full ones."""
     from shardwise.config import load_config
     from shardwise.train import run as training
-    from shardwise.train.report import Reporter
+    from shardwise.train.reporter import Reporter
     from shardwise.train.trainer import StepClock, Trainer
 
     keys = ["train.eval_every=0", "log.sample_tokens=0", "log.drift_every=0", "checkpoint.every_minutes=null"]

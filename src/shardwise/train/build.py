@@ -34,11 +34,11 @@ from shardwise.planner.memory import expected_memory
 from shardwise.train.compile.units import compile_units
 from shardwise.train.hooks import own_optimizer, use_loss
 from shardwise.train.memory_copies import MemoryCopies, steps_between
-from shardwise.train.opening import Run, raised_on_every_rank, versions
-from shardwise.train.record import Progress
-from shardwise.train.report import Reporter
+from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed, went_back
 from shardwise.train.saving import Checkpoints, make_stop_check
+from shardwise.train.start import Run, raised_on_every_rank, versions
+from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
 
 if TYPE_CHECKING:

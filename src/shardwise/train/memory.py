@@ -15,7 +15,7 @@ from shardwise.distributed import devices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.planner.memory import expected_memory, memory_of_machine
 from shardwise.train.memory_remedies import remedies_of_machine, remedies_of_rank
-from shardwise.train.record import Progress
+from shardwise.train.step_record import Progress
 
 _ALLOCATOR_SETTINGS = "PYTORCH_ALLOC_CONF"
 

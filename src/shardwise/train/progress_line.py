@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise.train.record import StepRecord
+from shardwise.train.step_record import StepRecord
 
 _LINES_PER_RUN = 20
 _LONGEST_SILENCE = 300.0

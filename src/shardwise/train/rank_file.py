@@ -17,7 +17,7 @@ from shardwise.base.parsing import record_of
 from shardwise.config import Layout
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import JsonLines, RunDirectory, now
-from shardwise.train.record import StepRecord
+from shardwise.train.step_record import StepRecord
 
 
 class RankFile:

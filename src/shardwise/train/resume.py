@@ -31,8 +31,8 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.runs.folder import RunDirectory
-from shardwise.train.record import Progress
-from shardwise.train.report import Reporter
+from shardwise.train.reporter import Reporter
+from shardwise.train.step_record import Progress
 
 _WENT_BACK = "went_back"
 

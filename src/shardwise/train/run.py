@@ -22,14 +22,14 @@ from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
 from shardwise.train.compile.run_graphs import Keeper
-from shardwise.train.final_sample import draw_sample
 from shardwise.train.memory import out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
-from shardwise.train.opening import Run, open_run, require_same
-from shardwise.train.record import Progress
-from shardwise.train.report import Reporter
+from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed, continue_from, goes_back, require_same_data, restore_first, set_later_aside
+from shardwise.train.sample_text import draw_sample
 from shardwise.train.saving import STREAM, make_stop_check
+from shardwise.train.start import Run, open_run, require_same
+from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
 
 

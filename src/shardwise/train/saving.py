@@ -25,9 +25,9 @@ from shardwise.launch.environment import joined
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.memory_copies import MemoryCopies, steps_between
-from shardwise.train.opening import FollowedFolder
-from shardwise.train.record import Progress
-from shardwise.train.report import Reporter
+from shardwise.train.reporter import Reporter
+from shardwise.train.start import FollowedFolder
+from shardwise.train.step_record import Progress
 
 STREAM = "stream"
 """The key of a stream's state in a manifest's `rng`."""

@@ -45,10 +45,10 @@ from shardwise.train.evaluation import evaluate_rounds, perplexity
 from shardwise.train.feed import Feed
 from shardwise.train.memory import memory_by_kind, state_by_kind
 from shardwise.train.micro_batch import MicroBatch
-from shardwise.train.record import Progress, StepRecord, end_of_run, loss_spike
-from shardwise.train.replicas import check_replicas
-from shardwise.train.report import Reporter
+from shardwise.train.replica_check import check_replicas
+from shardwise.train.reporter import Reporter
 from shardwise.train.saving import Checkpoints, largest_of_ranks
+from shardwise.train.step_record import Progress, StepRecord, end_of_run, loss_spike
 from shardwise.train.straggler import Straggler, Stragglers
 from shardwise.train.trace import Trace
 

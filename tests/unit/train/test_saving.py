@@ -14,9 +14,9 @@ from shardwise.base.errors import LostPeerError, RunError, see
 from shardwise.checkpoint.save import Saved, Saver
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory
-from shardwise.train.opening import FollowedFolder
-from shardwise.train.record import Progress
 from shardwise.train.saving import Checkpoints
+from shardwise.train.start import FollowedFolder
+from shardwise.train.step_record import Progress
 from tests.unit.train.test_report import config, reporter
 
 LOST = "rank 0 lost the connection to another rank"

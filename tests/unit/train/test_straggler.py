@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.train.record import SMOOTHED_STEPS, loss_spike
+from shardwise.train.step_record import SMOOTHED_STEPS, loss_spike
 from shardwise.train.straggler import WINDOW, Occurrence, Straggler, Stragglers
 
 

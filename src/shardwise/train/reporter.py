@@ -30,14 +30,14 @@ from shardwise.config import Config, Layout, Precision
 from shardwise.planner.rank_case import flops_per_token, model_flops_utilization
 from shardwise.runs.folder import RunDirectory, now
 from shardwise.train.compile.run_graphs import Settled
+from shardwise.train.experiment_trackers import Scalars
 from shardwise.train.hooks import Told
 from shardwise.train.progress_line import ProgressLine, parts_of_loss
 from shardwise.train.rank_file import RankFile, process_seconds, where
-from shardwise.train.record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
+from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
 from shardwise.train.straggler import Occurrence
 from shardwise.train.summary import print_pipeline, start_rows
 from shardwise.train.trace import trace_text, traced_steps
-from shardwise.train.trackers import Scalars
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is told as a spike."""

@@ -40,9 +40,9 @@ from shardwise.distributed.mesh import Group, Mesh, join
 from shardwise.launch import output
 from shardwise.planner.memory import checkpoint_bytes
 from shardwise.runs.folder import RunDirectory, new_run_path
-from shardwise.train.record import Progress
+from shardwise.train.experiment_trackers import require_trackers
 from shardwise.train.resume import FoundCheckpoints, find_checkpoints
-from shardwise.train.trackers import require_trackers
+from shardwise.train.step_record import Progress
 
 _R = TypeVar("_R")
 
