@@ -308,7 +308,7 @@ def measure(cell: Cell, steps: int) -> Measured:
         config, mesh, replace(data, tokens=dict.fromkeys(data.tokens, data.tokens["train"]), sentences=sentences)
     )
     if cell.uneven:
-        uncount(trainer.batches)
+        uncount(trainer.feed.batches)
     weights = canonical_weights(trainer.model)
     before = trainer.evaluate() if mesh.world.size == 1 else None
     record, gradients = step_with_gradients(trainer)

@@ -64,7 +64,7 @@ def save_checkpoint(
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
     from shardwise.train.replica_check import check_replicas
-    from shardwise.train.start import raised_on_every_rank, versions
+    from shardwise.train.same_on_ranks import raised_on_every_rank, versions
 
     mesh = mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
@@ -116,7 +116,7 @@ def load_checkpoint(
     from shardwise.api.user_loop import mesh_of, on_first_rank, require_loadable
     from shardwise.checkpoint.load import load_checkpoint as load_weights
     from shardwise.checkpoint.restore import read_manifest, restore
-    from shardwise.train.start import raised_on_every_rank, require_equal
+    from shardwise.train.same_on_ranks import raised_on_every_rank, require_equal
 
     mesh = mesh_of(mesh)
     with raised_on_every_rank(mesh.world):

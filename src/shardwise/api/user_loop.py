@@ -31,7 +31,7 @@ from shardwise.models.hugging_face_names import spelling
 from shardwise.models.user_model import storage_problems
 from shardwise.optim.state import unstorable_states
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.train.start import require_equal
+from shardwise.train.same_on_ranks import require_equal
 
 _R = TypeVar("_R")
 _of_worlds: list[Mesh] = []

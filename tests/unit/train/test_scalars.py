@@ -17,7 +17,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import Config
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import experiment_trackers
-from shardwise.train.experiment_trackers import Scalars, require_trackers
+from shardwise.train.experiment_trackers import ExperimentTrackers, require_trackers
 from shardwise.train.straggler import Straggler
 from tests.unit.train.test_report import config, record, reporter
 
@@ -25,11 +25,11 @@ SECRET = "s3://me:hunter2@bucket/text"
 SCRIPT = """
 import sys
 from pathlib import Path
-from shardwise.runlog import RunDirectory
-from shardwise.train.scalars import Scalars
+from shardwise.runs.folder import RunDirectory
+from shardwise.train.experiment_trackers import ExperimentTrackers
 from tests.unit.train.test_scalars import tracked
 told = []
-curves = Scalars(tracked(), RunDirectory(Path(sys.argv[1])), "0123456789abcdef", 1, told.append)
+curves = ExperimentTrackers(tracked(), RunDirectory(Path(sys.argv[1])), "0123456789abcdef", 1, told.append)
 for step in (1, 2):
     curves.add(step, {"train": {"loss": 3.0 / step, "mfu": None}})
 curves.close()
@@ -71,10 +71,10 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypa
         def log(self, values: dict[str, float], step: int) -> None:
             raise OSError("https://me:hunter2@host is not reachable\nand more")
 
-    monkeypatch.setattr(experiment_trackers, "_begun", lambda *_: Failing())
+    monkeypatch.setattr(experiment_trackers, "_start_tracker", lambda *_: Failing())
     told: list[str] = []
     chosen: Any = config(tensorboard=False, trackers=["wandb"])
-    curves = Scalars(chosen, RunDirectory(tmp_path), None, 1, told.append)
+    curves = ExperimentTrackers(chosen, RunDirectory(tmp_path), None, 1, told.append)
     for step in (1, 2):
         curves.add(step, {"train": {"loss": 1.0}})
     curves.close()
@@ -99,6 +99,6 @@ def test_tensorboard_has_memory_and_the_slowest_rank(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     expected = {"memory/parameters": 64, "memory/other": 32, "memory/peak": 1000, "bytes/pp": 16}
     expected |= {"straggler/relative": 1.25, "straggler/own": 1.125}
-    assert {name: events.Scalars(name)[0].value for name in expected} == expected
-    assert [(each.step, each.value) for each in events.Scalars("train/samples")] == [(1, 8.0)]
-    assert events.Scalars("train/tokens_per_second")[0].value == 512.0
+    assert {name: events.ExperimentTrackers(name)[0].value for name in expected} == expected
+    assert [(each.step, each.value) for each in events.ExperimentTrackers("train/samples")] == [(1, 8.0)]
+    assert events.ExperimentTrackers("train/tokens_per_second")[0].value == 512.0
