@@ -10,7 +10,7 @@ import pytest
 from shardwise.train.compile.run_graphs import WorkFolder, compiled_files, remove_left_over
 
 HOLD = """
-from shardwise.compilation.folders import WorkFolder
+from shardwise.train.compile.run_graphs import WorkFolder
 print(WorkFolder().path, flush=True)
 input()
 """

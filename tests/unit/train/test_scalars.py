@@ -99,6 +99,6 @@ def test_tensorboard_has_memory_and_the_slowest_rank(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     expected = {"memory/parameters": 64, "memory/other": 32, "memory/peak": 1000, "bytes/pp": 16}
     expected |= {"straggler/relative": 1.25, "straggler/own": 1.125}
-    assert {name: events.ExperimentTrackers(name)[0].value for name in expected} == expected
-    assert [(each.step, each.value) for each in events.ExperimentTrackers("train/samples")] == [(1, 8.0)]
-    assert events.ExperimentTrackers("train/tokens_per_second")[0].value == 512.0
+    assert {name: events.Scalars(name)[0].value for name in expected} == expected
+    assert [(each.step, each.value) for each in events.Scalars("train/samples")] == [(1, 8.0)]
+    assert events.Scalars("train/tokens_per_second")[0].value == 512.0
