@@ -29,7 +29,7 @@ _REPORT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How well a model predicts a text.
+    """The quality of a model's predictions of a text.
 
     Attributes:
         losses: mean loss of each objective's targets, in nats.

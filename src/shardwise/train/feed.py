@@ -53,7 +53,7 @@ class Feed:
         self.evaluation_batches = evaluation_batches
         self._reads = mesh.tp.rank == 0
         self._threads: ThreadPoolExecutor | None = None
-        self._read_ahead: deque[tuple[int, Future[list[Batch]]]] = deque()
+        self._pending: deque[tuple[int, Future[list[Batch]]]] = deque()
         self._blanks: dict[int, dict[str, _IntArray]] = {}
         self.seconds = 0.0
 
@@ -77,17 +77,17 @@ class Feed:
         """The training part if it is read as a stream, whose place is a state that checkpoints keep; else None."""
         return self.batches if isinstance(self.batches, StreamBatches) else None
 
-    def at(self, position: int, more: int = 0) -> list[MicroBatch]:
+    def at(self, position: int, following: int = 0) -> list[MicroBatch]:
         """The micro-batches of the global batch that follows `position` samples. Collective over tensor parallelism.
 
-        At most `more` global batches after this one are read ahead.
+        At most `following` global batches after this one are read ahead.
 
         Raises:
             DataError: on the rank that reads.
         """
         train = self._config.train
         dp = self._mesh.dp
-        local = self._read(position, more) if self._reads else None
+        local = self._read(position, following) if self._reads else None
         rows = rows_of_rank(train.global_batch, dp.rank, dp.size, train.micro_batch)
         return self._share(self.batches, local, [np.arange(row.start, row.stop) + position for row in rows])
 
@@ -115,28 +115,28 @@ class Feed:
 
     def close(self) -> None:
         """End the reading threads, and drop the batches that they read."""
-        self._read_ahead.clear()
+        self._pending.clear()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
         if self.stream is not None:
             self.stream.close()
 
-    def _read(self, position: int, more: int) -> list[Batch]:
+    def _read(self, position: int, following: int) -> list[Batch]:
         train = self._config.train
         dp = self._mesh.dp
 
         def read(start: int) -> list[Batch]:
             return self.batches.local_batch(start, train.global_batch, dp.rank, dp.size, train.micro_batch)
 
-        if not self._read_ahead or self._read_ahead[0][0] != position:
+        if not self._pending or self._pending[0][0] != position:
             # Nothing was read ahead for this position, as at the start.
-            self._read_ahead.clear()
-            self._read_ahead.append((position, self._submit(read, position)))
-        _, pending = self._read_ahead.popleft()
-        for number in range(len(self._read_ahead) + 1, min(self._config.data.workers, more) + 1):
+            self._pending.clear()
+            self._pending.append((position, self._submit(read, position)))
+        _, pending = self._pending.popleft()
+        for number in range(len(self._pending) + 1, min(self._config.data.workers, following) + 1):
             start = position + number * train.global_batch
-            self._read_ahead.append((start, self._submit(read, start)))
+            self._pending.append((start, self._submit(read, start)))
         return self._await(pending)
 
     def _submit(self, read: Callable[..., list[Batch]], *arguments: Any) -> Future[list[Batch]]:

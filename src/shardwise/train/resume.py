@@ -61,13 +61,13 @@ class FoundCheckpoints:
 
     Attributes:
         root: the place.
-        found: all checkpoints, newest first.
+        saved: all checkpoints, newest first.
         candidates: checkpoints to try, in this order, until one is intact.
         original: folder of which this run's folder is a copy; None where it is no copy.
     """
 
     root: Root
-    found: tuple[Found, ...]
+    saved: tuple[Found, ...]
     candidates: tuple[Found, ...]
     original: Path | None = None
 
@@ -97,12 +97,12 @@ def find_checkpoints(
             require_own(root, run if original is None else None, is_empty=not present)
         if exists or config.checkpoint.path is not None:
             require_writable(root)
-        found = tuple(_put_in_place(checkpoint, root) for checkpoint in present)
+        saved = tuple(_put_in_place(checkpoint, root) for checkpoint in present)
     except StoreError as error:
         raise ConfigError(f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)) from None
     steps = {candidate.step for candidate in candidates}
-    chosen = tuple(checkpoint for checkpoint in found if checkpoint.step in steps)
-    return FoundCheckpoints(root, found, chosen, original)
+    chosen = tuple(checkpoint for checkpoint in saved if checkpoint.step in steps)
+    return FoundCheckpoints(root, saved, chosen, original)
 
 
 def _put_in_place(checkpoint: Found, root: Root) -> Found:
@@ -135,7 +135,7 @@ def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping
     )
 
 
-def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bool) -> list[Found]:
+def choose(saved: Sequence[Found], config: Config, root: Root, *, is_resumed: bool) -> list[Found]:
     """Choose the checkpoints to try, in this order; none where the training begins.
 
     If the newest intact one was saved after the run went back as `checkpoint.resume` asks, the run continues from it:
@@ -151,19 +151,19 @@ def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bo
     if not is_resumed:
         if step != "auto":
             raise ConfigError(f"checkpoint.resume ({step}) needs --run-dir, the folder of the run that saved it")
-        if found:
-            raise ConfigError(_occupied(root, found[0], config))
+        if saved:
+            raise ConfigError(_occupied(root, saved[0], config))
         return []
     if step == "auto":
-        return list(found)
+        return list(saved)
     look = functools.cache(lambda checkpoint: glance(checkpoint.folder, checkpoint.step))  # may take many seconds
-    newest = next((glanced for glanced in map(look, found) if glanced.problem is None), None)
+    newest = next((glanced for glanced in map(look, saved) if glanced.problem is None), None)
     if newest is not None and newest.manifest is not None and not goes_back(config, newest.manifest):
-        return [checkpoint for checkpoint in found if checkpoint.step >= step]
-    chosen = [checkpoint for checkpoint in found if checkpoint.step == step]
+        return [checkpoint for checkpoint in saved if checkpoint.step >= step]
+    chosen = [checkpoint for checkpoint in saved if checkpoint.step == step]
     problem = look(chosen[0]).problem if chosen else None
     if not chosen or problem is not None:
-        intact = sorted(glanced.step for glanced in map(look, found) if glanced.problem is None)
+        intact = sorted(glanced.step for glanced in map(look, saved) if glanced.problem is None)
         present = f"there are {listing(intact)}" if intact else "there is none"
         reason = f" ({problem})" if chosen else ""
         raise ConfigError(
@@ -173,8 +173,8 @@ def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bo
     return chosen
 
 
-def _occupied(root: Root, found: Found, config: Config) -> str:
-    """The refusal of a new run at a place that has the checkpoint `found`."""
+def _occupied(root: Root, checkpoint: Found, config: Config) -> str:
+    """The refusal of a new run at a place that has this checkpoint."""
     if config.checkpoint.path is None:
         key = "--run-dir"
         remedy = "put its run's config.yaml back"
@@ -182,8 +182,8 @@ def _occupied(root: Root, found: Found, config: Config) -> str:
         key = "checkpoint.path"
         remedy = "give --run-dir its run's folder"
     return (
-        f"{key} ({root}) must be empty for a new run, it has a checkpoint of step {found.step}: {remedy} to continue "
-        f"it, or choose another {key}, with checkpoint.load={found.folder} for the weights"
+        f"{key} ({root}) must be empty for a new run, it has a checkpoint of step {checkpoint.step}: {remedy} to "
+        f"continue it, or choose another {key}, with checkpoint.load={checkpoint.folder} for the weights"
         f"{see('checkpoints#place-not-empty')}"
     )
 
@@ -264,7 +264,7 @@ def restore_first(
     return None
 
 
-def set_later_aside(root: Root, found: Sequence[Found], step: int, mesh: Mesh, *, damaged: bool) -> list[str]:
+def set_later_aside(root: Root, saved: Sequence[Found], step: int, mesh: Mesh, *, damaged: bool) -> list[str]:
     """Rename the checkpoints after `step`, whose steps are undone; returns their new names. Collective.
 
     If they were left out as `damaged`, the files of a killed save are no checkpoint and stay for the next save.
@@ -276,7 +276,7 @@ def set_later_aside(root: Root, found: Sequence[Found], step: int, mesh: Mesh, *
     problem: str | None = None
     if mesh.world.rank == 0:
         try:
-            for checkpoint in found:
+            for checkpoint in saved:
                 if checkpoint.step > step and not (damaged and checkpoint.incomplete):
                     names.append(str(abandon(root, checkpoint.step, damaged=damaged)))
         except StoreError as error:

@@ -228,7 +228,7 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
     manifest = resumed.manifest
     resume = opened.config.checkpoint.resume
     is_back = goes_back(opened.config, manifest)
-    for name in set_later_aside(checkpoints.root, checkpoints.found, manifest.step, opened.mesh, damaged=not is_back):
+    for name in set_later_aside(checkpoints.root, checkpoints.saved, manifest.step, opened.mesh, damaged=not is_back):
         reporter.message(f"set aside: {name}")
     if resume != "auto" and not is_back:
         reporter.message(

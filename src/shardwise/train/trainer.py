@@ -203,7 +203,7 @@ class Trainer:
         self.progress.phase = "reading of data"
         self.feed.seconds = 0.0
         with self.clock.phase(DATA):
-            micro_batches = self.feed.at(self.progress.position, more=train.steps - step)
+            micro_batches = self.feed.at(self.progress.position, following=train.steps - step)
         self.progress.phase = "forward and backward"
         counts_K = count_targets(micro_batches, self.mesh.dp)
         losses_K = self._forward_backward(micro_batches, counts_K)
