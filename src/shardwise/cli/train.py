@@ -208,7 +208,7 @@ def _names_weights(recipe: str, load: str) -> bool:
 
 
 def _number_of_ranks(config: Config, nproc: int | None) -> int:
-    """The number of `--nproc`; else one rank per accelerator, rounded down to whole model copies, or on CPU one copy."""
+    """The number of `--nproc`; else one rank per accelerator, rounded down to whole copies, or on CPU one copy."""
     if nproc is not None:
         return nproc
     _, count = accelerators()

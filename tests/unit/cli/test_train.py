@@ -362,7 +362,7 @@ def test_bad_data_starts_nothing(
     def prepare(config: Any, announce: Any) -> None:
         raise DataError("data.path (x) is empty")
 
-    monkeypatch.setattr("shardwise.data.opening.prepare", prepare)
+    monkeypatch.setattr("shardwise.cli.claim.prepare", prepare)
     assert main(["train", "quickstart"]) == 2
     assert capsys.readouterr().err == "shardwise: data.path (x) is empty\n"
     assert not started
