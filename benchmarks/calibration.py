@@ -193,7 +193,7 @@ def held(recipe: str, overrides: list[str]) -> dict[str, float]:
     from shardwise.config import check_layout
     from shardwise.distributed.mesh import join
     from shardwise.planner.memory import expected_memory
-    from shardwise.train.memory import state_by_kind
+    from shardwise.train.step_clock import state_by_kind
     from tests.live_tensors import LiveTensors
 
     torch.set_num_threads(1)

@@ -50,8 +50,9 @@ def stepped(recipe: str, folder: str) -> dict[str, list[float]]:
     """Seconds from each step to the next on this rank, of steps with no metrics and with full ones."""
     from shardwise.config import load_config
     from shardwise.train import run as training
-    from shardwise.train.report import Reporter
-    from shardwise.train.trainer import StepClock, Trainer
+    from shardwise.train.reporter import Reporter
+    from shardwise.train.step_clock import StepClock
+    from shardwise.train.trainer import Trainer
 
     keys = ["train.eval_every=0", "log.sample_tokens=0", "log.drift_every=0", "checkpoint.every_minutes=null"]
     size = int(os.environ["WORLD_SIZE"])

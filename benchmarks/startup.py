@@ -255,7 +255,7 @@ class _SimulatedJob:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
-        from shardwise.train.opening import raised_on_every_rank, require_same, while_others_wait
+        from shardwise.train.same_on_ranks import raised_on_every_rank, require_same, while_others_wait
 
         received = 0
 

@@ -81,7 +81,7 @@ def test_its_keys_exist() -> None:
 
 
 def test_its_events_exist() -> None:
-    written = re.findall(r'(?:_event\(\s*|\{"event": )"(\w+)"', (ROOT / "src/shardwise/train/report.py").read_text())
+    written = re.findall(r'(?:_event\(\s*|\{"event": )"(\w+)"', (ROOT / "src/shardwise/train/reporter.py").read_text())
     assert set(written) == set(EVENTS)
     pages = [*PAGES.values(), (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")]
     named = [event for text in pages for event in re.findall(r"\bevents? `([^`]+)`", text)]

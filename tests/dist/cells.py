@@ -20,7 +20,7 @@ from shardwise.config import Config, Schedule
 from shardwise.config.schedules import SCHEDULES
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.build import build_trainer
-from shardwise.train.replicas import check_replicas
+from shardwise.train.replica_check import check_replicas
 from shardwise.verify.testing.canonical import canonical_weights, step_with_gradients
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FACTS, FAMILIES, make_config, make_data, uncount
@@ -308,7 +308,7 @@ def measure(cell: Cell, steps: int) -> Measured:
         config, mesh, replace(data, tokens=dict.fromkeys(data.tokens, data.tokens["train"]), sentences=sentences)
     )
     if cell.uneven:
-        uncount(trainer.batches)
+        uncount(trainer.feed.batches)
     weights = canonical_weights(trainer.model)
     before = trainer.evaluate() if mesh.world.size == 1 else None
     record, gradients = step_with_gradients(trainer)

@@ -8,6 +8,7 @@
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.train.build import build_trainer
+from shardwise.train.loss import count_targets
 from shardwise.verify.testing.canonical import canonical_weights
 from tests.dist.checkpoints import load as load_checkpoint
 from tests.dist.checkpoints import make_trainer, step_folder
@@ -71,9 +73,8 @@ def curve(recipe: str, overrides: list[str], cache: Path, divided_by: int = 1) -
     config = load_config(recipe, overrides)
     mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, mesh, prepare(config, cache))
-    counted = trainer._counted
-    trainer._counted = lambda batches: counted(batches) * divided_by  # type: ignore[method-assign]
-    records = [trainer.step() for _ in range(STEPS)]
+    with mock.patch("shardwise.train.trainer.count_targets", lambda *given: count_targets(*given) * divided_by):
+        records = [trainer.step() for _ in range(STEPS)]
     return [record.loss * divided_by for record in records], [record.grad_norm for record in records]
 
 

@@ -59,7 +59,7 @@ def read(config: Config) -> Read:
     feed, train, evaluation = feed_of(config, mesh)
     reads, plain = [], train.local_batch
     train.local_batch = lambda *arguments: (reads.append(arguments[0]), plain(*arguments))[1]
-    steps = [on_host(feed.at(5 + step * size, more=STEPS - step - 1)) for step in range(STEPS)]
+    steps = [on_host(feed.at(5 + step * size, following=STEPS - step - 1)) for step in range(STEPS)]
     held_out = [on_host(found) for found in feed.evaluation(2)] if evaluation is not None else []
     feed.close()
     return Read(mesh.dp.rank, steps, held_out, len(reads))
@@ -113,10 +113,10 @@ def test_as_many_batches_are_read_ahead_as_there_are_workers_and_none_beyond_the
     feed = Feed(config, Mesh(device="cpu"), batches, None)
     for _ in range(10):
         batches.go.release()
-    feed.at(0, more=3)
-    feed.at(4, more=2)
-    feed.at(8, more=1)
-    feed.at(12, more=0)
+    feed.at(0, following=3)
+    feed.at(4, following=2)
+    feed.at(8, following=1)
+    feed.at(12, following=0)
     assert sorted(batches.asked) == [0, 4, 8, 12], "each global batch is read once, and none after the last"
     feed.at(0)
     assert batches.asked[-1] == 0, "another position than that read ahead is read anew"
@@ -133,9 +133,9 @@ class Broken(TokenBatches):
 def test_an_error_of_a_reading_thread_comes_with_the_step_that_needs_the_batch() -> None:
     config = make_config(train={"global_batch": 4, "micro_batch": 4})
     feed = Feed(config, Mesh(device="cpu"), Broken(np.arange(1025, dtype=np.int32), 16, 0), None)
-    assert torch.equal(feed.at(0, more=5)[0].counts_K, torch.tensor([64]))
+    assert torch.equal(feed.at(0, following=5)[0].counts_K, torch.tensor([64]))
     with pytest.raises(DataError, match="row 7 is broken"):
-        feed.at(4, more=4)
+        feed.at(4, following=4)
     feed.close()
 
 
@@ -158,7 +158,7 @@ def test_stops_layouts_and_workers_do_not_change_the_global_batches(
         feeds = [Feed(config, mesh, batches, None) for mesh in ranks]
         for step in range(steps):
             # As much is read ahead as if the run went on for long.
-            found = [feed.at(position, more=100 - step) for feed in feeds]
+            found = [feed.at(position, following=100 - step) for feed in feeds]
             rows = [each for column in zip(*found, strict=True) for each in column]
             wanted = batches.global_batch(position, size)
             for name, array in wanted.inputs.items():
@@ -181,7 +181,7 @@ def test_a_position_that_nobody_expected_is_read_anew() -> None:
     batches = make_batches(config, make_data(), "train")
     assert batches is not None
     ahead, anew = (Feed(config, shared_mesh(1), batches, None) for _ in range(2))
-    ahead.at(0, more=3)
+    ahead.at(0, following=3)
     for found, wanted in zip(on_host(ahead.at(24)), on_host(anew.at(24)), strict=True):
         assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
     ahead.close()

@@ -10,8 +10,8 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import check_layout, load_config
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.train.compile.graph_cache import FACTS, GraphCache
-from shardwise.train.compile.run_graphs import Keeper
-from shardwise.train.compile.units import BLOCK, HEAD, Compilation, Graph
+from shardwise.train.compile.run_graphs import RunGraphs
+from shardwise.train.compile.units import BLOCK, HEAD, CapturedGraph, Compilation
 
 UNITS = (BLOCK, HEAD)
 
@@ -24,11 +24,11 @@ def keep(cache: Path, required: bool) -> tuple[Path, str]:
     rank, problem = Group.world().rank, ""
     with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
         try:
-            with Keeper(config, check_layout(config, 2), mesh, compilation, said.append) as keeper:
+            with RunGraphs(config, check_layout(config, 2), mesh, compilation, said.append) as keeper:
                 work = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
                 (work / UNITS[rank]).write_text("code")
-                compilation.graphs.append(Graph(UNITS[rank], training=True, is_hit=False, seconds=1.0))
-                keeper.settle()
+                compilation.graphs.append(CapturedGraph(UNITS[rank], training=True, is_hit=False, seconds=1.0))
+                keeper.keep_new()
         except ConfigError as error:
             problem = str(error)
     return work, problem

@@ -18,7 +18,7 @@ from shardwise.config import Config, check_layout
 from shardwise.distributed import collectives
 from shardwise.planner.memory import memory_copies_bytes
 from shardwise.train import build
-from shardwise.train.memory_copies import MemoryCopies, Part, is_of_history, newest_complete
+from shardwise.train.memory_copies import CopyPart, MemoryCopies, is_of_history, newest_complete
 from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
 from tests.dist.test_checkpoint import config_of, differences
 
@@ -268,9 +268,10 @@ def test_copies_that_take_too_much_memory_are_not_made(tmp_path: Path, ranks: An
 
 
 def test_the_newest_step_with_all_parts_is_taken() -> None:
-    a, b = {Part(0, 4), Part(1, 4), Part(0, 5)}, {Part(2, 4), Part(3, 4), Part(2, 5), Part(3, 5)}
+    a = {CopyPart(0, 4), CopyPart(1, 4), CopyPart(0, 5)}
+    b = {CopyPart(2, 4), CopyPart(3, 4), CopyPart(2, 5), CopyPart(3, 5)}
     assert newest_complete({"a": a, "b": b}, 4) == 4
-    assert newest_complete({"a": a, "b": b | {Part(1, 5)}}, 4) == 5, "of rank 1 the other node has the newer part"
+    assert newest_complete({"a": a, "b": b | {CopyPart(1, 5)}}, 4) == 5, "of rank 1 the other node has the newer part"
     assert newest_complete({"a": a}, 4) is None
 
 

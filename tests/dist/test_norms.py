@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise import GQAQKVColumnParallelLinear, ZeroRedundancyOptimizer
 from shardwise.train.build import build_trainer
+from shardwise.train.loss import count_targets
 from shardwise.verify.testing.canonical import canonical_gradients, canonical_weights
 from shardwise.verify.testing.ranks import RankPool
 from tests.dist.dense import mesh as shared_mesh
@@ -20,7 +21,7 @@ def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[
     mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, mesh, make_data())
     micro_batches = trainer.feed.at(0)
-    counted = trainer._counted(micro_batches)
+    counted = count_targets(micro_batches, trainer.mesh.dp)
     trainer._forward_backward(micro_batches, counted)
     meters = [meter for group in (mesh.tp,) for meter in group.meters.values()]
     before = sum(meter.calls["all_reduce"] for meter in meters)

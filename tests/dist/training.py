@@ -10,6 +10,7 @@ from shardwise.config import Config, config_from
 from shardwise.data.random_text import random_text as make_data
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.train.build import build_trainer
+from shardwise.train.loss import count_targets
 from shardwise.verify.testing.canonical import canonical_gradients, canonical_weights
 from tests.dist.dense import mesh as shared_mesh
 
@@ -76,11 +77,11 @@ def train(config: Config, steps: int = 4, uneven: bool = False, bodies: bool = T
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
     trainer = build_trainer(config, mesh, data)
     if uneven:
-        uncount(trainer.batches)
+        uncount(trainer.feed.batches)
     before = trainer.evaluate()
     weights = {n: t.clone() for n, t in canonical_weights(trainer.model).items()}
     micro_batches = trainer.feed.at(0)
-    trainer._forward_backward(micro_batches, trainer._counted(micro_batches))
+    trainer._forward_backward(micro_batches, count_targets(micro_batches, trainer.mesh.dp))
     gradients = canonical_gradients(trainer.model, trainer.optimizer)
     trainer.optimizer.zero_grad()
     records = [trainer.step() for _ in range(steps)]

@@ -57,14 +57,14 @@ def test_temporary_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> N
         if problems:
             raise ConfigError(problems)
 
-    monkeypatch.setattr(run_graphs.Keeper, "_unpacked", full)
+    monkeypatch.setattr(run_graphs.RunGraphs, "_unpacked", full)
     monkeypatch.setattr(run_graphs, "planned_graphs", lambda config: ())
     monkeypatch.setattr(run_graphs, "agree", agree)
     alone: Any = SimpleNamespace(world=SimpleNamespace(rank=0))
     arguments: Any = (make_config(), None, alone, None, print)
     text = r"the folder for temporary files \(.*\) cannot be written: No space left on device; set TMPDIR to a folder"
     with pytest.raises(ConfigError, match=f"{text} with room{ends_with('training#folder-for-temporary-files')}"):
-        run_graphs.Keeper(*arguments)
+        run_graphs.RunGraphs(*arguments)
 
 
 def test_a_cache_returns_other_bytes(tmp_path: Path) -> None:

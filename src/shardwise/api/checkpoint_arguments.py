@@ -30,7 +30,7 @@ from shardwise.distributed.placement import placements, unplaced_state
 from shardwise.models.user_model import storage_problems
 from shardwise.optim.state import unstorable_states
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.train.opening import require_equal
+from shardwise.train.same_on_ranks import require_equal
 
 _Result = TypeVar("_Result")
 _world_meshes: list[Mesh] = []

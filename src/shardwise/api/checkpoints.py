@@ -63,8 +63,8 @@ def save_checkpoint(
     from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
-    from shardwise.train.opening import raised_on_every_rank, versions
-    from shardwise.train.replicas import check_replicas
+    from shardwise.train.replica_check import check_replicas
+    from shardwise.train.same_on_ranks import raised_on_every_rank, versions
 
     mesh = arguments.mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
@@ -117,7 +117,7 @@ def load_checkpoint(
     from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.load_weights import load_checkpoint as load_weights
     from shardwise.checkpoint.restore import read_manifest, restore
-    from shardwise.train.opening import raised_on_every_rank, require_equal
+    from shardwise.train.same_on_ranks import raised_on_every_rank, require_equal
 
     mesh = arguments.mesh_of(mesh)
     with raised_on_every_rank(mesh.world):

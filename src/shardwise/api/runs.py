@@ -148,8 +148,8 @@ def train(
     from shardwise.cli.claim import is_finished, prepare_run
     from shardwise.cli.entry import take_any_character
     from shardwise.cli.train import with_batch
-    from shardwise.train.opening import require_same_run_dir
     from shardwise.train.run import run
+    from shardwise.train.same_on_ranks import require_same_run_dir
 
     _require_arguments(config, run_dir, name, callbacks)
     rank = _join()

@@ -22,7 +22,7 @@ from shardwise.base.files import cache_root, reason_of
 from shardwise.base.hardware import accelerators, cpu_count
 from shardwise.cli import output
 from shardwise.config import Config, Layout, check_layout, load_config
-from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of, writing
+from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of, write_errors_explained
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -67,13 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.export is not None and arguments.export.is_dir():
         raise ConfigError(f"--export {arguments.export} must name a file, and is a folder")
     if arguments.clean:
-        with writing(cache.root):
+        with write_errors_explained(cache.root):
             number, size = cache.clean()
         output.line(f"removed {units.counted(number, 'graph')}, {units.size(size)}, from {cache.root}")
         return 0
     cache.require_trusted()
     if arguments.imported is not None:
-        with writing(cache.root):
+        with write_errors_explained(cache.root):
             taken = cache.take_in(arguments.imported)
         output.line(f"{units.counted(len(taken), 'graph')} of {arguments.imported} are in {cache.root}")
     code = 0 if config is None else _compile(config, cache, arguments)
@@ -121,13 +121,13 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     threads = _positive("--threads", arguments.threads) or _threads(layout, device)
     workers = _positive("--workers", arguments.workers) or cpu_count()
     from shardwise.distributed.devices import require_build_for
-    from shardwise.train.compile.ahead_of_time import Plan, compile_graphs
+    from shardwise.train.compile.ahead_of_time import CompilationPlan, compile_graphs
 
     if device != "cpu" and not accelerators()[1]:
         require_build_for(device)
         only_capture = True
         output.line(f"there is no {device} device here: graphs are captured, and not compiled; one device is enough")
-    plan = Plan.make(config, layout, device, threads, only_capture=only_capture)
+    plan = CompilationPlan.make(config, layout, device, threads, only_capture=only_capture)
     graphs = list(plan.facts)
     if arguments.retry_failed:
         graphs = [facts for facts in graphs if cache.log_of(facts).exists()]
@@ -172,7 +172,7 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
 
 def _require_writable(cache: GraphCache) -> None:
     """Refuse a folder that cannot be written before anything is compiled for it."""
-    with writing(cache.root):
+    with write_errors_explained(cache.root):
         cache.require_writable()
 
 

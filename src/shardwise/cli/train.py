@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shardwise.planner.device_specs import Cluster  # costly to import, for a cluster alone
 
 _ANY_TOKENIZER = 512
-"""Vocabulary into which a byte-level tokenizer that is trained on built-in data always fits."""
+"""Vocabulary into which a byte-level tokenizer trained on built-in data always fits: twice the 256 bytes."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,11 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _on_node(arguments)
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
-    on = _cluster(arguments)
+    cluster = _cluster(arguments)
     config = load_config(recipe, arguments.overrides)
-    if on is not None:
+    if cluster is not None:
         place = None
-        arguments.nproc = on.world
+        arguments.nproc = cluster.world
     elif arguments.dry_run:
         place = joined()
     else:
@@ -96,20 +96,20 @@ def run(arguments: argparse.Namespace) -> int:
 
         check_hooks(config)
     if arguments.dry_run:
-        return _show(recipe, config, layout, on)
+        return _show(recipe, config, layout, cluster)
     if place is None:
         from shardwise.launch.rank import check_accelerators
 
         check_accelerators(world, accelerators()[1])
     if place is None or place.rank == 0:
         stdio.survive_hangup()
-    with ExitStack() as held:
-        if not is_launched():  # the launcher has done this
+    with ExitStack() as claims:
+        if not is_launched():  # else the launcher has done this
             from shardwise.cli.claim import is_finished, prepare_run
 
-            if run_path is not None and is_finished(held, config, run_path, place):
+            if run_path is not None and is_finished(claims, config, run_path, place):
                 return 0
-            run_path = prepare_run(held, config, recipe, run_path, place)
+            run_path = prepare_run(claims, config, recipe, run_path, place)
         if place is None and world > 1:
             arguments.run_dir = run_path
             return _launch(arguments, world)
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster | None:
-    """What `--device` and `--nodes` name."""
+    """The machines that `--device` and `--nodes` name; None without these options."""
     if arguments.device is None:
         if arguments.nodes is not None:
             raise ConfigError("--nodes must go with --device: the nodes of a run are those of its launcher")
@@ -133,33 +133,38 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
     return cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
 
 
-def _show(recipe: str, config: Config, layout: Layout, on: Cluster | None) -> int:
-    """The dry run. Problems of the files are reported last: the numbers are of use on a machine without them too."""
+def _show(recipe: str, config: Config, layout: Layout, cluster: Cluster | None) -> int:
+    """Print the dry run. Problems of the files are last: the numbers are of use on a machine without the files too."""
     from shardwise.train.summary import dry_run
 
     rows, problems = glance_at_inputs(recipe, config)
-    device, count = ("", 0) if on is not None else accelerators()
-    accelerator = count > 0 if on is None else on.device.is_accelerator
-    output.raw(output.text(dry_run(recipe_name(recipe), config, layout, device, accelerator, rows, on)))
+    if cluster is None:
+        device, count = accelerators()
+        has_accelerator = count > 0
+    else:
+        device = ""
+        has_accelerator = cluster.device.is_accelerator
+    output.raw(output.text(dry_run(recipe_name(recipe), config, layout, device, has_accelerator, rows, cluster)))
     if problems:
         raise ConfigError(problems)
     return 0
 
 
 def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]], list[str]]:
-    """What a run would read, for the user; and why it could not."""
+    """Rows for the user on the files that a run would read, and problems of those that it could not read."""
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
     data = config.data
     load = config.checkpoint.load
     is_built_in = data.path is None and data.blend is None and data.dataset in BUILT_IN_TEXTS
     is_built_in = is_built_in and config.hooks.data is None
+    # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
     if not is_built_in or data.tokenizer is not None or config.model.vocab_size < _ANY_TOKENIZER:
         from shardwise.data import opening
 
         glance = opening.glance(config)
-        rows = [*glance.rows]
-        problems = [*glance.problems]
+        rows += glance.rows
+        problems += glance.problems
     if config.companions is not None:
         from shardwise.checkpoint.storage.find_checkpoint import companions_folder
 
@@ -170,14 +175,14 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
     if load is not None and not Path(load).exists() and _names_weights(recipe, load):
         rows.append(("weights", f"{load}: not there yet; the run that saves it comes first"))
     elif load is not None:
-        more, wrong = _glance_at_weights(load, config)
-        rows = rows + more
-        problems = problems + wrong
+        weight_rows, weight_problems = _glance_at_weights(load, config)
+        rows += weight_rows
+        problems += weight_problems
     return rows, problems
 
 
 def _glance_at_weights(load: str, config: Config) -> tuple[list[tuple[str, str]], list[str]]:
-    """What weights a run would load, and what of their model the recipe changes; and why they cannot be loaded."""
+    """Rows on the weights that a run would load, with changes of their model by the recipe; and problems of loading."""
     from shardwise.checkpoint.format.config_json import differences
     from shardwise.checkpoint.storage.find_checkpoint import glance_at_weights
     from shardwise.checkpoint.storage.root import StoreError
@@ -186,24 +191,26 @@ def _glance_at_weights(load: str, config: Config) -> tuple[list[tuple[str, str]]
         text, folder = glance_at_weights(load, config.checkpoint.revision)
         if folder is None:
             return [("weights", text)], []
-        found = differences(config.model, folder)
+        difference = differences(config.model, folder)
     except ConfigError as error:
         return [], error.problems
     except StoreError as error:
         return [], [f"checkpoint.load: {error}"]
-    return [("weights", text), *(("  changed", change) for change in found.changes)], list(found.problems)
+    rows = [("weights", text)]
+    rows += [("  changed", change) for change in difference.changes]
+    return rows, list(difference.problems)
 
 
 def _names_weights(recipe: str, load: str) -> bool:
-    """Whether a shipped recipe itself names these weights: those of a run before it, which may be still to come."""
+    """Return whether a shipped recipe itself names these weights: those of an earlier run, which may not exist yet."""
     return recipe in recipe_names() and load_config(recipe).checkpoint.load == load
 
 
 def _number_of_ranks(config: Config, nproc: int | None) -> int:
-    """`--nproc`; else one rank per accelerator, rounded down to whole copies of the model, or on CPU one copy."""
+    """The number of `--nproc`; else one rank per accelerator, rounded down to whole copies, or on CPU one copy."""
     if nproc is not None:
         return nproc
-    count = accelerators()[1]
+    _, count = accelerators()
     tensor = config.parallel.tensor
     pipeline = config.parallel.pipeline
     degree = config.parallel.ranks
@@ -220,7 +227,7 @@ def _number_of_ranks(config: Config, nproc: int | None) -> int:
 
 
 def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
-    """`config` with a number where its batch is a rule: that of a run in the folder that began by this rule."""
+    """`config` with a number where its batch is a rule: the number of the run in the folder if it began so."""
     if config.train.rule is None:
         return config
     from shardwise.checkpoint.storage.run_identity import earlier_run
@@ -239,7 +246,7 @@ def _on_node(arguments: argparse.Namespace) -> int:
     node = this_node()
     nproc = arguments.nproc
     run_path = arguments.run_dir
-    world = arguments.nproc * node.attempt.nodes
+    world = nproc * node.attempt.nodes
 
     def prepare() -> None:
         from shardwise.cli.claim import fetch_inputs
@@ -255,8 +262,9 @@ def _on_node(arguments: argparse.Namespace) -> int:
 
 def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
     """The command of one rank of `world`."""
-    named = [arguments.recipe, *arguments.overrides, "--nproc", str(world), f"--run-dir={arguments.run_dir}"]
-    return [sys.executable, "-P", "-m", "shardwise", "train", *named]
+    # -P: the folder that the user is in must not put its files before installed packages.
+    command = [sys.executable, "-P", "-m", "shardwise", "train"]
+    return [*command, arguments.recipe, *arguments.overrides, "--nproc", str(world), f"--run-dir={arguments.run_dir}"]
 
 
 def _launch(arguments: argparse.Namespace, world: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
 from shardwise.checkpoint.load_weights import load_hugging_face, require_finite, require_model
 from shardwise.checkpoint.restore import read_manifest, restore
@@ -19,8 +19,7 @@ from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.step_folders import is_damage
 from shardwise.config import Config, Layout, Precision, check_layout
 from shardwise.config.optimizers import OptimizerSpec
-from shardwise.data.formats.common import PreparedData, make_batches
-from shardwise.data.samples.streaming import StreamBatches
+from shardwise.data.formats.common import PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
@@ -31,13 +30,15 @@ from shardwise.pipeline.build import build_stages
 from shardwise.pipeline.partition import stage_plan
 from shardwise.planner.memory import expected_memory
 from shardwise.train.compile.units import compile_units
-from shardwise.train.hooks import own_optimizer, use_loss
+from shardwise.train.feed import Feed
+from shardwise.train.hooks import use_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
-from shardwise.train.opening import Run, raised_on_every_rank, versions
-from shardwise.train.record import Progress
-from shardwise.train.report import Reporter
+from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed, went_back
+from shardwise.train.same_on_ranks import raised_on_every_rank, versions
 from shardwise.train.saving import Checkpoints, make_stop_check
+from shardwise.train.start import OpenedRun
+from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -53,19 +54,20 @@ def build_trainer(
     weights: Root | None = None,
     layout: Layout | None = None,
 ) -> Trainer:
-    """The trainer of this rank: model shard, optimizer, batches. Collective over the mesh.
+    """The trainer of this rank: feed, model shard, optimizer. Collective over the mesh.
 
-    `weights`: a checkpoint, whose masters are read if it has them, or a Hugging Face folder; None draws the weights.
-    `layout`: the result of `check_layout` where the caller has it already; None checks here.
+    Args:
+        data: prepared data.
+        weights: a checkpoint, whose masters are read if it has them, or a Hugging Face folder; None draws the weights.
+        layout: the result of `check_layout` if the caller has it; None checks here.
+
+    Raises:
+        ConfigError: the weights are of another model, or damaged.
+        DataError: the data hold less than one sample.
     """
     layout = layout or check_layout(config, mesh.world.size)
     precision = config.precision.resolved(mesh.device.type != "cpu")
-    batches = make_batches(config, data, "train")
-    if batches is None:
-        raise DataError(
-            f"the training data hold less than one sample of train.sequence_length ({config.train.sequence_length}): "
-            "give more text or a shorter sequence"
-        )
+    feed = Feed.open(config, mesh, data)
     dtype = torch_dtype(precision.parameter)
     model = build_stages(config, layout, mesh, dtype=dtype)
     use_loss(model, config)
@@ -73,24 +75,17 @@ def build_trainer(
     if weights is not None and not is_checkpoint:
         load_hugging_face(model, config.model, mesh, weights.local())
     compilation = compile_units(model, config.compile, mesh.device) if config.compile.enabled else None
+    # The optimizer copies the parameters to its masters: weights without masters are loaded before, others after it.
     optimizer = build_optimizer(config, precision, model, mesh)
     if weights is not None and is_checkpoint:
-        require_model(config.model, weights, mesh.world)
-        try:
-            restore(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
-        except StoreError as error:
-            if is_damage(error) or isinstance(error, ManifestError):
-                raise ConfigError(f"checkpoint.load: {error}") from None
-            raise  # the store did not answer: the configuration may be right
-        require_finite(model, mesh, weights)
+        _load_checkpoint(config, weights, model, optimizer, mesh)
     return Trainer(
         config=config,
         layout=layout,
         mesh=mesh,
         model=model,
         optimizer=optimizer,
-        batches=batches,
-        evaluation=make_batches(config, data, "eval"),
+        feed=feed,
         reporter=reporter,
         progress=progress or Progress(),
         pipeline=build_pipeline(config, layout, mesh, model, dtype),
@@ -98,17 +93,34 @@ def build_trainer(
     )
 
 
-def build_run_trainer(run: Run, reporter: Reporter) -> Trainer:
-    """The trainer of a run. Of a model of the user's own, parameters and memory are counted now, for the reporter."""
-    trainer = build_trainer(run.config, run.mesh, run.data, reporter, run.progress, run.weights, run.layout)
+def _load_checkpoint(
+    config: Config, weights: Root, model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh
+) -> None:
+    """Read parameters and masters of a checkpoint. Collective over the mesh."""
+    require_model(config.model, weights, mesh.world)
+    try:
+        restore(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
+    except StoreError as error:
+        if is_damage(error) or isinstance(error, ManifestError):
+            raise ConfigError(f"checkpoint.load: {error}") from None
+        raise  # the store did not answer: the configuration may be right
+    require_finite(model, mesh, weights)
+
+
+def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
+    """The trainer of a run. Parameters and memory of a user's own model are counted now, for the reporter."""
+    mesh = opened.mesh
+    trainer = build_trainer(opened.config, mesh, opened.data, reporter, opened.progress, opened.weights, opened.layout)
     if reporter.parameters is not None:
         return trainer
+    memory = state_memory(trainer.model, trainer.optimizer, opened.config.optimizer.spec)
     reporter.parameters = count_parameters(trainer.model)
-    reporter.memory = memory = state_memory(trainer.model, trainer.optimizer, run.config.optimizer.spec)
-    with raised_on_every_rank(run.mesh.world):
-        if run.mesh.world.rank == 0:
+    reporter.memory = memory
+    with raised_on_every_rank(mesh.world):
+        if mesh.world.rank == 0:
+            # A checkpoint has each parameter, and for each the bytes that the optimizer keeps for it.
             size = next(trainer.model.parameters()).itemsize + memory["optimizer"] // max(memory["parameters"], 1)
-            run.folder.require_room(run.config, reporter.parameters * size)
+            opened.folder.require_room(opened.config, reporter.parameters * size)
     return trainer
 
 
@@ -119,7 +131,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec) -> dict[str, int]:
-    """Bytes by kind that stay on this rank from step to step; what a micro-batch needs in addition is not known.
+    """Bytes by kind that stay on this rank from step to step; the need of a micro-batch is not known.
 
     `parameters` and `gradients` include the padding of flat buckets. `optimizer` is the states of each element,
     which the first step makes, and the masters where their dtype is not that of the parameters.
@@ -134,61 +146,78 @@ def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: Opt
     }
 
 
-def build_reporter(run: Run) -> Reporter:
+def build_reporter(opened: OpenedRun) -> Reporter:
     """The reporter of a run on this rank."""
-    has_accelerator = run.mesh.device.type != "cpu"
-    memory = expected_memory(run.config, run.layout, has_accelerator)
+    config = opened.config
+    device = opened.mesh.device
+    has_accelerator = device.type != "cpu"
+    memory = expected_memory(config, opened.layout, has_accelerator)
     return Reporter(
-        run.folder.directory,
-        run.config,
-        run.layout,
-        run.mesh.world.rank,
-        device_name=devices.name(run.mesh.device),
-        precision=run.config.precision.resolved(has_accelerator),
-        parameters=parameter_count(run.config.model),
+        opened.folder.directory,
+        config,
+        opened.layout,
+        opened.mesh.world.rank,
+        device_name=devices.name(device),
+        precision=config.precision.resolved(has_accelerator),
+        parameters=parameter_count(config.model),
         memory=None if memory is None else dict(memory.rows()),
     )
 
 
 def build_checkpoints(
-    run: Run, trainer: Trainer, reporter: Reporter, resumed: Resumed | None, copies: MemoryCopies | None
+    opened: OpenedRun, trainer: Trainer, reporter: Reporter, resumed: Resumed | None, copies: MemoryCopies | None
 ) -> Checkpoints:
     """The checkpoints of a run. Collective over the mesh."""
-    config, mesh, data, settings = run.config, run.mesh, run.data, run.config.checkpoint
+    config = opened.config
+    mesh = opened.mesh
+    settings = config.checkpoint
     saver = Saver(
-        run.folder.checkpoints.root,
+        opened.folder.checkpoints.root,
         trainer.model,
         trainer.optimizer,
         config,
         mesh,
         mesh.host_group("checkpoint"),
-        described={**_described(run), "versions": versions()},
-        tokenizer=data.tokenizer_path,
-        companions=run.companions,
+        described={**_described(opened), "versions": versions()},
+        tokenizer=opened.data.tokenizer_path,
+        companions=opened.companions,
         buffer_bytes=None if settings.buffer_mib is None else int(settings.buffer_mib * 2**20),
         keeping=Keeping(settings.keep, settings.keep_every),
-        find_root=None if run.followed is None else run.followed.follow,
+        find_root=None if opened.followed is None else opened.followed.follow,
     )
-    how = went_back(config, None if resumed is None else resumed.manifest)
-    stream = trainer.batches if isinstance(trainer.batches, StreamBatches) else None
     return Checkpoints(
-        saver, config, reporter, mesh, make_stop_check(run.folder.directory), how, stream, copies, run.followed
+        saver,
+        config,
+        reporter,
+        mesh,
+        reason_to_stop=make_stop_check(opened.folder.directory),
+        went_back=went_back(config, None if resumed is None else resumed.manifest),
+        stream=trainer.feed.stream,
+        copies=copies,
+        followed=opened.followed,
     )
 
 
-def build_memory_copies(run: Run, trainer: Trainer) -> MemoryCopies | None:
-    """The copies of the state in memory; None where none are wanted. Collective over the mesh."""
-    if not steps_between(run.config):
+def build_memory_copies(opened: OpenedRun, trainer: Trainer) -> MemoryCopies | None:
+    """The copies of the state in memory; None where the configuration has none. Collective over the mesh."""
+    if not steps_between(opened.config):
         return None
-    model, optimizer, began = trainer.model, trainer.optimizer, run.folder.began
-    name = f"{run.folder.id}-{run.folder.key}"
-    return MemoryCopies(name, _described(run), model, optimizer, run.config, run.mesh, began=began)
+    folder = opened.folder
+    return MemoryCopies(
+        f"{folder.id}-{folder.key}",
+        _described(opened),
+        trainer.model,
+        trainer.optimizer,
+        opened.config,
+        opened.mesh,
+        began=folder.began,
+    )
 
 
-def _described(run: Run) -> dict[str, Any]:
-    """What a manifest says of layout and data."""
-    identity = {"fingerprint": run.data.fingerprint, "summary": run.data.summary, "run": run.folder.id}
-    return {"layout": _layout_facts(run.layout, run.config), "data": identity}
+def _described(opened: OpenedRun) -> dict[str, Any]:
+    """The fields of a manifest on layout and data."""
+    data = {"fingerprint": opened.data.fingerprint, "summary": opened.data.summary, "run": opened.folder.id}
+    return {"layout": _layout_facts(opened.layout, opened.config), "data": data}
 
 
 def _layout_facts(layout: Layout, config: Config) -> dict[str, Any]:
@@ -215,16 +244,16 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
 
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:
     """The optimizer over data parallelism; gradients are summed, as the loss is already a global mean."""
-    o = config.optimizer
+    settings = config.optimizer
     optimizer_class, options = _optimizer_class(config, mesh)
     return ZeroRedundancyOptimizer(
-        decay_groups(model.parameters(), o.weight_decay),
+        decay_groups(model.parameters(), settings.weight_decay),
         optimizer_class,
         mesh=mesh,
-        shard=o.zero == 1,
+        shard=settings.zero == 1,
         average=False,
-        max_norm=o.max_norm,
-        bucket_mib=o.bucket_mib,
+        max_norm=settings.max_norm,
+        bucket_mib=settings.bucket_mib,
         optimizer_dtype=torch_dtype(precision.optimizer),
         gradient_dtype=torch_dtype(precision.gradient),
         reduce_dtype=torch_dtype(precision.reduce),
@@ -237,7 +266,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
 def _optimizer_class(config: Config, mesh: Mesh) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class of the optimizer's record, or the user's own class, with its arguments."""
     if config.hooks.optimizer is not None:
-        return own_optimizer(config)
+        return user_optimizer(config)
     spec = config.optimizer.spec
     options = {key: getattr(config.optimizer, key) for key in spec.keys}
     if spec.has_fused_kernel:
@@ -247,9 +276,13 @@ def _optimizer_class(config: Config, mesh: Mesh) -> tuple[type[torch.optim.Optim
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
     """Parameter groups: matrices decay, vectors (biases and norms, by their canonical shape) do not."""
-    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
-    for p in parameters:
-        (matrices if len(of_or_whole(p).pieces[0].shape) > 1 else vectors).append(p)
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for parameter in parameters:
+        if len(of_or_whole(parameter).pieces[0].shape) > 1:
+            matrices.append(parameter)
+        else:
+            vectors.append(parameter)
     groups: list[dict[str, object]] = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},

@@ -5,7 +5,6 @@ Shapes: K = objectives of the loss.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,26 +21,22 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Stages, gives_losses
 from shardwise.pipeline.forward import relay
+from shardwise.train.loss import mean_over_targets, perplexity
 from shardwise.train.micro_batch import MicroBatch
 
 _REPORT_SECONDS = 10.0
 
 
-def perplexity(loss: float) -> float:
-    """exp(loss), infinite where a float cannot hold it."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
 @dataclass(frozen=True)
 class Evaluation:
-    """How well a model predicts a text.
+    """The quality of a model's predictions of a text.
 
     Attributes:
         losses: mean loss of each objective's targets, in nats.
-        counted: targets of each objective.
-        accuracies: of each objective of BERT, the part of the targets that the model finds likeliest; else empty.
+        counted: number of each objective's targets.
+        accuracies: share of the targets that the model finds likeliest, for each objective of BERT; else empty.
         tokens: tokens read, without padding; 0 where they were not counted.
-        seconds: without the start.
+        seconds: time of the evaluation, without the start.
         sequences: samples read; 0 where they were not counted.
     """
 
@@ -86,39 +81,51 @@ def evaluate_rounds(
         is_scored: also count tokens, and the right answers of BERT.
     """
     model.eval()
-    start, K = time.perf_counter(), len(objectives)
-    cut = mesh.tp.size if parallel is not None and parallel.sequence else 1
+    start = time.perf_counter()
+    K = len(objectives)
     # Losses [K], numbers of targets [K]; if scored also right answers [K] and the number of tokens [1].
-    total = torch.zeros(3 * K + 1 if is_scored else 2 * K, dtype=widest_dtype(mesh.device), device=mesh.device)
-    for at_once in rounds:
+    sums = torch.zeros(3 * K + 1 if is_scored else 2 * K, dtype=widest_dtype(mesh.device), device=mesh.device)
+    # Between blocks, sequence parallelism leaves each rank a part of each sample.
+    sequence_parts = mesh.tp.size if parallel is not None and parallel.sequence else 1
+    for micro_batches in rounds:
 
-        def compute(part: nn.Module, x: Tensor | None, number: int, at_once: Sequence[MicroBatch] = at_once) -> Tensor:
-            batch = at_once[number]
+        def compute(
+            part: nn.Module, x: Tensor | None, number: int, micro_batches: Sequence[MicroBatch] = micro_batches
+        ) -> Tensor:
+            batch = micro_batches[number]
             if is_scored and isinstance(part, Bert) and part.part.is_last:
                 out, correct_K = part.scores(**batch.inputs, x=x)
-                total[2 * K : -1] += correct_K
+                sums[2 * K : -1] += correct_K
             else:
                 out = batch.result(part, part(**batch.arguments(part, x)))
             if gives_losses(part):
-                total[:K] += out
-                total[K : 2 * K] += batch.counts_K
+                sums[:K] += out
+                sums[K : 2 * K] += batch.counts_K
                 if is_scored:
-                    total[-1] += batch.tokens()
+                    sums[-1] += batch.tokens()
             return out
 
-        shapes = [batch.inputs["ids_SB"].shape for batch in at_once]
-        relay(model, parallel, mesh, compute, [(length // cut, samples) for length, samples in shapes])
+        shapes = [batch.inputs["ids_SB"].shape for batch in micro_batches]
+        relay(model, parallel, mesh, compute, [(length // sequence_parts, samples) for length, samples in shapes])
     # Over the pipeline too, as only its last stage has losses.
-    sums: list[float] = collectives.all_reduce_(collectives.all_reduce_(total, mesh.dp), mesh.pp).tolist()
-    losses, counted, correct = (dict(zip(objectives, sums[row * K :], strict=False)) for row in range(3))
-    knows_likeliest = is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert)
+    collectives.all_reduce_(collectives.all_reduce_(sums, mesh.dp), mesh.pp)
+    # The division is in float64 on any device; one transfer brings all sums to the host.
+    sums = sums.cpu().double()
+    counts_K = sums[K : 2 * K]
+    accuracies: dict[str, float] = {}
+    if is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert):
+        accuracies = _by_name(objectives, mean_over_targets(sums[2 * K : -1], counts_K))
     return Evaluation(
-        losses={name: losses[name] / max(counted[name], 1.0) for name in objectives},
-        counted={name: int(counted[name]) for name in objectives},
-        accuracies={name: correct[name] / max(counted[name], 1.0) for name in objectives if knows_likeliest},
+        losses=_by_name(objectives, mean_over_targets(sums[:K], counts_K)),
+        counted={name: int(count) for name, count in _by_name(objectives, counts_K).items()},
+        accuracies=accuracies,
         tokens=int(sums[-1]) if is_scored else 0,
         seconds=time.perf_counter() - start,
     )
+
+
+def _by_name(objectives: Sequence[str], numbers_K: Tensor) -> dict[str, float]:
+    return dict(zip(objectives, numbers_K.tolist(), strict=True))
 
 
 def evaluate(
@@ -144,12 +151,15 @@ def _rounds(
     batches: Batches, mesh: Mesh, micro_batch: int, progress: Callable[[int, int], None] | None
 ) -> Iterator[list[MicroBatch]]:
     """Yield every sample once, as many micro-batches at a time as there are pipeline ranks."""
-    reported, done, portion = time.perf_counter(), 0, mesh.dp.size * micro_batch
+    reported_at = time.perf_counter()
+    samples_done = 0
+    portion = mesh.dp.size * micro_batch
     count = -(-batches.num_samples // portion)
-    waiting = batches.eval_batches(count, portion, mesh.dp.rank, mesh.dp.size, micro_batch)
-    while at_once := [MicroBatch.on(mesh.device, batch) for batch in islice(waiting, mesh.pp.size)]:
-        yield at_once
-        done += len(at_once) * portion
-        if progress is not None and time.perf_counter() - reported > _REPORT_SECONDS:
-            reported = time.perf_counter()
-            progress(min(done, batches.num_samples), batches.num_samples)
+    reading = batches.eval_batches(count, portion, mesh.dp.rank, mesh.dp.size, micro_batch)
+    while micro_batches := [MicroBatch.on(mesh.device, batch) for batch in islice(reading, mesh.pp.size)]:
+        yield micro_batches
+        samples_done += len(micro_batches) * portion
+        if progress is not None and time.perf_counter() - reported_at > _REPORT_SECONDS:
+            reported_at = time.perf_counter()
+            # The last portion may be filled up with samples that count nothing.
+            progress(min(samples_done, batches.num_samples), batches.num_samples)

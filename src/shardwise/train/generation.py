@@ -1,10 +1,8 @@
-"""Draws text from a causal language model, token by token, at any layout.
+"""Generation of text by a causal language model, token by token, at any layout.
+
+`generate` yields tokens, a `Sampler` draws each from the logits, and a `Detokenizer` turns them into text.
 
 Legend, per rank: S tokens read at once, V vocabulary.
-
-Draws the next token from logits.
-
-Turns tokens into text, one by one.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ from shardwise.models.key_value_cache import KeyValueCache
 from shardwise.pipeline.forward import relay
 
 PREFILL_CHUNK = 1024
-"""Tokens of a prompt that are read at once: it bounds the memory of their activations."""
+"""Tokens of a prompt that are read at once: this bounds the memory of their activations."""
 
 
 @runtime_checkable
 class Generator(Protocol):
-    """A causal language model; of a model of the user's own no more is required."""
+    """A causal language model; a user's own model needs no other method."""
 
     def logits(self, ids_SB: Tensor) -> Tensor:
         """Token ids `[S, B]` → `[S, B, V]`, on every rank."""
@@ -62,7 +60,7 @@ def generate(
 
     Args:
         chunk: tokens of the prompt that are read at once.
-        parallel: how a model in pipeline stages is cut.
+        parallel: settings by which a model is cut into pipeline stages; None for a whole model.
     """
     if max_tokens < 1:
         return
@@ -74,6 +72,7 @@ def generate(
         reader = _Cached(model, mesh, room, chunk, parallel)
     else:
         reader = _Uncached(model, mesh)
+    # The pipeline rank of the last stage, which has the logits.
     source = 0 if parallel is None else rank_of(parallel, parallel.pipeline * parallel.stages_per_rank - 1)
     for _ in range(max_tokens):
         logits_V = reader.next_logits(tokens)
@@ -93,13 +92,16 @@ class _Cached:
     def __init__(
         self, model: CausalLM[Any] | Stages, mesh: Mesh, room: int, chunk: int, parallel: ParallelConfig | None
     ) -> None:
-        self._model, self._mesh, self._chunk, self._parallel = model, mesh, chunk, parallel
+        self._model = model
+        self._mesh = mesh
+        self._chunk = chunk
+        self._parallel = parallel
         parts = model if isinstance(model, Stages) else [model]
         self._caches = {part: KeyValueCache(room) for part in parts}
 
     def next_logits(self, tokens: list[int]) -> Tensor | None:
         """Logits `[V]` of the token that follows; None on a rank that lacks the last stage."""
-        (part, cache), *_ = self._caches.items()
+        part, cache = next(iter(self._caches.items()))
         assert isinstance(part, CausalLM), "only a causal model continues a text"
         if part.outdates(cache.length, len(tokens)):
             for outdated in self._caches.values():
@@ -126,7 +128,8 @@ class _Uncached:
     """Reads all tokens again for each new one."""
 
     def __init__(self, model: Generator, mesh: Mesh) -> None:
-        self._model, self._mesh = model, mesh
+        self._model = model
+        self._mesh = mesh
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int]) -> Tensor:
@@ -139,13 +142,13 @@ class _Uncached:
 @contextmanager
 def _whole_sequences(model: nn.Module) -> Iterator[None]:
     """Switch sequence parallelism off inside: one token cannot be cut. The weights are the same either way."""
-    cut: list[Any] = [layer for layer in model.modules() if getattr(layer, "sequence_parallel_enabled", False)]
+    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "sequence_parallel_enabled", False)]
     try:
-        for layer in cut:
+        for layer in layers:
             layer.sequence_parallel_enabled = False
         yield
     finally:
-        for layer in cut:
+        for layer in layers:
             layer.sequence_parallel_enabled = True
 
 
@@ -175,7 +178,8 @@ class Sampler:
             problems.append(f"top-p ({top_p}) must be above 0 and at most 1; at 1 every token may come")
         if problems:
             raise ConfigError(problems)
-        self.temperature, self.top_p = temperature, top_p
+        self.temperature = temperature
+        self.top_p = top_p
         self._generator = torch.Generator().manual_seed(seed)
 
     def draw(self, logits_V: Tensor) -> int:
@@ -192,10 +196,12 @@ class Sampler:
         log_p_V = torch.log_softmax(logits_V.double() / self.temperature, dim=0)
         if self.top_p < 1:
             log_p_V = self._likeliest(log_p_V)
+        # -log(-log(u)) has a Gumbel distribution where u is uniform.
         uniform_V = torch.rand(len(log_p_V), generator=self._generator, dtype=torch.float64, device="cpu")
         return int((log_p_V - torch.log(-torch.log(uniform_V))).argmax())
 
     def _likeliest(self, log_p_V: Tensor) -> Tensor:
+        """Log probabilities in which all but the fewest likeliest tokens that reach `top_p` are minus infinity."""
         sorted_V, order_V = log_p_V.sort(descending=True, stable=True)
         before_V = sorted_V.exp().cumsum(0) - sorted_V.exp()
         left_out_V = before_V >= self.top_p
@@ -204,7 +210,9 @@ class Sampler:
 
 
 _UNFINISHED = "\ufffd"
+"""The character that a tokenizer writes in place of bytes that are no whole character."""
 _CONTEXT = 8
+"""Tokens that are decoded together: a character of UTF-8 has at most 4 bytes, so at most 4 tokens."""
 
 
 class Detokenizer:
@@ -228,7 +236,7 @@ class Detokenizer:
         return self._show(text)
 
     def finish(self) -> str:
-        """The rest of the text, complete or not."""
+        """The text that was not shown yet, complete or not."""
         return self._show(self._tokenizer.decode(self._ids))
 
     def _show(self, text: str) -> str:

@@ -1,6 +1,6 @@
-"""Loss, optimizer and callbacks of the user's own (`hooks.*`): what each must be, and how a run calls it.
+"""Loss, optimizer and callbacks of the user (`hooks.*`): the checks of each, and its calls from a run.
 
-The samples of `hooks.data` are data (`data/formats/user_samples.py`).
+The samples of `hooks.data` are read in `data/formats/own.py`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def check_hooks(config: Config) -> None:
     Raises:
         ConfigError: with every problem.
     """
-    hooks, problems = config.hooks, []
+    hooks = config.hooks
+    problems: list[str] = []
     for check in (
         lambda: hooks.data is None or load_reader(hooks.data),
         lambda: hooks.loss is None or _load_loss(hooks.loss),
-        lambda: hooks.optimizer is None or own_optimizer(config),
+        lambda: hooks.optimizer is None or user_optimizer(config),
         lambda: _callbacks(config),
     ):
         try:
@@ -62,15 +63,15 @@ def use_loss(model: nn.Module, config: Config) -> None:
 
     def loss(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
         try:
-            value = function(logits_SBV, targets_SB.clone())  # which it may change in place
+            value = function(logits_SBV, targets_SB.clone())  # the function may change them in place
         except RAISED as error:
             if devices.is_out_of_memory(error):
                 raise
             raise ConfigError(f"hooks.loss ({path}) failed: {error_text(error)}") from error
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-            shown = (
-                f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            )
+            shown = type(value).__name__
+            if isinstance(value, Tensor):
+                shown = f"{value.dtype} of shape {tuple(value.shape)}"
             raise ConfigError(
                 f"hooks.loss ({path}) must return the sum of its targets' losses, one number, not {shown}"
             )
@@ -98,13 +99,15 @@ def _load_loss(path: str) -> Any:
 # ---- the optimizer
 
 
-def own_optimizer(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class of `hooks.optimizer`, and the arguments that it gets beside the parameters.
+def user_optimizer(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class of `hooks.optimizer`, and its arguments after the parameters.
 
     Raises:
-        ConfigError: it is no such class, takes other arguments, or does not update each element by itself.
+        ConfigError: it is no optimizer class, takes other arguments, or does not update each element by itself.
     """
-    path, section, own = config.hooks.optimizer, config.optimizer, config.hooks.optimizer_options
+    path = config.hooks.optimizer
+    section = config.optimizer
+    user_options = config.hooks.optimizer_options
     assert path is not None
     optimizer_class: type[torch.optim.Optimizer] = load(
         "hooks.optimizer",
@@ -113,20 +116,23 @@ def own_optimizer(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str
         "a class derived from torch.optim.Optimizer",
     )
     parameters = signature(optimizer_class).parameters
-    names = [name for name, one in parameters.items() if one.kind is not Parameter.VAR_KEYWORD][1:]
+    # The first parameter of the class takes the model's parameters.
+    names = [name for name, parameter in parameters.items() if parameter.kind is not Parameter.VAR_KEYWORD][1:]
     takes_any = len(names) + 1 < len(parameters)
-    problems = [
-        f"hooks.optimizer_options.{key}: set optimizer.{key}, which gives it" for key in _FROM_SECTION if key in own
-    ]
-    unknown = [key for key in own if key not in names and key not in _FROM_SECTION and not takes_any]
-    problems += [f"hooks.optimizer_options.{key}: {path} takes {listing(names) or 'none'}" for key in unknown]
+    problems = []
+    for key in _FROM_SECTION:
+        if key in user_options:
+            problems.append(f"hooks.optimizer_options.{key}: set optimizer.{key}, which gives it")
+    for key in user_options:
+        if key not in names and key not in _FROM_SECTION and not takes_any:
+            problems.append(f"hooks.optimizer_options.{key}: {path} takes {listing(names) or 'none'}")
     if section.weight_decay and "weight_decay" not in names:
         problems.append(
             f"optimizer.weight_decay ({section.weight_decay}) must be 0 with hooks.optimizer ({path}), which takes none"
         )
     if problems:
         raise ConfigError(problems)
-    options = {name: getattr(section, name) for name in _FROM_SECTION if name in names} | dict(own)
+    options = {name: getattr(section, name) for name in _FROM_SECTION if name in names} | dict(user_options)
     try:
         require_elementwise(optimizer_class, options)
     except RAISED as error:
@@ -137,15 +143,16 @@ def own_optimizer(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str
 # ---- callbacks
 
 
-class Told(JsonLines):
-    """metrics.jsonl, whose every event the callbacks get too, on rank 0.
+class MetricsWithCallbacks(JsonLines):
+    """The file metrics.jsonl on rank 0, of which the callbacks get every event too.
 
     A callback that returns True, of Python or numpy, asks the run to stop, as `shardwise stop` does.
     """
 
     def __init__(self, path: Path, config: Config) -> None:
+        # Callbacks first: no file is left open, or in the folder, where one of them cannot be made.
         self._callbacks = [(name, _made(name, callback)) for name, callback in _callbacks(config)]
-        super().__init__(path)  # no file is left open, or behind, where a callback cannot be made
+        super().__init__(path)
         self._run = path.parent
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -154,26 +161,29 @@ class Told(JsonLines):
             try:
                 stop = callback(dict(record))
             except RAISED as error:
-                self._callbacks = []  # what the run records of its failure must not fail again
+                self._callbacks = []  # the run still records its failure, and that must not fail again
                 raise RunError(f"hooks.callbacks ({path}) failed: {error_text(error)}") from error
-            if isinstance(stop, bool | np.bool_) and stop:  # any other value is none of ours
+            # Functions written for another purpose return any value, such as a count: only True stops.
+            if isinstance(stop, bool | np.bool_) and stop:
                 stop_requests.request(self._run, f"hooks.callbacks ({path})")
 
 
 def _callbacks(config: Config) -> Sequence[tuple[str, Any]]:
-    """The callbacks, each with its path: functions, and classes that are to be made."""
+    """The callbacks, each with its path: functions, and classes whose objects are still to be made."""
 
     def is_callback(value: object) -> bool:
         if not isinstance(value, type):
             return callable(value) and accepts(value, None)
-        called = next((vars(base)["__call__"] for base in value.__mro__ if "__call__" in vars(base)), None)
-        return called is not None and accepts(value) and accepts(called, None, None)
+        # Not getattr: the attribute __call__ of a class without one is that of its metaclass, which makes objects.
+        call = next((vars(base)["__call__"] for base in value.__mro__ if "__call__" in vars(base)), None)
+        return call is not None and accepts(value) and accepts(call, None, None)
 
-    wanted = "a function that takes (event), or a class without arguments whose objects do"
-    return [(path, load("hooks.callbacks", path, is_callback, wanted)) for path in config.hooks.callbacks]
+    expected = "a function that takes (event), or a class without arguments whose objects do"
+    return [(path, load("hooks.callbacks", path, is_callback, expected)) for path in config.hooks.callbacks]
 
 
 def _made(path: str, callback: Any) -> Callback:
+    """The function, or an object of the class."""
     try:
         made: Callback = callback() if isinstance(callback, type) else callback
     except RAISED as error:

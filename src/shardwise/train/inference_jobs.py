@@ -1,4 +1,4 @@
-"""The work of one rank in an evaluation or a generation, from joining the job to the answer."""
+"""The work of one rank in `shardwise evaluate` and `shardwise generate`, from joining the job to the answer."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ from shardwise.train.generation import Detokenizer, Generator, Sampler, generate
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue, and how.
+    """A text to continue, with the settings of the continuation.
 
     Attributes:
         ids: tokens of the text.
         max_tokens: new tokens at most.
         stop: ids that end the continuation.
-        temperature, top_p, seed: as in `Sampler`.
+        temperature: temperature of `Sampler`.
+        top_p: sum of the kept probabilities of `Sampler`.
+        seed: seed of `Sampler`.
     """
 
     ids: tuple[int, ...]
@@ -53,9 +55,9 @@ class Answer:
     Attributes:
         text: the new text, without the token that ends it.
         tokens: all new ids, with the one that ends the text.
-        ended: whether one of `Prompt.stop` ended it.
-        prefill_seconds: until the first token.
-        decode_seconds: for the other tokens.
+        ended: true if an id of `Prompt.stop` ended the text.
+        prefill_seconds: time until the first token.
+        decode_seconds: time for the tokens after the first.
     """
 
     text: str
@@ -109,7 +111,8 @@ def run_generation(
             pieces.append(piece)
             write(piece)
 
-        start = first = time.perf_counter()
+        start = time.perf_counter()
+        first = start
         drawn = generate(
             model, mesh, prompt.ids, prompt.max_tokens, sampler, stop=prompt.stop, parallel=config.parallel
         )
@@ -146,8 +149,9 @@ def _joined(config: Config) -> Iterator[Mesh]:
 
 def _load(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
     """The model at this layout, in the dtype of `precision.mode`, with the weights of a folder."""
-    where = str(weights.local().resolve() if weights.is_local else weights)
-    folders = sorted(set(collectives.all_gather_objects(where, mesh.world)))
+    path = str(weights.local().resolve() if weights.is_local else weights)
+    # A run that still trains may save between the looks of two ranks for its newest checkpoint.
+    folders = sorted(set(collectives.all_gather_objects(path, mesh.world)))
     if len(folders) > 1:
         raise ConfigError(f"the ranks found several checkpoints ({', '.join(folders)}): name one of them")
     precision = config.precision.resolved(mesh.device.type != "cpu")

@@ -2,14 +2,14 @@
 
 Every few steps each rank writes its part of the state to a file in its node's memory (`/dev/shm`), and sends it to the
 rank of the same number on the next node, which keeps it too. When a rank or a node is lost, the ranks take the newest
-step of which all parts are there, own or sent; the disk is read only where nobody has them (Gemini, SOSP 2023, keeps
-checkpoints in the memory of neighbours in the same way). The files hold what a rank updates, so they fit only the same
-layout, configuration and data, and the same history of starts; anything else continues from a checkpoint on the disk.
+step of which all parts are present, written here or sent; the disk is read only where no node has them (Gemini, SOSP
+2023, keeps checkpoints in the memory of neighbours in the same way). The files hold the tensors that a rank updates, so
+they fit only the same layout, configuration and data, and the same history of starts; any other run continues from a
+checkpoint on the disk.
 
-The files of copies in memory: one for each rank and step, in a folder that no other user may open.
-
-A file has the length of a header, the header (JSON), the bytes of tensors, and a digest of all these. What has another
-name, is no plain file or is damaged counts as missing.
+A folder that no other user may open has one file for each rank and step. A file has the length of a header, the header
+(JSON), the bytes of tensors, and a digest of all these. A file that has another name, is no plain file or is damaged
+counts as missing.
 """
 
 from __future__ import annotations
@@ -49,21 +49,23 @@ from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 MEMORY = Path("/dev/shm")
 _KEPT = 2
-"""Steps that are kept: while a rank writes a step, others may still write the one before."""
+"""Steps that are kept: while a rank writes a step, another may still write the step before."""
 _STALE_SECONDS = 3600.0
+"""Age from which a folder of another run is removed if no process uses it: a run that starts again is back by then."""
 _HEADER = {"fits", "shapes", "states", "steps", "began", "described"}
-"""What the header of a part must have."""
+"""Keys that the header of a part must have."""
 _LAYOUT_KEYS = ("name", "zero", "bucket_mib")
-"""Of `optimizer`: what decides which values are in a part, and in which order."""
+"""Keys of `optimizer` that decide which values are in a part, and in which order."""
 
 
 @dataclass
-class Nodes:
-    """Where ranks are: `per_node` neighbours share a node.
+class NodeLayout:
+    """The nodes of a job: ranks of consecutive numbers share a node.
 
     Attributes:
-        name: of this rank's node.
-        count: of the nodes.
+        name: name of this rank's node.
+        per_node: ranks on each node.
+        count: number of nodes.
     """
 
     name: str
@@ -71,19 +73,19 @@ class Nodes:
     count: int
 
     @staticmethod
-    def of_job(world: int) -> Nodes:
+    def of_job(world: int) -> NodeLayout:
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        return Nodes(os.environ.get("SLURMD_NODENAME") or os.uname().nodename, per_node, max(1, world // per_node))
+        return NodeLayout(os.environ.get("SLURMD_NODENAME") or os.uname().nodename, per_node, max(1, world // per_node))
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What was restored.
+class RestoredCopy:
+    """The state that was restored.
 
     Attributes:
-        manifest: of the state, without files and tensors.
-        folder: of this node, that it was read from.
-        received: ranks whose part came from another node.
+        manifest: manifest of the state, without files and tensors.
+        folder: folder of this node with the parts that were read.
+        received: number of ranks whose part came from another node.
     """
 
     manifest: Manifest
@@ -95,8 +97,9 @@ class MemoryCopies:
     """Writes and reads the copies of one run; every rank of the mesh makes the same calls.
 
     Attributes:
-        problem: why no copies are kept, or None.
-        count, seconds: copies that were made, and for how long training waited for them.
+        problem: reason why no copies are kept, or None.
+        count: number of copies that were made.
+        seconds: time for which training waited for them.
     """
 
     def __init__(
@@ -111,20 +114,30 @@ class MemoryCopies:
         began: Sequence[int] = (),
     ) -> None:
         """Args:
-        run: the run's id and what names its folder, as a copied folder has the same id.
-        described: `Manifest`'s fields on layout and data.
+        run: id of the run with the key of its folder, as a copied folder has the same id.
+        described: fields of `Manifest` on layout and data.
         began: steps that were done when each earlier start of the run began to train.
         memory: a folder in memory.
         """
         self.problem: str | None = None
-        self.count, self.seconds = 0, 0.0
-        self._described, self._every = described, steps_between(config)
-        self._model, self._optimizer, self._config, self._mesh = model, optimizer, config, mesh
-        self._nodes, self._began = Nodes.of_job(mesh.world.size), tuple(began)
+        self.count = 0
+        self.seconds = 0.0
+        self._described = described
+        self._every = steps_between(config)
+        self._model = model
+        self._optimizer = optimizer
+        self._config = config
+        self._mesh = mesh
+        self._nodes = NodeLayout.of_job(mesh.world.size)
+        self._began = tuple(began)
         self._group: Group = mesh.host_group("memory copies")
-        self._run, self._files = run, PartFiles(memory / f"shardwise-{os.getuid()}-{run}-{self._nodes.name}")
-        self._not_kept: str | None = None  # why a part of another node is not kept, until the ranks agree
-        self.node_bytes = self._state_bytes() * self._nodes.per_node * _KEPT * (2 if self._nodes.count > 1 else 1)
+        self._run = run
+        self._files = PartFiles(memory / f"shardwise-{os.getuid()}-{run}-{self._nodes.name}")
+        # Why a part of another node is not kept, until the ranks agree on it.
+        self._receive_problem: str | None = None
+        # A node has the parts of its own ranks, and on several nodes those of the node before.
+        parts_per_rank = 2 if self._nodes.count > 1 else 1
+        self.node_bytes = self._state_bytes() * self._nodes.per_node * _KEPT * parts_per_rank
         try:
             self._files.open()
             self._remove_stale(memory)
@@ -135,58 +148,70 @@ class MemoryCopies:
 
     @property
     def summary(self) -> str:
-        """What the user reads at the start."""
+        """A line for the user at the start."""
         if self.problem is not None:
             return f"copies in memory: none: {self.problem}"
         return f"copies in memory: every {self._every:,} steps, {units.size(self.node_bytes)} of each node"
 
     def copy(self, step: int, described: Mapping[str, Any]) -> None:
-        """Keep the state after a step; training waits. `described`: `Manifest`'s fields on the training's progress."""
+        """Keep the state after a step; training waits. `described`: fields of `Manifest` on the training's progress."""
         if self.problem is not None:
             return
-        began, problem = time.perf_counter(), None
+        start = time.perf_counter()
+        problem = None
         try:
             self._files.make()
-            self._forget_but_last_before(step)
+            self._remove_old_parts(step)
             self._write(step, described)
         except OSError as error:
             problem = f"{self._files.path}: {reason_of(error)}"
-        self.problem = self._agreed(problem or self._not_kept)
+        self.problem = self._agreed(problem or self._receive_problem)
         if self.problem is None and self._nodes.count > 1:
             self._send_to_next_node(step)
         self.count += 1
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - start
 
-    def restore(self, not_before: int) -> Loaded | None:
-        """Set the state to that of the newest step from `not_before` on of which all parts are there; None without one.
+    def restore(self, not_before: int) -> RestoredCopy | None:
+        """Set the state to the newest step from `not_before` on of which all parts are present; None without one.
 
         Parts that are damaged, of another layout or configuration, or of steps that were undone, count as missing. A
         part that another node has and that does not fit here ends the copies, and nothing is restored.
         """
-        mine = (self._nodes.name, [] if self.problem is not None else self._valid())
-        everywhere = collectives.all_gather_objects(mine, self._group)
-        node_of, nodes = [name for name, _ in everywhere], dict[str, set[Part]]()
-        for name, parts in everywhere:
+        valid_parts = [] if self.problem is not None else self._valid_parts()
+        node_of: list[str] = []
+        nodes: dict[str, set[CopyPart]] = {}
+        for name, parts in collectives.all_gather_objects((self._nodes.name, valid_parts), self._group):
+            node_of.append(name)
             nodes.setdefault(name, set()).update(parts)
         step = newest_complete(nodes, self._mesh.world.size)
         if step is None or step < not_before:
             return None
         received = self._fetch(node_of, nodes, step)
-        self.problem = self._agreed(self._not_kept)
+        self.problem = self._agreed(self._receive_problem)
         if self.problem is not None:
             return None
-        read = self._files.read(Part(self._mesh.world.rank, step), checked=False)
-        is_usable = read is not None and read[0]["shapes"] == self._shapes()
-        if self._agreed(None if is_usable else "other buckets") is not None or read is None:
+        # The digest was checked when the parts were listed.
+        part = self._files.read(CopyPart(self._mesh.world.rank, step), checked=False)
+        is_usable = part is not None and part[0]["shapes"] == self._shapes()
+        if self._agreed(None if is_usable else "other buckets") is not None or part is None:
             return None
-        header, content = read
-        self._read(header, content)
+        header, content = part
+        self._fill_state(header, content)
         finish_restoring(self._optimizer)
         progress = {**header["described"], "losses": tuple(header["described"]["losses"])}
-        optimizer = {"states": header["states"], "steps": header["steps"]}
-        unknown: dict[str, Any] = {"config": {}, "versions": {}, "created": "", "files": (), "tensors": {}}
-        facts = {**unknown, "optimizer": optimizer}
-        return Loaded(Manifest(step=step, **self._described, **progress, **facts), self._files.path, received)
+        manifest = Manifest(
+            step=step,
+            **self._described,
+            **progress,
+            optimizer={"states": header["states"], "steps": header["steps"]},
+            # Not known of a copy, and not needed to continue.
+            config={},
+            versions={},
+            created="",
+            files=(),
+            tensors={},
+        )
+        return RestoredCopy(manifest, self._files.path, received)
 
     def remove(self) -> None:
         """Forget the copies of this node: the run has ended, and the disk has its state."""
@@ -202,6 +227,7 @@ class MemoryCopies:
         return next(iter(union([] if problem is None else [problem], self._group)), None)
 
     def _lack_of_memory(self, memory: Path) -> str | None:
+        """The reason why the copies do not fit into the memory; None if they do."""
         if not memory.is_dir():
             return f"there is no {memory}"
         share = self._config.checkpoint.memory_share
@@ -211,14 +237,15 @@ class MemoryCopies:
                 f"they take {units.size(self.node_bytes)} of a node, and at most {units.size(bound)} are allowed "
                 f"(checkpoint.memory_share={share:g})"
             )
+        # Parts of an earlier start are replaced by those of this one.
         replaced = self._files.bytes() if self._files.is_open else 0
         free = shutil.disk_usage(memory).free + replaced
-        return (
-            None if self.node_bytes < free else f"{memory} has {units.size(free)}, {units.size(self.node_bytes)} needed"
-        )
+        if self.node_bytes < free:
+            return None
+        return f"{memory} has {units.size(free)}, {units.size(self.node_bytes)} needed"
 
     def _state(self) -> Iterator[tuple[str, Bucket | None, Tensor]]:
-        """What this rank keeps: by bucket its masters and the wrapped optimizer's states, then frozen parameters."""
+        """Yield this rank's state: by bucket its masters and the wrapped optimizer's states, then frozen parameters."""
         flats = state_tensors(self._optimizer)
         for bucket in self._optimizer.buckets:
             yield MASTER, bucket, bucket.master.detach()
@@ -235,7 +262,7 @@ class MemoryCopies:
         return kept_tensors * masters + sum(target.nbytes for _, target in self._frozen())
 
     def _fits(self) -> str:
-        """A digest of what a copy must share with this run: its data, which values a rank has, and their order."""
+        """A digest of all that a copy must share with this run: the data, the values of a rank, and their order."""
         config = self._config.model_dump(mode="json")
         optimizer = {key: config["optimizer"][key] for key in _LAYOUT_KEYS}
         facts = [config["model"], config["parallel"], config["precision"], optimizer]
@@ -244,110 +271,123 @@ class MemoryCopies:
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def _shapes(self) -> list[list[Any]]:
-        """Of each bucket, then of each frozen parameter: its name, values and dtype."""
+        """Name, number of values and dtype of each bucket, then of each frozen parameter."""
         buckets = [["", len(bucket.master), str(bucket.master.dtype)] for bucket in self._optimizer.buckets]
         return buckets + [[piece.name, target.numel(), str(target.dtype)] for piece, target in self._frozen()]
 
     def _frozen(self) -> list[tuple[Any, Tensor]]:
-        held = local_pieces(self._model)
-        return [(piece, target) for parameter, piece, target in held if not parameter.requires_grad]
+        pieces = local_pieces(self._model)
+        return [(piece, target) for parameter, piece, target in pieces if not parameter.requires_grad]
 
     def _write(self, step: int, described: Mapping[str, Any]) -> None:
         state = list(self._state())
         states = list(dict.fromkeys(name for name, bucket, _ in state if bucket is not None and name != MASTER))
         header = {"fits": self._fits(), "shapes": self._shapes(), "states": states, "steps": self._optimizer.steps}
         header |= {"numbers": state_numbers(self._optimizer), "began": self._began, "described": dict(described)}
-        self._files.write(Part(self._mesh.world.rank, step), header, (tensor for *_, tensor in state))
+        self._files.write(CopyPart(self._mesh.world.rank, step), header, (tensor for *_, tensor in state))
 
-    def _forget_but_last_before(self, step: int) -> None:
-        """Remove what no rank needs once `step` is written, of this rank's part and of the one that it is sent.
+    def _remove_old_parts(self, step: int) -> None:
+        """Remove parts that no rank needs once `step` is written: of this rank, and of the one whose part it is sent.
 
         While this rank writes, another may still write the step before, which stays. Later steps were undone.
         """
         for rank in self._ranks_kept():
             steps = [part.step for part in self._files.parts() if part.rank == rank]
-            earlier = [old for old in steps if old < step]
-            for old in {*steps} - {*earlier[1 - _KEPT :]}:
-                self._files.remove(Part(rank, old))
+            earlier = [old_step for old_step in steps if old_step < step]
+            for old_step in {*steps} - {*earlier[1 - _KEPT :]}:
+                self._files.remove(CopyPart(rank, old_step))
 
     def _ranks_kept(self) -> set[int]:
-        """This rank, and the one of the node before that sends its part."""
-        own = self._mesh.world.rank
-        return {own, (own - self._nodes.per_node) % self._mesh.world.size}
+        """Numbers of this rank and of the rank on the node before that sends its part."""
+        rank = self._mesh.world.rank
+        return {rank, (rank - self._nodes.per_node) % self._mesh.world.size}
 
     def _send_to_next_node(self, step: int) -> None:
         """Send this rank's part to the next node, and keep the part of the node before."""
-        rank, size, near = self._mesh.world.rank, self._mesh.world.size, self._nodes.per_node
-        sent = self._files.content(Part(rank, step))
-        pending = [collectives.send(part, self._group, (rank + near) % size) for part in (_length(sent), sent)]
-        self._keep(step, (rank - near) % size, (rank - near) % size)
-        for one in pending:
-            one.wait()
+        rank = self._mesh.world.rank
+        size = self._mesh.world.size
+        next_rank = (rank + self._nodes.per_node) % size
+        previous_rank = (rank - self._nodes.per_node) % size
+        content = self._files.content(CopyPart(rank, step))
+        # Both sends are started before the receive: all ranks send at once, and none waits for another in a circle.
+        sends = [collectives.send(tensor, self._group, next_rank) for tensor in (_length(content), content)]
+        self._keep(step, previous_rank, source=previous_rank)
+        for send in sends:
+            send.wait()
 
     def _keep(self, step: int, rank: int, source: int) -> None:
-        """Receive a part; the ranks agree later on what follows where it cannot be written."""
+        """Receive the part of `rank` from `source`; an error of writing is kept until the ranks agree on it."""
         try:
             self._receive(step, rank, source)
         except OSError as error:
-            self._not_kept = f"{self._files.path}: {reason_of(error)}"
+            self._receive_problem = f"{self._files.path}: {reason_of(error)}"
 
     def _receive(self, step: int, rank: int, source: int) -> None:
-        """Write the part of `rank`, which `source` sends; what cannot be written is received too, as it waits."""
+        """Write the part of `rank` that `source` sends, received first, as the sender waits even if the write fails."""
         length = int(collectives.receive(torch.zeros(1, dtype=torch.int64), self._group, source))
         part = collectives.receive(torch.empty(length, dtype=torch.uint8), self._group, source)
         self._files.make()
-        self._files.write_whole(Part(rank, step), part)
+        self._files.write_content(CopyPart(rank, step), part)
 
-    def _valid(self) -> list[Part]:
+    def _valid_parts(self) -> list[CopyPart]:
         """The parts on this node of this rank and of the one that sends its own, which this run can continue from."""
         if not self._files.is_open:
             return []
         kept = self._ranks_kept()
         return [part for part in self._files.parts() if part.rank in kept and self._is_valid(part)]
 
-    def _is_valid(self, part: Part) -> bool:
-        read = self._files.read(part)
+    def _is_valid(self, part: CopyPart) -> bool:
+        content = self._files.read(part)
+        if content is None:
+            return False
+        header, _ = content
         return (
-            read is not None
-            and read[0].keys() >= _HEADER
-            and read[0]["fits"] == self._fits()
-            and is_of_history(part.step, read[0]["began"], self._began)
+            header.keys() >= _HEADER
+            and header["fits"] == self._fits()
+            and is_of_history(part.step, header["began"], self._began)
         )
 
-    def _fetch(self, node_of: Sequence[str], nodes: Mapping[str, Container[Part]], step: int) -> int:
-        """Bring to each node the parts of its ranks that it lacks; returns their number. `node_of`: by rank."""
+    def _fetch(self, node_of: Sequence[str], nodes: Mapping[str, Container[CopyPart]], step: int) -> int:
+        """Bring to each node the parts of its ranks that it lacks; returns their number.
+
+        Args:
+            node_of: node of each rank.
+            nodes: parts on each node.
+        """
         received = 0
-        for rank, name in enumerate(node_of):
-            wanted = Part(rank, step)
-            if wanted in nodes[name]:
+        for rank, node in enumerate(node_of):
+            part = CopyPart(rank, step)
+            if part in nodes[node]:
                 continue
-            holder = next(other for other, its in enumerate(node_of) if wanted in nodes[its])
+            source = next(holder for holder, its_node in enumerate(node_of) if part in nodes[its_node])
             received += 1
-            if self._mesh.world.rank == holder:
-                content = self._files.content(wanted)
-                for piece in (_length(content), content):
-                    collectives.send(piece, self._group, rank).wait()
+            if self._mesh.world.rank == source:
+                content = self._files.content(part)
+                for tensor in (_length(content), content):
+                    collectives.send(tensor, self._group, rank).wait()
             elif self._mesh.world.rank == rank:
-                self._keep(step, rank, holder)
+                self._keep(step, rank, source)
         return received
 
-    def _read(self, header: Mapping[str, Any], content: Tensor) -> None:
+    def _fill_state(self, header: Mapping[str, Any], content: Tensor) -> None:
         """Fill this rank's state from its part."""
         begin_restoring(self._optimizer, header["states"], header["steps"], header.get("numbers"))
         start = 0
         for _, _, tensor in self._state():
-            values = content[start : start + tensor.nbytes].clone()  # a dtype needs an address that is a multiple
+            # A copy, as a view in another dtype needs an address that is a multiple of its size.
+            values = content[start : start + tensor.nbytes].clone()
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
             start += tensor.nbytes
 
     def _remove_stale(self, memory: Path) -> None:
-        """Remove what a killed rank has half written, and what runs of this user left that ended long ago."""
+        """Remove half-written files of killed ranks, and folders of this user's runs that ended long ago."""
         if not self._leads_node:
             return
         if self._files.is_open:
             self._files.remove_half_written()
         for folder in memory.glob(f"shardwise-{os.getuid()}-*-{self._nodes.name}"):
-            with contextlib.suppress(OSError):  # removed meanwhile by another run, or another user's
+            # A folder may be removed meanwhile by another run, or be another user's.
+            with contextlib.suppress(OSError):
                 is_old = time.time() - folder.stat().st_mtime > _STALE_SECONDS
                 if is_old and folder != self._files.path and not is_in_use(folder):
                     shutil.rmtree(folder, ignore_errors=True)
@@ -356,27 +396,29 @@ class MemoryCopies:
 def steps_between(config: Config) -> int:
     """Steps between copies, as the configuration says; 0: none. By default they are those of a job's checkpoints."""
     every = config.checkpoint.memory_every
-    return config.checkpoint.every if every is None and NODE in os.environ else every or 0
+    if every is None and NODE in os.environ:
+        return config.checkpoint.every
+    return every or 0
 
 
 def is_of_history(step: int, copied: Sequence[int], began: Sequence[int]) -> bool:
-    """Whether a run that started as `began` tells has done a step, and no later start has undone it.
+    """Return whether a run has done the step of a copy, and no later start has undone it.
 
     Args:
-        step: of a copy.
-        copied: the starts before the one that made the copy, as `began`.
-        began: by start of the run, the steps that were done when it began to train.
+        step: step of a copy.
+        copied: value of `began` when the copy was made.
+        began: steps that were done when each start of the run began to train.
     """
     number = len(copied)
     is_known = number < len(began) and list(copied) == list(began[:number])
     return is_known and began[number] < step and not any(steps < step for steps in began[number + 1 :])
 
 
-def newest_complete(nodes: Mapping[str, Iterable[Part]], world: int) -> int | None:
-    """The newest step of which the parts of all ranks are on some node; `nodes`: of each, its parts."""
+def newest_complete(nodes: Mapping[str, Iterable[CopyPart]], world: int) -> int | None:
+    """The newest step of which the parts of all ranks are on some node, given the parts of each node."""
     present = {part for parts in nodes.values() for part in parts}
     steps = sorted({step for _, step in present}, reverse=True)
-    return next((step for step in steps if all(Part(rank, step) in present for rank in range(world))), None)
+    return next((step for step in steps if all(CopyPart(rank, step) in present for rank in range(world))), None)
 
 
 def _length(part: Tensor) -> Tensor:
@@ -388,11 +430,13 @@ _NEW = ".new"
 _IN_USE = "in-use"
 """A file that the ranks of a run keep locked while they may write beside it."""
 _HEADER_BYTES = 8
+"""Bytes of the number that is the header's length."""
 _DIGEST_BYTES = 16
+"""Bytes of a digest of xxh3_128."""
 
 
-class Part(NamedTuple):
-    """What one rank updates, after a step."""
+class CopyPart(NamedTuple):
+    """The name of the state that one rank has after a step."""
 
     rank: int
     step: int
@@ -406,7 +450,7 @@ class PartFiles:
     """The folder at a path. All methods but `open` and `make` need it to be open.
 
     Attributes:
-        is_open: the folder is there, and this user's alone.
+        is_open: the folder exists, and is this user's alone.
     """
 
     def __init__(self, path: Path) -> None:
@@ -419,7 +463,7 @@ class PartFiles:
         return self._folder is not None
 
     def open(self) -> None:
-        """Open the folder if it is there.
+        """Open the folder if it exists.
 
         Raises:
             OSError: another user owns it or may use it, or it is a link.
@@ -441,19 +485,27 @@ class PartFiles:
             self._in_use = os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT, folder=self._folder), "r+b")
             lock(self._in_use, wait=False, shared=True)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[CopyPart]:
         """The parts by their names, in the order of ranks and steps."""
-        matches = [match for name in self._names() if (match := _NAME.fullmatch(name))]
-        return sorted(part for match in matches if (part := Part(*map(int, match.groups()))).file_name == match[0])
+        parts = []
+        for name in self._names():
+            match = _NAME.fullmatch(name)
+            if match is not None:
+                part = CopyPart(int(match[1]), int(match[2]))
+                # Each part has one name: more leading zeros are another file.
+                if part.file_name == name:
+                    parts.append(part)
+        return sorted(parts)
 
     def bytes(self) -> int:
-        """Of all parts together."""
+        """Bytes of all parts together."""
         names = [part.file_name for part in self.parts()]
         return sum(os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_size for name in names)
 
-    def write(self, part: Part, header: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
-        """Write a part; its file gets its name once it is whole."""
-        text, digest = json.dumps({**header, **part._asdict()}).encode(), xxhash.xxh3_128()
+    def write(self, part: CopyPart, header: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
+        """Write a part; its file gets its name once it is complete."""
+        text = json.dumps({**header, **part._asdict()}).encode()
+        digest = xxhash.xxh3_128()
         head: list[Any] = [len(text).to_bytes(_HEADER_BYTES, "little"), text]
         with self._new(part) as file:
             for piece in itertools.chain(head, map(raw, tensors)):
@@ -462,13 +514,13 @@ class PartFiles:
             file.write(digest.digest())
         self._name_new(part)
 
-    def write_whole(self, part: Part, content: Tensor) -> None:
-        """Write a part as `content` reads it."""
+    def write_content(self, part: CopyPart, content: Tensor) -> None:
+        """Write a part from bytes that `content` returned."""
         with self._new(part) as file:
             file.write(raw(content))
         self._name_new(part)
 
-    def content(self, part: Part) -> Tensor:
+    def content(self, part: CopyPart) -> Tensor:
         """The bytes of a part's file, which are not copied.
 
         Raises:
@@ -478,36 +530,36 @@ class PartFiles:
             mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
-    def read(self, part: Part, *, checked: bool = True) -> tuple[dict[str, Any], Tensor] | None:
-        """The header of a part and the bytes of its tensors; None where the file is not a whole part of this name.
+    def read(self, part: CopyPart, *, checked: bool = True) -> tuple[dict[str, Any], Tensor] | None:
+        """The header of a part and the bytes of its tensors; None where the file is no complete part of this name.
 
         Args:
             checked: compare the digest, for which all bytes are read.
         """
         try:
             content = self.content(part)
-            whole = raw(content)
-            if checked and xxhash.xxh3_128(whole[:-_DIGEST_BYTES]).digest() != bytes(whole[-_DIGEST_BYTES:]):
+            data = raw(content)
+            if checked and xxhash.xxh3_128(data[:-_DIGEST_BYTES]).digest() != bytes(data[-_DIGEST_BYTES:]):
                 return None
-            end = _HEADER_BYTES + int.from_bytes(whole[:_HEADER_BYTES], "little")
-            header = json_value(bytes(whole[_HEADER_BYTES:end]))
+            end = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
+            header = json_value(bytes(data[_HEADER_BYTES:end]))
             is_named_so = (header["rank"], header["step"]) == part
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return (header, content[end:-_DIGEST_BYTES]) if is_named_so else None
 
-    def remove(self, part: Part) -> None:
+    def remove(self, part: CopyPart) -> None:
         """Remove a part, or a folder of its name."""
         self._remove(part.file_name)
 
     def remove_half_written(self) -> None:
-        """Remove what killed ranks have not written to the end."""
+        """Remove files that killed ranks have not written to the end."""
         for name in self._names():
             if name.endswith(_NEW):
                 self._remove(name)
 
     def remove_all(self) -> None:
-        """Remove the folder with all that it holds."""
+        """Remove the folder with all its content."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _remove(self, name: str) -> None:
@@ -526,20 +578,20 @@ class PartFiles:
         finally:
             os.close(folder)
 
-    def _new(self, part: Part) -> BinaryIO:
+    def _new(self, part: CopyPart) -> BinaryIO:
         """A new file to write, which has no part's name yet."""
         name = part.file_name + _NEW
         self._remove(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.fdopen(os.open(name, flags, 0o600, dir_fd=self._folder), "wb")
 
-    def _name_new(self, part: Part) -> None:
+    def _name_new(self, part: CopyPart) -> None:
         name = part.file_name
         os.replace(name + _NEW, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process may write to a folder of parts.
+    """Return whether a process may write to a folder of parts.
 
     Raises:
         OSError: as `open_lock`; the folder may be another user's.

@@ -1,4 +1,4 @@
-"""What to change where a training needs more memory than a device or a machine has. Imports no torch."""
+"""Settings that train the same model in less memory, for messages on too little memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def remedies_of_machine(config: Config, layout: Layout, ranks: range) -> str:
 def remedies_of_rank(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int) -> str:
     """Settings that save memory on `pipeline_rank`, or where the pipeline changes, on the rank that then needs most."""
 
-    def needed(changed: Config, other: Layout) -> int | None:
-        rank = pipeline_rank if other.pipeline == layout.pipeline else None
-        memory = expected_memory(changed, other, accelerator, pipeline_rank=rank)
+    def needed(changed: Config, changed_layout: Layout) -> int | None:
+        rank = pipeline_rank if changed_layout.pipeline == layout.pipeline else None
+        memory = expected_memory(changed, changed_layout, accelerator, pipeline_rank=rank)
         return None if memory is None else memory.total
 
     alternatives = _alternatives(config, layout, accelerator)
@@ -44,19 +44,20 @@ def _listed(
 
     Args:
         alternatives: settings as text, the configuration with them, and its number of ranks.
-        needed: the bytes that a configuration takes; None where no formula knows them.
+        needed: gives the bytes that a configuration takes; None where no formula knows them.
     """
-    now = needed(config, layout)
+    present_bytes = needed(config, layout)
     remedies = []
     for setting, changed, world in alternatives:
         try:
-            then = needed(changed, check_layout(changed, world))
+            changed_bytes = needed(changed, check_layout(changed, world))
         except ConfigError:
             continue
-        if now is None or then is None:
+        if present_bytes is None or changed_bytes is None:
             remedies.append((0, setting))
-        elif then < now:
-            remedies.append((now - then, f"{setting} ({size(now - then)} less)"))
+        elif changed_bytes < present_bytes:
+            saved = present_bytes - changed_bytes
+            remedies.append((saved, f"{setting} ({size(saved)} less)"))
     return "; ".join(text for _, text in sorted(remedies, key=lambda remedy: -remedy[0])) or "a smaller model"
 
 
@@ -66,12 +67,16 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     def changed(section: str, **values: object) -> Config:
         return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
-    micro, tensor, pipeline, world = config.train.micro_batch, layout.tensor, layout.pipeline, layout.world
-    is_own = config.shapes is None  # it may have no recompute, and is never cut into stages
+    micro = config.train.micro_batch
+    tensor = layout.tensor
+    pipeline = layout.pipeline
+    world = layout.world
+    # A user's own model may have no recompute, and is never cut into stages.
+    is_user_model = config.shapes is None
     if micro > 1:
         smaller = max(part for part in range(1, micro // 2 + 1) if micro % part == 0)
         yield f"train.micro_batch={smaller}", changed("train", micro_batch=smaller), world
-    if config.train.recompute != "full" and not is_own:
+    if config.train.recompute != "full" and not is_user_model:
         yield "train.recompute=full", changed("train", recompute="full"), world
     if tensor > 1 and not layout.sequence_parallel:
         yield "parallel.sequence=true", changed("parallel", sequence=True), world
@@ -82,7 +87,7 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     if pipeline > 1 and config.parallel.schedule != DEFAULT_SCHEDULE:
         one_stage = changed("parallel", schedule=DEFAULT_SCHEDULE, virtual_stages=None, stages=None)
         yield f"parallel.schedule={DEFAULT_SCHEDULE}", one_stage, world
-    if not is_own:
+    if not is_user_model:
         deeper = changed("parallel", pipeline=2 * pipeline, stages=None)
         yield f"parallel.pipeline={2 * pipeline} on {2 * world} ranks", deeper, 2 * world
     yield f"parallel.tensor={2 * tensor} on {2 * world} ranks", changed("parallel", tensor=2 * tensor), 2 * world

@@ -1,4 +1,4 @@
-"""How training and evaluation call a model on a micro-batch, and what the model must return.
+"""A micro-batch on the device: the arguments that a model is called with, and the check of its result.
 
 Shapes: B = samples, K = objectives of the loss.
 """
@@ -27,10 +27,10 @@ class MicroBatch:
     """A `Batch` on this rank's device.
 
     Attributes:
-        inputs: by the keywords of the model's forward.
+        inputs: tensors by the keywords of the model's forward.
         counts_K: counted targets of each objective.
         samples: each sample's number in the run, [B], on the host.
-        samples_B: likewise on the device.
+        samples_B: the same numbers on the device.
         lengths_B: tokens of each sequence before its padding; None where no sequence is padded.
     """
 
@@ -54,7 +54,7 @@ class MicroBatch:
         return MicroBatch(inputs, copied(batch.counts), batch.samples, copied(batch.samples), lengths_B)
 
     def empty_on(self, device: torch.device) -> MicroBatch:
-        """One of the same shapes on another device, with any numbers."""
+        """A micro-batch of the same shapes on another device, with any numbers."""
 
         def empty(tensor: Tensor) -> Tensor:
             return torch.empty_like(tensor, device=device)
@@ -66,16 +66,18 @@ class MicroBatch:
         """The keyword arguments for a part of a model; `dropout` and `lengths_B` only if its forward names them.
 
         Args:
-            x: the output of the part before; None for the first part.
-            dropout: the key of the step; None in an evaluation.
+            x: output of the part before; None for the first part.
+            dropout: key of the step; None in an evaluation.
         """
-        named = _signature(type(part).forward).parameters
-        given: dict[str, Any] = dict(self.inputs)
-        if "dropout" in named:
-            given["dropout"] = dropout
-        if "lengths_B" in named and self.lengths_B is not None:
-            given["lengths_B"] = self.lengths_B
-        return given if x is None else given | {"x": x}
+        parameters = _signature(type(part).forward).parameters
+        arguments: dict[str, Any] = dict(self.inputs)
+        if "dropout" in parameters:
+            arguments["dropout"] = dropout
+        if "lengths_B" in parameters and self.lengths_B is not None:
+            arguments["lengths_B"] = self.lengths_B
+        if x is not None:
+            arguments["x"] = x
+        return arguments
 
     def result(self, part: nn.Module, returned: object) -> Tensor:
         """The output of a part of a model, checked: x for the next part, or sums of losses `[K]` of the last part.
@@ -105,4 +107,5 @@ class MicroBatch:
         return (self.inputs["mask_SB"].sum(dim=0) * is_real_B).sum()
 
 
+# A signature takes tens of microseconds, and is asked for each micro-batch and stage.
 _signature = functools.cache(inspect.signature)

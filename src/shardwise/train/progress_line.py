@@ -12,13 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise.train.record import StepRecord
+from shardwise.train.step_record import StepRecord
 
 _LINES_PER_RUN = 20
+"""Lines of a whole run where there is no terminal: few enough to read the log at once."""
 _LONGEST_SILENCE = 300.0
 """Seconds after which a line is printed even if it is one more than these."""
-_BAR_MINIMUM, _BAR_MAXIMUM = 10, 40
+_BAR_MINIMUM = 10
 """Characters of the progress bar; where fewer are free there is none."""
+_BAR_MAXIMUM = 40
 _GAP = "  "
 
 
@@ -33,11 +35,16 @@ class ProgressLine:
     """
 
     def __init__(self, console: Console, first: int, end: int, now: float, *, every_update: bool) -> None:
-        self._console, self._first, self._end, self._every_update = console, first, end, every_update
-        self._started = self._printed_at = now
+        self._console = console
+        self._first = first
+        self._end = end
+        self._every_update = every_update
+        self._started = now
+        self._printed_at = now
         self._next_line = first + 1
         self._record: StepRecord | None = None
-        self._step_seconds = self._tokens_per_second = 0.0
+        self._step_seconds = 0.0
+        self._tokens_per_second = 0.0
         self._display: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self._display = Live(self, console=console, refresh_per_second=2)
@@ -45,7 +52,9 @@ class ProgressLine:
 
     def update(self, record: StepRecord, step_seconds: float, tokens_per_second: float, now: float) -> None:
         """Show a finished step, with the recent means of its duration and throughput."""
-        self._record, self._step_seconds, self._tokens_per_second = record, step_seconds, tokens_per_second
+        self._record = record
+        self._step_seconds = step_seconds
+        self._tokens_per_second = tokens_per_second
         if self._display is not None:
             return
         overdue = now - self._printed_at >= _LONGEST_SILENCE
@@ -70,38 +79,44 @@ class ProgressLine:
         if numbers and bar + len(_GAP.join(lines[0])) > options.max_width:
             lines = [progress, numbers]
         for line in lines:
-            head, *rest = line
+            head, *numbers_of_line = line
             room = min(options.max_width - len(_GAP.join(line)) - len(_GAP), _BAR_MAXIMUM)
             row: list[Text | ProgressBar] = [Text(head, style="bold")]
             if line is lines[0] and room >= _BAR_MINIMUM:
                 done = self._record.step - self._first if self._record else 0
                 row.append(ProgressBar(total=max(self._end - self._first, 1), completed=done, width=room))
-            row.append(Text(_GAP.join(rest), no_wrap=True, overflow="ellipsis"))
+            row.append(Text(_GAP.join(numbers_of_line), no_wrap=True, overflow="ellipsis"))
             grid = Table.grid(padding=(0, len(_GAP)))
             grid.add_row(*row)
             yield grid
 
     def _parts(self, now: float) -> tuple[list[str], list[str]]:
-        """How far the run is, and the numbers of its last step."""
+        """The run's progress and the numbers of its last step, as short texts."""
         elapsed = f"{units.duration(round(now - self._started, 1))} elapsed"
         record = self._record
         if record is None:
             return [f"step {self._first:,}/{self._end:,}", elapsed, "first step under way"], []
         left = (self._end - record.step) * self._step_seconds
         width = len(f"{self._end:,}")
-        return [
+        progress = [
             f"step {record.step:>{width},}/{self._end:,}",
             elapsed,
             f"{units.duration(left)} left" if record.step < self._end else "done",
             f"{units.duration(self._step_seconds)}/step",
-        ], [
-            f"loss {record.loss:.4f}" + (f" ({parts_of_loss(record.losses)})" if record.losses else ""),
+        ]
+        loss = f"loss {record.loss:.4f}"
+        if record.losses:
+            loss += f" ({parts_of_loss(record.losses)})"
+        numbers = [
+            loss,
             f"lr {record.lr:.2e}",
             f"grad norm {record.grad_norm:.3f}",
             f"{units.count(self._tokens_per_second)} tokens/s",
             f"{record.samples:,} samples",
-            *([] if record.timing is None else [f"bubble {record.timing.mean_bubble:.1%}"]),
         ]
+        if record.timing is not None:
+            numbers.append(f"bubble {record.timing.mean_bubble:.1%}")
+        return progress, numbers
 
 
 def parts_of_loss(losses: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""What each rank records in a file of its own: where it is, its steps, and the use of its machine."""
+"""The file of each rank: its place in the job, its steps, and the use of its machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.base.run_records import record_of
 from shardwise.config import Layout
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import JsonLines, RunDirectory, now
-from shardwise.train.record import StepRecord
+from shardwise.train.step_record import StepRecord
 
 
 class RankFile:
@@ -29,22 +29,34 @@ class RankFile:
 
     def __init__(self, run: RunDirectory, rank: int, layout: Layout, device_name: str) -> None:
         self._file = JsonLines(run.rank_metrics(rank))
-        self._rank, self._layout, self._device = rank, layout, device_name
+        self._rank = rank
+        self._layout = layout
+        self._device = device_name
         self._utilization = _utilization_of(device_name)
         if _local_rank() == 0:
             psutil.cpu_percent()  # the first call only begins the measurement
 
     def start(self) -> None:
-        """Record where this rank is: its node, process and device, and its place in the mesh."""
-        layout, rank = self._layout, self._rank
-        place = layout.coordinates(rank)
-        process = {"host": platform.node(), "pid": os.getpid(), "local_rank": _local_rank()}
-        node = {"cores": cpu_count(), "memory_total_bytes": psutil.virtual_memory().total}
-        facts = {"rank": rank, **process, "device": self._device, "place": place, **node}
-        self._file.write({"event": "start", "time": now(), **facts})
+        """Record this rank's node, process and device, and its place in the mesh."""
+        layout = self._layout
+        rank = self._rank
+        self._file.write(
+            {
+                "event": "start",
+                "time": now(),
+                "rank": rank,
+                "host": platform.node(),
+                "pid": os.getpid(),
+                "local_rank": _local_rank(),
+                "device": self._device,
+                "place": layout.coordinates(rank),
+                "cores": cpu_count(),
+                "memory_total_bytes": psutil.virtual_memory().total,
+            }
+        )
 
-    def step(self, record: StepRecord, **more: Any) -> None:
-        """Record a step; `more`: what is known of it besides."""
+    def step(self, record: StepRecord, **stage_facts: Any) -> None:
+        """Record a step, with facts on the stages of a pipeline."""
         facts: dict[str, Any] = {"step": record.step, "time": now(), "step_seconds": record.seconds}
         facts |= {"input_seconds": record.input_seconds, "peak_memory_bytes": record.peak_memory_bytes}
         if record.split:
@@ -58,14 +70,14 @@ class RankFile:
             facts |= {"host_cpu": psutil.cpu_percent() / 100, "host_memory_bytes": memory.total - memory.available}
         if record.allocator:
             facts["allocator_bytes"] = dict(record.allocator)
-        self._file.write({**facts, **more})
+        self._file.write({**facts, **stage_facts})
 
     def close(self) -> None:
         self._file.close()
 
 
-def where(run: RunDirectory, rank: int) -> str:
-    """The node, device and stage of a rank, as its file tells them; empty where it is not seen from here."""
+def place_of_rank(run: RunDirectory, rank: int) -> str:
+    """The node, device and stage of a rank, as its file tells them; empty where this machine cannot read the file."""
     try:
         with open_plain(run.rank_metrics(rank)) as file:
             start = record_of(file.readline())
@@ -80,15 +92,15 @@ def process_seconds() -> float:
 
 
 def _utilization_of(device_name: str) -> Callable[[], float | None] | None:
-    """A function that returns the use of this rank's GPU, 0 to 1; None where nothing tells it."""
+    """A function that returns the use of this rank's GPU, 0 to 1; None where no library tells it."""
     if device_name.startswith("cpu"):
         return None
     try:
         pynvml: Any = importlib.import_module("pynvml")
         pynvml.nvmlInit()
         gpu = _visible_gpu()
-        by = pynvml.nvmlDeviceGetHandleByIndex if isinstance(gpu, int) else pynvml.nvmlDeviceGetHandleByUUID
-        handle = by(gpu)
+        find = pynvml.nvmlDeviceGetHandleByIndex if isinstance(gpu, int) else pynvml.nvmlDeviceGetHandleByUUID
+        handle = find(gpu)
     except Exception:  # noqa: BLE001  no driver, another vendor, or a device that NVML does not see
         return None
 
@@ -112,5 +124,6 @@ def _visible_gpu() -> int | str:
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if not visible:
         return local
-    name = visible[min(local, len(visible) - 1)]  # as `device.local_device`: a rank may see its own GPU alone
+    # As in `devices.local_device`: a rank may see its own GPU alone.
+    name = visible[min(local, len(visible) - 1)]
     return int(name) if name.isdecimal() else name

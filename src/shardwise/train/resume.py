@@ -1,4 +1,21 @@
-"""Resuming a training from the checkpoints of its folder."""
+"""Resuming a training from the checkpoints of its folder.
+
+A run is resumed by files of several rooms, in this order:
+
+1. `cli/train.py` reads the recipe. Where the batch is a rule, `with_batch` takes the number of the earlier run.
+2. `checkpoint/storage/run_identity.py` `earlier_run` finds the run that the folder holds: its id and
+   configuration, rebuilt from its checkpoints if a file is damaged. `config/resume_rules.py` refuses keys that may not change, and lists
+   those that did.
+3. `find_checkpoints` (here, on rank 0, called by `train/start.py`) finds the checkpoints, refuses those of another run,
+   and chooses by `checkpoint.resume` which are tried (`choose`).
+4. `train/run.py` `_restore` takes a newer state from the memory of the nodes, if there is one (`memory_copies.py`);
+   else `restore_first` (here, on all ranks) restores the newest intact checkpoint by `checkpoint/restore.py`, which
+   reads it for any layout. `continue_from` sets steps, samples and position in the data.
+5. `require_same_data` (here) refuses other data, and a stream (`train/feed.py`) goes to its place.
+6. `set_later_aside` (here) renames checkpoints whose steps are undone.
+7. `went_back` (here) records in the next manifests to which step the run went back, so that the same command, given
+   again, does not undo its own steps (`goes_back`).
+"""
 
 from __future__ import annotations
 
@@ -31,10 +48,11 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.runs.folder import RunDirectory
-from shardwise.train.record import Progress
-from shardwise.train.report import Reporter
+from shardwise.train.reporter import Reporter
+from shardwise.train.step_record import Progress
 
 _WENT_BACK = "went_back"
+"""The key of a manifest's `schedule` with the request by which the run last went back."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +61,13 @@ class FoundCheckpoints:
 
     Attributes:
         root: the place.
-        found: all checkpoints, newest first.
-        candidates: those to try, in this order, until one is intact.
-        original: the run's folder that this run's is a copy of; None where it is no copy.
+        saved: all checkpoints, newest first.
+        candidates: checkpoints to try, in this order, until one is intact.
+        original: folder of which this run's folder is a copy; None where it is no copy.
     """
 
     root: Root
-    found: tuple[StepFolder, ...]
+    saved: tuple[StepFolder, ...]
     candidates: tuple[StepFolder, ...]
     original: Path | None = None
 
@@ -60,31 +78,31 @@ def find_checkpoints(
     """The checkpoints that exist; checks that new ones can be written. On one rank, before the training.
 
     Args:
-        stored: the configuration of the earlier run in this folder; None where there is none.
-        run: the id of that run; None: the one that the folder has.
+        stored: configuration of the earlier run in this folder; None where there is none.
+        run: id of that run; None stands for the id that the folder has.
 
     Raises:
-        ConfigError: `checkpoint.path` cannot be read or written, or what lies there is not this run's to continue from.
+        ConfigError: `checkpoint.path` cannot be read or written, or the checkpoints there are not this run's.
     """
     root = Root.of(config.checkpoint.path or directory.checkpoints)
     try:
-        is_there = in_time(root, root.exists)
-        there = survey(root)
-        if stored is not None and not there:
+        exists = in_time(root, root.exists)
+        present = survey(root)
+        if stored is not None and not present:
             _require_none_elsewhere(root, directory, stored)
-        candidates = choose(there, config, root, is_resumed=stored is not None)
+        candidates = choose(present, config, root, is_resumed=stored is not None)
         run = run or directory.stored_id()
         original = original_of(root, run, directory.path)
         if not is_inside(root, directory.path):
-            require_ownership(root, run if original is None else None, is_empty=not there)
-        if is_there or config.checkpoint.path is not None:
+            require_ownership(root, run if original is None else None, is_empty=not present)
+        if exists or config.checkpoint.path is not None:
             require_writable(root)
-        found = tuple(_put_in_place(checkpoint, root) for checkpoint in there)
+        saved = tuple(_put_in_place(checkpoint, root) for checkpoint in present)
     except StoreError as error:
         raise ConfigError(f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)) from None
     steps = {candidate.step for candidate in candidates}
-    chosen = tuple(checkpoint for checkpoint in found if checkpoint.step in steps)
-    return FoundCheckpoints(root, found, chosen, original)
+    chosen = tuple(checkpoint for checkpoint in saved if checkpoint.step in steps)
+    return FoundCheckpoints(root, saved, chosen, original)
 
 
 def _put_in_place(checkpoint: StepFolder, root: Root) -> StepFolder:
@@ -100,28 +118,31 @@ def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping
     """Raise ConfigError where the run has saved checkpoints elsewhere than in `root`: it would begin again."""
     recorded = [event for event in directory.events("checkpoint") if event.get("step") and event.get("path")]
     if recorded:
-        step, place = recorded[-1]["step"], recorded[-1]["path"]
+        step = recorded[-1]["step"]
+        path = recorded[-1]["path"]
     else:
-        before = Root.of(stored.get("checkpoint", {}).get("path") or directory.checkpoints)
-        saved = survey(before) if str(before) != str(root) else []
+        # The record of events may be lost, and the stored configuration names the former place too.
+        former_root = Root.of(stored.get("checkpoint", {}).get("path") or directory.checkpoints)
+        saved = survey(former_root) if str(former_root) != str(root) else []
         if not saved:
             return
-        step, place = saved[0].step, str(saved[0].folder)
+        step = saved[0].step
+        path = str(saved[0].folder)
     raise ConfigError(
         f"checkpoint.path ({root}) has no checkpoint, and the run in {directory.path} saved that of step {step:,} as "
-        f"{place}: set checkpoint.path to where its checkpoints are, or start again in another --run-dir"
+        f"{path}: set checkpoint.path to where its checkpoints are, or start again in another --run-dir"
         f"{see('checkpoints#place-changed')}"
     )
 
 
-def choose(found: Sequence[StepFolder], config: Config, root: Root, *, is_resumed: bool) -> list[StepFolder]:
-    """The checkpoints to try, in this order; none where the training begins.
+def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resumed: bool) -> list[StepFolder]:
+    """Choose the checkpoints to try, in this order; none where the training begins.
 
     If the newest intact one was saved after the run went back as `checkpoint.resume` asks, the run continues from it:
     the same command, given again after a stop, must not undo its own steps.
 
     Args:
-        is_resumed: whether the folder held a run before.
+        is_resumed: the folder held a run before.
 
     Raises:
         ConfigError: the checkpoint that `checkpoint.resume` names is not there, or the checkpoints are another run's.
@@ -130,36 +151,39 @@ def choose(found: Sequence[StepFolder], config: Config, root: Root, *, is_resume
     if not is_resumed:
         if step != "auto":
             raise ConfigError(f"checkpoint.resume ({step}) needs --run-dir, the folder of the run that saved it")
-        if found:
-            raise ConfigError(_occupied(root, found[0], config))
+        if saved:
+            raise ConfigError(_occupied(root, saved[0], config))
         return []
     if step == "auto":
-        return list(found)
+        return list(saved)
     look = functools.cache(lambda checkpoint: glance(checkpoint.folder, checkpoint.step))  # may take many seconds
-    newest = next((checkpoint for checkpoint in map(look, found) if checkpoint.problem is None), None)
+    newest = next((glanced for glanced in map(look, saved) if glanced.problem is None), None)
     if newest is not None and newest.manifest is not None and not goes_back(config, newest.manifest):
-        return [checkpoint for checkpoint in found if checkpoint.step >= step]
-    chosen = [checkpoint for checkpoint in found if checkpoint.step == step]
+        return [checkpoint for checkpoint in saved if checkpoint.step >= step]
+    chosen = [checkpoint for checkpoint in saved if checkpoint.step == step]
     problem = look(chosen[0]).problem if chosen else None
     if not chosen or problem is not None:
-        intact = sorted(checkpoint.step for checkpoint in map(look, found) if checkpoint.problem is None)
-        there = f"there are {listing(intact)}" if intact else "there is none"
+        intact = sorted(glanced.step for glanced in map(look, saved) if glanced.problem is None)
+        present = f"there are {listing(intact)}" if intact else "there is none"
         reason = f" ({problem})" if chosen else ""
         raise ConfigError(
-            f"checkpoint.resume ({step}) must be the step of an intact checkpoint{reason}: {there} in {root}"
+            f"checkpoint.resume ({step}) must be the step of an intact checkpoint{reason}: {present} in {root}"
             f"{see('checkpoints#step-not-there')}"
         )
     return chosen
 
 
-def _occupied(root: Root, found: StepFolder, config: Config) -> str:
+def _occupied(root: Root, checkpoint: StepFolder, config: Config) -> str:
+    """The refusal of a new run at a place that has this checkpoint."""
     if config.checkpoint.path is None:
-        key, remedy = "--run-dir", "put its run's config.yaml back"
+        key = "--run-dir"
+        remedy = "put its run's config.yaml back"
     else:
-        key, remedy = "checkpoint.path", "give --run-dir its run's folder"
+        key = "checkpoint.path"
+        remedy = "give --run-dir its run's folder"
     return (
-        f"{key} ({root}) must be empty for a new run, it has a checkpoint of step {found.step}: {remedy} to continue "
-        f"it, or choose another {key}, with checkpoint.load={found.folder} for the weights"
+        f"{key} ({root}) must be empty for a new run, it has a checkpoint of step {checkpoint.step}: {remedy} to "
+        f"continue it, or choose another {key}, with checkpoint.load={checkpoint.folder} for the weights"
         f"{see('checkpoints#place-not-empty')}"
     )
 
@@ -169,9 +193,9 @@ class Resumed:
     """The checkpoint that a run continues from.
 
     Attributes:
-        manifest: without its files and tensors, which take much memory.
-        folder: of the checkpoint.
-        damage: of files that the training does not need.
+        manifest: manifest without its files and tensors, which take much memory.
+        folder: folder of the checkpoint.
+        damage: damage in files that the training does not need, one line each.
     """
 
     manifest: Manifest
@@ -199,7 +223,9 @@ def restore_first(
     """
     skipped = []
     for candidate in candidates:
-        step, problem, unreadable = candidate.step, candidate.problem, candidate.unreadable
+        step = candidate.step
+        problem = candidate.problem
+        unreadable = candidate.unreadable
         if problem is None:
             progress.phase = f"loading of the checkpoint of step {step}"
             try:
@@ -207,7 +233,9 @@ def restore_first(
                 require_step(manifest, candidate.folder, step)
                 damage = restore(candidate.folder, manifest, model, optimizer, mesh).damage
             except StoreError as error:
-                problem, unreadable = str(error), not is_damage(error)
+                # A place that does not answer may hold an intact checkpoint: no older one is taken for it.
+                problem = str(error)
+                unreadable = not is_damage(error)
             else:
                 if damage:
                     reporter.warning(
@@ -223,8 +251,10 @@ def restore_first(
                 f"{see('checkpoints#cannot-be-read-now')}"
             )
         skipped.append(f"step {step:,}: {problem}")
-        then = "" if candidate.incomplete else "; it is set aside when the run continues"
-        reporter.warning(f"the checkpoint of step {step:,} was left out: {problem}{then}{see('checkpoints#left-out')}")
+        suffix = "" if candidate.incomplete else "; it is set aside when the run continues"
+        reporter.warning(
+            f"the checkpoint of step {step:,} was left out: {problem}{suffix}{see('checkpoints#left-out')}"
+        )
     if skipped:
         raise RunError(
             f"none of the checkpoints is intact ({'; '.join(skipped)}): restore one of them from a copy, or start "
@@ -234,7 +264,7 @@ def restore_first(
     return None
 
 
-def set_later_aside(root: Root, found: Sequence[StepFolder], step: int, mesh: Mesh, *, damaged: bool) -> list[str]:
+def set_later_aside(root: Root, saved: Sequence[StepFolder], step: int, mesh: Mesh, *, damaged: bool) -> list[str]:
     """Rename the checkpoints after `step`, whose steps are undone; returns their new names. Collective.
 
     If they were left out as `damaged`, the files of a killed save are no checkpoint and stay for the next save.
@@ -246,7 +276,7 @@ def set_later_aside(root: Root, found: Sequence[StepFolder], step: int, mesh: Me
     problem: str | None = None
     if mesh.world.rank == 0:
         try:
-            for checkpoint in found:
+            for checkpoint in saved:
                 if checkpoint.step > step and not (damaged and checkpoint.incomplete):
                     names.append(str(abandon(root, checkpoint.step, damaged=damaged)))
         except StoreError as error:
@@ -259,10 +289,10 @@ def set_later_aside(root: Root, found: Sequence[StepFolder], step: int, mesh: Me
 
 def require_same_data(manifest: Manifest, data: PreparedData) -> None:
     """Raise ConfigError where the text or its tokens are not those that the run began with."""
-    before = manifest.data.get("fingerprint")
-    if before is not None and before != data.fingerprint:
+    stored = manifest.data.get("fingerprint")
+    if stored is not None and stored != data.fingerprint:
         raise ConfigError(
-            f"the data ({data.summary}) must be those that the run began with (fingerprint {before}, now "
+            f"the data ({data.summary}) must be those that the run began with (fingerprint {stored}, now "
             f"{data.fingerprint}): the files or the tokenizer changed; a new --run-dir with checkpoint.load takes only "
             "the weights"
             f"{see('checkpoints#data-changed')}"
@@ -270,16 +300,16 @@ def require_same_data(manifest: Manifest, data: PreparedData) -> None:
 
 
 def goes_back(config: Config, manifest: Manifest) -> bool:
-    """Whether `checkpoint.resume` names a step, and the checkpoint was saved before the run went back to it."""
+    """Return whether `checkpoint.resume` names a step to which the run had not gone back when it saved this."""
     return config.checkpoint.resume != "auto" and manifest.schedule.get(_WENT_BACK) != _request(config)
 
 
 def went_back(config: Config, manifest: Manifest | None) -> dict[str, Any]:
-    """How the run last went back, for `schedule` in the manifests of a run that continues from this checkpoint."""
+    """The last return to an earlier step, for `schedule` in manifests of a run that continues from this manifest."""
     if config.checkpoint.resume != "auto":
         return {_WENT_BACK: _request(config)}
-    before = None if manifest is None else manifest.schedule.get(_WENT_BACK)
-    return {} if before is None else {_WENT_BACK: before}
+    recorded = None if manifest is None else manifest.schedule.get(_WENT_BACK)
+    return {} if recorded is None else {_WENT_BACK: recorded}
 
 
 def _request(config: Config) -> Mapping[str, Any]:
@@ -288,8 +318,11 @@ def _request(config: Config) -> Mapping[str, Any]:
 
 def continue_from(manifest: Manifest, progress: Progress, config: Config) -> None:
     """Set the progress to that of a checkpoint."""
-    progress.step, progress.samples, progress.tokens = manifest.step, manifest.samples, manifest.tokens
-    progress.before, progress.position = manifest.step, manifest.position
+    progress.step = manifest.step
+    progress.before = manifest.step
+    progress.samples = manifest.samples
+    progress.tokens = manifest.tokens
+    progress.position = manifest.position
     progress.losses.extend(manifest.losses)
     if goes_back(config, manifest):
         progress.position += config.train.skip_batches * config.train.global_batch

@@ -16,20 +16,20 @@ from shardwise.checkpoint.format.files_beside_weights import differ_in_tokens
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.step_folders import step_name
 from shardwise.config import Config, Layout, check_layout
-from shardwise.data.samples.streaming import StreamBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
-from shardwise.train.compile.run_graphs import Keeper
-from shardwise.train.final_sample import draw_sample
+from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.memory import out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
-from shardwise.train.opening import Run, open_run, require_same
-from shardwise.train.record import Progress
-from shardwise.train.report import Reporter
+from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed, continue_from, goes_back, require_same_data, restore_first, set_later_aside
+from shardwise.train.same_on_ranks import require_same
+from shardwise.train.sample_text import draw_sample
 from shardwise.train.saving import STREAM, make_stop_check
+from shardwise.train.start import OpenedRun, open_run
+from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
 
 
@@ -37,7 +37,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     """Train as one rank of the job that the launcher describes; every rank calls this with the same configuration.
 
     Args:
-        run_path: the run's folder; None: rank 0 names one after the recipe.
+        run_path: folder of the run; None lets rank 0 name a new one after the recipe.
 
     Returns:
         the run's folder, on every rank.
@@ -51,48 +51,55 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     config = _with_one_batch(config, mesh)
     require_same(config, mesh, run_path)
-    # The command has checked what it was given; here the ranks that have met and rank 0's global batch count.
     layout = check_layout(config, mesh.world.size)
     progress = Progress(phase="preparation of the data")
     with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
         shortage = require_device(config, layout, mesh.world.rank, mesh.device)
-        here = open_run(config, layout, mesh, progress, run_path, recipe)
+        opened = open_run(config, layout, mesh, progress, run_path, recipe)
         # Inside of the reporter too, so that it records the same sentence that the user reads.
-        with build_reporter(here) as reporter, _explained(config, layout, mesh, progress), ExitStack() as held:
+        with build_reporter(opened) as reporter, _explained(config, layout, mesh, progress), ExitStack() as stack:
             progress.phase = "construction of the model"
-            trainer = build_run_trainer(here, reporter)
-            if here.followed is not None:
-                here.followed.follow()
+            trainer = build_run_trainer(opened, reporter)
+            if opened.followed is not None:
+                opened.followed.follow()
             collectives.barrier(mesh.world)  # from here on all ranks make files in the folder
-            copies = build_memory_copies(here, trainer)
-            resumed = _begin(here, trainer, reporter, copies)
+            copies = build_memory_copies(opened, trainer)
+            resumed = _begin(opened, trainer, reporter, copies)
             if shortage is not None:
                 reporter.warning(shortage)
+            graphs = None
             if trainer.compilation is not None:
-                keeper = Keeper(config, layout, mesh, trainer.compilation, reporter.message)
-                trainer.keeper = held.enter_context(keeper)
-            with build_checkpoints(here, trainer, reporter, resumed, copies) as checkpoints:
+                # After the start is reported: this tells the user which graphs have to be compiled. The graphs stay
+                # until the end, as the sample may need one.
+                graphs = RunGraphs(config, layout, mesh, trainer.compilation, reporter.message)
+                stack.enter_context(graphs)
+            with build_checkpoints(opened, trainer, reporter, resumed, copies) as checkpoints:
                 if resumed is not None and resumed.damage:
                     checkpoints.save_again(resumed.manifest)
                 checkpoints.follow()  # also tells the user
                 stop_requests.install()
-                stopped_by = trainer.run(checkpoints)
+                stopped_by = trainer.run(checkpoints, graphs)
                 progress.phase = "wait for the checkpoint"
                 checkpoints.finish()
             if copies is not None:
                 _end_copies(copies, reporter)
             if stopped_by is not None:
-                _stop(here, stopped_by, reporter)
-            _finish(here, trainer, reporter)
+                _stop(opened, stopped_by, reporter)
+            _finish(opened, trainer, reporter)
         collectives.barrier(mesh.world)  # a program reads the results on any rank
     leave()
-    return here.folder.directory.path
+    return opened.folder.directory.path
 
 
 def _doing(mesh: Mesh, progress: Progress) -> dict[str, Any]:
-    """What a heartbeat tells. Another thread calls it."""
-    place = {"device": str(mesh.device), "stage": mesh.pp.rank}
-    return {**place, "step": progress.step, "doing": _phase(progress), "called": calls_of_groups()}
+    """The facts of a heartbeat. Another thread calls this."""
+    return {
+        "device": str(mesh.device),
+        "stage": mesh.pp.rank,
+        "step": progress.step,
+        "doing": _phase(progress),
+        "called": calls_of_groups(),
+    }
 
 
 def _phase(progress: Progress) -> str:
@@ -147,82 +154,101 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
         raise RunError(text) from error
 
 
-def _begin(run: Run, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None) -> Resumed | None:
+def _begin(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None) -> Resumed | None:
     """Restore the state that the run continues from, if any, and report the start."""
-    candidates, began = run.folder.checkpoints.candidates, time.perf_counter()
-    newest = max((candidate.step for candidate in candidates), default=0)
-    loaded = copies.restore(newest) if copies is not None and run.config.checkpoint.resume == "auto" else None
-    if loaded is not None:
-        continue_from(loaded.manifest, run.progress, run.config)
-        resumed: Resumed | None = Resumed(loaded.manifest, Root.of(loaded.folder), ())
-    else:
-        resumed = restore_first(
-            candidates, run.config, trainer.model, trainer.optimizer, run.mesh, run.progress, reporter
-        )
-    load_seconds = time.perf_counter() - began
+    config = opened.config
+    start = time.perf_counter()
+    resumed, received = _restore(opened, trainer, reporter, copies)
+    load_seconds = time.perf_counter() - start
     if resumed is not None:
-        require_same_data(resumed.manifest, run.data)
-        if isinstance(trainer.batches, StreamBatches):
-            trainer.batches.restore(resumed.manifest.rng[STREAM])
+        require_same_data(resumed.manifest, opened.data)
+        if trainer.feed.stream is not None:
+            trainer.feed.stream.restore(resumed.manifest.rng[STREAM])
     reporter.start(
-        loaded=None if run.weights is None else str(run.weights),
-        steps_before=run.progress.step,
-        epochs=trainer.batches.epochs(run.config.train.steps * run.config.train.global_batch),
+        loaded=None if opened.weights is None else str(opened.weights),
+        steps_before=opened.progress.step,
+        epochs=trainer.feed.batches.epochs(config.train.steps * config.train.global_batch),
     )
-    reporter.message(f"data: {run.data.summary}")
-    shapes = run.config.shapes
+    reporter.message(f"data: {opened.data.summary}")
+    shapes = config.shapes
     if shapes is not None and shapes.ignore:
         reporter.message(f"model.ignore: config.json is read without {listing(shapes.ignore)}")
-    if run.folder.batch is not None:
-        reporter.message(run.folder.batch)
-    for note in run.companions.notes:
+    if opened.folder.batch_note is not None:
+        reporter.message(opened.folder.batch_note)
+    for note in opened.companions.notes:
         reporter.message(note)
-    for note in run.folder.notes:
+    for note in opened.folder.notes:
         reporter.warning(note)
     if copies is not None:
         reporter.message(copies.summary)
-    if resumed is not None:
-        _report_resumption(run, resumed, reporter, load_seconds)
-        if loaded is not None:
-            sent = f"; that of {units.counted(loaded.received, 'rank')} from another node" if loaded.received else ""
-            reporter.message(f"the state was in the memory of the nodes{sent}, and loaded in {load_seconds:.2f} s")
-    else:
-        reporter.changed(_changes(run))
-        _report_weights(run, reporter)
+    if resumed is None:
+        reporter.changed(_changes(opened))
+        _report_weights(opened, reporter)
+        return None
+    _report_resumption(opened, resumed, reporter, load_seconds)
+    if received is not None:
+        sent = f"; that of {units.counted(received, 'rank')} from another node" if received else ""
+        reporter.message(f"the state was in the memory of the nodes{sent}, and loaded in {load_seconds:.2f} s")
     return resumed
 
 
+def _restore(
+    opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None
+) -> tuple[Resumed | None, int | None]:
+    """Set the trainer to the newest state: that in the memory of the nodes if it is newer than those on the disk.
+
+    Returns:
+        the state that was restored, None at the beginning of a training; and the number of ranks whose part came from
+        another node, None if it was read from the disk.
+    """
+    candidates = opened.folder.checkpoints.candidates
+    newest = max((candidate.step for candidate in candidates), default=0)
+    # A step that the user names is one of the disk.
+    if copies is not None and opened.config.checkpoint.resume == "auto":
+        copy = copies.restore(newest)
+        if copy is not None:
+            continue_from(copy.manifest, opened.progress, opened.config)
+            return Resumed(copy.manifest, Root.of(copy.folder), ()), copy.received
+    resumed = restore_first(
+        candidates, opened.config, trainer.model, trainer.optimizer, opened.mesh, opened.progress, reporter
+    )
+    return resumed, None
+
+
 def _end_copies(copies: MemoryCopies, reporter: Reporter) -> None:
-    """Forget the copies of a run whose state the disk has, and tell what they cost."""
+    """Forget the copies of a run whose state the disk has, and tell their cost."""
     copies.remove()
     if copies.count:
-        each = f"{1000 * copies.seconds / copies.count:.1f} ms"
-        reporter.message(f"copies in memory: {copies.count:,}, for each of which training waited {each}")
+        wait = f"{1000 * copies.seconds / copies.count:.1f} ms"
+        reporter.message(f"copies in memory: {copies.count:,}, for each of which training waited {wait}")
 
 
-def _report_resumption(run: Run, resumed: Resumed, reporter: Reporter, load_seconds: float) -> None:
+def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, load_seconds: float) -> None:
     """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
-    checkpoints, manifest = run.folder.checkpoints, resumed.manifest
-    back = goes_back(run.config, manifest)
-    for name in set_later_aside(checkpoints.root, checkpoints.found, manifest.step, run.mesh, damaged=not back):
+    checkpoints = opened.folder.checkpoints
+    manifest = resumed.manifest
+    resume = opened.config.checkpoint.resume
+    is_back = goes_back(opened.config, manifest)
+    for name in set_later_aside(checkpoints.root, checkpoints.saved, manifest.step, opened.mesh, damaged=not is_back):
         reporter.message(f"set aside: {name}")
-    if run.config.checkpoint.resume != "auto" and not back:
+    if resume != "auto" and not is_back:
         reporter.message(
-            f"the run went back to step {run.config.checkpoint.resume:,} before, and continues from there; to go "
+            f"the run went back to step {resume:,} before, and continues from there; to go "
             "back once more, move the later checkpoints away"
         )
-    reporter.resumed(manifest, str(resumed.folder), run.folder.changes, load_seconds)
+    reporter.resumed(manifest, str(resumed.folder), opened.folder.changes, load_seconds)
 
 
-def _changes(run: Run) -> tuple[str, ...]:
-    """How a run that begins differs from the earlier run of its folder, and, on rank 0, from the weights' model."""
-    if run.weights is None or run.mesh.world.rank > 0:
-        return run.folder.changes
-    return (*run.folder.changes, *differences(run.config.model, run.weights).changes)
+def _changes(opened: OpenedRun) -> tuple[str, ...]:
+    """Differences of a run that begins from the earlier run of its folder, and, on rank 0, from the weights' model."""
+    if opened.weights is None or opened.mesh.world.rank > 0:
+        return opened.folder.changes
+    return (*opened.folder.changes, *differences(opened.config.model, opened.weights).changes)
 
 
-def _report_weights(run: Run, reporter: Reporter) -> None:
-    weights, tokenizer = run.weights, run.data.tokenizer_path
+def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
+    weights = opened.weights
+    tokenizer = opened.data.tokenizer_path
     if weights is None:
         return
     reporter.message(f"weights: those of {weights}")
@@ -233,23 +259,25 @@ def _report_weights(run: Run, reporter: Reporter) -> None:
         )
 
 
-def _stop(run: Run, by: str, reporter: Reporter) -> NoReturn:
-    reporter.stop(f"stopped by {by}")
-    step, directory = run.progress.step, run.folder.directory
-    checkpoint = run.folder.checkpoints.root / step_name(step)
+def _stop(opened: OpenedRun, stopped_by: str, reporter: Reporter) -> NoReturn:
+    reporter.stop(f"stopped by {stopped_by}")
+    step = opened.progress.step
+    checkpoint = opened.folder.checkpoints.root / step_name(step)
     raise StoppedError(
-        f"the run was stopped by {by} after step {step:,}; checkpoint: {checkpoint}; the same command with --run-dir "
-        f"{directory.path} continues it"
+        f"the run was stopped by {stopped_by} after step {step:,}; checkpoint: {checkpoint}; the same command with "
+        f"--run-dir {opened.folder.directory.path} continues it"
     )
 
 
-def _finish(run: Run, trainer: Trainer, reporter: Reporter) -> None:
+def _finish(opened: OpenedRun, trainer: Trainer, reporter: Reporter) -> None:
     """Draw the sample and report the results of a run that did all its steps."""
-    config, data, progress = run.config, run.data, run.progress
+    config = opened.config
+    data = opened.data
+    progress = opened.progress
     progress.phase = "generation of the sample"
-    sample = draw_sample(config, trainer.model, run.mesh, data, make_stop_check(run.folder.directory))
-    collectives.barrier(run.mesh.world)
-    folder = str(run.folder.checkpoints.root / step_name(progress.step))
+    sample = draw_sample(config, trainer.model, opened.mesh, data, make_stop_check(opened.folder.directory))
+    collectives.barrier(opened.mesh.world)
+    folder = str(opened.folder.checkpoints.root / step_name(progress.step))
     reporter.finish(
         {
             "tokens": progress.tokens,

@@ -1,4 +1,7 @@
-"""When a run saves, and when it stops because somebody asked."""
+"""The times at which a run saves, and at which it stops because somebody asked.
+
+A run saves every few steps or minutes, at its end, and before a stop.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,21 +27,27 @@ from shardwise.launch import stop_requests
 from shardwise.launch.environment import joined
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.runs.folder import RunDirectory
+from shardwise.train.followed_folder import FollowedFolder
 from shardwise.train.memory_copies import MemoryCopies, steps_between
-from shardwise.train.opening import FollowedFolder
-from shardwise.train.record import Progress
-from shardwise.train.report import Reporter
+from shardwise.train.reporter import Reporter
+from shardwise.train.step_record import Progress
 
 STREAM = "stream"
 """The key of a stream's state in a manifest's `rng`."""
 
 
-def agreed_stop(reason: str | None, mesh: Mesh, flag: bool) -> tuple[str | None, bool]:
-    """The first reason to stop that any rank has, and whether any rank sets `flag`; the same on every rank."""
-    if mesh.world.size == 1:
-        return reason, flag
-    stop, flagged = largest_of_ranks((float(reason is not None), float(flag)), mesh).tolist()
-    return _first(reason, mesh) if stop else None, bool(flagged)
+class SaveFlags(NamedTuple):
+    """Flags of a rank, 1 or 0. The largest of all ranks is what all obey, so that they save and stop at one step.
+
+    They are floats, as they travel with the norms and losses of a step (`Trainer.step`).
+
+    Attributes:
+        stop: this rank is asked to stop.
+        save: a checkpoint is due by the time since the last one; on rank 0 alone, as clocks of machines differ.
+    """
+
+    stop: float
+    save: float
 
 
 def largest_of_ranks(numbers: Sequence[float], mesh: Mesh) -> Tensor:
@@ -46,8 +55,16 @@ def largest_of_ranks(numbers: Sequence[float], mesh: Mesh) -> Tensor:
     return collectives.all_reduce_(devices.to_device(torch.tensor(numbers), mesh.device), mesh.world, op="max")
 
 
-def _first(reason: str | None, mesh: Mesh) -> str | None:
-    """The first rank's reason that is one, the same on every rank."""
+def agree_to_stop(reason: str | None, mesh: Mesh, is_complete: bool) -> tuple[str | None, bool]:
+    """The first rank's reason to stop, and whether the work of any rank is complete; the same on every rank."""
+    if mesh.world.size == 1:
+        return reason, is_complete
+    stop, complete = largest_of_ranks((float(reason is not None), float(is_complete)), mesh).tolist()
+    return _first_reason(reason, mesh) if stop else None, bool(complete)
+
+
+def _first_reason(reason: str | None, mesh: Mesh) -> str | None:
+    """The reason of the first rank that has one, the same on every rank."""
     reasons = collectives.all_gather_objects(reason, mesh.world)
     return next((text for text in reasons if text is not None), None)
 
@@ -55,7 +72,8 @@ def _first(reason: str | None, mesh: Mesh) -> str | None:
 def make_stop_check(directory: RunDirectory) -> Callable[[], str | None]:
     """A function that returns this rank's reason to stop, or None.
 
-    On each machine one rank looks for a request in the run's folder; the others notice only signals.
+    On each machine one rank looks for a request in the run's folder; the other ranks notice only signals. A look at a
+    network disk by every rank in every step would load its server.
     """
     place = joined()
     folder = directory.path if place is None or place.local_rank == 0 else None
@@ -67,53 +85,60 @@ class Checkpoints:
     """Saves by steps, by minutes, at the end, and before a stop; reports how each save ended.
 
     Attributes:
-        mesh: its world exchanges two numbers after each step.
-        asked_to_stop: returns this rank's reason to stop, or None; all ranks obey the reason of one.
-        went_back: how the run last went back, for the manifests' `schedule`.
-        stream: the batches, if they are a stream: its state is saved too.
-        copies: in the memory of the nodes.
-        followed: the run's folder, on rank 0.
+        reason_to_stop: returns this rank's reason to stop, or None; all ranks obey a reason that any rank has.
+        went_back: record of how the run last went back, for the manifests' `schedule`.
+        stream: batches that are read as a stream, whose state is saved too; None where they are not.
+        copies: copies of the state in the memory of the nodes.
+        followed: folder of the run, on rank 0.
     """
 
     saver: Saver
     config: Config
     reporter: Reporter
     mesh: Mesh
-    asked_to_stop: Callable[[], str | None]
+    reason_to_stop: Callable[[], str | None]
     went_back: Mapping[str, Any]
     stream: StreamBatches | None = None
     copies: MemoryCopies | None = None
     followed: FollowedFolder | None = None
     _saved_at: float = field(default_factory=time.monotonic, init=False)
-    _told: Path | None = field(default=None, init=False)
+    _reported_name: Path | None = field(default=None, init=False)
 
-    def ask(self) -> tuple[float, float]:
-        """Whether this rank is asked to stop, and whether a checkpoint is due by the time: 1 or 0 each."""
+    def flags(self) -> SaveFlags:
+        """This rank's flags after the present step. On rank 0 this also follows the run's folder."""
         is_displaced = self._is_displaced()
         minutes = self.config.checkpoint.every_minutes
-        old = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        return float(is_displaced or self.asked_to_stop() is not None), float(old and self.mesh.world.rank == 0)
+        is_due = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        return SaveFlags(
+            stop=float(is_displaced or self.reason_to_stop() is not None),
+            save=float(is_due and self.mesh.world.rank == 0),
+        )
 
-    def after_step(self, progress: Progress, last: bool, asked: Sequence[float] | None = None) -> str | None:
+    def after_step(self, progress: Progress, is_last: bool, agreed_flags: Sequence[float] | None = None) -> str | None:
         """Save if a checkpoint is due; returns who asked the run to stop, the same on every rank.
 
         Args:
-            asked: the largest numbers of all ranks that `ask` gave during the step; None asks now.
+            agreed_flags: largest of all ranks' `flags` during the step; None exchanges them now.
 
         Raises:
             RunError: on every rank, something else has the name of the run's folder; a checkpoint is saved there.
         """
         self._report()
-        every = self.config.checkpoint.every
-        stop, old = largest_of_ranks(self.ask(), self.mesh).tolist() if asked is None else asked
-        stopped_by = _first(self.asked_to_stop(), self.mesh) if stop else None
+        if agreed_flags is None:
+            agreed_flags = largest_of_ranks(self.flags(), self.mesh).tolist()
+        stop, save = agreed_flags
+        # None in spite of the flag: no rank has a reason of its own, and the folder was displaced.
+        stopped_by = _first_reason(self.reason_to_stop(), self.mesh) if stop else None
         if stop:
             self._end_if_displaced(progress)
-        if stopped_by is not None or old or last or (every and progress.step % every == 0):
+        every = self.config.checkpoint.every
+        if stopped_by is not None or save or is_last or (every and progress.step % every == 0):
             self.saver.save(progress.step, self._described(progress))
             self._saved_at = time.monotonic()
-        between = steps_between(self.config)
-        if self.copies is not None and between and progress.step % between == 0 and not (last or stopped_by):
+        copy_every = steps_between(self.config)
+        is_copied = copy_every and progress.step % copy_every == 0
+        # The disk has the state of a last step: a copy of it would never be read.
+        if self.copies is not None and is_copied and not (is_last or stopped_by):
             self.copies.copy(progress.step, self._described(progress))
         return stopped_by
 
@@ -126,15 +151,15 @@ class Checkpoints:
         if self.followed is None:
             return
         self.followed.follow()
-        if self.followed.renamed_to != self._told:
-            self._told = self.followed.renamed_to
+        if self.followed.renamed_to != self._reported_name:
+            self._reported_name = self.followed.renamed_to
             self.reporter.warning(
-                f"the run's folder was renamed to {self._told}: the run goes on there, and a link of the old name "
-                "leads to it, which can be removed once the run has ended"
+                f"the run's folder was renamed to {self._reported_name}: the run goes on there, and a link of the old "
+                "name leads to it, which can be removed once the run has ended"
             )
 
     def _is_displaced(self) -> bool:
-        """Follow the run's folder; whether something else has its name."""
+        """Follow the run's folder; return whether something else has its name."""
         try:
             self.follow()
         except RunError:
@@ -147,17 +172,17 @@ class Checkpoints:
         taken = collectives.broadcast_object(None if self.followed is None else self.followed.taken, self.mesh.world)
         if taken is None:
             return
-        place, text = taken
+        folder, text = taken
         self.saver.wait()
         if self.config.checkpoint.path is None:
-            self.saver.root = Root.of(RunDirectory(place).checkpoints)
+            self.saver.root = Root.of(RunDirectory(folder).checkpoints)
         self.saver.save(progress.step, self._described(progress))
         raise RunError(text)
 
     def save_again(self, manifest: Manifest) -> None:
         """Save the checkpoint that was just restored once more: it replaces one that is damaged in part."""
-        kept = ("samples", "position", "tokens", "schedule", "rng")
-        self.saver.save(manifest.step, {name: getattr(manifest, name) for name in kept})
+        names = ("samples", "position", "tokens", "losses", "schedule", "rng")
+        self.saver.save(manifest.step, {name: getattr(manifest, name) for name in names})
 
     def finish(self) -> None:
         """Wait for the last save.
@@ -195,23 +220,24 @@ class Checkpoints:
             self.reporter.saved(saved, continues=continues)
 
     def _described(self, progress: Progress) -> dict[str, Any]:
+        """The fields of a manifest on the training's progress."""
         config = self.config
+        schedule = {
+            "name": config.optimizer.schedule,
+            "steps": config.train.steps,
+            "lr": learning_rate(config, max(progress.step, 1)),
+            **self.went_back,
+        }
+        # All random numbers are functions of these, the step and the sample. The only other state is where a stream is
+        # read.
+        rng: dict[str, Any] = {"seed": config.train.seed, "dropout_mode": config.train.dropout_mode}
+        if self.stream is not None:
+            rng[STREAM] = self.stream.state(progress.position)
         return {
             "samples": progress.samples,
             "position": progress.position,
             "tokens": progress.tokens,
             "losses": tuple(progress.losses),
-            "schedule": {
-                "name": config.optimizer.schedule,
-                "steps": config.train.steps,
-                "lr": learning_rate(config, max(progress.step, 1)),
-                **self.went_back,
-            },
-            # All random numbers are functions of these, the step and the sample. The only other state is where a
-            # stream is read.
-            "rng": {
-                "seed": config.train.seed,
-                "dropout_mode": config.train.dropout_mode,
-                **({} if self.stream is None else {STREAM: self.stream.state(progress.position)}),
-            },
+            "schedule": schedule,
+            "rng": rng,
         }

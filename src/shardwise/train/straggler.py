@@ -1,8 +1,9 @@
-"""Which rank is slow: whose own work takes longer than that of the ranks that do the same.
+"""Detection of a straggler: a rank whose own work takes longer than that of the ranks that do the same.
 
-The ranks of a pipeline stage do the same work. A rank that is alone in its stage is compared by its work over its own
-best. Ranks tell each other by a few numbers that travel with those of the next step, and of which the largest of all
-ranks counts: the longest and the shortest work of each stage, and a step later who it was.
+The ranks of a pipeline stage do the same work. A rank that is alone in its stage is compared with its own best time.
+The exchange costs no collective of its own: a few numbers of each rank travel with those of the next step
+(`Trainer.step`), reduced to their maximum over all ranks. First these are the longest and the shortest work of each
+stage; the rank that recognises its own work as the longest says so in the numbers of the step after.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from shardwise.distributed.mesh import Mesh
 
 WINDOW = 20
 """Steps whose median counts: a single slow step names nobody."""
-_NOBODY = -1e30
+_NO_TIME = -1e30
+"""In place of a negative time of a stage that has none yet: any time is greater."""
+_SAME = 1e-6
+"""Relative difference up to which two times are one: all numbers travel as float32, which has 7 digits."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class Straggler:
     """The slowest rank.
 
     Attributes:
-        relative: its own work over that of the best rank of its stage.
-        own: over its own best.
+        relative: work of this rank divided by that of the fastest rank of its stage.
+        own: work of this rank divided by its own best.
     """
 
     rank: int
@@ -34,15 +38,16 @@ class Straggler:
 
 
 class Stragglers:
-    """What one rank knows of its own work and of the slowest rank's."""
+    """One rank's knowledge of its own work and of the slowest rank."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        # Ranks without a peer in their stage compare their ratios to their own best, all together.
         self._is_alone = mesh.tp.size * mesh.dp.size == 1
-        self._places = 1 if self._is_alone else mesh.pp.size
+        self._stages = 1 if self._is_alone else mesh.pp.size
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._best: float | None = None
-        self._told = 0.0
+        self._reported = 0.0
         self._claim = (0.0, 0.0, 0.0)
 
     def add(self, work_seconds: float) -> None:
@@ -52,58 +57,72 @@ class Stragglers:
             self._best = min(self._best or float("inf"), median(self._recent))
 
     @property
-    def own(self) -> float | None:
-        """This rank's work over its own best; None before there is a window of steps."""
+    def slowdown(self) -> float | None:
+        """This rank's work divided by its own best; None before there is a window of steps."""
         return median(self._recent) / self._best if self._best else None
 
     def numbers(self) -> list[float]:
-        """What this rank tells, of which each is to be reduced to its maximum over all ranks; as many on all ranks."""
+        """Numbers of this rank, as many on all ranks; each is to be reduced to its maximum over all ranks.
+
+        They are the longest work of each stage, its shortest work as a negative number, so that the maximum finds it,
+        and this rank's claim to be the slowest: its number + 1, its `relative` and its `own` of `Straggler`.
+        """
         if self._mesh.world.size == 1:
             return []
-        longest, shortest = [0.0] * self._places, [_NOBODY] * self._places
-        self._told = 0.0
-        if self.own is not None:
-            self._told = self.own if self._is_alone else median(self._recent)
-            longest[self._place], shortest[self._place] = self._told, -self._told
-        claim, self._claim = self._claim, (0.0, 0.0, 0.0)
+        longest = [0.0] * self._stages
+        shortest = [_NO_TIME] * self._stages
+        self._reported = 0.0
+        if self.slowdown is not None:
+            self._reported = self.slowdown if self._is_alone else median(self._recent)
+            longest[self._stage] = self._reported
+            shortest[self._stage] = -self._reported
+        claim = self._claim
+        self._claim = (0.0, 0.0, 0.0)
         return [*longest, *shortest, *claim]
 
     def take(self, reduced: Sequence[float]) -> Straggler | None:
-        """The slowest rank by what all ranks told; None where there is too little to tell."""
+        """The slowest rank by the reduced numbers of all ranks; None where no rank has claimed to be it.
+
+        Sets this rank's claim for the next step.
+        """
         if not reduced:
             return None
-        longest, shortest = reduced[: self._places], reduced[self._places : 2 * self._places]
-        relative = [
-            most / -least if least > _NOBODY / 2 else 0.0 for most, least in zip(longest, shortest, strict=True)
-        ]
-        slowest = max(range(self._places), key=lambda place: relative[place])
-        # As float32, in which all numbers travelled.
-        if self._told and slowest == self._place and abs(self._told / longest[slowest] - 1) < 1e-6:
-            self._claim = (self._mesh.world.rank + 1.0, relative[slowest], self.own or 0.0)
-        rank, of_best, own = reduced[2 * self._places :]
-        return Straggler(round(rank) - 1, of_best, own) if rank else None
+        longest = reduced[: self._stages]
+        shortest = reduced[self._stages : 2 * self._stages]
+        relative = []
+        for most, negative_least in zip(longest, shortest, strict=True):
+            relative.append(most / -negative_least if negative_least > _NO_TIME / 2 else 0.0)
+        slowest = max(range(self._stages), key=lambda stage: relative[stage])
+        if slowest == self._stage and self._reported and abs(self._reported / longest[slowest] - 1) < _SAME:
+            self._claim = (self._mesh.world.rank + 1.0, relative[slowest], self.slowdown or 0.0)
+        rank_plus_1, claimed_relative, claimed_slowdown = reduced[2 * self._stages :]
+        if not rank_plus_1:
+            return None
+        return Straggler(round(rank_plus_1) - 1, claimed_relative, claimed_slowdown)
 
     @property
-    def _place(self) -> int:
+    def _stage(self) -> int:
         return 0 if self._is_alone else self._mesh.pp.rank
 
 
 class Occurrence:
-    """Something that is said once when it begins, and again only after it had ended.
+    """A state that the user is told once when it begins, and again only after it had ended.
 
     Args:
-        begins, ends: the score from which on it is there, and below which it is over.
+        begin_score: score from which on the state is present.
+        end_score: lower score, below which it is over: a score that swings between the two is told once.
     """
 
-    def __init__(self, begins: float, ends: float) -> None:
-        self._begins, self._ends = begins, ends
-        self._who: object = None
+    def __init__(self, begin_score: float, end_score: float) -> None:
+        self._begin_score = begin_score
+        self._end_score = end_score
+        self._present: object = None
 
-    def begins(self, score: float | None, who: object = True) -> bool:
-        """Whether it begins with this score. `who`: another one is another occurrence."""
-        if score is None or score < self._ends:
-            self._who = None
-        elif score >= self._begins and who != self._who:
-            self._who = who
+    def begins(self, score: float | None, subject: object = True) -> bool:
+        """Return whether the state begins with this score; for another subject it begins anew."""
+        if score is None or score < self._end_score:
+            self._present = None
+        elif score >= self._begin_score and subject != self._present:
+            self._present = subject
             return True
         return False

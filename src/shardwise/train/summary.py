@@ -1,8 +1,7 @@
-"""What a run is and costs by the formulas of `cost`, as rows of text: in a dry run and at a run's start.
+"""The summary of a run as rows of text, with its cost by the formulas of `planner`: in a dry run and at a run's start.
 
-Imports no torch, which a dry run does without.
-
-What a pipeline does before it starts: its schedule as a picture, and each pipeline rank's part of the model.
+The rows tell batch, layout, parameters, compute, memory, disk and communication; of a pipeline also its schedule as a
+picture, and each pipeline rank's part of the model. Imports no torch, which a dry run does without.
 """
 
 from __future__ import annotations
@@ -58,19 +57,25 @@ def dry_run(
 ) -> str:
     """The resolved configuration as YAML, and what follows from it as comments: the text can be saved as a recipe.
 
-    `inputs` are rows about data and tokenizer; `cluster` is one that is not here, of whose device this tells.
+    Args:
+        device: kind of this machine's devices.
+        accelerator: the ranks of the run have accelerators.
+        inputs: rows about data and tokenizer.
+        cluster: machines that need not be here, for which the time of a step is predicted; None for this machine.
     """
-    here = f"{device}, as this machine has: precision and memory are those of such ranks"
-    rows = [
-        *_work(config, layout, here if cluster is None else f"{cluster}, as --device names it", accelerator),
-        *([] if cluster is None else predicted_rows(config, layout, cluster)),
-        *_pipeline(config, layout, accelerator),
-        *_compute(config),
-        *_dropout(config, layout, accelerator),
-        *_needs(config, layout, accelerator),
-        *([] if accelerator or cluster is not None else _host_memory(config, layout)),
-        *inputs,
-    ]
+    shown_device = f"{device}, as this machine has: precision and memory are those of such ranks"
+    if cluster is not None:
+        shown_device = f"{cluster}, as --device names it"
+    rows = _work(config, layout, shown_device, accelerator)
+    if cluster is not None:
+        rows += predicted_rows(config, layout, cluster)
+    rows += _pipeline(config, layout, accelerator)
+    rows += _compute(config)
+    rows += _dropout(config, layout, accelerator)
+    rows += _needs(config, layout, accelerator)
+    if cluster is None and not accelerator:
+        rows += _host_memory(config, layout)
+    rows += inputs
     comments = "\n".join(f"# {name:<14} {value}" for name, value in rows)
     return f"# {recipe}, as resolved; nothing was started\n{dump_yaml(config.recorded())}\n{comments}"
 
@@ -78,23 +83,25 @@ def dry_run(
 def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Rows:
     train = config.train
     step_tokens = train.global_batch * train.sequence_length
-    parameters, known = parameter_count(config.model), _UNKNOWN
+    parameters = parameter_count(config.model)
+    shown_parameters = _UNKNOWN
     if parameters is not None:
         most = units.count(max(count or 0 for _, count in stages_of_ranks(config, layout)))
-        held = "held by each rank" if layout.pipeline == 1 else "held by a rank at most"
-        known = f"{units.count(parameters)} ({parameters:,}), {most} {held}"
+        share = "held by each rank" if layout.pipeline == 1 else "held by a rank at most"
+        shown_parameters = f"{units.count(parameters)} ({parameters:,}), {most} {share}"
     stop = f"; this run stops after {train.stop_after:,}" if train.stop_after is not None else ""
     precision = config.precision.resolved(accelerator)
     return [
         (
             "layout",
-            f"{layout.product()}, sequence parallelism (SP) {'on' if layout.sequence_parallel else 'off'}, ZeRO-{config.optimizer.zero}",
+            f"{layout.product()}, sequence parallelism (SP) {'on' if layout.sequence_parallel else 'off'}, "
+            f"ZeRO-{config.optimizer.zero}",
         ),
         ("device", device),
         ("batch", _batch(config, layout)),
         ("steps", f"{train.steps:,}{stop}"),
         ("tokens", f"{step_tokens:,} per step, {step_tokens * train.steps:,} in all"),
-        ("parameters", known),
+        ("parameters", shown_parameters),
         (
             "precision",
             f"parameters {precision.parameter}, gradients {precision.gradient}, reduction {precision.reduce}, "
@@ -105,28 +112,33 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
 
 
 def predicted_rows(config: Config, layout: Layout, cluster: Cluster) -> _Rows:
-    """The time of a step on a cluster, what it is spent on, and whether the memory is enough."""
+    """The time of a step on a cluster, its parts, and the memory that is left or lacks."""
     from shardwise.planner.search import RESERVED, predicted  # costly to import, for a cluster alone
 
     plan = predicted(config, layout, cluster)
     if plan is None:
         return [("time", _UNKNOWN)]
-    time, need, most = plan.time, plan.memory.total, cluster.device.memory
+    time = plan.time
     shares = sorted(time.rows(), key=lambda row: -row[1])
     parts = ", ".join(f"{part.replace('_', ' ')} {seconds / time.total:.0%}" for part, seconds in shares)
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     hours = f"{plan.seconds * cluster.world / 3600:,.0f} device-hours"
-    fits = f"{units.size(plan.headroom)} free" if plan.headroom >= 0 else f"does not fit: {units.size(need)} are needed"
+    fits = f"{units.size(plan.headroom)} free"
+    if plan.headroom < 0:
+        fits = f"does not fit: {units.size(plan.memory.total)} are needed"
     return [
         ("step", f"{units.duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
         ("  parts", parts),
         ("  all steps", f"{units.duration(plan.seconds)}, {hours}"),
-        ("  fits", f"{fits} of {units.size(most)} on each device, of which {RESERVED:.0%} are its own"),
+        (
+            "  fits",
+            f"{fits} of {units.size(cluster.device.memory)} on each device, of which {RESERVED:.0%} are its own",
+        ),
     ]
 
 
 def _advice(precision: Precision, accelerator: bool) -> str:
-    """Whether this processor would train faster in another precision."""
+    """Advice where this processor would train faster in another precision; empty where it would not."""
     unit = None if accelerator else bfloat16_unit()
     if unit and precision.parameter == "float32":
         return f"; this processor has {unit}: precision.mode=mixed is faster"
@@ -149,12 +161,14 @@ def _batch(config: Config, layout: Layout) -> str:
 
 def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
     """The stages of each pipeline rank, and the elements of their parameters with padding; None if not known."""
-    plan, multiple = stage_plan(config, layout), config.parallel.vocab_multiple
-    by_rank = ([stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline))
-    return [
-        (stages, local_parameter_count(config.model, layout.tensor, vocab_multiple=multiple, stages=stages))
-        for stages in by_rank
-    ]
+    plan = stage_plan(config, layout)
+    multiple = config.parallel.vocab_multiple
+    by_rank = []
+    for rank in range(layout.pipeline):
+        stages = [stage for stage in plan if stage.rank == rank]
+        count = local_parameter_count(config.model, layout.tensor, vocab_multiple=multiple, stages=stages)
+        by_rank.append((stages, count))
+    return by_rank
 
 
 def _pipeline(config: Config, layout: Layout, accelerator: bool) -> _Rows:
@@ -176,7 +190,8 @@ def _pipeline(config: Config, layout: Layout, accelerator: bool) -> _Rows:
 
 def _schedule(config: Config, layout: Layout) -> str:
     """The schedule and its bubble, by a formula or, where there is none, by a simulation of the schedule."""
-    parallel, micro_batches = config.parallel, layout.accumulation(config.train)
+    parallel = config.parallel
+    micro_batches = layout.accumulation(config.train)
     shown = f"{parallel.schedule}, {layout.stages} stages, {micro_batches} micro-batches: bubble"
     formula = bubble(parallel, micro_batches)
     if formula is None:
@@ -185,6 +200,7 @@ def _schedule(config: Config, layout: Layout) -> str:
             f"{shown} {simulated:.1%} by its order of work, where stages are equal and a forward pass takes as long as "
             "each half of a backward pass"
         )
+    # p ranks, m micro-batches, v stages on each rank: p - 1 slots are idle while the pipeline fills and drains.
     chunks = "v·m" if layout.virtual > 1 else "m"
     return f"{shown} {formula:.1%} where stages are equal, (p-1) / ({chunks}+p-1)"
 
@@ -206,47 +222,50 @@ def blocks_of(stage: Stage) -> str:
 
 def _optimizer(config: Config) -> str:
     tensors = canonical_tensor_count(config.model)
-    every_tensor = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
-    return config.optimizer.spec.summary.format(tensors=every_tensor)
+    counted_tensors = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
+    return config.optimizer.spec.summary.format(tensors=counted_tensors)
 
 
 def _compute(config: Config) -> _Rows:
     train = config.train
     predictions = config.data.predictions(train.sequence_length)
     token_flops = flops_per_token(config.model, train.sequence_length, predictions)
-    again = recomputed_flops_per_token(config.model, train.sequence_length, train.recompute)
-    if token_flops is None or again is None:
+    recomputed_flops = recomputed_flops_per_token(config.model, train.sequence_length, train.recompute)
+    if token_flops is None or recomputed_flops is None:
         return [("compute", _UNKNOWN)]
     tokens = train.global_batch * train.sequence_length * train.steps
     total = units.count(token_flops * tokens)
     rows = [("compute", f"{units.count(token_flops)} FLOPs per token, {total} FLOPs in all")]
     if train.recompute != "none":
-        what = "the attention core" if train.recompute == "selective" else "each block"
-        share = again / token_flops
-        rows.append(("recompute", f"{what}: {units.count(again)} FLOPs per token more ({share:+.1%})"))
+        part = "the attention core" if train.recompute == "selective" else "each block"
+        share = recomputed_flops / token_flops
+        rows.append(("recompute", f"{part}: {units.count(recomputed_flops)} FLOPs per token more ({share:+.1%})"))
     return rows
 
 
 def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """The price of dropout masks that do not depend on the layout; no rows where there are none."""
-    rank, same = _neediest(config, layout, accelerator)
+    rank, rank_name = _neediest(config, layout, accelerator)
     masks = invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
     if masks is None:
         return []
     fast = config.model_copy(update={"train": config.train.model_copy(update={"dropout_mode": "fast"})})
-    totals = [expected_memory(chosen, layout, accelerator) for chosen in (config, fast)]
-    more = totals[0].total - totals[1].total if totals[0] and totals[1] else 0
-    peak = f"{units.size(more)} above the peak of fast dropout" if more else "at the same peak as fast dropout"
-    held = f"{units.size(masks.bytes_held)} of attention probabilities and masks on {same}"
+    memory = expected_memory(config, layout, accelerator)
+    fast_memory = expected_memory(fast, layout, accelerator)
+    peak = "at the same peak as fast dropout"
+    # Masks may be live at another time than the peak of the step.
+    if memory and fast_memory and memory.total != fast_memory.total:
+        peak = f"{units.size(memory.total - fast_memory.total)} above the peak of fast dropout"
+    masks_text = f"{units.size(masks.bytes_held)} of attention probabilities and masks on {rank_name}"
     unfused = "; attention step by step, by no fused kernel" if masks.attends_step_by_step else ""
     return [
-        ("dropout", f"layout-invariant: {held}, {peak}"),
-        ("  time", f"{units.count(masks.elements_hashed)} elements of masks hashed by {same} per step{unfused}"),
+        ("dropout", f"layout-invariant: {masks_text}, {peak}"),
+        ("  time", f"{units.count(masks.elements_hashed)} elements of masks hashed by {rank_name} per step{unfused}"),
     ]
 
 
 def _neediest(config: Config, layout: Layout, accelerator: bool) -> tuple[int, str]:
-    """The pipeline rank that needs most memory, and how a row names it."""
+    """The pipeline rank that needs most memory, and its name in a row."""
     rank = neediest_rank(config, layout, accelerator)
     return rank, f"pipeline rank {rank}" if layout.pipeline > 1 else "each rank"
 
@@ -258,16 +277,16 @@ def _memory(total: int, layout: Layout, rank: str) -> str:
 
 def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """Memory, disk and communication; in a pipeline those of the pipeline rank that needs most memory."""
-    rank, same = _neediest(config, layout, accelerator)
+    rank, rank_name = _neediest(config, layout, accelerator)
     memory = expected_memory(config, layout, accelerator, pipeline_rank=rank)
     wire = wire_bytes(step_transfers(config, layout, accelerator, pipeline_rank=rank))
     checkpoint = checkpoint_bytes(config, accelerator)
     if memory is None or wire is None or checkpoint is None:
         return [(name, _UNKNOWN) for name in ("memory", "disk", "communication")]
-    rows = [("memory", _memory(memory.total, layout, same))]
+    rows = [("memory", _memory(memory.total, layout, rank_name))]
     rows += [(f"  {kind}", units.size(size)) for kind, size in memory.rows()]
     rows.append(("disk", _disk(config, checkpoint)))
-    rows.append(("communication", f"{units.size(sum(wire.values()))} sent by {same} per step"))
+    rows.append(("communication", f"{units.size(sum(wire.values()))} sent by {rank_name} per step"))
     rows += [(f"  {axis}", f"{units.size(size)} {kind.replace('_', '-')}") for (axis, kind), size in wire.items()]
     return rows
 
@@ -275,7 +294,8 @@ def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
 def _host_memory(config: Config, layout: Layout) -> _Rows:
     """The memory of all ranks on this machine's CPU, and what the machine has available."""
     ranks = range(layout.world)
-    needed, available = memory_of_machine(config, layout, ranks), available_memory()
+    needed = memory_of_machine(config, layout, ranks)
+    available = available_memory()
     if needed is None or available is None:
         return []
     state, expected = needed
@@ -305,15 +325,22 @@ def _disk(config: Config, checkpoint: int) -> str:
 
 def _checkpoints_at_once(config: Config) -> int | None:
     """The most checkpoints on disk, or None if not known. A new one is complete before an old one is removed."""
-    steps, settings = config.train.steps, config.checkpoint
-    every, keep_every = settings.every or steps, settings.keep_every
+    steps = config.train.steps
+    settings = config.checkpoint
+    every = settings.every or steps
+    keep_every = settings.keep_every
+    # The last step is saved too, whatever its number. Saves by the clock are not known before.
     saved = steps // every + (steps % every > 0) if settings.every_minutes is None else None
     if settings.keep is None:
         return saved
     stay = 0
     if keep_every is not None:
-        ending = steps % keep_every == 0 and steps % every > 0
-        stay = steps // math.lcm(every, keep_every) + ending if saved is not None else steps // keep_every
+        if saved is None:
+            stay = steps // keep_every
+        else:
+            # Kept are saves whose step is a multiple of keep_every; the last step may be one without being due.
+            is_last_extra = steps % keep_every == 0 and steps % every > 0
+            stay = steps // math.lcm(every, keep_every) + is_last_extra
     most = settings.keep + stay + 1
     return most if saved is None else min(saved, most)
 
@@ -330,26 +357,27 @@ def start_rows(
     epochs: str,
     run_path: Path,
 ) -> _Rows:
-    """What a run prints at its start.
+    """The rows that a run prints at its start.
 
     Args:
-        parameters: their number in the whole model.
-        memory: expected bytes by kind on the rank that needs most; of a model of the user's own without activations.
-        steps: those done by earlier runs, and the last one of this run.
-        epochs: how often the training reads its data; empty if that is not told.
+        parameters: number of the whole model's parameters.
+        memory: expected bytes by kind on the rank that needs most; for a user's own model without activations.
+        steps: steps done by earlier runs, and the last step of this run.
+        epochs: text on how often the training reads its data; empty if that is not known.
     """
-    train, (before, end) = config.train, steps
+    train = config.train
+    steps_before, end = steps
     samples = train.steps * train.global_batch
     tokens = samples * train.sequence_length
-    begin = f", {before:,} of them done" if before else ""
+    begin = f", {steps_before:,} of them done" if steps_before else ""
     stop = "" if end == train.steps else f", this run stops at {end:,}"
     sequence = " + sequence" if layout.sequence_parallel else ""
     roles = {"gradient": precision.gradient, "reduce": precision.reduce, "optimizer": precision.optimizer}
-    others = "".join(f", {role} {dtype}" for role, dtype in roles.items() if dtype != precision.parameter)
+    other_dtypes = "".join(f", {role} {dtype}" for role, dtype in roles.items() if dtype != precision.parameter)
     accelerator = not device_name.startswith("cpu")
-    rank, same = _neediest(config, layout, accelerator)
+    rank, rank_name = _neediest(config, layout, accelerator)
     parts = ", ".join(f"{name} {units.size(size)}" for name, size in memory.items() if size)
-    known = f"{_memory(sum(memory.values()), layout, same)}: {parts}"
+    known = f"{_memory(sum(memory.values()), layout, rank_name)}: {parts}"
     if config.shapes is None:
         known = f"{parts} on each rank; activations are not known for a model of your own"
     rows = [
@@ -363,22 +391,23 @@ def start_rows(
         ),
         (
             "device",
-            f"{device_name}, {precision.parameter}{others}{_rounding(precision)}{_advice(precision, accelerator)}",
+            f"{device_name}, {precision.parameter}{other_dtypes}{_rounding(precision)}"
+            f"{_advice(precision, accelerator)}",
         ),
         ("memory", known),
     ]
     masks = invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
     if masks is not None:
         price = (
-            f"layout-invariant: {units.size(masks.bytes_held)} of probabilities and masks on {same}, "
-            f"{units.count(masks.elements_hashed)} elements hashed by {same} per step"
+            f"layout-invariant: {units.size(masks.bytes_held)} of probabilities and masks on {rank_name}, "
+            f"{units.count(masks.elements_hashed)} elements hashed by {rank_name} per step"
         )
         rows.append(("dropout", price))
     return [*rows, ("MFU", _utilization(config, device_name, precision)), ("run", str(run_path))]
 
 
 def _utilization(config: Config, device_name: str, precision: Precision) -> str:
-    """What MFU will be: model FLOPs over the peak; published figures differ by how they count attention."""
+    """The definition of MFU: model FLOPs over the peak; published figures differ in their count of attention."""
     length = config.train.sequence_length
     flops = flops_per_token(config.model, length, config.data.predictions(length))
     if flops is None:
@@ -390,6 +419,7 @@ def _utilization(config: Config, device_name: str, precision: Precision) -> str:
 
 
 _PLAIN_WIDTH = 120
+"""Characters of a line of the picture where there is no terminal."""
 
 
 def schedule_picture(config: Config, layout: Layout, width: int) -> list[Text]:
@@ -399,17 +429,13 @@ def schedule_picture(config: Config, layout: Layout, width: int) -> list[Text]:
 
 def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str, str, str, str]]:
     """For each pipeline rank: its name, its global ranks, its blocks by stage, its parameters, its activations."""
-    memory, stages_of = memory_by_rank(config, layout, accelerator) or [], stages_of_ranks(config, layout)
-    rows = [
-        (
-            f"pp {rank}",
-            layout.ranks_of(rank),
-            "blocks " + " and ".join(map(blocks_of, stages)),
-            f"{units.count(parameters or 0)} parameters",
-            f"{units.size(estimate.activations)} activations",
-        )
-        for rank, (estimate, (stages, parameters)) in enumerate(zip(memory, stages_of, strict=True))
-    ]
+    memory = memory_by_rank(config, layout, accelerator) or []
+    rows = []
+    for rank, (estimate, (stages, parameters)) in enumerate(zip(memory, stages_of_ranks(config, layout), strict=True)):
+        blocks = "blocks " + " and ".join(map(blocks_of, stages))
+        shown_parameters = f"{units.count(parameters or 0)} parameters"
+        activations = f"{units.size(estimate.activations)} activations"
+        rows.append((f"pp {rank}", layout.ranks_of(rank), blocks, shown_parameters, activations))
     return shortened(rows, MOST_ROWS, lambda count: (ranks_left_out(count), "", "", "", ""))
 
 

@@ -16,33 +16,35 @@ from shardwise.runs.folder import RunDirectory
 
 
 def traced_steps(config: Config, before: int, done: int) -> range:
-    """The steps of `log.profile` among those that a run does: after `before`, up to `done`."""
+    """The steps of `log.profile` that a run does: after step `before`, up to step `done`."""
     steps = config.log.profile_steps or range(0)
     return range(max(steps.start, before + 1), min(steps.stop, done + 1))
 
 
 def trace_text(config: Config, before: int, done: int, world: int, run: RunDirectory) -> str | None:
-    """Where the trace of a run is, for the user; None where no step was traced."""
+    """A line for the user with the path of the trace; None where no step was traced."""
     steps = traced_steps(config, before, done)
     if not steps:
         return None
-    first, *others = sorted(set(config.log.profile_ranks or range(world)))
+    ranks = sorted(set(config.log.profile_ranks or range(world)))
     named = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
-    rest = f" and so on for each of {len(others) + 1:,} ranks" if others else ""
-    return f"trace of {named}: {run.trace(first)}{rest}; ui.perfetto.dev shows it"
+    suffix = f" and so on for each of {len(ranks):,} ranks" if len(ranks) > 1 else ""
+    return f"trace of {named}: {run.trace(ranks[0])}{suffix}; ui.perfetto.dev shows it"
 
 
 class Trace:
     """Records the steps of `log.profile` with torch's profiler.
 
     Args:
-        steps: those to record; None: none.
-        path: of the file.
-        pipelined: whether the model is cut into stages, whose messages are then named.
+        steps: steps to record; None records no step.
+        path: path of the trace file.
+        pipelined: the model is cut into stages, whose messages are then named.
     """
 
     def __init__(self, steps: range | None, path: Path, *, pipelined: bool) -> None:
-        self._steps, self._path, self._pipelined = steps or range(0), path, pipelined
+        self._steps = steps or range(0)
+        self._path = path
+        self._pipelined = pipelined
         self._recording = ExitStack()
         self._has_begun = False
 
@@ -65,10 +67,12 @@ class Trace:
 
     def _begin(self) -> None:
         self._has_begun = True
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each start and stop prints a line on standard error
+        # At a lower level each start and stop prints a line on standard error.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler = profile(acc_events=True)  # of all devices; torch 2.11 warns of several cycles otherwise
-        self._recording.callback(lambda: profiler.export_chrome_trace(str(self._path)))  # once the profiler has stopped
+        profiler = profile(acc_events=True)  # torch 2.11 warns of several cycles otherwise
+        # The stack runs this last: the trace can be written only once the profiler has stopped.
+        self._recording.callback(lambda: profiler.export_chrome_trace(str(self._path)))
         self._recording.enter_context(profiler)
         if self._pipelined:
             self._recording.enter_context(named_messages(message_name))

@@ -13,7 +13,7 @@ from shardwise.cli import main
 from shardwise.cli.compile import _threads
 from shardwise.config import Layout, load_config
 from shardwise.train.compile import ahead_of_time, worker
-from shardwise.train.compile.ahead_of_time import Job
+from shardwise.train.compile.ahead_of_time import GraphJob
 from shardwise.train.compile.graph_cache import Facts, GraphCache
 from shardwise.train.compile.units import BLOCK
 
@@ -97,9 +97,11 @@ def test_graphs_of_a_device_that_is_not_here_are_captured(
 ) -> None:
     """With a torch that is built for it, as on the login node of a cluster."""
 
-    def fail(plan: ahead_of_time.Plan, facts: Sequence[Facts], *_: object) -> Iterator[ahead_of_time.Outcome]:
+    def fail(
+        plan: ahead_of_time.CompilationPlan, facts: Sequence[Facts], *_: object
+    ) -> Iterator[ahead_of_time.GraphOutcome]:
         assert plan.only_capture
-        yield from (ahead_of_time.Outcome(one, 1.0, problem="it failed") for one in facts)
+        yield from (ahead_of_time.GraphOutcome(one, 1.0, problem="it failed") for one in facts)
 
     monkeypatch.setattr("shardwise.distributed.devices.require_build_for", lambda _: None)
     monkeypatch.setattr(ahead_of_time, "compile_graphs", fail)
@@ -143,7 +145,7 @@ class Idle(nn.Module):
 def test_a_block_that_nothing_calls_is_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = {"family": f"{__name__}:Idle", "vocab_size": 300}
     values = load_config("llama2-tiny", ["compile.enabled=true"]).model_dump(mode="json") | {"model": model}
-    job = Job(values, BLOCK, True, 0, 1, "cpu", str(tmp_path), True)
+    job = GraphJob(values, BLOCK, True, 0, 1, "cpu", str(tmp_path), True)
     monkeypatch.setattr("sys.stdin", io.StringIO(job.dump()))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(worker, "die_with_parent", lambda: None)

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.config import check_layout, load_config
 from shardwise.train.compile.graph_cache import Facts
-from shardwise.train.compile.graph_facts import _own_sources, graph_facts
+from shardwise.train.compile.graph_facts import _user_sources, graph_facts
 from shardwise.train.compile.units import BLOCK
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_the_package_of_an_own_model_counts(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "owned/model.py").write_text("from owned.parts import WIDTH\n\n\nclass Model:\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     model = importlib.import_module("owned.model").Model
-    assert {path.name for path in _own_sources(model)} == {"__init__.py", "parts.py", "model.py"}
+    assert {path.name for path in _user_sources(model)} == {"__init__.py", "parts.py", "model.py"}
     for name in ("owned", "owned.parts", "owned.model"):
         del sys.modules[name]
 

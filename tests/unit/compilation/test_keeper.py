@@ -11,8 +11,8 @@ import pytest
 from shardwise.config import check_layout, load_config
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.compile.graph_cache import GraphCache
-from shardwise.train.compile.run_graphs import Keeper
-from shardwise.train.compile.units import BLOCK, HEAD, Compilation, Graph
+from shardwise.train.compile.run_graphs import RunGraphs
+from shardwise.train.compile.units import BLOCK, HEAD, CapturedGraph, Compilation
 
 OTHER = (
     "model.hidden_size=32",
@@ -31,10 +31,10 @@ def run(cache: Path, *keys: str) -> tuple[list[str], str | None]:
     """What a run that compiles two graphs is told at its start, and why they are not kept."""
     named = ["compile.enabled=true", "compile.backend=aot_eager", f"compile.cache_dir={cache}", *keys]
     config, compilation, said = load_config("llama2-tiny", named), Compilation(), list[str]()
-    with Keeper(config, check_layout(config, 1), Mesh(device="cpu"), compilation, said.append) as keeper:
+    with RunGraphs(config, check_layout(config, 1), Mesh(device="cpu"), compilation, said.append) as keeper:
         (Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "code").write_bytes(bytes(range(256)) * 20)
-        compilation.graphs += [Graph(unit, training=True, is_hit=False, seconds=1.0) for unit in (BLOCK, HEAD)]
-        return said, keeper.settle().problem
+        compilation.graphs += [CapturedGraph(unit, training=True, is_hit=False, seconds=1.0) for unit in (BLOCK, HEAD)]
+        return said, keeper.keep_new().problem
 
 
 def test_graphs_of_other_models_are_not_listed_key_by_key(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from shardwise.config.resume_rules import resume_problems
 from shardwise.data.opening import prepare
 from shardwise.launch import stop_requests
 from shardwise.runs.run import Run
-from shardwise.train.hooks import Told, check_hooks, own_optimizer
+from shardwise.train.hooks import MetricsWithCallbacks, check_hooks, user_optimizer
 from tests import own_hooks
 from tests.dist.training import MODEL, make_config
 from tests.e2e.command import MINIATURE, within
@@ -149,7 +149,7 @@ def test_a_callback_stops_by_true_alone(
     monkeypatch.setattr(stop_requests, "request", lambda run, by: asked.append(by))
     with (
         given({"a:b": lambda event: value}),
-        Told(tmp_path / "m.jsonl", make_config(hooks={"callbacks": ["a:b"]})) as m,
+        MetricsWithCallbacks(tmp_path / "m.jsonl", make_config(hooks={"callbacks": ["a:b"]})) as m,
     ):
         m.write({"event": "start"})
     assert bool(asked) == stops
@@ -157,7 +157,7 @@ def test_a_callback_stops_by_true_alone(
 
 def test_the_optimizer_gets_what_its_constructor_names() -> None:
     hooks = {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"momentum": 0.5}}
-    found, options = own_optimizer(make_config(hooks=hooks))
+    found, options = user_optimizer(make_config(hooks=hooks))
     assert found is own_hooks.SignMomentum
     assert options == {"lr": 1e-3, "weight_decay": 0.01, "momentum": 0.5}  # neither betas nor eps
 
@@ -244,7 +244,7 @@ def test_a_reader_that_cannot_open_a_part_names_it(tmp_path: Path) -> None:
 
 def test_a_callback_that_cannot_be_made_names_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"hooks\.callbacks \({HERE}:Broken\) cannot be made: RuntimeError: no room"):
-        Told(tmp_path / "metrics.jsonl", make_config(hooks={"callbacks": [f"{HERE}:Broken"]}))
+        MetricsWithCallbacks(tmp_path / "metrics.jsonl", make_config(hooks={"callbacks": [f"{HERE}:Broken"]}))
     assert list(tmp_path.iterdir()) == [], "a run's folder with metrics is in use"
 
 

@@ -13,7 +13,7 @@ from shardwise.distributed import devices
 from shardwise.distributed.devices import is_out_of_memory
 from shardwise.planner.memory import expected_memory
 from shardwise.train.memory import out_of_memory_text, require_device
-from shardwise.train.trainer import Progress
+from shardwise.train.step_record import Progress
 
 
 def config(**changes: dict[str, Any]) -> Config:

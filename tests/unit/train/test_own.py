@@ -11,7 +11,7 @@ from shardwise.config import Layout, config_from
 from shardwise.config.optimizers import OPTIMIZERS
 from shardwise.train.build import count_parameters, state_memory
 from shardwise.train.memory import out_of_memory_text
-from shardwise.train.trainer import Progress
+from shardwise.train.step_record import Progress
 from tests.unit.parallel.groups import pretend_group
 
 

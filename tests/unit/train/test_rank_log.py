@@ -11,9 +11,9 @@ from shardwise.config import Layout, load_config
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.planner.memory import expected_memory
 from shardwise.runs.folder import RunDirectory
-from shardwise.train import report
-from shardwise.train.record import StepRecord
-from shardwise.train.report import Reporter
+from shardwise.train import reporter as report
+from shardwise.train.reporter import Reporter
+from shardwise.train.step_record import StepRecord
 
 CONFIG = load_config("llama2-tiny", [])
 STEPS = CONFIG.train.steps

@@ -20,9 +20,9 @@ from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.planner.memory import expected_memory, invariant_dropout, neediest_rank
 from shardwise.planner.rank_case import flops_per_token
 from shardwise.runs.folder import RunDirectory
-from shardwise.train import report
-from shardwise.train.record import StepRecord, Throughput
-from shardwise.train.report import Reporter
+from shardwise.train import reporter as report
+from shardwise.train.reporter import Reporter
+from shardwise.train.step_record import StepRecord, Throughput
 from shardwise.train.summary import dry_run
 
 MODEL_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

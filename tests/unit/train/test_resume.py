@@ -17,8 +17,8 @@ from shardwise.config import Config
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise.train import resume
-from shardwise.train.record import Progress, end_of_run
 from shardwise.train.resume import find_checkpoints, goes_back, went_back
+from shardwise.train.step_record import Progress, end_of_run
 from tests.dist.training import make_config, make_data
 from tests.stored import small_tensors, write_checkpoint
 
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_new_run_has_an_empty_place(tmp_path: Path) -> None:
     checkpoints = find_checkpoints(config(), RunDirectory(tmp_path / "none"), None)
-    assert (checkpoints.found, checkpoints.candidates) == ((), ())
+    assert (checkpoints.saved, checkpoints.candidates) == ((), ())
     assert not (tmp_path / "none").exists(), "the folder is made by the first save"
 
 
@@ -77,10 +77,10 @@ def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Pa
 def test_what_is_tried_and_in_which_order(folder: Path) -> None:
     checkpoints = find_checkpoints(config(), RunDirectory(folder.parent), STORED)
     assert [each.step for each in checkpoints.candidates] == [200, 100]
-    assert all(each.manifest is None for each in checkpoints.found), "manifests are large, and each rank reads the one"
+    assert all(each.manifest is None for each in checkpoints.saved), "manifests are large, and each rank reads the one"
     checkpoints = find_checkpoints(config(resume=100), RunDirectory(folder.parent), STORED)
     assert [each.step for each in checkpoints.candidates] == [100]
-    assert [each.step for each in checkpoints.found] == [200, 100]
+    assert [each.step for each in checkpoints.saved] == [200, 100]
     with pytest.raises(ConfigError, match=r"checkpoint.resume \(200\) must be the step of an intact checkpoint"):
         find_checkpoints(config(resume=200), RunDirectory(folder.parent), STORED)
 
@@ -244,7 +244,7 @@ def test_a_later_checkpoint_that_cannot_be_renamed_is_told(folder: Path, monkeyp
     def refuse(root: Root, target: Root) -> None:
         raise StoreError(f"{root} cannot be renamed: Read-only file system")
 
-    found = find_checkpoints(config(), RunDirectory(folder.parent), STORED).found
+    found = find_checkpoints(config(), RunDirectory(folder.parent), STORED).saved
     monkeypatch.setattr(Root, "rename", refuse)
     told = (
         "a checkpoint after step 100 could not be set aside: .*step-00000200 cannot be renamed: Read-only file system"

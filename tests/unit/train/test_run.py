@@ -16,8 +16,8 @@ from shardwise.config import Layout, load_config
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.record import Progress
 from shardwise.train.run import _changes, _explained, _report_weights, _with_one_batch, run
+from shardwise.train.step_record import Progress
 from tests.dist.training import make_config
 
 

@@ -14,9 +14,9 @@ from shardwise.base.errors import LostPeerError, RunError, see
 from shardwise.checkpoint.save import Saved, Saver
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory
-from shardwise.train.opening import FollowedFolder
-from shardwise.train.record import Progress
+from shardwise.train.followed_folder import FollowedFolder
 from shardwise.train.saving import Checkpoints
+from shardwise.train.step_record import Progress
 from tests.unit.train.test_report import config, reporter
 
 LOST = "rank 0 lost the connection to another rank"
@@ -70,7 +70,7 @@ def test_fault_23_a_run_goes_on_in_its_folder_when_that_is_renamed(tmp_path: Pat
             place.parent.mkdir(exist_ok=True)
             run.path.resolve().rename(place)
             for _ in range(2):
-                saving.ask()
+                saving.flags()
             told.append(f"the run's folder was renamed to {place}: the run goes on there, and a link of the old name")
             (run.path / place.name).write_text("")
         (tmp_path / "runs").rename(tmp_path / "old")
@@ -80,22 +80,22 @@ def test_fault_23_a_run_goes_on_in_its_folder_when_that_is_renamed(tmp_path: Pat
         said = " ".join(stream.getvalue().split())
         assert [said.count(text) for text in told] == [1, 1, 1]
         with mock.patch.object(FollowedFolder, "follow") as follow:
-            saving.after_step(Progress(step=7), last=False, asked=saving.ask())
+            saving.after_step(Progress(step=7), is_last=False, agreed_flags=saving.flags())
         assert follow.call_count == 1, "a step looks once for the folder"
         run.path.unlink()
         run.path.mkdir()
-        assert saving.ask()[0] == 1, "all ranks are asked to stop"
+        assert saving.flags()[0] == 1, "all ranks are asked to stop"
         with (
             mock.patch.object(Ended, "save", create=True) as save,
             pytest.raises(RunError, match=r"a link of the old name cannot be made \(File exists\): start again with"),
         ):
-            saving.after_step(Progress(step=7), last=False)
+            saving.after_step(Progress(step=7), is_last=False)
         assert save.call_args.args[0] == 7
         assert str(saving.saver.root) == str(tmp_path / "e" / "checkpoints")
         saving.followed = FollowedFolder(tmp_path / "e")
         shutil.rmtree(tmp_path / "e")
         with pytest.raises(RunError, match="was removed or moved to another disk while the run trained: start again"):
-            saving.ask()
+            saving.flags()
 
 
 def test_fault_23_a_folder_that_another_machine_renamed_is_found_beside(tmp_path: Path) -> None:

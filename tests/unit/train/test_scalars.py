@@ -16,9 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config
 from shardwise.runs.folder import RunDirectory
-from shardwise.train import trackers
+from shardwise.train import experiment_trackers
+from shardwise.train.experiment_trackers import ExperimentTrackers, require_trackers
 from shardwise.train.straggler import Straggler
-from shardwise.train.trackers import Scalars, require_trackers
 from tests.unit.train.test_report import config, record, reporter
 
 SECRET = "s3://me:hunter2@bucket/text"
@@ -26,10 +26,10 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from shardwise.runs.folder import RunDirectory
-from shardwise.train.trackers import Scalars
+from shardwise.train.experiment_trackers import ExperimentTrackers
 from tests.unit.train.test_scalars import tracked
 told = []
-curves = Scalars(tracked(), RunDirectory(Path(sys.argv[1])), "0123456789abcdef", 1, told.append)
+curves = ExperimentTrackers(tracked(), RunDirectory(Path(sys.argv[1])), "0123456789abcdef", 1, told.append)
 for step in (1, 2):
     curves.add(step, {"train": {"loss": 3.0 / step, "mfu": None}})
 curves.close()
@@ -71,10 +71,10 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypa
         def log(self, values: dict[str, float], step: int) -> None:
             raise OSError("https://me:hunter2@host is not reachable\nand more")
 
-    monkeypatch.setattr(trackers, "_begun", lambda *_: Failing())
+    monkeypatch.setattr(experiment_trackers, "_start_tracker", lambda *_: Failing())
     told: list[str] = []
     chosen: Any = config(tensorboard=False, trackers=["wandb"])
-    curves = Scalars(chosen, RunDirectory(tmp_path), None, 1, told.append)
+    curves = ExperimentTrackers(chosen, RunDirectory(tmp_path), None, 1, told.append)
     for step in (1, 2):
         curves.add(step, {"train": {"loss": 1.0}})
     curves.close()
@@ -84,7 +84,7 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypa
 
 
 def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(experiment_trackers.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"^log\.trackers \(trackio\) needs the package trackio: pip install 'shard"):
         require_trackers(config(trackers=["trackio"]))
     require_trackers(config())

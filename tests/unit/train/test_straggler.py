@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.train.record import SMOOTHED_STEPS, loss_spike
+from shardwise.train.step_record import SMOOTHED_STEPS, loss_spike
 from shardwise.train.straggler import WINDOW, Occurrence, Straggler, Stragglers
 
 
@@ -64,7 +64,7 @@ def test_a_rank_alone_in_its_stage_is_compared_with_its_own_best() -> None:
     rank = Stragglers(mesh)
     for seconds in [0.1] * WINDOW + [0.3] * WINDOW:
         rank.add(seconds)
-    assert rank.own == pytest.approx(3.0)
+    assert rank.slowdown == pytest.approx(3.0)
     longest, shortest, *_ = rank.numbers()
     assert (longest, shortest) == (pytest.approx(3.0), pytest.approx(-3.0))
     assert rank.take([3.0, -1.0, 0.0, 0.0, 0.0]) is None

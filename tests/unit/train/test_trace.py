@@ -11,7 +11,7 @@ from shardwise.config import check_layout, config_from
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.build import build_trainer
-from shardwise.train.report import Reporter
+from shardwise.train.reporter import Reporter
 from tests.dist.training import make_config, make_data
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.record import Progress
 from shardwise.train.saving import Checkpoints
+from shardwise.train.step_record import Progress
 from tests.dist.training import make_config
 
 

@@ -1,6 +1,6 @@
-"""Compiles all graphs of a training in processes of their own, several at once, into the cache.
+"""Compiles all graphs of a training ahead of it into the cache, each in a process of its own, several at once.
 
-What passes between `shardwise compile` and the processes that it starts: one graph each.
+`shardwise compile` starts `worker.py` once for each graph; a `GraphJob` passes between them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from shardwise.base import files
 from shardwise.base.hardware import cpu_count
 from shardwise.config import Config, Layout
-from shardwise.train.compile.graph_cache import Entry, Facts, GraphCache, not_written
+from shardwise.train.compile.graph_cache import CachedGraph, Facts, GraphCache, not_written
 from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
 from shardwise.train.compile.run_graphs import WorkFolder, compiled_files, remove_left_over
 from shardwise.train.compile.units import HEAD, check_backend
@@ -32,12 +32,13 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The graphs of a training, and how they are compiled.
+class CompilationPlan:
+    """The graphs of a training, and the settings of their compilation.
 
     Attributes:
-        facts: of each graph, as the training's ranks will find it.
-        threads: that each rank of the training computes with, which is a part of its code.
+        device: kind of the device.
+        threads: threads that each rank of the training computes with; the code of a graph depends on them.
+        facts: facts of each graph, as the training's ranks will find it.
         only_capture: trace the graphs and compile none.
     """
 
@@ -49,54 +50,60 @@ class Plan:
     only_capture: bool
 
     @staticmethod
-    def make(config: Config, layout: Layout, device: str, threads: int, *, only_capture: bool) -> Plan:
+    def make(config: Config, layout: Layout, device: str, threads: int, *, only_capture: bool) -> CompilationPlan:
         """The plan of a configuration.
 
         Raises:
             ConfigError: there is no C++ compiler, where one is needed, or torch has no such backend or option.
         """
         torch.set_num_threads(threads)
-        where = torch.device(device)
-        check_backend(config.compile, where)
-        facts = [graph_facts(config, layout, where, unit, training) for unit, training in planned_graphs(config)]
-        return Plan(config, layout, device, threads, facts, only_capture)
+        torch_device = torch.device(device)
+        check_backend(config.compile, torch_device)
+        facts = [graph_facts(config, layout, torch_device, unit, training) for unit, training in planned_graphs(config)]
+        return CompilationPlan(config, layout, device, threads, facts, only_capture)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of one graph.
+class GraphOutcome:
+    """The result for one graph.
 
     Attributes:
-        entry: in the cache; None where it was only captured, or failed.
-        problem: why it failed; None: it did not.
-        log: the output of one that failed.
+        seconds: time of the compilation.
+        entry: graph in the cache; None where it was only captured, or failed.
+        problem: reason of the failure; None without one.
+        log: file with the output of a compilation that failed.
     """
 
     facts: Facts
     seconds: float
-    entry: Entry | None = None
+    entry: CachedGraph | None = None
     problem: str | None = None
     log: Path | None = None
 
 
-def compile_graphs(plan: Plan, facts: Sequence[Facts], cache: GraphCache, workers: int) -> Iterator[Outcome]:
-    """Compile some graphs of a plan, `workers` at once; yields each as soon as it is done."""
+def compile_graphs(
+    plan: CompilationPlan, facts: Sequence[Facts], cache: GraphCache, workers: int
+) -> Iterator[GraphOutcome]:
+    """Compile graphs of a plan, `workers` at once; yields each as soon as it is done."""
     remove_left_over()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
     try:
-        for done in as_completed([pool.submit(_compile, plan, one, cache, workers) for one in facts]):
-            yield done.result()
+        futures = [pool.submit(_compile, plan, facts_of_graph, cache, workers) for facts_of_graph in facts]
+        for future in as_completed(futures):
+            yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outcome:
-    layout, start = plan.layout, time.perf_counter()
+def _compile(plan: CompilationPlan, facts: Facts, cache: GraphCache, workers: int) -> GraphOutcome:
+    layout = plan.layout
+    start = time.perf_counter()
     one_model = replace(layout, world=layout.ranks_of_one_model)
+    # Blocks are on each stage; the head is on the last one alone.
     stage = layout.pipeline - 1 if facts["unit"] == HEAD else 0
     folder = WorkFolder()
     try:
-        job = Job(
+        job = GraphJob(
             config=plan.config.model_dump(mode="json"),
             unit=facts["unit"],
             training=facts["training"],
@@ -106,12 +113,13 @@ def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outco
             folder=str(folder.path),
             only_capture=plan.only_capture,
         )
-        environment = {  # the user's own number of the compiler's threads takes precedence
+        # A number of the compiler's threads that the user has set takes precedence.
+        environment = {
             "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cpu_count() // workers)),
             **os.environ,
             "OMP_NUM_THREADS": str(plan.threads),
         }
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-m", "shardwise.train.compile.worker"],
             input=job.dump(),
             stdout=subprocess.PIPE,
@@ -121,28 +129,28 @@ def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outco
             check=False,
         )
         seconds = time.perf_counter() - start
-        if done.returncode:
-            lines = [line for line in done.stdout.strip().splitlines() if line.strip()]
-            said = " ".join(lines[-_SHOWN:]) if lines else "it said nothing"
-            if done.returncode < 0:
-                said = f"its process was killed by signal {-done.returncode}; {said}"
-            return Outcome(facts, seconds, problem=said, log=_log(facts, cache, done.stdout))
+        if process.returncode:
+            lines = [line for line in process.stdout.strip().splitlines() if line.strip()]
+            problem = " ".join(lines[-_SHOWN:]) if lines else "it said nothing"
+            if process.returncode < 0:
+                problem = f"its process was killed by signal {-process.returncode}; {problem}"
+            return GraphOutcome(facts, seconds, problem=problem, log=_log(facts, cache, process.stdout))
         if plan.only_capture:
-            return Outcome(facts, seconds)
+            return GraphOutcome(facts, seconds)
         compiled = compiled_files(folder.path)
         if not _can_be_shared(compiled, str(facts["compile.backend"])):
-            said = f"compile.backend ({facts['compile.backend']}) keeps nothing of it that another process can use"
-            return Outcome(facts, seconds, problem=said, log=_log(facts, cache, done.stdout))
+            problem = f"compile.backend ({facts['compile.backend']}) keeps nothing of it that another process can use"
+            return GraphOutcome(facts, seconds, problem=problem, log=_log(facts, cache, process.stdout))
         try:
-            return Outcome(facts, seconds, cache.store(facts, folder.path, compiled))
+            return GraphOutcome(facts, seconds, cache.store(facts, folder.path, compiled))
         except OSError as error:
-            return Outcome(facts, seconds, problem=not_written(cache.root, error))
+            return GraphOutcome(facts, seconds, problem=not_written(cache.root, error))
     finally:
         folder.remove()
 
 
 def _can_be_shared(compiled: Iterable[Path], backend: str) -> bool:
-    """Whether what a backend has written holds a whole graph: `inductor` may write kernels alone."""
+    """Return whether the files of a backend hold a whole graph: `inductor` may write kernels alone."""
     return any(backend != "inductor" or "aotautograd" in path.parts for path in compiled)
 
 
@@ -157,15 +165,17 @@ def _log(facts: Facts, cache: GraphCache, text: str) -> Path | None:
 
 
 @dataclass(frozen=True)
-class Job:
+class GraphJob:
     """One graph that is to be captured, and compiled unless `only_capture`.
 
     Attributes:
-        config: resolved.
-        unit, training: the graph.
-        rank, world: of the role that is played: a rank with that unit, in a job with one data-parallel rank.
-        device: its kind.
-        folder: where the compiler works.
+        config: resolved configuration.
+        unit: unit that the graph computes.
+        training: the graph has a backward pass.
+        rank: rank whose part is played: one that has the unit.
+        world: ranks of a job with one data-parallel rank.
+        device: kind of the device.
+        folder: folder that the compiler works in.
         only_capture: trace the graph from tensors without data.
     """
 
@@ -183,6 +193,6 @@ class Job:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def load(text: str) -> Job:
+    def load(text: str) -> GraphJob:
         """The job of a text."""
-        return Job(**json.loads(text))
+        return GraphJob(**json.loads(text))

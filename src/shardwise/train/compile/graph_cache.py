@@ -1,9 +1,9 @@
-"""The folder that keeps compiled graphs: for each one a file, with what decides its code and all that was compiled.
+"""The folder that keeps compiled graphs: for each graph a file with the facts that decide its code and its binaries.
 
 A file `KEY.zip` is written beside its place and renamed, so that it is whole or not there, whoever else reads, writes
-or dies; any number of jobs can share the folder, on a network disk too. KEY is a hash of the graph's facts. Whatever
-is damaged is removed, and compiled again. The files hold programs, so a folder or a file that anyone may write, or that
-another user may have put in the way, is refused. A folder is as trusted as its owner and, where a team shares it, its
+or dies; any number of jobs can share the folder, on a network disk too. KEY is a hash of the graph's facts. A damaged
+file is removed, and its graph compiled again. The files hold programs, so a folder or a file that anyone may write, or
+that another user may have put there, is refused. A folder is as trusted as its owner and, where a team shares it, its
 group; an export is as trusted as its writer.
 """
 
@@ -31,15 +31,15 @@ LOGS = "failed"
 _NAME = re.compile(r"[0-9a-f]{32}\.zip")
 _DAMAGED = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, NotImplementedError)
 _UNREADABLE = (OSError, *_DAMAGED)
-_OF_THE_MACHINE = ("code", "compiler", "processor", "python", "torch")
-"""Facts that change when what made a compilation fail is mended."""
+_MACHINE_FACTS = ("code", "compiler", "processor", "python", "torch")
+"""Facts that change when the cause of a failed compilation is mended."""
 
 Facts = Mapping[str, Any]
-"""What decides the code of a graph, in JSON's types."""
+"""Facts that decide the code of a graph, in JSON's types."""
 
 
 def name_of(unit: str, training: bool) -> str:
-    """A graph as the user reads it."""
+    """The name of a graph in messages."""
     return f"{unit} ({'training' if training else 'evaluation'})"
 
 
@@ -49,12 +49,12 @@ def key_of(facts: Facts) -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedGraph:
     """A graph in the folder.
 
     Attributes:
-        bytes: of its file.
-        used: when it was written or last unpacked, in seconds since 1970.
+        bytes: size of the file.
+        used: time at which it was written or last unpacked, in seconds since 1970.
     """
 
     path: Path
@@ -64,7 +64,7 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """The hash of its facts."""
+        """The hash of the facts."""
         return self.path.stem
 
 
@@ -74,33 +74,34 @@ class GraphCache:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def find(self, facts: Facts) -> Entry | None:
+    def find(self, facts: Facts) -> CachedGraph | None:
         """The graph with exactly these facts."""
         return self._entry(self.root / f"{key_of(facts)}.zip")
 
-    def entries(self) -> list[Entry]:
-        """All graphs, those that were used last first. Files that cannot be read are left out."""
-        names = sorted(path for path in self.root.glob("*.zip") if _NAME.fullmatch(path.name))
-        found = [entry for path in names if (entry := self._entry(path)) is not None]
-        return sorted(found, key=lambda entry: -entry.used)
+    def entries(self) -> list[CachedGraph]:
+        """All graphs, in the order of their last use, the latest first. Files that cannot be read are left out."""
+        paths = sorted(path for path in self.root.glob("*.zip") if _NAME.fullmatch(path.name))
+        entries = [entry for path in paths if (entry := self._entry(path)) is not None]
+        return sorted(entries, key=lambda entry: -entry.used)
 
-    def nearest(self, facts: Facts) -> tuple[Entry, list[str]] | None:
+    def nearest(self, facts: Facts) -> tuple[CachedGraph, list[str]] | None:
         """The graph of the same unit and mode whose facts differ in the fewest keys from these, and those keys."""
-        same = [entry for entry in self.entries() if all(entry.facts.get(k) == facts[k] for k in ("unit", "training"))]
-        compared = [
-            (entry, sorted(k for k in {*facts, *entry.facts} if facts.get(k) != entry.facts.get(k))) for entry in same
-        ]
+        compared = []
+        for entry in self.entries():
+            if all(entry.facts.get(key) == facts[key] for key in ("unit", "training")):
+                keys = {*facts, *entry.facts}
+                compared.append((entry, sorted(key for key in keys if facts.get(key) != entry.facts.get(key))))
         return min(compared, key=lambda pair: len(pair[1]), default=None)
 
-    def is_whole(self, entry: Entry) -> bool:
-        """Whether a graph's file can be read, and has all its bytes; a damaged one is removed."""
+    def is_whole(self, entry: CachedGraph) -> bool:
+        """Return whether a graph's file can be read and has all its bytes; a damaged file is removed."""
         archive = self._opened(entry)
         if archive is not None:
             archive.close()
         return archive is not None
 
-    def unpack(self, entry: Entry, folder: Path) -> bool:
-        """Put what was compiled into a folder; false where the file cannot be read; a damaged one is removed.
+    def unpack(self, entry: CachedGraph, folder: Path) -> bool:
+        """Unpack the binaries into a folder; False where the file cannot be read. A damaged file is removed.
 
         Raises:
             OSError: the folder cannot be written.
@@ -111,10 +112,10 @@ class GraphCache:
         with archive:
             archive.extractall(folder, [name for name in archive.namelist() if name != FACTS])
         with contextlib.suppress(OSError):
-            os.utime(entry.path)  # a folder that others wrote may be read only
+            os.utime(entry.path)  # may be refused in a folder that another user wrote
         return True
 
-    def _opened(self, entry: Entry) -> zipfile.ZipFile | None:
+    def _opened(self, entry: CachedGraph) -> zipfile.ZipFile | None:
         archive = None
         try:
             with _open(entry.path) as file:
@@ -122,7 +123,9 @@ class GraphCache:
             if archive.testzip() is None:
                 return archive
         except OSError:
-            return None  # of the disk, which may be a network's, or removed meanwhile: nothing is said of its content
+            # An error of the disk, which may be a network's, or the file was removed meanwhile: its content may be
+            # intact.
+            return None
         except _DAMAGED:
             pass
         if archive is not None:
@@ -135,7 +138,7 @@ class GraphCache:
         with contextlib.suppress(OSError):
             (self.root / f"{key_of(facts)}.zip").unlink()
 
-    def store(self, facts: Facts, folder: Path, compiled: Iterable[Path]) -> Entry:
+    def store(self, facts: Facts, folder: Path, compiled: Iterable[Path]) -> CachedGraph:
         """Keep files of a folder as the graph with these facts.
 
         Raises:
@@ -148,7 +151,7 @@ class GraphCache:
                 archive.write(path, path.relative_to(folder))
         return self._write(facts, packed.getvalue())
 
-    def _write(self, facts: Facts, content: bytes) -> Entry:
+    def _write(self, facts: Facts, content: bytes) -> CachedGraph:
         self._make()
         path = self.root / f"{key_of(facts)}.zip"
         files.write_atomic(path, content, mode=0o664)
@@ -158,17 +161,19 @@ class GraphCache:
             raise OSError(f"{path} was written and cannot be read")
         return entry
 
-    def prune(self, most_bytes: float, kept: Iterable[Facts] = ()) -> list[Entry]:
-        """Remove those that were used longest ago until the rest has at most so many bytes; returns the removed.
+    def prune(self, most_bytes: float, kept: Iterable[Facts] = ()) -> list[CachedGraph]:
+        """Remove the graphs that were used longest ago until at most so many bytes are left; returns the removed.
 
         Args:
-            kept: facts of graphs that stay, whatever they need.
+            kept: facts of graphs that stay, whatever their size.
         """
-        stay = {key_of(facts) for facts in kept}
-        size, removed = 0, []
-        for entry in sorted(self.entries(), key=lambda entry: entry.key not in stay):
+        kept_keys = {key_of(facts) for facts in kept}
+        size = 0
+        removed = []
+        # The kept ones are counted first; the sort leaves all others in the order of their last use.
+        for entry in sorted(self.entries(), key=lambda entry: entry.key not in kept_keys):
             size += entry.bytes
-            if size > most_bytes and entry.key not in stay:
+            if size > most_bytes and entry.key not in kept_keys:
                 with contextlib.suppress(OSError):
                     entry.path.unlink()
                     removed.append(entry)
@@ -178,7 +183,7 @@ class GraphCache:
         """Write a small file, and remove it.
 
         Raises:
-            OSError: that is not possible.
+            OSError: the folder cannot be written.
         """
         self._make()
         probe = self.root / f".{os.getpid()}.zip.probe.tmp"
@@ -207,41 +212,42 @@ class GraphCache:
             path.unlink(missing_ok=True)
         return len(names), size
 
-    # ---- failures, which are told and never kept as results
+    # ---- failures, which are shown and never kept as results
 
     def log_of(self, facts: Facts) -> Path:
-        """Where `shardwise compile` leaves the output of a compilation that failed.
+        """The path at which `shardwise compile` leaves the output of a compilation that failed.
 
         The name stays when the model's code, the compiler or torch changes, so that a graph that failed is known then.
         """
-        return self.root / LOGS / f"{key_of({k: v for k, v in facts.items() if k not in _OF_THE_MACHINE})}.log"
+        lasting_facts = {key: value for key, value in facts.items() if key not in _MACHINE_FACTS}
+        return self.root / LOGS / f"{key_of(lasting_facts)}.log"
 
     # ---- one file to ship
 
-    def export(self, target: Path) -> list[Entry]:
+    def export(self, target: Path) -> list[CachedGraph]:
         """Write all graphs into one file.
 
         Raises:
             OSError: it cannot be written.
         """
-        found = self.entries()
+        entries = self.entries()
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-                for entry in found:
+                for entry in entries:
                     with _open(entry.path) as file:
                         archive.writestr(entry.path.name, file.read())
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
-        return found
+        return entries
 
-    def take_in(self, source: Path) -> list[Entry]:
+    def take_in(self, source: Path) -> list[CachedGraph]:
         """Add the graphs of an exported file.
 
         Raises:
-            ConfigError: it is none, or is damaged; nothing is added then.
-            OSError: they cannot be written.
+            ConfigError: the file is no export, or is damaged; nothing is added then.
+            OSError: the graphs cannot be written.
         """
         wrong = f"{source} must be a file that `shardwise compile --export` wrote"
         try:
@@ -255,24 +261,26 @@ class GraphCache:
             raise ConfigError(f"{wrong}, and cannot be read as one ({error})") from None
         if not content:
             raise ConfigError(f"{wrong}, and holds no graph")
-        found = []
+        graphs = []
         for name, packed in content.items():
             try:
                 facts = _facts(io.BytesIO(packed))
             except _UNREADABLE as error:
                 raise ConfigError(f"{wrong}: {name} in it is no graph: {error}") from None
-            if name != (own := f"{key_of(facts)}.zip"):
-                raise ConfigError(f"{wrong}: {name} in it is no graph: its facts are of {own}")
-            found.append((facts, packed))
-        return [self._write(facts, packed) for facts, packed in found]
+            name_by_facts = f"{key_of(facts)}.zip"
+            if name != name_by_facts:
+                raise ConfigError(f"{wrong}: {name} in it is no graph: its facts are of {name_by_facts}")
+            graphs.append((facts, packed))
+        return [self._write(facts, packed) for facts, packed in graphs]
 
-    def _entry(self, path: Path) -> Entry | None:
+    def _entry(self, path: Path) -> CachedGraph | None:
         try:
             with _open(path) as file:
-                facts, status = _facts(file), os.fstat(file.fileno())
+                facts = _facts(file)
+                status = os.fstat(file.fileno())
         except _UNREADABLE:
             return None
-        return Entry(path, facts, status.st_size, status.st_mtime)
+        return CachedGraph(path, facts, status.st_size, status.st_mtime)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -289,8 +297,8 @@ def _facts(archive_file: BinaryIO) -> Facts:
 
 
 @contextlib.contextmanager
-def writing(root: Path) -> Iterator[None]:
-    """Turns a failure to write the folder into a ConfigError."""
+def write_errors_explained(root: Path) -> Iterator[None]:
+    """Turn a failure to write the folder into a ConfigError."""
     try:
         yield
     except OSError as error:

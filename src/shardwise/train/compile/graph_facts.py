@@ -1,4 +1,4 @@
-"""What decides the code of a graph: two runs whose graphs have the same facts share them."""
+"""The facts that decide the code of a graph: two runs whose graphs have the same facts share them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from shardwise.train.compile.units import BLOCK, HEAD, UNROTATED, backend_of
 
 _SOURCES = (
     "models/*.py",
-    "parallel/*.py",
+    "layers/*.py",
     "train/compile/units.py",
     "distributed/collectives.py",
     "distributed/random_bits.py",
     "distributed/torch_private.py",
 )
-"""Of this package: what a graph is captured from."""
+"""Files of this package that a graph is captured from."""
 _OUTSIDE_OF_GRAPHS = ("num_hidden_layers", "initializer_range", "ignore")
-"""Of a model: what no graph depends on."""
+"""Fields of a model that no graph depends on."""
 
 
 def planned_graphs(config: Config) -> list[tuple[str, bool]]:
-    """(unit, whether it is trained) of all graphs that a training captures, on whichever rank.
+    """Pairs (unit, is in training) of all graphs that a training captures, on any rank.
 
     Their number depends neither on the layers nor on the ranks.
     """
@@ -50,7 +50,7 @@ def planned_graphs(config: Config) -> list[tuple[str, bool]]:
 
 
 def unit_of_layer(model: FamilyConfig, layer: int) -> str:
-    """The unit that a block of a family's model is."""
+    """The name of the unit to which a block of a family's model belongs."""
     return BLOCK if not model.rotary_dim or model.rotates(layer) else UNROTATED
 
 
@@ -60,7 +60,10 @@ def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str,
     Raises:
         ConfigError: the machine has no C++ compiler, and the backend needs one.
     """
-    model, train, data, parallel = config.model, config.train, config.data, config.parallel
+    model = config.model
+    train = config.train
+    data = config.data
+    parallel = config.parallel
     facts: dict[str, Any] = {
         "unit": unit,
         "training": training,
@@ -85,7 +88,8 @@ def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str,
         facts["threads"] = torch.get_num_threads()
         facts["matmuls"] = "oneDNN" if devices.cpu_prefers_onednn() else "torch"
         if facts["compile.backend"] == "inductor":
-            facts["compiler"], facts["processor"] = _compiler(), _processor()
+            facts["compiler"] = _compiler()
+            facts["processor"] = _processor()
     if training:
         facts["train.recompute"] = train.recompute
         facts["train.dropout_mode"] = train.dropout_mode
@@ -109,8 +113,8 @@ def _compiler() -> str:
             "(Debian: g++), name another one by CXX, or set compile.enabled=false"
             f"{see('training#no-compiler')}"
         )
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    return said.partition("\n")[0]
+    output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    return output.partition("\n")[0]
 
 
 def _compiler_name() -> str:
@@ -123,10 +127,10 @@ def _compiler_path() -> str | None:
 
 @functools.cache
 def _processor() -> str:
-    """A hash of all that the compiler may use on this processor: the backend compiles for the processor it runs on."""
+    """A hash of all instructions that the compiler may use here: the backend compiles for the processor it runs on."""
     command = [_compiler_path() or "", "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return hashlib.sha256("".join(sorted(said.splitlines())).encode()).hexdigest()[:16]
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return hashlib.sha256("".join(sorted(output.splitlines())).encode()).hexdigest()[:16]
 
 
 def _code(config: Config) -> str:
@@ -134,12 +138,12 @@ def _code(config: Config) -> str:
     root = Path(shardwise.__file__).parent
     paths = {path for pattern in _SOURCES for path in root.glob(pattern)}
     if config.shapes is None:
-        paths |= _own_sources(check_own(config))
+        paths |= _user_sources(check_own(config))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()[:16]
 
 
-def _own_sources(model: type) -> set[Path]:
-    """The file of a model of the user's own, and those of imported modules in the folder of its outermost package."""
+def _user_sources(model: type) -> set[Path]:
+    """The file of a user's own model, and those of imported modules in the folder of its outermost package."""
     file = Path(inspect.getfile(model)).resolve()
     top = file.parents[model.__module__.count(".")]
     sources = {file}

@@ -1,10 +1,9 @@
 """A run's graphs between the shared cache and the folder on each machine that the compiler works in.
 
-The compiler has a folder of its own for each job and machine, where all ranks of the machine share what one of them
-compiles. Before the first step the graphs of the cache are unpacked there. What was compiled in spite of that is added
-to the cache after the first step, and after the first evaluation.
-
-The folders that compilers work in: among temporary files, each held by a process that keeps a lock on it.
+The compiler works in a folder of its own for each job and machine, a temporary one on which a process keeps a lock; all
+ranks of the machine share the graphs that one of them compiles. Before the first step the graphs of the cache are
+unpacked there. Graphs that were compiled in spite of that are added to the cache after the first step, and after the
+first evaluation.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from shardwise.distributed.agreement import agree, union
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of, not_written
 from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
-from shardwise.train.compile.units import Compilation, Graph
+from shardwise.train.compile.units import CapturedGraph, Compilation
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _SHOWN = 3
-"""Facts that differ from those of the nearest graph: so many are listed, or the graph is called another model's."""
+"""Most facts that are listed as different from the nearest graph; with more, the graph is called another model's."""
 _HASHED = {"code": "the code of shardwise or of the model", "processor": "what the processor can do"}
 
 
@@ -42,19 +41,19 @@ def cache_of(config: Config) -> GraphCache:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """What a run captured since it was asked last, on all ranks.
+class CapturedGraphs:
+    """The graphs that all ranks of a run have captured since the last question.
 
     Attributes:
-        graphs: of all ranks; each rank captures its own.
-        problem: why what was compiled could not be kept; None: it was, or there was nothing.
+        graphs: graphs of all ranks; each rank captures its own.
+        problem: reason why compiled graphs could not be kept; None if they were, or if there were none.
     """
 
-    graphs: list[Graph]
+    graphs: list[CapturedGraph]
     problem: str | None
 
 
-class Keeper:
+class RunGraphs:
     """The graphs of one run, on one rank, until the end of a `with` statement. All methods are collective.
 
     Args:
@@ -68,10 +67,13 @@ class Keeper:
     def __init__(
         self, config: Config, layout: Layout, mesh: Mesh, compilation: Compilation, announce: Callable[[str], None]
     ) -> None:
-        self._config, self._mesh, self._compilation = config, mesh, compilation
+        self._config = config
+        self._mesh = mesh
+        self._compilation = compilation
         self._cache = cache_of(config)
         self._reported = 0
-        problems, self._facts = list[str](), dict[tuple[str, bool], Facts]()
+        self._facts: dict[tuple[str, bool], Facts] = {}
+        problems: list[str] = []
         try:
             for unit, training in planned_graphs(config):
                 self._facts[unit, training] = graph_facts(config, layout, mesh.device, unit, training)
@@ -79,9 +81,11 @@ class Keeper:
             problems = error.problems
         agree(problems, mesh.world)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self._machine = mesh.world.rank - local_rank  # its first rank: the ranks of a machine are neighbours
+        # A machine is named by its first rank: the ranks of a machine have consecutive numbers.
+        self._machine = mesh.world.rank - local_rank
         self._folder: WorkFolder | None = None
-        missing, problems = list[str](), list[str]()
+        missing: list[str] = []
+        problems = []
         try:
             if local_rank == 0:
                 try:
@@ -95,29 +99,30 @@ class Keeper:
                         f"{reason_of(error)}; set TMPDIR to a folder with room"
                         f"{see('training#folder-for-temporary-files')}"
                     )
-            agree(problems + missing * config.compile.require_cached, mesh.world)
-            made = None if self._folder is None else self._folder.path
-            everywhere = collectives.all_gather_objects((made, missing), mesh.world)
+            if config.compile.require_cached:
+                problems += missing
+            agree(problems, mesh.world)
+            path = None if self._folder is None else self._folder.path
+            of_ranks = collectives.all_gather_objects((path, missing), mesh.world)
         except BaseException:
             self._remove()
             raise
-        for line in dict.fromkeys(line for _, lines in everywhere for line in lines):
+        for line in dict.fromkeys(line for _, lines in of_ranks for line in lines):
             announce(line)
-        work = everywhere[self._machine][0]
-        assert work is not None, "the first rank of each machine has made it"
-        self._work: Path = work
+        work_path = of_ranks[self._machine][0]
+        assert work_path is not None, "the first rank of each machine has made it"
+        self._work_path: Path = work_path
         self._former = os.environ.get(_VARIABLE)
-        os.environ[_VARIABLE] = str(self._work)
-        self._before = compiled_files(self._work)
+        os.environ[_VARIABLE] = str(self._work_path)
+        self._known_files = compiled_files(self._work_path)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None:
-            collectives.barrier(
-                self._mesh.world
-            )  # another rank may still compile; after an error none waits for the others
+            # Another rank may still compile in the folder. After an error no rank waits for the others.
+            collectives.barrier(self._mesh.world)
         if self._former is None:
             del os.environ[_VARIABLE]
         else:
@@ -142,21 +147,19 @@ class Keeper:
             raise
         return folder
 
-    def settle(self) -> Settled:
-        """What was captured since the last call; what was not in the cache is added to it.
+    def keep_new(self) -> CapturedGraphs:
+        """Add graphs that were compiled since the last call to the cache; returns all that were captured.
 
         Raises:
             ConfigError: with `compile.require_cached`, on every rank: a graph was compiled.
         """
         graphs = self._compilation.graphs[self._reported :]
         self._reported += len(graphs)
-        everywhere = collectives.all_gather_objects((self._machine, graphs), self._mesh.world)
-        compiled = {
-            (machine, (graph.unit, graph.training))
-            for machine, those in everywhere
-            for graph in those
-            if not graph.is_hit
-        }
+        captured: list[CapturedGraph] = []
+        compiled: set[tuple[int, tuple[str, bool]]] = set()
+        for machine, graphs_of_rank in collectives.all_gather_objects((self._machine, graphs), self._mesh.world):
+            captured += graphs_of_rank
+            compiled |= {(machine, (graph.unit, graph.training)) for graph in graphs_of_rank if not graph.is_hit}
         problem = None
         if compiled and self._config.compile.require_cached:
             keys = {key for _, key in compiled}
@@ -170,23 +173,24 @@ class Keeper:
                 f"{see('training#cached-code-does-not-fit')}"
             )
         if self._folder is not None:
-            problem = self._keep({key for machine, key in compiled if machine == self._machine})
+            problem = self._store({key for machine, key in compiled if machine == self._machine})
         problems = union([] if problem is None else [problem], self._mesh.world)
-        return Settled([graph for _, those in everywhere for graph in those], problems[0] if problems else None)
+        return CapturedGraphs(captured, problems[0] if problems else None)
 
-    def _keep(self, compiled: set[tuple[str, bool]]) -> str | None:
-        """Add graphs that ranks of this machine have compiled to the cache; why it could not be, if so.
+    def _store(self, compiled: set[tuple[str, bool]]) -> str | None:
+        """Add graphs that ranks of this machine have compiled to the cache; returns the reason if that failed.
 
-        Each gets all files that were compiled since the last call: the compiler does not say which are whose.
+        Each gets all files that were compiled since the last call: the compiler does not say which file is whose.
         """
         keys = compiled & self._facts.keys()
         if not keys:
             return None
-        files = compiled_files(self._work)
-        new, self._before = sorted(files - self._before), files
+        files = compiled_files(self._work_path)
+        new_files = sorted(files - self._known_files)
+        self._known_files = files
         try:
             for key in keys:
-                self._cache.store(self._facts[key], self._work, new)
+                self._cache.store(self._facts[key], self._work_path, new_files)
             self._cache.prune(self._config.compile.cache_gib * 2**30, kept=self._facts.values())
         except OSError as error:
             return f"compiled graphs are not kept: {not_written(self._cache.root, error)}"
@@ -194,32 +198,33 @@ class Keeper:
 
 
 def _missing(cache: GraphCache, facts: Facts, *, is_damaged: bool) -> str:
-    """Why a graph has to be compiled, with the facts in which the nearest one of the cache differs."""
+    """The line on a graph that has to be compiled, with facts in which the nearest one of the cache differs."""
     name = name_of(facts["unit"], facts["training"])
-    again = "`shardwise compile` puts it there"
+    remedy = "`shardwise compile` puts it there"
     if is_damaged:
-        return f"compile: the file of {name} in {cache.root} cannot be read or is damaged; {again}"
+        return f"compile: the file of {name} in {cache.root} cannot be read or is damaged; {remedy}"
     nearest = cache.nearest(facts)
     if nearest is None:
-        return f"compile: {name} is not in {cache.root}; {again}"
+        return f"compile: {name} is not in {cache.root}; {remedy}"
     entry, keys = nearest
     if any(key.startswith("model.") for key in keys[:_SHOWN]) and len(keys) > _SHOWN:
-        return f"compile: {name} is not in {cache.root}, which has graphs of other models; {again}"
+        return f"compile: {name} is not in {cache.root}, which has graphs of other models; {remedy}"
     listed = [_difference(key, facts.get(key), entry.facts.get(key)) for key in keys[:_SHOWN]]
-    more = f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return f"compile: {name} is not in {cache.root}; the nearest graph there differs: {'; '.join(listed)}{more}"
+    suffix = f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return f"compile: {name} is not in {cache.root}; the nearest graph there differs: {'; '.join(listed)}{suffix}"
 
 
-def _difference(key: str, here: object, there: object) -> str:
+def _difference(key: str, value: object, cached_value: object) -> str:
     if key in _HASHED:
         return f"{_HASHED[key]} is another"
-    option = f" (`shardwise compile --threads {here}` is for this run)" if key == "threads" else ""
-    return f"{key} is {here} here, and {there} there{option}"
+    option = f" (`shardwise compile --threads {value}` is for this run)" if key == "threads" else ""
+    return f"{key} is {value} here, and {cached_value} there{option}"
 
 
 _PREFIX = f"shardwise-graphs-{os.getuid()}-"
 _LOCK = "owner.lock"
-_HOUR = 3600.0
+_NEW_SECONDS = 3600.0
+"""Age up to which a folder without a lock is taken for a new one, whose process makes the lock next."""
 
 
 class WorkFolder:
@@ -238,13 +243,13 @@ class WorkFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Remove it with all that it holds."""
+        """Remove the folder with all its content."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def compiled_files(folder: Path) -> set[Path]:
-    """What a compiler has written into a folder and another process can use."""
+    """Files that a compiler has written into a folder and another process can use."""
     return {path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".lock", ".tmp")}
 
 
@@ -252,17 +257,18 @@ def remove_left_over() -> None:
     """Remove the folders of this user's processes that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
-            if folder.lstat().st_uid == os.getuid() and not _is_held(folder):
+            if folder.lstat().st_uid == os.getuid() and not _is_locked(folder):
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # another user's, or removed meanwhile by its process or by another that looks for what is left
+            # Another user's, or removed meanwhile: by its process, or by another one that removes leftovers.
+            continue
 
 
-def _is_held(folder: Path) -> bool:
+def _is_locked(folder: Path) -> bool:
     try:
         lock = open_own(folder / _LOCK, os.O_RDWR)
     except FileNotFoundError:
-        return time.time() - folder.stat().st_mtime < _HOUR  # it may be a new one, whose lock is made next
+        return time.time() - folder.stat().st_mtime < _NEW_SECONDS
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -37,19 +37,21 @@ from shardwise.models.attention import Attention
 from shardwise.models.blocks import Context
 from shardwise.models.causal import CausalLM
 
-BLOCK, UNROTATED, HEAD = "block", "block without rotary positions", "loss of the head"
-"""Names of units. Some models rotate queries and keys in a part of their blocks only."""
+BLOCK = "block"
+UNROTATED = "block without rotary positions"
+"""Some models rotate queries and keys in a part of their blocks only."""
+HEAD = "loss of the head"
 
 
 @dataclass(frozen=True)
-class Graph:
+class CapturedGraph:
     """One graph that this process has captured.
 
     Attributes:
-        unit: what it computes.
-        training: whether it has a backward pass.
-        is_hit: whether its code was in the cache.
-        seconds: of the call that captured it.
+        unit: name of the unit that it computes.
+        training: the graph has a backward pass.
+        is_hit: the code was in the cache.
+        seconds: time of the call that captured it.
     """
 
     unit: str
@@ -63,21 +65,22 @@ class Compilation:
     """The compiled units of a model.
 
     Attributes:
-        units: their names; several blocks of one kind are one unit.
-        graphs: what was captured so far, in order.
+        units: names of the units; several blocks of one kind are one unit.
+        graphs: graphs that were captured so far, in order.
     """
 
     units: list[str] = field(default_factory=list)
-    graphs: list[Graph] = field(default_factory=list)
+    graphs: list[CapturedGraph] = field(default_factory=list)
 
     @contextmanager
-    def watched(self, unit: str, where: str, training: bool) -> Iterator[None]:
+    def watched(self, unit: str, description: str, training: bool) -> Iterator[None]:
         """Record the graph that a call of a unit captures, if it does.
 
         Raises:
             ConfigError: the unit cannot be captured as one graph.
         """
-        before, start = compiler_counts(), time.perf_counter()
+        before = compiler_counts()
+        start = time.perf_counter()
         try:
             yield
         except Exception as error:
@@ -85,14 +88,14 @@ class Compilation:
             if problem is None:
                 raise
             raise ConfigError(
-                f"compile.enabled (true) needs a model that torch.compile takes as one graph, and {where} is not: "
-                f"{problem}; change that line, or set compile.enabled=false"
+                f"compile.enabled (true) needs a model that torch.compile takes as one graph, and {description} is "
+                f"not: {problem}; change that line, or set compile.enabled=false"
                 f"{see('training#graph-break')}"
             ) from error
         after = compiler_counts()
         if after.graphs > before.graphs:
             seconds = time.perf_counter() - start
-            self.graphs.append(Graph(unit, training, after.hits > before.hits, seconds))
+            self.graphs.append(CapturedGraph(unit, training, after.hits > before.hits, seconds))
 
 
 def backend_of(settings: CompileConfig, device: torch.device) -> str:
@@ -107,9 +110,12 @@ def check_backend(settings: CompileConfig, device: torch.device) -> None:
         ConfigError: with the nearest name.
     """
     backend = backend_of(settings, device)
-    if backend not in (valid := torch.compiler.list_backends(())):
+    valid = torch.compiler.list_backends(())
+    if backend not in valid:
         near = nearest_name(backend, valid)
-        hint = f"did you mean {near}?" if near else f"one of {listing(torch.compiler.list_backends(), 'or')}"
+        hint = f"one of {listing(torch.compiler.list_backends(), 'or')}"
+        if near:
+            hint = f"did you mean {near}?"
         raise ConfigError(f"compile.backend ({backend}) must be a backend that torch has: {hint}")
     if backend == "inductor" and (problem := inductor_options_problem(settings.options)) is not None:
         raise ConfigError(f"compile.options: {problem}")
@@ -121,7 +127,7 @@ def compile_units(
     """Let each block and head of a model, or of its pipeline stages, call its compiled function. Nothing runs yet.
 
     Args:
-        only: the unit that is compiled; None: all.
+        only: unit that is compiled; None compiles all.
 
     Raises:
         ConfigError: the model has no block, or torch has no such backend or option.
@@ -133,9 +139,11 @@ def compile_units(
     for module in model.modules():
         if isinstance(group := getattr(module, "group", None), Group):
             group.share_graphs()
-    made, functions = Compilation(), dict[Any, Callable[..., Any]]()
+    compilation = Compilation()
+    functions: dict[Any, Callable[..., Any]] = {}
 
     def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+        # One compiled function for all blocks of a class: they share its graphs.
         if function not in functions:
             functions[function] = torch.compile(
                 function,
@@ -149,22 +157,24 @@ def compile_units(
     has_rotary = any(getattr(module, "rotary", None) is not None for module in model.modules())
     for name, block in _blocks(model):
         kind = UNROTATED if has_rotary and not _rotates(block) else BLOCK
-        made.units.append(kind)
+        compilation.units.append(kind)
         if only is None or only == kind:
-            block.forward = MethodType(_call_of_block(made, kind, name, block, traced(type(block).forward)), block)
-    if not made.units and only is None:
+            block.forward = MethodType(
+                _call_of_block(compilation, kind, name, block, traced(type(block).forward)), block
+            )
+    if not compilation.units and only is None:
         raise ConfigError(
             "compile.enabled (true) needs a model with blocks, and model.family has none: put its blocks into a "
             "torch.nn.ModuleList, or set compile.enabled=false"
         )
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and (only is None or only == HEAD):
-            made.units.append(HEAD)
-            module.chunk_losses = _call_of_head(made, traced(_chunk_losses))
+            compilation.units.append(HEAD)
+            module.chunk_losses = _call_of_head(compilation, traced(_chunk_losses))
         if isinstance(module, CausalLM):
             module.is_compiled = only in (None, BLOCK, UNROTATED)
-    made.units = list(dict.fromkeys(made.units))
-    return made
+    compilation.units = list(dict.fromkeys(compilation.units))
+    return compilation
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -177,9 +187,9 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _canonical(block: nn.Module) -> str:
-    """What the canonical names of a block's tensors have in common."""
+    """The common beginning of the canonical names of a block's tensors; "" without one."""
     names = [piece.name.split(".") for _, _, record in placements(block) for piece in record.pieces]
-    common = list[str]()
+    common: list[str] = []
     for parts in zip(*names, strict=False):
         if len(set(parts)) > 1:
             break
@@ -188,26 +198,26 @@ def _canonical(block: nn.Module) -> str:
 
 
 def _rotates(module: nn.Module) -> bool:
-    return any(isinstance(each, Attention) and each.rotates for each in module.modules())
+    return any(isinstance(part, Attention) and part.rotates for part in module.modules())
 
 
 def _call_of_block(
-    made: Compilation, kind: str, name: str, block: nn.Module, traced: Callable[..., Any]
+    compilation: Compilation, kind: str, name: str, block: nn.Module, traced: Callable[..., Any]
 ) -> Callable[..., Any]:
     """`forward` of a block: its key of dropout, which has numbers of the step and the block, becomes tensors."""
-    found = [getattr(module, "place", None) for module in block.modules()]
-    places = [place for place in found if isinstance(place, Place)]
+    candidates = [getattr(module, "place", None) for module in block.modules()]
+    places = [place for place in candidates if isinstance(place, Place)]
     parameters = list(block.parameters())
-
     eager = block.forward
 
     def forward(self: nn.Module, *args: Any, **options: Any) -> Any:
         if len(args) == 2 and isinstance(context := args[1], Context):
-            if context.cache is not None:  # a prompt has any length, and a graph one
+            # A prompt has any length, and a graph is for one length.
+            if context.cache is not None:
                 return eager(*args)
             if isinstance(context.dropout, DropoutKey):
                 args = (args[0], replace(context, dropout=context.dropout.of_block(places)))
-        with made.watched(kind, name, torch.is_grad_enabled()), _without_wider_gradients(parameters):
+        with compilation.watched(kind, name, torch.is_grad_enabled()), _without_wider_gradients(parameters):
             return traced(self, *args, **options)
 
     return forward
@@ -230,14 +240,15 @@ def _without_wider_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[Non
 
 
 def _chunk_losses(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return chunk_losses(logits.clone(), *args)  # a graph that overwrites its input would copy it back
+    # A graph that overwrites its input would copy the result back.
+    return chunk_losses(logits.clone(), *args)
 
 
-def _call_of_head(made: Compilation, traced: Callable[..., Any]) -> Callable[..., Any]:
+def _call_of_head(compilation: Compilation, traced: Callable[..., Any]) -> Callable[..., Any]:
     def losses(
         logits: Tensor, bias: Tensor | None, target: Tensor, shard: VocabularyShard, with_gradient: bool, *args: bool
     ) -> Any:
-        with made.watched(HEAD, HEAD, with_gradient):
+        with compilation.watched(HEAD, HEAD, with_gradient):
             return traced(logits, bias, target, shard.in_tensors(logits.device), with_gradient, *args)
 
     return losses

@@ -23,7 +23,7 @@ from shardwise.launch.local import die_with_parent
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
-from shardwise.train.compile.ahead_of_time import Job
+from shardwise.train.compile.ahead_of_time import GraphJob
 from shardwise.train.compile.graph_facts import unit_of_layer
 from shardwise.train.compile.units import HEAD, Compilation, compile_units
 from shardwise.train.micro_batch import MicroBatch
@@ -34,7 +34,7 @@ CAPTURING = "aot_eager"
 
 def main() -> None:
     die_with_parent()
-    job = Job.load(sys.stdin.read())
+    job = GraphJob.load(sys.stdin.read())
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = job.folder
     config = config_from(job.config)
     device = torch.device("cpu" if job.device == "cpu" else f"{job.device}:0")
@@ -51,10 +51,12 @@ def play(
 ) -> Compilation:
     """Run one unit of the model on a micro-batch, so that its graph is captured; its name and mode choose the graph."""
     mesh = Mesh(tensor=layout.tensor, pipeline=layout.pipeline, device=device)
-    mesh.tp.scatter_by_all_to_all = device.type == "cpu"  # as gloo has it, whose ranks will run the graph
+    # On CPU the ranks that will run the graph use gloo, where a group scatters by an all-to-all (`Group`).
+    mesh.tp.scatter_by_all_to_all = device.type == "cpu"
     dtype: torch.dtype = getattr(torch, config.precision.resolved(device.type != "cpu").parameter)
     part = None if config.shapes is None else _part(config, unit)
-    settings, batch = config.compile, _batch(config, torch.device("cpu") if only_capture else device)
+    settings = config.compile
+    batch = _batch(config, torch.device("cpu") if only_capture else device)
     with fake_tensors() if only_capture else nullcontext():
         model = build_model(
             config, mesh.tp, sequence_parallel=layout.sequence_parallel, device=device, dtype=dtype, part=part
@@ -63,12 +65,16 @@ def play(
             settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})
             batch = batch.empty_on(device)
         compilation = compile_units(model, settings, device, only=unit)
-        x, first = _input(config, layout, device, dtype, training), int(batch.samples[0])
-        key = DropoutKey(config.train.seed, 1, batch.samples_B, first, config.train.dropout_mode) if training else None
+        x = _input(config, layout, device, dtype, training)
+        key = None
+        if training:
+            first_sample = int(batch.samples[0])
+            key = DropoutKey(config.train.seed, 1, batch.samples_B, first_sample, config.train.dropout_mode)
         model.train(training)
         with torch.set_grad_enabled(training):
             out: Tensor = model(**batch.arguments(model, x, key))
-        if training and not only_capture:  # the graph of the backward pass is captured with the forward pass
+        # The graph of the backward pass is captured with the forward pass, and compiled when it runs.
+        if training and not only_capture:
             out.sum().backward()
     return compilation
 
@@ -83,8 +89,9 @@ def _part(config: Config, unit: str) -> Part:
 
 
 def _batch(config: Config, device: torch.device) -> MicroBatch:
-    """A micro-batch with the arrays of the training's, which counts nothing."""
-    data, train = config.data, config.train
+    """A micro-batch with arrays as in the training, which counts nothing."""
+    data = config.data
+    train = config.train
     if data.document_options and data.eod_token is None:
         config = config.model_copy(update={"data": data.model_copy(update={"eod_token": 0})})
     pairs = "nsp" in config.model.objectives
@@ -95,7 +102,7 @@ def _batch(config: Config, device: torch.device) -> MicroBatch:
 
 
 def _input(config: Config, layout: Layout, device: torch.device, dtype: torch.dtype, training: bool) -> Tensor | None:
-    """x as the stage before would send it."""
+    """The input x of a later pipeline stage; None for a user's own model, which has no stages."""
     if config.shapes is None:
         return None
     rows = config.train.sequence_length // layout.sequence_parts

@@ -9,7 +9,7 @@ from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.train.record import StepRecord
+from shardwise.train.step_record import StepRecord
 from shardwise.train.trainer import Trainer
 
 

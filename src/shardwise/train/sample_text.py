@@ -1,4 +1,4 @@
-"""A short generated text at the end of a run."""
+"""The sample of a run: a short text that the trained model generates at the end (`log.sample_tokens`)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.blocks import Stages
 from shardwise.train.generation import Generator, Sampler, generate
-from shardwise.train.saving import agreed_stop
+from shardwise.train.saving import agree_to_stop
 
 _PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleText:
     """The outcome of `draw_sample`.
 
     Attributes:
         text: a prompt and its continuation; None where there is none, and outside of replica 0.
-        stopped_by: who asked the run to stop before the text was complete.
+        stopped_by: name of the request that stopped the run before the text was complete; None without one.
     """
 
     text: str | None = None
@@ -33,44 +33,47 @@ class Sample:
 
 
 def draw_sample(
-    config: Config, model: nn.Module, mesh: Mesh, data: PreparedData, asked_to_stop: Callable[[], str | None]
-) -> Sample:
+    config: Config, model: nn.Module, mesh: Mesh, data: PreparedData, reason_to_stop: Callable[[], str | None]
+) -> SampleText:
     """Let the trained model continue a prompt, until any rank is asked to stop; collective over the mesh.
 
     There is no text where `log.sample_tokens` is 0, without a tokenizer, and for a model that gives no logits of the
-    next token. `asked_to_stop` returns this rank's reason to stop, or None.
+    next token. `reason_to_stop` returns this rank's reason to stop, or None.
     """
-    log, stopped_by = config.log, None
+    log = config.log
+    stopped_by = None
     if data.tokenizer_path is None or not log.sample_tokens:
-        return Sample()
+        return SampleText()
     if not config.model.causal or not isinstance(model, Generator | Stages):
-        return Sample()
+        return SampleText()
 
     def continues(*, is_complete: bool = False) -> bool:
         nonlocal stopped_by
-        stopped_by, is_complete = agreed_stop(asked_to_stop(), mesh, is_complete)
+        # One exchange after each token: a stop of any rank ends the text on all of them.
+        stopped_by, is_complete = agree_to_stop(reason_to_stop(), mesh, is_complete)
         return stopped_by is None and not is_complete
 
     if mesh.dp.rank:  # replica 0 draws; the others only agree on whether to stop
         while continues():
             pass
-        return Sample(None, stopped_by)
+        return SampleText(None, stopped_by)
     if not continues():
-        return Sample(None, stopped_by)
+        return SampleText(None, stopped_by)
     tokenizer = Tokenizer.load(data.tokenizer_path)
     model.eval()
     if log.sample_prompt:
         ids = tokenizer.encode(log.sample_prompt).tolist()
     else:
         ids = data.beginning("eval" if data.count("eval") else "train", _PROMPT_TOKENS)
-    window, seed = config.train.sequence_length, config.train.seed
+    window = config.train.sequence_length
+    seed = config.train.seed
     drawn = continue_text(
         model, mesh, ids, log.sample_tokens, window=window, seed=seed, parallel=config.parallel, continues=continues
     )
     if stopped_by is not None:
-        return Sample(None, stopped_by)
+        return SampleText(None, stopped_by)
     continues(is_complete=True)
-    return Sample(redacted(tokenizer.decode(ids + drawn)))  # the prompt of the configuration may hold a secret
+    return SampleText(redacted(tokenizer.decode(ids + drawn)))  # the prompt of the configuration may hold a secret
 
 
 def continue_text(
@@ -94,13 +97,15 @@ def continue_text(
         continues: called after each token; once it returns False there are no more.
     """
     sampler = Sampler(temperature, seed=seed)
-    tokens, kept = list(prompt), window
+    tokens = list(prompt)
+    context_length = window
     while len(tokens) < len(prompt) + count:
-        context = tokens[-kept:]
-        wanted = min(len(prompt) + count - len(tokens), window - len(context) + 1)
-        for token in generate(model, mesh, context, wanted, sampler, parallel=parallel):
+        context = tokens[-context_length:]
+        # The model reads no token after the last one that it draws, so one more than the free places fits.
+        new_tokens = min(len(prompt) + count - len(tokens), window - len(context) + 1)
+        for token in generate(model, mesh, context, new_tokens, sampler, parallel=parallel):
             tokens.append(token)
             if not continues():
                 return tokens[len(prompt) :]
-        kept = max(1, window // 2)
+        context_length = max(1, window // 2)
     return tokens[len(prompt) :]

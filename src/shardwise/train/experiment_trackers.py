@@ -1,4 +1,4 @@
-"""Curves of a run for the programs that show them: TensorBoard, Weights & Biases, trackio."""
+"""Experiment trackers: a run's numbers for TensorBoard, Weights & Biases and trackio (`log.trackers`)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class EventFile:
     """TensorBoard's event file: records of its protocol buffers. Torch's writer ends with a traceback on a full disk.
 
     Args:
-        folder: of the run's event files.
-        first_step: steps from this one on that are in earlier files are no longer shown.
+        folder: folder of the run's event files.
+        first_step: first step of this file; later steps of earlier files are no longer shown.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -48,9 +48,9 @@ class EventFile:
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         """Write values by their names."""
-        kinds = self._summaries.Summary
-        shown = [kinds.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(step=step, summary=kinds(value=shown))
+        summary = self._summaries.Summary
+        entries = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=summary(value=entries))
 
     def close(self) -> None:
         self._records.close()
@@ -59,15 +59,15 @@ class EventFile:
         self._records.write(self._events.Event(wall_time=time.time(), **facts).SerializeToString())
 
 
-class Scalars:
+class ExperimentTrackers:
     """Writes numbers to TensorBoard's event file and to the trackers of `log.trackers`.
 
-    A tracker that fails is told once and left out from then on: it must not end a training.
+    A tracker that fails is reported once and left out from then on: it must not end a training.
 
     Args:
-        id_: of the run, by which a tracker continues the same run after a resume.
-        first_step: of this run; later ones that were recorded before are replaced in TensorBoard.
-        warn: tells the user.
+        id_: id of the run, by which a tracker continues the same run after a resume.
+        first_step: first step of this run; later ones that were recorded before are replaced in TensorBoard.
+        warn: shows a warning to the user.
     """
 
     def __init__(
@@ -77,34 +77,34 @@ class Scalars:
         self._tensorboard = EventFile(run.tensorboard, first_step) if config.log.tensorboard else None
         self._trackers: dict[str, Any] = {}
         for name in config.log.trackers:
-            with self._told(name):
-                self._trackers[name] = _begun(name, config, run, id_)
+            with self._failure_reported(name):
+                self._trackers[name] = _start_tracker(name, config, run, id_)
 
     def add(self, step: int, values: Mapping[str, Mapping[str, float | None]]) -> None:
         """Write the values that are known, by prefix and name, as `prefix/name`: as one event, as each takes time."""
-        known = {
-            f"{prefix}/{name}": value
-            for prefix, named in values.items()
-            for name, value in named.items()
-            if value is not None
-        }
+        known: dict[str, float] = {}
+        for prefix, values_by_name in values.items():
+            for name, value in values_by_name.items():
+                if value is not None:
+                    known[f"{prefix}/{name}"] = value
         if self._tensorboard is not None:
             self._tensorboard.add(known, step)
         for name, tracker in list(self._trackers.items()):
-            with self._told(name):
+            with self._failure_reported(name):
                 tracker.log(known, step=step)
 
     def close(self) -> None:
-        """Write what is left and close the files."""
+        """Write what is buffered and close the files."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         for name, tracker in list(self._trackers.items()):
-            with self._told(name):
+            with self._failure_reported(name):
                 tracker.finish()
         self._trackers.clear()
 
     @contextlib.contextmanager
-    def _told(self, name: str) -> Any:
+    def _failure_reported(self, name: str) -> Any:
+        """Run the body; report an error of a tracker, and leave that tracker out from now on."""
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # trackio prints
                 yield
@@ -114,10 +114,11 @@ class Scalars:
             self._warn(f"log.trackers: {name} failed and records no more of this run ({text})")
 
 
-def _begun(name: str, config: Config, run: RunDirectory, id_: str | None) -> Any:
-    """A tracker's module with a run begun, which has the configuration without secrets and nothing of the machine."""
+def _start_tracker(name: str, config: Config, run: RunDirectory, id_: str | None) -> Any:
+    """Start a run in a tracker, without secrets and facts of the machine; return its module."""
     tracker = importlib.import_module(name)
-    settings = {name: section for name, section in config.recorded().items() if name != "launch"}
+    # `launch` has addresses and scheduler options of the machines.
+    settings = {section: keys for section, keys in config.recorded().items() if section != "launch"}
     facts: dict[str, Any] = {"project": _PROJECT, "name": run.path.resolve().name, "config": settings}
     if name == "trackio":
         tracker.init(**facts, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)

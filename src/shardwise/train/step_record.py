@@ -1,4 +1,4 @@
-"""How far a training is, and what is measured of its steps."""
+"""The progress of a training, and the record of each of its steps."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ WINDOW_STEPS = 10
 SMOOTHED_STEPS = 20
 """Steps over which a line of progress averages the loss."""
 _LEAST_DEVIATION = 1e-3
-"""Of the mean: where the losses before are nearly equal, a smaller difference is no spike."""
+"""Least standard deviation relative to the mean: among losses that are nearly equal a smaller change is no spike."""
 
 
 @dataclass
 class Progress:
-    """How far a training is, over all its runs, and its present phase, which errors name.
+    """The progress of a training, over all its runs, and its present phase, which errors name.
 
     Attributes:
         step: optimizer steps done.
-        before: how many of them earlier runs did.
-        samples, tokens: trained on.
-        position: in the order of the data; ahead of `samples` where batches were left out.
-        losses: of the last steps, at most `SMOOTHED_STEPS`.
-        phase: what the run does now.
+        before: steps among them that earlier runs did.
+        samples: samples trained on.
+        tokens: tokens trained on.
+        position: place in the order of the data; greater than `samples` where batches were left out.
+        losses: losses of the last steps, at most `SMOOTHED_STEPS`.
+        phase: present work of the run, as a noun phrase.
     """
 
     step: int = 0
@@ -50,12 +51,14 @@ class Progress:
         self.losses.append(loss)
 
 
-def loss_spike(loss: float, before: Sequence[float]) -> float | None:
-    """By how many standard deviations a loss is above the mean of the ones before; None where these are too few."""
-    if len(before) < SMOOTHED_STEPS:
+def loss_spike(loss: float, earlier_losses: Sequence[float]) -> float | None:
+    """Standard deviations by which a loss is above the mean of the steps before it; None after too few steps."""
+    if len(earlier_losses) < SMOOTHED_STEPS:
         return None
-    mean = fmean(before)
-    return (loss - mean) / max(pstdev(before, mean), _LEAST_DEVIATION * abs(mean), sys.float_info.min)
+    mean = fmean(earlier_losses)
+    # The last bound keeps the division defined where all losses are 0.
+    deviation = max(pstdev(earlier_losses, mean), _LEAST_DEVIATION * abs(mean), sys.float_info.min)
+    return (loss - mean) / deviation
 
 
 def end_of_run(config: Config, steps_before: int) -> int:
@@ -69,29 +72,31 @@ class StepRecord:
     """One finished optimizer step.
 
     Attributes:
-        step: its number, from 1, over the whole training.
-        loss: of the global batch, before the update.
-        mean_loss: of this step and the ones before.
-        mean_steps: how many these are: `SMOOTHED_STEPS`, or fewer where the training is younger.
+        step: number of the step, from 1, over the whole training.
+        loss: mean loss of the global batch, before the update.
+        mean_loss: mean of `loss` over this step and the ones before.
+        mean_steps: steps in that mean: `SMOOTHED_STEPS`, or fewer where the training is younger.
         lr: learning rate of the update.
-        grad_norm: of the whole model, before clipping.
-        param_norm: of the whole model, before the update.
-        tokens, samples: consumed by all ranks over the whole training, this step included.
+        grad_norm: norm of the whole model's gradients, before clipping.
+        param_norm: norm of the whole model's parameters, before the update.
+        tokens: tokens read by all ranks over the whole training, this step included.
+        samples: samples read by all ranks, counted likewise.
         seconds: wall time of this step on this rank, without evaluation. On an accelerator the step ends when its
             update is queued, so the update itself counts to the next step.
-        input_seconds: the part of `seconds` in which this rank waited for data.
-        peak_memory_bytes: of this rank, since its start.
-        losses: of each objective, where there are several; `loss` is their sum.
-        timing: of a pipeline's step, in steps that are logged.
-        split: seconds of this rank by part (`train/trainer.py`); empty where it was not measured.
-        checkpoint_seconds: for which training waited for checkpoints and copies after the steps before this one, since
-            the last one that is logged.
-        communication_bytes: that this rank sent in the step, by axis of the mesh; `pp` has the messages between stages.
-        memory: bytes that this rank holds, by kind.
+        input_seconds: part of `seconds` in which this rank waited for data.
+        peak_memory_bytes: most memory that this rank has used since its start.
+        losses: mean loss of each objective, where there are several; `loss` is their sum.
+        timing: timing of a pipeline's step, in steps that are logged.
+        split: seconds of this rank by part (`train/step_clock.py`); empty where it was not measured.
+        checkpoint_seconds: time for which training waited for checkpoints and copies after the steps before this one,
+            since the last step that is logged.
+        communication_bytes: bytes that this rank sent in the step, by axis of the mesh; `pp` has the messages between
+            stages.
+        memory: bytes in use on this rank, by kind.
         loss_spike: standard deviations by which the loss is above the mean of the steps before.
-        straggler: the slowest rank.
-        allocator: bytes by `device.allocator_bytes`, on an accelerator.
-        asked: what the step's caller had read with its numbers.
+        straggler: slowest rank.
+        allocator: bytes by `devices.allocator_bytes`, on an accelerator.
+        agreed_flags: largest of all ranks' flags, which were read with the step's numbers (`Trainer.step`).
     """
 
     step: int
@@ -115,16 +120,20 @@ class StepRecord:
     loss_spike: float | None = None
     straggler: Straggler | None = None
     allocator: Mapping[str, int] = field(default_factory=dict)
-    asked: tuple[float, ...] = ()
+    agreed_flags: tuple[float, ...] = ()
 
     @property
     def work_seconds(self) -> float | None:
-        """The step's seconds of this rank without communication; None where that was not measured."""
+        """Seconds of this rank's own work in the step, without communication; None where that was not measured."""
         return self.seconds - self.split["communication"] if self.split else None
 
 
 class Throughput:
-    """Samples per second: over the last 10 steps, over the run, and over its 10 fastest consecutive steps."""
+    """Samples per second: over the last 10 steps, over the run, and over its 10 fastest consecutive steps.
+
+    Args:
+        samples_per_step: samples of the global batch.
+    """
 
     def __init__(self, samples_per_step: int) -> None:
         self._samples_per_step = samples_per_step
@@ -155,7 +164,7 @@ class Throughput:
 
     @property
     def peak(self) -> float:
-        """Over the 10 fastest consecutive steps; the average of a run with fewer."""
+        """Samples per second over the 10 fastest consecutive steps; the average of a run with fewer steps."""
         return self._peak or self.average
 
 

@@ -1,4 +1,4 @@
-"""Comparison of replicas: copies of a parameter must stay equal, bit for bit."""
+"""Comparison of replicas: copies of a parameter must stay equal, bit for bit (`log.drift_every`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.distributed.placement import placements
 
 _WIDTH_TO_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22
-"""Elements widened to 64 bits at a time: 64 MiB with their positions."""
+"""Elements widened to 64 bits at a time: 64 MiB with their positions, 2 × 8 bytes for each of 2^22."""
 
 
 @torch.no_grad()
@@ -32,13 +32,17 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
                 for group in groups:
                     by_group.setdefault(group, []).append((piece.name, digest))
     problems = []
+    # One exchange for each group, whatever the number of its tensors.
     for group, entries in by_group.items():
         everyone = collectives.all_gather(torch.stack([digest for _, digest in entries]).unsqueeze(0), group)
         differs = (everyone != everyone[0]).any(dim=-1).any(dim=0)
         for column in torch.nonzero(differs).flatten().tolist()[:1]:
-            held = everyone[:, column]
-            usual = int((held[:, None] == held).all(dim=-1).sum(dim=1).argmax())
-            ranks = [rank for rank, digest in zip(group.ranks, held, strict=True) if not digest.equal(held[usual])]
+            digests = everyone[:, column]
+            # The digest that most ranks have, so that the rank at fault is named and not all the others.
+            usual = int((digests[:, None] == digests).all(dim=-1).sum(dim=1).argmax())
+            ranks = [
+                rank for rank, digest in zip(group.ranks, digests, strict=True) if not digest.equal(digests[usual])
+            ]
             problems.append(f"{entries[column][0]} on ranks {ranks} differs from rank {group.ranks[usual]}")
     if every_problem := union(problems, mesh.world):
         raise RunError(

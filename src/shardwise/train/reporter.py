@@ -1,4 +1,4 @@
-"""What a run prints and records: the summary at its start, one progress line, and its files.
+"""The printed and recorded output of a run: the summary at its start, the progress line, and its files.
 
 Rank 0 prints and writes the shared files (metrics.jsonl, tensorboard/, results.json); every rank writes its own
 ranks/rank-NNNN.jsonl. A terminal shows progress as one line that is redrawn. Elsewhere, and always in rank 0's log,
@@ -29,32 +29,33 @@ from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, Precision
 from shardwise.planner.rank_case import flops_per_token, model_flops_utilization
 from shardwise.runs.folder import RunDirectory, now
-from shardwise.train.compile.run_graphs import Settled
-from shardwise.train.hooks import Told
+from shardwise.train.compile.run_graphs import CapturedGraphs
+from shardwise.train.experiment_trackers import ExperimentTrackers
+from shardwise.train.hooks import MetricsWithCallbacks
 from shardwise.train.progress_line import ProgressLine, parts_of_loss
-from shardwise.train.rank_file import RankFile, process_seconds, where
-from shardwise.train.record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
+from shardwise.train.rank_file import RankFile, place_of_rank, process_seconds
+from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
 from shardwise.train.straggler import Occurrence
 from shardwise.train.summary import print_pipeline, start_rows
 from shardwise.train.trace import trace_text, traced_steps
-from shardwise.train.trackers import Scalars
 
 _SPIKE = 6.0
-"""Standard deviations from which on a loss is told as a spike."""
+"""Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""
 _SLOW = 1.5
-"""Times the best rank's work from which on a rank is told as slow."""
+"""Times the best rank's work from which on a rank is reported as slow."""
 
 
 class Reporter:
     """Prints and records one run on one rank. A context manager: leaving it closes every file.
 
     Args:
-        run: the run's folder.
-        rank: this process in the world; rank 0 prints and writes the shared files.
+        run: folder of the run.
+        rank: number of this process in the world; rank 0 prints and writes the shared files.
         device_name: product name of a rank's device, by which its peak FLOPs are looked up.
-        parameters: their number in the whole model; for a model of the user's own None, until it is set before `start`.
-        memory: expected bytes by kind on the rank that needs most; None as `parameters`.
-        stream: where rank 0 prints; default: standard output.
+        parameters: number of the whole model's parameters; None for a user's own model, until it is set before
+            `start`.
+        memory: expected bytes by kind on the rank that needs most; None like `parameters`.
+        stream: text stream that rank 0 prints to; default: standard output.
     """
 
     def __init__(
@@ -70,20 +71,27 @@ class Reporter:
         memory: Mapping[str, int] | None,
         stream: IO[str] | None = None,
     ) -> None:
-        self.run, self.config, self.layout, self.rank = run, config, layout, rank
-        self.device_name, self.precision = device_name, precision
-        self.parameters, self.memory = parameters, memory
+        self.run = run
+        self.config = config
+        self.layout = layout
+        self.rank = rank
+        self.device_name = device_name
+        self.precision = precision
+        self.parameters = parameters
+        self.memory = memory
         train = config.train
-        self._before, self._end = 0, end_of_run(config, 0)
+        self._steps_before = 0
+        self._end = end_of_run(config, 0)
         length = train.sequence_length
         self._token_flops = flops_per_token(config.model, length, config.data.predictions(length))
         self._peak_flops = peak_flops(device_name, precision.parameter)
         self._throughput = Throughput(train.global_batch)
         self._rank_file = RankFile(run, rank, layout, device_name)
         self._waited = {"data": 0.0, "checkpoint": 0.0}
-        self._spike, self._slow = Occurrence(_SPIKE, _SPIKE / 2), Occurrence(_SLOW, (1 + _SLOW) / 2)
-        self._metrics = Told(run.metrics, config) if rank == 0 else None
-        self._curves: Scalars | None = None
+        self._spike = Occurrence(_SPIKE, _SPIKE / 2)
+        self._slow = Occurrence(_SLOW, (1 + _SLOW) / 2)
+        self._metrics = MetricsWithCallbacks(run.metrics, config) if rank == 0 else None
+        self._trackers: ExperimentTrackers | None = None
         self._log: IO[str] | None = None
         self._consoles: list[Console] = []
         if rank == 0:
@@ -103,17 +111,18 @@ class Reporter:
         """Print the summary and begin the progress line.
 
         Args:
-            loaded: the folder of the weights; None where they were drawn.
+            loaded: folder of the weights; None where they were drawn.
             steps_before: steps done by earlier runs of this training.
-            epochs: how often the training reads its data, for the user.
+            epochs: text on how often the training reads its data.
         """
         self._started = time.perf_counter()
-        self._before, self._end = steps_before, end_of_run(self.config, steps_before)
+        self._steps_before = steps_before
+        self._end = end_of_run(self.config, steps_before)
         self._seconds_before = self._seconds_until(steps_before)
         self._rank_file.start()
         if self._metrics is None:
             return
-        self._curves = Scalars(self.config, self.run, self.run.stored_id(), steps_before + 1, self.warning)
+        self._trackers = ExperimentTrackers(self.config, self.run, self.run.stored_id(), steps_before + 1, self.warning)
         self._event(
             "start",
             **self._facts(),
@@ -148,8 +157,12 @@ class Reporter:
         if self.config.log.tensorboard:
             self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
         steps = self.config.log.profile_steps
-        if steps is not None and not traced_steps(self.config, self._before, self._end):
-            end = f"the steps {self._before + 1:,} to {self._end:,}" if self._end > self._before else "no step"
+        if steps is not None and not traced_steps(self.config, self._steps_before, self._end):
+            end = (
+                f"the steps {self._steps_before + 1:,} to {self._end:,}"
+                if self._end > self._steps_before
+                else "no step"
+            )
             self.message(
                 f"no trace: log.profile ({self.config.log.profile}) has no step of this run, which takes {end}"
             )
@@ -162,17 +175,23 @@ class Reporter:
         self.changed(changes)
 
     def changed(self, changes: Sequence[str]) -> None:
-        """Print how the configuration differs from that of the earlier run of this folder, or of the loaded weights."""
+        """Print differences of the configuration from the earlier run of this folder, or from the loaded weights."""
         for change in changes:
             self.message(f"changed: {change}")
 
     def saved(self, saved: Saved, *, continues: bool = True) -> None:
-        """Record a complete checkpoint, or warn that saving failed; `continues` says whether the run then does."""
+        """Record a complete checkpoint, or warn that saving failed.
+
+        Args:
+            continues: the run continues after a save that failed.
+        """
         if saved.warning is not None:
             self.warning(f"what is left of other checkpoints could not be removed: {saved.warning}")
         if saved.problem is not None:
-            then = "; the run continues" if continues else ""
-            self.warning(f"no checkpoint of step {saved.step:,}: {saved.problem}{then}{see('checkpoints#save-failed')}")
+            suffix = "; the run continues" if continues else ""
+            self.warning(
+                f"no checkpoint of step {saved.step:,}: {saved.problem}{suffix}{see('checkpoints#save-failed')}"
+            )
             return
         self._event(
             "checkpoint",
@@ -190,7 +209,7 @@ class Reporter:
         )
 
     def is_logged(self, step: int) -> bool:
-        """Whether files and progress show this step; the same on every rank."""
+        """Return whether files and progress show this step; the same on every rank."""
         return step % (self.config.log.every or 1) == 0 or step == self._end
 
     def step(self, record: StepRecord) -> None:
@@ -206,26 +225,16 @@ class Reporter:
         if not self.is_logged(record.step):
             return
         timing = record.timing
-        seconds, peak = {"step_seconds": record.seconds}, {"peak_memory_bytes": record.peak_memory_bytes}
         stages: dict[str, Any] = {}
         if timing is not None:
             stages = {"stage_seconds": [asdict(stage) for stage in timing.stages], "bubble": timing.bubble}
         self._rank_file.step(record, **stages)
         if self._metrics is None:
             return
-        values = {
-            "loss": record.loss,
-            **_by_objective(record.losses),
-            "lr": record.lr,
-            "grad_norm": record.grad_norm,
-            "param_norm": record.param_norm,
-        }
-        counts = {"tokens": record.tokens, "samples": record.samples}
-        rates = self._rates(self._throughput.recent)
-        rates["peak_tokens_per_second"] = self._throughput.peak * self.config.train.sequence_length
-        bubble = {} if timing is None else {"bubble": timing.mean_bubble}
-        parts = {**record.split, "checkpoint": record.checkpoint_seconds} if record.split else {}
-        scores = {"loss_spike": record.loss_spike}
+        numbers = self._numbers(record)
+        parts: dict[str, float] = {}
+        if record.split:
+            parts = {**record.split, "checkpoint": record.checkpoint_seconds}
         facts = {
             "split_seconds": parts,
             "waited_seconds": dict(self._waited),
@@ -233,13 +242,33 @@ class Reporter:
             "memory_bytes": dict(record.memory),
             "straggler": None if record.straggler is None else asdict(record.straggler),
         }
-        head = {"event": "step", "step": record.step, "time": now()}
-        self._metrics.write({**head, **values, **counts, **rates, **seconds, **peak, **bubble, **scores, **facts})
-        of_training = {**values, **counts, **rates, **bubble, **seconds, **scores}
-        self._scalars(record.step, {"train": of_training, **_more_scalars(record, parts)})
+        self._metrics.write({"event": "step", "step": record.step, "time": now(), **numbers, **facts})
+        del numbers["peak_memory_bytes"]  # the trackers have it as memory/peak
+        self._scalars(record.step, {"train": numbers, **_further_scalars(record, parts)})
+        tokens_per_second = numbers["tokens_per_second"] or 0.0
         clock = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
-            progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, clock)
+            progress.update(record, self._throughput.step_seconds, tokens_per_second, clock)
+
+    def _numbers(self, record: StepRecord) -> dict[str, float | None]:
+        """Numbers of a step under their names in metrics.jsonl, which are those in the trackers too."""
+        numbers: dict[str, float | None] = {
+            "loss": record.loss,
+            **_by_objective(record.losses),
+            "lr": record.lr,
+            "grad_norm": record.grad_norm,
+            "param_norm": record.param_norm,
+            "tokens": record.tokens,
+            "samples": record.samples,
+            **self._rates(self._throughput.recent),
+            "peak_tokens_per_second": self._throughput.peak * self.config.train.sequence_length,
+        }
+        numbers["step_seconds"] = record.seconds
+        numbers["peak_memory_bytes"] = record.peak_memory_bytes
+        if record.timing is not None:
+            numbers["bubble"] = record.timing.mean_bubble
+        numbers["loss_spike"] = record.loss_spike
+        return numbers
 
     def _warn(self, record: StepRecord) -> None:
         """Warn of a loss that is far off, and of a rank that is slow, once each time that it begins."""
@@ -248,9 +277,10 @@ class Reporter:
                 f"step {record.step:,}: the loss ({record.loss:.4f}) is {record.loss_spike:.0f} standard deviations "
                 f"above the mean of the {SMOOTHED_STEPS} steps before{see('training#loss-spike')}"
             )
-        if (slow := record.straggler) is not None and self._slow.begins(slow.relative, slow.rank):
+        slow = record.straggler
+        if slow is not None and self._slow.begins(slow.relative, slow.rank):
             self.warning(
-                f"rank {slow.rank}{where(self.run, slow.rank)} is slow: its own work, without waiting, takes "
+                f"rank {slow.rank}{place_of_rank(self.run, slow.rank)} is slow: its own work, without waiting, takes "
                 f"{slow.relative:.1f} times that of the best rank of its stage, and {slow.own:.1f} times its own best"
                 f"{see('training#slow-rank')}"
             )
@@ -266,18 +296,18 @@ class Reporter:
         shown = f" ({parts_of_loss(losses)})" if losses else ""
         self.message(f"evaluation at step {step:,}: loss {loss:.4f}{shown}, perplexity {perplexity:,.2f}")
 
-    def captured(self, settled: Settled) -> None:
+    def captured(self, captured: CapturedGraphs) -> None:
         """Record the graphs that all ranks captured, those from the cache and those that were compiled."""
-        if settled.problem is not None:
-            self.warning(settled.problem)
-        if not settled.graphs:
+        if captured.problem is not None:
+            self.warning(captured.problem)
+        if not captured.graphs:
             return
-        hits = sum(graph.is_hit for graph in settled.graphs)
-        misses = len(settled.graphs) - hits
-        seconds = max(graph.seconds for graph in settled.graphs)
-        self._event("compile", graphs=len(settled.graphs), hits=hits, misses=misses, seconds=seconds)
+        hits = sum(graph.is_hit for graph in captured.graphs)
+        misses = len(captured.graphs) - hits
+        seconds = max(graph.seconds for graph in captured.graphs)
+        self._event("compile", graphs=len(captured.graphs), hits=hits, misses=misses, seconds=seconds)
         ranks = f" on {units.counted(self.layout.world, 'rank')}" if self.layout.world > 1 else ""
-        graphs = units.counted(len(settled.graphs), "graph") + ranks
+        graphs = units.counted(len(captured.graphs), "graph") + ranks
         self.message(f"compile: {graphs}: {hits:,} from the cache, {misses:,} compiled")
 
     def warning(self, text: str) -> None:
@@ -293,14 +323,14 @@ class Reporter:
 
     def finish(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """End a run that did all its steps: write results.json with `extra` added, print the result, and return it."""
-        whole = self._step >= self.config.train.steps
-        ended = time.perf_counter()
-        results = self._results(ended) | (extra or {})
+        is_complete = self._step >= self.config.train.steps
+        end = time.perf_counter()
+        results = self._results(end) | (extra or {})
         if self.rank == 0:
             self.run.write_results(results)
-        self.stop("finished" if whole else "stop_after")
+        self.stop("finished" if is_complete else "stop_after")
         if self.rank == 0 and self._last is not None:
-            self.message(_result_line(results, ended - self._started))
+            self.message(_result_line(results, end - self._started))
             self.message(f"run: {self.run.path}")
         return results
 
@@ -329,17 +359,17 @@ class Reporter:
             if self._log is not None:
                 self._log.write(f"failed: {type(error).__name__}: {text}\n")
         self.stop("closed")
-        for file in (self._rank_file, self._log, self._metrics, self._curves):
+        for file in (self._rank_file, self._log, self._metrics, self._trackers):
             if file is not None:
                 file.close()
 
     @property
     def _step(self) -> int:
-        return self._last.step if self._last is not None else self._before
+        return self._last.step if self._last is not None else self._steps_before
 
     def _report_trace(self) -> None:
-        """Print where the trace is, if this run recorded a step."""
-        text = trace_text(self.config, self._before, self._step, self.layout.world, self.run)
+        """Print the path of the trace, if this run recorded a step."""
+        text = trace_text(self.config, self._steps_before, self._step, self.layout.world, self.run)
         if text is not None:
             self.message(text)
 
@@ -348,8 +378,8 @@ class Reporter:
             self._metrics.write({"event": event, "time": now(), **fields})
 
     def _scalars(self, step: int, values: Mapping[str, Mapping[str, float | None]]) -> None:
-        if self._curves is not None:
-            self._curves.add(step, values)
+        if self._trackers is not None:
+            self._trackers.add(step, values)
 
     def _rates(self, samples_per_second: float) -> dict[str, float | None]:
         tokens_per_second = samples_per_second * self.config.train.sequence_length
@@ -361,16 +391,22 @@ class Reporter:
         }
 
     def _mfu_terms(self) -> dict[str, Any]:
-        """What MFU is made of: how attention is counted, and the denominator."""
-        attention = "causal" if self.config.model.causal else "full"
-        terms = {"flops_per_token": self._token_flops, "attention": attention}
-        return {**terms, "peak_flops_per_device": self._peak_flops, "devices": self.layout.world}
+        """The terms of MFU: FLOPs of a token, with the way attention is counted, and the denominator."""
+        return {
+            "flops_per_token": self._token_flops,
+            "attention": "causal" if self.config.model.causal else "full",
+            "peak_flops_per_device": self._peak_flops,
+            "devices": self.layout.world,
+        }
 
     def _facts(self) -> dict[str, Any]:
-        """What the first record of a run and its results both have."""
-        layout = {**self.layout.facts(), "zero": self.config.optimizer.zero}
-        precision = asdict(self.precision)
-        return {"parameters": self.parameters, "layout": layout, "device": self.device_name, "precision": precision}
+        """Facts that the first record of a run and its results both have."""
+        return {
+            "parameters": self.parameters,
+            "layout": {**self.layout.facts(), "zero": self.config.optimizer.zero},
+            "device": self.device_name,
+            "precision": asdict(self.precision),
+        }
 
     def _time_to_train(self, until: float) -> float | None:
         """Seconds over all runs of this training; None where an earlier one recorded no time."""
@@ -381,16 +417,19 @@ class Reporter:
         return self._recorded("checkpoint", step).get("time_to_train_seconds") if step else 0.0
 
     def _results(self, now: float) -> dict[str, Any]:
-        last, throughput, evaluation = self._last, self._throughput, self._evaluation
+        last = self._last
+        throughput = self._throughput
+        evaluation = self._evaluation
         final_loss = last.loss if last else None
-        if last is None:  # the steps were done before: an earlier run recorded what they gave
+        if last is None:
+            # An earlier run has done all steps, and recorded their loss.
             final_loss = self._recorded("step", self._step).get("loss")
             evaluation = evaluation or self._recorded("eval", self._step)
         length = self.config.train.sequence_length
         return {
             **self._facts(),
             "steps": self._step,
-            "steps_before": self._before,
+            "steps_before": self._steps_before,
             "tokens": last.tokens if last else 0,
             "samples": last.samples if last else 0,
             "final_loss": final_loss,
@@ -405,12 +444,14 @@ class Reporter:
 
     def _recorded(self, name: str, step: int) -> dict[str, Any]:
         """The last event of this name and step in the folder's metrics, read on rank 0; {} where there is none."""
-        recorded = [] if self._metrics is None else [e for e in self.run.events(name) if e.get("step") == step]
+        if self._metrics is None:
+            return {}
+        recorded = [event for event in self.run.events(name) if event.get("step") == step]
         return recorded[-1] if recorded else {}
 
 
-def _more_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str, Mapping[str, float | None]]:
-    """By prefix what is told besides: seconds by part, bytes sent and bytes held, and how slow the slowest rank is."""
+def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str, Mapping[str, float | None]]:
+    """Further numbers by prefix: seconds by part, bytes sent, bytes in use, and the scores of the slowest rank."""
     slow = record.straggler
     scores = {} if slow is None else {"relative": slow.relative, "own": slow.own}
     memory = {**record.memory, "peak": record.peak_memory_bytes}
@@ -436,9 +477,11 @@ def _print_summary(console: Console, rows: list[tuple[str, str]]) -> None:
 
 
 def _result_line(results: dict[str, Any], seconds: float) -> str:
-    """What `finish` prints; `seconds` are those of this run alone."""
-    before = results["steps_before"]
-    steps = f"steps {before + 1:,} to {results['steps']:,}" if before else f"{results['steps']:,} steps"
+    """The line that `finish` prints; `seconds` are those of this run alone."""
+    steps_before = results["steps_before"]
+    steps = f"{results['steps']:,} steps"
+    if steps_before:
+        steps = f"steps {steps_before + 1:,} to {results['steps']:,}"
     parts = [f"{steps} in {units.duration(seconds)}", f"loss {results['final_loss']:.4f}"]
     if results["final_perplexity"] is not None:
         parts.append(f"evaluation perplexity {results['final_perplexity']:,.2f}")

@@ -1,0 +1,142 @@
+"""Agreement of ranks before a training: the same software, configuration and folder, the same errors, and one wait.
+
+A job may run on several machines, which need not have the same software and files.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise import __version__
+from shardwise.base.errors import ConfigError, listing
+from shardwise.checkpoint.format.diff import by_dotted_key
+from shardwise.config import Config
+from shardwise.distributed import collectives
+from shardwise.distributed.agreement import agree
+from shardwise.distributed.mesh import Group, Mesh, join
+
+_Result = TypeVar("_Result")
+_FOLDER = "the run's folder"
+_SHOWN = 5
+"""Differences that are told, and ranks of each."""
+_FIRST_POLL_SECONDS = 0.01
+_LONGEST_POLL_SECONDS = 5.0
+
+
+def versions() -> Mapping[str, str]:
+    """The versions of the packages that decide what a run computes and writes."""
+    packages = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic")
+    return {"shardwise": __version__} | {package: importlib.metadata.version(package) for package in packages}
+
+
+def while_others_wait(work: Callable[[], _Result], group: Group) -> _Result:
+    """Do some work that may take long on one rank, and wait until all ranks have done theirs. Collective.
+
+    A collective fails when a rank does not call it in time, so the ranks tell each other every few seconds whether they
+    still work. They wait no longer once the work has failed on one of them, which then raises its error.
+    """
+    if group.size == 1:
+        return work()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="preparation")
+    future = thread.submit(work)
+    # The thread ends after this work; a user who interrupts the run does not wait for it.
+    thread.shutdown(wait=False)
+    seconds = _FIRST_POLL_SECONDS
+    while True:
+        # Asked once in a round: the work may end between two questions.
+        is_done = future.done()
+        has_failed = is_done and future.exception() is not None
+        someone_works, someone_failed = collectives.reduce_numbers((not is_done, has_failed), group)
+        if not someone_works or someone_failed:
+            return future.result()
+        wait([future], timeout=seconds)
+        seconds = min(2 * seconds, _LONGEST_POLL_SECONDS)
+
+
+@contextmanager
+def raised_on_every_rank(group: Group) -> Iterator[None]:
+    """Let every rank raise the problems of a ConfigError that the body raises on any rank. Collective."""
+    problems: list[str] = []
+    try:
+        yield
+    except ConfigError as error:
+        problems = error.problems
+    agree(problems, group)
+
+
+def require_same(config: Config, mesh: Mesh, run_path: Path | None = None) -> None:
+    """Compare versions, the configuration and the run's folder of all ranks with rank 0's. Collective.
+
+    Args:
+        run_path: folder that this rank was given; None accepts that of rank 0, whatever it is.
+
+    Raises:
+        ConfigError: on every rank, with what differs and on which ranks.
+    """
+    software = {"Python": platform.python_version()} | {name: versions()[name] for name in ("torch", "shardwise")}
+    values = software | by_dotted_key(config.model_dump(mode="json"))
+    first = collectives.broadcast_object(values | {_FOLDER: None if run_path is None else str(run_path)}, mesh.world)
+    folder = first[_FOLDER]
+    alike = run_path is None or (folder is not None and Path(folder).resolve() == run_path.resolve())
+    values[_FOLDER] = folder if alike else str(run_path)
+    _require_equal(values, first, mesh.world)
+
+
+def require_same_run_dir(run_dir: Path | None, timeout: float) -> None:
+    """Join the job, and compare the folder that each rank was given with rank 0's; None: it was given none. Collective.
+
+    Args:
+        timeout: seconds, as in `join`.
+
+    Raises:
+        ConfigError: on every rank, with the folders and the ranks.
+    """
+    join(timeout=timeout)
+    world = Group.world()
+    require_equal({"run_dir": None if run_dir is None else str(run_dir.absolute())}, world, places=("run_dir",))
+
+
+def require_equal(values: Mapping[str, Any], world: Group, places: Sequence[str] = ()) -> None:
+    """Raise ConfigError on every rank, with what differs, where any rank's values are not the first rank's. Collective.
+
+    Args:
+        values: values of this rank, by name.
+        world: the ranks.
+        places: names of absolute paths, which are compared without symbolic links.
+    """
+    first = collectives.broadcast_object(values, world)
+    compared = dict(values)
+    for name in places:
+        if first[name] and values[name] and Path(first[name]).resolve() == Path(values[name]).resolve():
+            compared[name] = first[name]
+    _require_equal(compared, first, world)
+
+
+def _require_equal(values: Mapping[str, Any], first: Mapping[str, Any], world: Group) -> None:
+    """Raise ConfigError on every rank, with what differs, where any rank's values are not those of the first."""
+    differences = []
+    for name in {**first, **values}:
+        if first.get(name) != values.get(name):
+            differences.append((name, first.get(name), values.get(name)))
+    # The ranks of a healthy job exchange no more than this flag.
+    if not collectives.any_rank(bool(differences), world):
+        return
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, differences_of_rank in enumerate(collectives.all_gather_objects(differences, world)):
+        for name, first_value, value in differences_of_rank:
+            text = f"{name} must be the same on all ranks: {first_value} on rank 0, and {value}"
+            ranks_by_text.setdefault(text, []).append(rank)
+    problems = [f"{text} on {_named(ranks)}" for text, ranks in ranks_by_text.items()]
+    if len(problems) > _SHOWN:
+        problems = [*problems[:_SHOWN], f"{len(problems) - _SHOWN} more differ"]
+    raise ConfigError(problems)
+
+
+def _named(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listing(ranks, most=_SHOWN)}"
