@@ -151,10 +151,11 @@ def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
     if group.size == 1 or not parameter.numel():
         return
     value = parameter.detach()
-    whole = value.contiguous()
-    collectives.broadcast_(whole.view(-1).view(torch.uint8), group)
-    if whole is not value:
-        value.copy_(whole)
+    contiguous = value.contiguous()
+    # As bytes: backends lack broadcasts of some dtypes.
+    collectives.broadcast_(contiguous.view(-1).view(torch.uint8), group)
+    if contiguous is not value:
+        value.copy_(contiguous)
 
 
 # ---- parameters that the model still uses

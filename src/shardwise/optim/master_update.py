@@ -141,11 +141,11 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
     gradients = _random((_TRIAL_STEPS, 6, 4), seed=1)
     gradients[:, 3:] *= 100.0  # rows of different size, so that a norm over all of them shows
     options = trial_options(defaults)
-    whole = nn.Parameter(weight.clone())
-    optimizer = optimizer_class([whole], **options)
+    matrix = nn.Parameter(weight.clone())
+    optimizer = optimizer_class([matrix], **options)
     refusal = f"optimizer_class {optimizer_class.__name__} cannot be sharded: {_ADVICE}"
     try:
-        _run(optimizer, whole, gradients)
+        _run(optimizer, matrix, gradients)
         halves: list[Tensor] = []
         for part, gradient in zip(weight.flatten().chunk(2), gradients.flatten(1).chunk(2, dim=1), strict=True):
             half = nn.Parameter(part.clone())
@@ -154,7 +154,7 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
     except RAISED as error:
         raise ValueError(f"{refusal}; its trial failed with: {error_text(error)}") from error
     # Equal up to rounding: a fused kernel may add in another order at another length.
-    if not torch.allclose(whole.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
+    if not torch.allclose(matrix.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
         raise ValueError(f"{refusal}; its result depends on the whole parameter")
 
 

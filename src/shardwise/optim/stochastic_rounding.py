@@ -171,7 +171,7 @@ class _FloatCopy:
     Attributes:
         parameter: masters of the elements that were loaded last.
         optimizer: optimizer of `parameter`.
-        group: its only parameter group.
+        group: only parameter group of `optimizer`.
     """
 
     def __init__(self, make: MakeOptimizer, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:

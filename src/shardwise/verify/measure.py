@@ -174,7 +174,7 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
     reference = Reference.load(folder)
     trainer = make_trainer(config, cell)
     weights, gradients, losses, checkpoint = first_half(trainer, target)
-    later_losses = continued(config, cell, source)
+    later_losses = continued(config, cell, source)  # a new trainer: nothing of the first one helps it to resume
     _require_same_names(set(weights), set(reference.weights), trainer.mesh)
     by_rank = collectives.all_gather_objects(_tensor_differences(weights, gradients, reference), trainer.mesh.world)
     weight_difference, weight = max(weight for weight, _ in by_rank)

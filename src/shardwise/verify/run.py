@@ -134,6 +134,7 @@ def verify(config: Config, cells: Sequence[Cell], folder: Path) -> Verification:
             call = (config, pending, folder, source, one_process, progress)
             answer = call_on_ranks(measure_cells, *call, ranks=pending[0].ranks, folder=folder)
             results: list[CellResult] = answer.values
+            # Results are fewer than cells if the ranks failed: the first cell without a result is at fault.
             for cell, result in zip(pending, results, strict=False):
                 problems = result.differences.problems(tolerance, result.source)
                 outcomes.append(CellOutcome(cell, result.differences, problems, result.source, result.seconds))

@@ -76,6 +76,7 @@ def measured(world: Group, device: torch.device, until: float) -> Measurements:
     target = torch.empty_like(source)
     (copy_seconds,) = _slowest([typical(lambda: target.copy_(source), device, most=most)], world)
     (launch_seconds,) = _slowest([_launch(torch.zeros(8, device=device), device, most)], world)
+    # Arguments are computed in this order on all ranks, as some are collective.
     measurements = Measurements(
         device=devices.name(device),
         type=device.type,

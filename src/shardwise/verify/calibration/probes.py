@@ -26,7 +26,7 @@ class Probe:
 
     Attributes:
         recipe: name of the shipped recipe.
-        keys: its changed keys, as on the command line.
+        keys: keys that differ from the recipe, as on the command line.
     """
 
     recipe: str

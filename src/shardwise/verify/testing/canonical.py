@@ -23,6 +23,7 @@ def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) ->
     optimizer.reduce_gradients()
     for bucket in optimizer.buckets:
         if bucket.sharded:
+            # A rank has the sums of its own part alone; the other parts hold gradients of this rank's samples.
             collectives.all_gather(bucket.gradient, bucket.group, out=bucket.gradients)
     return {name: tensor.clone() for name, tensor in canonical_tensors(model, _gradient)}
 
