@@ -12,10 +12,10 @@ class Stage:
     """Consecutive blocks; the first stage also holds the embedding, and the last one the head.
 
     Attributes:
-        index: from 0, in the order of the model.
+        index: number of the stage from 0, in the order of the model.
         rank: the pipeline rank that holds it.
-        layers: its blocks.
-        stages: how many stages the model has.
+        layers: numbers of the blocks that it holds.
+        stages: number of stages of the model.
     """
 
     index: int

@@ -319,7 +319,7 @@ def _slots(buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> Iterator[tupl
 
 
 def barrier(group: Group) -> None:
-    """Wait until every rank of the group has called this. Torch's own barrier warns where it has to guess the device."""
+    """Wait until every rank of the group has called this. Torch's barrier warns where it has to guess the device."""
     any_rank(False, group)
 
 
