@@ -359,7 +359,7 @@ _RULES = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
 }
-"""The rule that a message gives after `quantity (value)`, by pydantic's type of error, whose context has the numbers."""
+"""The rule that a message gives after `quantity (value)`, by pydantic's type of error; its context has the numbers."""
 _NO_LIST = ("tuple_type", "too_short", "too_long")
 
 

@@ -323,10 +323,10 @@ class Mesh:
             shape = tuple(degrees[axis.degree] for axis in AXES)
             with _unbound_world():
                 self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-            process_groups = {name: self.device_mesh.get_group(name) for name in names}
+            several = [axis.name for axis in AXES if degrees[axis.degree] > 1]
+            process_groups = {name: self.device_mesh.get_group(name) for name in several}
         for axis in AXES:
-            process_group = process_groups[axis.name] if degrees[axis.degree] > 1 else None
-            setattr(self, axis.name, Group(process_group, name=axis.name))
+            setattr(self, axis.name, Group(process_groups.get(axis.name), name=axis.name))
 
     @property
     def stage(self) -> Group:
