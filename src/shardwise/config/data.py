@@ -1,4 +1,4 @@
-"""What the model reads: the keys of `data`."""
+"""The section `data`: the texts, tokens or samples that a model reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from shardwise.config.section import Section, reject
 
-MASKED_FRACTION = 0.15
+MASKED_FRACTION = 0.15  # BERT's (arXiv:1810.04805 §3.1)
 SHUFFLE_BUFFER = 10_000
 BUILT_IN_TEXTS = ("python", "tiny")
 """Values of `data.dataset` that are texts of this package, not data sets of the hub."""
@@ -19,7 +19,7 @@ _NEEDS = {
     "hdf5": "data.path: a shard, a folder of *_training_*.hdf5 or a glob",
     "datasets": "data.path, a folder that save_to_disk wrote: a data set of the hub is named by data.dataset alone",
 }
-"""What a run must name, by `data.format`."""
+"""The keys that a run must give, by `data.format`."""
 _SPLIT_NAME = r"(?a)[A-Za-z_]\w*(\.\w+)*"
 
 
@@ -216,14 +216,14 @@ class DataConfig(Section):
 
     @property
     def name(self) -> str:
-        """What messages call the data."""
+        """The name of the data in messages."""
         if self.blend is not None:
             return " + ".join(prefix for _, prefix in self.weighted_prefixes)
         return self.path or self.dataset or "no data"
 
     @property
     def is_named(self) -> bool:
-        """Whether any key says which data are read."""
+        """True if any key says which data are read."""
         return not (self.path is None and self.blend is None and self.dataset is None)
 
     @property
@@ -235,7 +235,7 @@ class DataConfig(Section):
 
     @property
     def is_hub_dataset(self) -> bool:
-        """Whether the data are a data set of the hub, which `dataset` names."""
+        """True if the data are a data set of the hub, which `dataset` names."""
         return self.path is None and self.blend is None and self.dataset not in (None, *BUILT_IN_TEXTS)
 
     @property

@@ -120,10 +120,10 @@ class LaunchConfig(Section):
     @field_validator("sbatch", mode="before")
     @classmethod
     def _sbatch_is_a_list_of_options(cls, value: object) -> object:
-        if not isinstance(value, list | tuple) or not all(_is_option(one) for one in value):
+        if not isinstance(value, list | tuple) or not all(_is_option(option) for option in value):
             reject([f"launch.sbatch ({value!r}) must be a list of options of sbatch in full, such as [--qos=high]"])
             return ()
-        reject([problem for one in value if (problem := _option_problem(one)) is not None])
+        reject([problem for option in value if (problem := _option_problem(option)) is not None])
         return tuple(value)
 
     @field_validator("environment", mode="before")
@@ -134,13 +134,8 @@ class LaunchConfig(Section):
             return value
         wrong = [name for name, text in value.items() if not _is_name(name) or not _is_plain(text)]
         reject([f"launch.environment.{name} must be a variable's name with a text or a number" for name in wrong])
-        fixed = [name for name in value if _OF_BASH.fullmatch(name)]
-        reject(
-            [
-                f"launch.environment.{name} must be left out: bash, which runs the job's script, sets it"
-                for name in fixed
-            ]
-        )
+        by_bash = "must be left out: bash, which runs the job's script, sets it"
+        reject([f"launch.environment.{name} {by_bash}" for name in value if _OF_BASH.fullmatch(name)])
         secret = [name for name in value if is_secret_variable(name)]
         where = "must be set in your shell, which the job inherits: the script and config.yaml show what is here"
         reject([f"launch.environment.{name} {where}" for name in secret])
@@ -153,20 +148,22 @@ class LaunchConfig(Section):
 
 
 def _range(value: object) -> tuple[int, int] | None:
-    found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(value)) if type(value) in (int, str) else None
-    if found is None:
+    """The fewest and the most machines that a value of `launch.nodes` names; None for another value."""
+    match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(value)) if type(value) in (int, str) else None
+    if match is None:
         return None
-    fewest, most = int(found[1]), int(found[2] or found[1])
+    fewest = int(match[1])
+    most = int(match[2] or match[1])
     return (fewest, most) if 1 <= fewest <= most <= LARGEST else None
 
 
 def _is_option(value: object) -> bool:
-    """Whether a value is one option in full: a second one behind a space would not be checked."""
+    """True if a value is one option in full: a second one behind a space would not be checked."""
     return isinstance(value, str) and value.isprintable() and re.fullmatch(r"--[a-z][a-z-]*(=.*)?", value) is not None
 
 
 def _option_problem(option: str) -> str | None:
-    """Why the job's script cannot have an option of sbatch, which takes the beginning of a name for the name."""
+    """The reason why the job's script cannot have an option. sbatch takes the beginning of a name for the name."""
     given = option.removeprefix("--").partition("=")[0]
     names = [name for name in (*_SET_BY, *_REFUSED) if name.startswith(given)]
     name = given if given in names else next(iter(names), None)

@@ -116,7 +116,7 @@ class Layout:
         """Micro-batches per optimizer step on each rank: global batch / (micro batch × data).
 
         Raises:
-            ConfigError: that is no whole number.
+            ConfigError: the result is no whole number.
         """
         portion = train.micro_batch * self.data
         if train.global_batch % portion:

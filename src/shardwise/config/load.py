@@ -1,4 +1,4 @@
-"""Reads a recipe and `key=value` overrides into a `Config`, or reports every reason why they are none."""
+"""Reads a recipe and `key=value` overrides into a `Config`, or reports all of their problems."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def recipe_text(recipe: str) -> str:
         )
     path = Path(recipe).expanduser() if is_file else _RECIPES / f"{recipe}.yaml"
     try:
-        with path.open("rb") as file:  # which may be a pipe, as the shell makes of <(command)
+        with path.open("rb") as file:  # it may be a pipe, as the shell makes of <(command)
             return read_small(file, path).decode()
     except FileNotFoundError:
         raise ConfigError(f"there is no recipe file {recipe}") from None
@@ -81,7 +81,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     `model.config=PATH` among the overrides replaces the recipe's whole model; other `model.*` overrides change that.
 
     Raises:
-        ConfigError: with all problems of the file and the overrides together.
+        ConfigError: something is wrong; it has all problems of the file and of the overrides.
     """
     values = _sections(recipe)
     if any(override.partition("=")[0].strip() == _MODEL_FILE for override in overrides):
@@ -91,7 +91,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_with(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """As `load_config`, of a program: overrides are values, by dotted keys or by sections with keys.
+    """The configuration that a program gives: overrides are values, by dotted keys or by sections with keys.
 
     Raises:
         ConfigError: as `load_config`.
@@ -159,19 +159,21 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
 
     Args:
         values: the sections.
-        problems: what is wrong already.
+        problems: problems that are known already.
         typed: the paths, such as `model.rope_theta`, that stand on the command line and not in a recipe.
 
     Raises:
-        ConfigError: with the given `problems` and every problem of `values`.
+        ConfigError: something is wrong; it has the given `problems` and every problem of `values`.
     """
     all_problems = list(problems)
     config = None
     model = values.get("model")
     model_is_unread = False
-    file, from_file = None, frozenset[str]()
+    file = None
+    from_file = frozenset[str]()
     if isinstance(model, dict) and "config" in model and ":" not in str(model.get("family")):
-        file, written = str(model["config"]), frozenset(model)
+        file = str(model["config"])
+        written = frozenset(model)
         loads = isinstance(values.get("checkpoint"), dict) and values["checkpoint"].get("load") is not None
         model, file_problems = _expanded(model, typed, loads=loads)
         if model is not None:
@@ -199,7 +201,7 @@ def data_from(values: Mapping[str, Any]) -> DataConfig:
     """A `data` section by itself.
 
     Raises:
-        ConfigError: with every problem of `values`.
+        ConfigError: something is wrong; it has every problem of `values`.
     """
     try:
         return DataConfig.model_validate(dict(values))
@@ -211,7 +213,7 @@ def model_from(values: Mapping[str, Any]) -> FamilyConfig:
     """A `model` section by itself, of one of the families here.
 
     Raises:
-        ConfigError: with every problem of `values`.
+        ConfigError: something is wrong; it has every problem of `values`.
     """
     family = str(values["family"])
     try:
@@ -221,12 +223,10 @@ def model_from(values: Mapping[str, Any]) -> FamilyConfig:
 
 
 def _refusal(error: ValidationError, section: str, family: str = "") -> ConfigError:
-    """What pydantic says of a section that is read by itself."""
-    problems = [
-        text
-        for details in error.errors(include_url=False)
-        for text in _texts({**details, "loc": (section, *details["loc"])}, family)
-    ]
+    """The error for a section that is read by itself, from what pydantic says."""
+    problems = []
+    for details in error.errors(include_url=False):
+        problems += _texts({**details, "loc": (section, *details["loc"])}, family)
     return ConfigError(list(dict.fromkeys(problems)))
 
 
@@ -258,7 +258,7 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
     if keys[:-1] == ["model"]:
         _drop_spellings(target, keys[-1])
     if keys == ["train", "global_batch"]:
-        target.pop("batch_rule", None)  # that of the number which is replaced
+        target.pop("batch_rule", None)  # it gave the number that is replaced
     target[keys[-1]] = value
 
 
@@ -272,12 +272,12 @@ def _drop_spellings(model: dict[str, Any], key: str) -> None:
 
 
 def _expanded(model: dict[str, Any], typed: Collection[str], *, loads: bool) -> tuple[dict[str, Any] | None, list[str]]:
-    """A `model` section with the keys of the Hugging Face file that its `config` names, and what is wrong with them.
+    """A `model` section with the keys of the Hugging Face file that its `config` names, and the problems of both.
 
     Where weights are loaded, they were trained for the file's length, so that is the length before a new scaling.
     The section is None if the file cannot be read. Fields that are not supported have their defaults in it.
     """
-    beside = {key: value for key, value in model.items() if key != "config"}
+    changed = {key: value for key, value in model.items() if key != "config"}
     path = system_names(model["config"])
     if not isinstance(path, str) or not path:
         return None, [f"{_MODEL_FILE} ({path!r}) must be the path of a Hugging Face config.json or of its folder"]
@@ -290,20 +290,21 @@ def _expanded(model: dict[str, Any], typed: Collection[str], *, loads: bool) -> 
             return None, problems
         section = error.section
     family = section["family"]
-    if beside.get("family", family) != family:
-        problems.append(f"model.family ({beside['family']!r}) must be left out or {family}, as {_MODEL_FILE} says")
+    if changed.get("family", family) != family:
+        problems.append(f"model.family ({changed['family']!r}) must be left out or {family}, as {_MODEL_FILE} says")
         return None, problems
-    given = {_canonical(family, key): value for key, value in beside.items()}
-    scaling = given.get("rope_scaling")
+    changed = {_canonical(family, key): value for key, value in changed.items()}
+    scaling = changed.get("rope_scaling")
     if isinstance(scaling, dict):
         stored = section.get("rope_scaling") or {}
+        # A recipe's mapping replaces the file's; dotted keys of the command line change it.
         if "model.rope_scaling" not in typed and any(path.startswith("model.rope_scaling.") for path in typed):
             scaling = {**stored, **scaling}
         is_yarn = "yarn" in (scaling.get("rope_type"), scaling.get("type"))
         if loads and is_yarn and scaling.get(LENGTH) is None:
             scaling = {**scaling, LENGTH: stored.get(LENGTH, section["max_position_embeddings"])}
-        given["rope_scaling"] = scaling
-    return section | given, problems
+        changed["rope_scaling"] = scaling
+    return section | changed, problems
 
 
 def _canonical(family: str, key: str) -> str:
@@ -314,22 +315,27 @@ def _canonical(family: str, key: str) -> str:
 def ignored_fields(model: Mapping[str, Any]) -> list[str]:
     """The names in `model.ignore` of an unchecked section."""
     names = model.get("ignore")
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
+    if not isinstance(names, list | tuple):
+        return []
+    return [name for name in names if isinstance(name, str)]
 
 
 def _texts(details: Any, family: str = "") -> list[str]:
-    """The messages of one pydantic error. `family`: of the `model` section that holds the key."""
-    kind, context, location = details["type"], details.get("ctx", {}), details["loc"]
+    """The messages of one pydantic error. `family`: family of the `model` section that holds the key."""
+    kind = details["type"]
+    context = details.get("ctx", {})
+    location = details["loc"]
     path = ".".join(str(part) for part in location)
-    value, known = details["input"], _known_paths(family)
+    value = details["input"]
+    known = _known_paths(family)
     field = known.get(path)
     if kind == PROBLEMS:
         return list(context["problems"])
-    if kind == "default_factory_not_called":
+    if kind == "default_factory_not_called":  # a value that the default depends on is wrong, and has its own error
         return []
-    if kind == "missing" and isinstance(location[-1], int):
-        whole = path.rpartition(".")[0]
-        return [f"{whole} {_list_rule(known[whole])}"]
+    if kind == "missing" and isinstance(location[-1], int):  # an item of a list
+        key = path.rpartition(".")[0]
+        return [f"{key} {_list_rule(known[key])}"]
     if kind == "missing":
         return [f"{path} is missing" + (f" ({field.description})" if field and field.description else "")]
     if kind == "extra_forbidden":
@@ -354,12 +360,12 @@ _RULES = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
 }
-"""What a message says after `quantity (value)`, by pydantic's type of the error; its context stands in the braces."""
+"""The rule that a message gives after `quantity (value)`, by pydantic's type of error; its context has the numbers."""
 _NO_LIST = ("tuple_type", "too_short", "too_long")
 
 
 def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
-    """What a message says after `quantity (value)`; None for a type of error that has no words of ours."""
+    """The rule that a message gives after `quantity (value)`; None for a type of error without words here."""
     if kind == "bool_type":
         word = str(value).lower()
         return "must be true or false" + (f"; write {word} without quotes" if word in ("true", "false") else "")
@@ -373,11 +379,11 @@ def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
 
 
 def _list_rule(field: FieldInfo) -> str:
-    """What a message says of a field that is a list: of two numbers, or of any length, with the field's example."""
+    """The rule that a message gives for a list: two numbers, or any length, with the field's example."""
     annotations = (field.annotation, *get_args(field.annotation))
     (tuple_type,) = (annotation for annotation in annotations if get_origin(annotation) is tuple)
-    kind, *others = get_args(tuple_type)
-    if others != [...]:
+    kind, *further = get_args(tuple_type)
+    if further != [...]:
         return "must be a list of two numbers"
     entries = "whole numbers" if kind is int or get_args(kind)[:1] == (int,) else "numbers"
     if kind is str or get_origin(kind) is Literal:

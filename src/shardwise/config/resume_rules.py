@@ -1,4 +1,4 @@
-"""Which keys of a run's configuration may change when the run is resumed, and which have changed."""
+"""Keys of a run's configuration that may change when the run is resumed, and those that have changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIXED_KEYS = (
 
 
 def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Why a run with the configuration `stored` cannot be resumed with `new`; an empty list if it can.
+    """Reasons why a run with the configuration `stored` cannot be resumed with `new`; an empty list if it can.
 
     Model, data, seed and the kind of optimizer state must stay: otherwise the checkpoint does not fit, or the loss
     curve is not that of one run. All differences are in one text, with both values.
@@ -46,7 +46,7 @@ def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
 
 
 def resume_changes(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What changes when the run is resumed, one line for each key, such as `train.steps 240 → 480`."""
+    """The changes when the run is resumed, one line for each key, such as `train.steps 240 → 480`."""
     changes = _changes(_complete(stored), new, fixed=False)
     return [f"{key} {_shown(then)} → {_shown(now)}" for key, then, now in changes]
 
@@ -54,7 +54,7 @@ def resume_changes(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[st
 def kept_batch(stored: Mapping[str, Any], config: Config) -> int | None:
     """The global batch that the run keeps where `config` gives it by a rule; None where the rule is a new one.
 
-    A run that was written before rules were keeps its number: by which rule it began is not known.
+    A run of a version that had no rules keeps its number: nobody knows the rule by which it began.
     """
     rule = config.train.batch_rule
     if config.train.rule is None or share_of(stored["train"].get("batch_rule", rule)) != share_of(rule):

@@ -1,4 +1,7 @@
-"""Whether a configuration can run on a number of ranks: every rule that reads more than one section.
+"""Checks whether a configuration can run on a number of ranks: the rules that read more than one key.
+
+Rules of one key, and those of a section that nothing changes after it was read, are validators of the section. The
+rules here also hold for configurations that a program derives from another one, such as the planner's candidates.
 
 The rules of `parallel.pipeline`: whether a model can be cut into stages, and micro-batches suit the schedule.
 """
@@ -22,29 +25,32 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     Args:
         config: the whole configuration.
         world: ranks of the job.
-        is_new: whether the run's folder is new, so that it starts at its first step.
+        is_new: True if the run's folder is new, so that it starts at its first step.
 
     Raises:
         ConfigError: `config` cannot run on `world` ranks; with every reason.
     """
-    parallel, problems = config.parallel, []
+    parallel = config.parallel
     sequence = parallel.sequence and parallel.tensor > 1
-    layout = micro_batches = None
+    problems: list[str] = []
+    layout = None
+    micro_batches = None
     try:
         layout = Layout(world, parallel.tensor, sequence, parallel.pipeline, parallel.stages_per_rank)
         micro_batches = layout.accumulation(config.train)
     except ConfigError as error:
         problems = error.problems
     problems += pipeline_problems(config, micro_batches)
-    problems += (
-        _tensor_problems(config, sequence)
-        + _overlap_problems(config)
-        + _compile_problems(config)
-        + _schedule_problems(config)
-        + _masking_problems(config)
-    )
-    problems += _resume_problems(config) + _trace_problems(config, is_new) + _document_problems(config)
-    problems += _mark_problems(config) + _hook_problems(config)
+    problems += _tensor_problems(config, sequence)
+    problems += _overlap_problems(config)
+    problems += _compile_problems(config)
+    problems += _schedule_problems(config)
+    problems += _masking_problems(config)
+    problems += _resume_problems(config)
+    problems += _trace_problems(config, is_new)
+    problems += _document_problems(config)
+    problems += _mark_problems(config)
+    problems += _hook_problems(config)
     if layout is not None:
         problems += _profile_problems(config, layout)
     if layout is None or problems:
@@ -54,10 +60,13 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
 
 def _trace_problems(config: Config, is_new: bool) -> list[str]:
     """Refuse traces of steps that the run never does. The step from which an old run resumes is not known here."""
-    steps, last, resume = config.log.profile_steps, config.train.steps, config.checkpoint.resume
+    steps = config.log.profile_steps
     if steps is None:
         return []
-    trace, stop_after = f"log.profile ({config.log.profile})", config.train.stop_after
+    trace = f"log.profile ({config.log.profile})"
+    last = config.train.steps
+    stop_after = config.train.stop_after
+    resume = config.checkpoint.resume
     if steps.start > last:
         return [f"{trace} must begin at one of train.steps ({last}): set log.profile={last}:{last + 1}"]
     if is_new and stop_after is not None and steps.start > stop_after:
@@ -74,22 +83,24 @@ def _trace_problems(config: Config, is_new: bool) -> list[str]:
 
 def _profile_problems(config: Config, layout: Layout) -> list[str]:
     """Refuse to trace ranks that the job does not have."""
-    beyond = [rank for rank in config.log.profile_ranks or () if rank >= layout.world]
-    if not beyond:
+    missing = [rank for rank in config.log.profile_ranks or () if rank >= layout.world]
+    if not missing:
         return []
-    return [f"log.profile_ranks ({listing(beyond)}) must be below the number of ranks ({layout.world})"]
+    return [f"log.profile_ranks ({listing(missing)}) must be below the number of ranks ({layout.world})"]
 
 
 def _mark_problems(config: Config) -> list[str]:
-    """Pairs of sentences have marks of their own, whatever the data are."""
+    """Refuse marks for pairs of sentences, which have their own, whatever the data are."""
     if "nsp" not in config.model.objectives:
         return []
     return config.data.refused_marks(f"model.family ({config.model.family}), whose pairs have [CLS] and [SEP]")
 
 
 def _document_problems(config: Config) -> list[str]:
-    """The keys for document ends are for families that predict the next token."""
-    data, model, keys = config.data, config.model, config.data.document_options
+    """Refuse the keys for document ends with families that do not predict the next token."""
+    data = config.data
+    model = config.model
+    keys = data.document_options
     if "mlm" in model.objectives:
         return [f"{key} (true) must be false with model.family {model.family}, which masks tokens" for key in keys]
     if data.eod_token is None:
@@ -105,13 +116,14 @@ def _document_problems(config: Config) -> list[str]:
 
 
 def _tensor_problems(config: Config, sequence: bool) -> list[str]:
-    model, tensor = config.model, config.parallel.tensor
+    model = config.model
+    tensor = config.parallel.tensor
     length = config.train.sequence_length
     reasons = _tensor_misfits(model, tensor, length if sequence else None)
     if not reasons:
         return []
-    given = (model.num_attention_heads, model.intermediate_size, length)
-    most = min(size for size in given if size is not None)
+    sizes = (model.num_attention_heads, model.intermediate_size, length)
+    most = min(size for size in sizes if size is not None)
     length_to_cut = length if config.parallel.sequence else None
     valid = [degree for degree in range(1, most + 1) if not _tensor_misfits(model, degree, length_to_cut)]
     degrees = f"valid degrees are {listing(valid)}" if len(valid) > 1 else "the only valid degree is 1"
@@ -120,7 +132,8 @@ def _tensor_problems(config: Config, sequence: bool) -> list[str]:
 
 def _overlap_problems(config: Config) -> list[str]:
     parallel = config.parallel
-    how, problems = parallel.tensor_overlap, []
+    how = parallel.tensor_overlap
+    problems = []
     if how is not None and parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward:
         problems.append(
             f"parallel.tensor_overlap ({how}) must be null with parallel.schedule {parallel.schedule}, which computes "
@@ -135,9 +148,12 @@ def _overlap_problems(config: Config) -> list[str]:
 
 
 def _compile_problems(config: Config) -> list[str]:
-    parallel, problems = config.parallel, []
     if not config.compile.enabled:
-        return ["compile.require_cached (true) must go with compile.enabled (true)"] * config.compile.require_cached
+        if config.compile.require_cached:
+            return ["compile.require_cached (true) must go with compile.enabled (true)"]
+        return []
+    parallel = config.parallel
+    problems = []
     if parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward:
         problems.append(
             f"compile.enabled (true) must be false with parallel.schedule {parallel.schedule}, which cuts the "
@@ -153,7 +169,7 @@ def _compile_problems(config: Config) -> list[str]:
 
 
 def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None) -> list[str]:
-    """Why `tensor` ranks cannot divide the model's sizes; of an own model those that the recipe has."""
+    """Reasons why `tensor` ranks cannot divide the model's sizes; a model of the user's own may have none of them."""
     sizes = (
         ("model.num_attention_heads", model.num_attention_heads),
         ("model.intermediate_size", model.intermediate_size),
@@ -168,15 +184,20 @@ def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None
 
 
 def _schedule_problems(config: Config) -> list[str]:
-    train, problems = config.train, []
-    model, shapes, limit = config.model, config.shapes, config.model.max_position_embeddings
+    train = config.train
+    model = config.model
+    shapes = config.shapes
+    problems = []
+    limit = model.max_position_embeddings
     if limit is not None and train.sequence_length > limit and not model.extends_positions:
         unless = " without model.rope_scaling" if shapes is not None and shapes.rotary_dim else ""
         problems.append(
             f"train.sequence_length ({train.sequence_length}) must be at most "
             f"model.max_position_embeddings ({limit}){unless}"
         )
-    optimizer, lower = config.optimizer, "lower it, or keep train.steps and end early with train.stop_after"
+    optimizer = config.optimizer
+    lower = "lower it, or keep train.steps and end early with train.stop_after"
+    # The warmup, or without one the first step, comes before them.
     most_constant = max(0, train.steps - max(1, optimizer.warmup_steps))
     if optimizer.warmup_steps > train.steps:
         problems.append(
@@ -199,7 +220,8 @@ def _schedule_problems(config: Config) -> list[str]:
 
 def _resume_problems(config: Config) -> list[str]:
     """The rules of `train.skip_batches` and `checkpoint.resume`."""
-    train, resume = config.train, config.checkpoint.resume
+    train = config.train
+    resume = config.checkpoint.resume
     if resume == "auto" and train.skip_batches:
         return [
             f"train.skip_batches ({train.skip_batches}) must be 0 with checkpoint.resume auto: it would count again at "
@@ -214,8 +236,9 @@ def _resume_problems(config: Config) -> list[str]:
 
 
 def _masking_problems(config: Config) -> list[str]:
-    """The masking keys are for families that predict masked tokens, and a sequence limits their number."""
-    data, length = config.data, config.train.sequence_length
+    """Refuse the masking keys with families that mask no tokens, and more masked tokens than a sequence has."""
+    data = config.data
+    length = config.train.sequence_length
     if "mlm" in config.model.objectives:
         if data.max_predictions is None or data.max_predictions <= length:
             return []
@@ -230,8 +253,10 @@ def _masking_problems(config: Config) -> list[str]:
 
 
 def _hook_problems(config: Config) -> list[str]:
-    """Hooks that other keys leave no place for."""
-    hooks, model, data = config.hooks, config.model, config.data
+    """Refuse hooks that other keys leave no place for."""
+    hooks = config.hooks
+    model = config.model
+    data = config.data
     problems = [
         f"{key} ({path!r}) must read package.module:Name"
         for key, path in hooks.paths.items()
@@ -246,14 +271,13 @@ def _hook_problems(config: Config) -> list[str]:
         problems.append(
             f"data.streaming (true) must be false with hooks.data ({hooks.data}), whose samples have numbers"
         )
-    is_own = ":" in model.family
     for key, path in (("data", hooks.data), ("loss", hooks.loss)):
         if path is not None and "mlm" in model.objectives:
             problems.append(
                 f"hooks.{key} ({path}) must be left out with model.family {model.family}: it is for models that "
                 "predict the next token"
             )
-    if hooks.loss is not None and is_own:
+    if hooks.loss is not None and ":" in model.family:  # the user's own
         problems.append(
             f"hooks.loss ({hooks.loss}) must be left out with model.family {model.family}, whose forward gives the loss"
         )

@@ -12,7 +12,7 @@ from shardwise.config.sections import BATCH_RULE, Config
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _OWN = r":"
-"""What `model.family` contains if it names a class of the user's own."""
+"""A pattern in `model.family` if it names a class of the user's own."""
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -22,9 +22,9 @@ def recipe_schema() -> dict[str, Any]:
     several keys, such as whether a layout divides the heads, is checked by `load_config` alone.
     """
     classes: tuple[type[Section], ...] = (Config, *FAMILIES.values(), UserModelConfig)
-    references, definitions = models_json_schema([(each, "validation") for each in classes])
+    references, definitions = models_json_schema([(section, "validation") for section in classes])
     schemas = definitions["$defs"]
-    names = {each: references[each, "validation"]["$ref"].rpartition("/")[2] for each in classes}
+    names = {section: references[section, "validation"]["$ref"].rpartition("/")[2] for section in classes}
     for family in FAMILIES.values():
         _accept_other_spellings(schemas[names[family]], family.aliases)
     _accept_batch_rule(schemas["TrainConfig"]["properties"])
@@ -78,11 +78,16 @@ def _accept_batch_rule(train: dict[str, Any]) -> None:
 
 def _accept_other_spellings(schema: dict[str, Any], aliases: dict[str, str]) -> None:
     """Let a key of Hugging Face's `config.json` that this family calls otherwise stand for its key."""
-    properties, spellings = schema["properties"], {name: [name] for name in schema.get("required", [])}
-    for other, name in aliases.items():
+    properties = schema["properties"]
+    spellings = {name: [name] for name in schema.get("required", [])}
+    for alias, name in aliases.items():
         if name in properties:
-            properties[other] = {**properties[name], "description": f"another spelling of {name}"}
-            spellings.get(name, []).append(other)
-    schema["required"] = [name for name, found in spellings.items() if len(found) == 1]
-    if several := [found for found in spellings.values() if len(found) > 1]:
-        schema["allOf"] = [{"anyOf": [{"required": [each]} for each in found]} for found in several]
+            properties[alias] = {**properties[name], "description": f"another spelling of {name}"}
+            spellings.get(name, []).append(alias)
+    schema["required"] = [name for name, names in spellings.items() if len(names) == 1]
+    alternatives = []
+    for names in spellings.values():
+        if len(names) > 1:
+            alternatives.append({"anyOf": [{"required": [name]} for name in names]})
+    if alternatives:
+        schema["allOf"] = alternatives

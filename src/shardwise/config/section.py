@@ -1,4 +1,4 @@
-"""What every configuration section shares."""
+"""The base class of all configuration sections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BYTES = {stand_in: byte for byte, stand_in in _STAND_INS.items()}
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the keys of a `model` section come from. Two are always equal: a section is what its values are.
+    """The sources of a `model` section's keys. Two origins are always equal: sections are compared by their values.
 
     Attributes:
         file: the Hugging Face file or folder that `model.config` named; None where it named none.
@@ -48,7 +48,7 @@ class Section(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _has_names_of_the_system(cls, values: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Takes any path, and gives texts as the system's names have them, whichever encoding Python has."""
+        """Take any path, and give texts as the system's names have them, whichever encoding Python has."""
         if not isinstance(values, Mapping) or all(map(_is_plain, values.values())):  # as nearly always
             return validated(values)
         section = validated({key: with_stand_ins(system_names(value)) for key, value in values.items()})
@@ -67,15 +67,17 @@ class Section(BaseModel):
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is the same in each encoding; a section within this one sees to its own values."""
-    return value.isascii() if isinstance(value, str) else not isinstance(value, list | tuple)
+    """True if a value is the same in each encoding; a section within this one sees to its own values."""
+    if isinstance(value, str):
+        return value.isascii()
+    return not isinstance(value, list | tuple)
 
 
 def utf8_text(text: str) -> str:
     """A text of the command line or of a name of the system, whichever encoding Python has.
 
     Raises:
-        UnicodeError: its bytes are not UTF-8.
+        UnicodeError: the bytes are not UTF-8.
     """
     return text.encode("utf-8", "surrogateescape").decode()
 

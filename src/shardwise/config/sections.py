@@ -1,8 +1,7 @@
-"""The whole configuration, and its sections other than `model` and `data`.
+"""The whole configuration, and its sections other than `model`, `data` and `launch`.
 
-The section `hooks`: functions and classes of the user's own, in place of a part of a training.
-
-The section `compile`.
+A class of a section holds its keys with their types, bounds, defaults and descriptions. The JSON schema and the pages
+of keys are made of them: to add a key, write it here and read it where it has its effect.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class HooksConfig(Section):
 
     @property
     def any_named(self) -> bool:
-        """Whether there is any hook."""
+        """True if there is any hook."""
         return bool(self.paths)
 
 
@@ -323,10 +322,14 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True)
 class Precision:
-    """Resolved dtypes: of parameters and computation, of gradients, of their reduction, and of optimizer state.
+    """Resolved dtypes.
 
     Attributes:
-        rounding: of what the update writes to masters and moments.
+        parameter: dtype of parameters, activations and matmuls.
+        gradient: dtype in which gradients are summed over micro-batches.
+        reduce: dtype in which gradients are summed over ranks.
+        optimizer: dtype of masters and moments.
+        rounding: rule by which the update rounds masters and moments.
     """
 
     parameter: DtypeName
@@ -367,10 +370,10 @@ class PrecisionConfig(Section):
         """The dtype of each role; the default mode depends on whether there is an accelerator."""
         mode = self.mode or ("mixed" if accelerator else "float32")
         parameter: DtypeName = "float32" if mode == "float32" else "bfloat16"
-        other: DtypeName = "bfloat16" if mode == "bfloat16" else "float32"
-        optimizer = self.optimizer or other
+        state: DtypeName = "bfloat16" if mode == "bfloat16" else "float32"
+        optimizer = self.optimizer or state
         default: Rounding = "stochastic" if mode == optimizer == "bfloat16" else "nearest"
-        return Precision(parameter, self.gradient or other, self.reduce or other, optimizer, self.rounding or default)
+        return Precision(parameter, self.gradient or state, self.reduce or state, optimizer, self.rounding or default)
 
 
 class CheckpointConfig(Section):
@@ -435,21 +438,27 @@ class CheckpointConfig(Section):
         """Refuse with one message; pydantic would give two, and accept `true`, which is a number to Python."""
         is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if value != "auto" and not is_step:
-            shown = "null" if value is None else repr(value) if isinstance(value, str) else str(value).lower()
+            shown = repr(value) if isinstance(value, str) else str(value).lower()
+            if value is None:
+                shown = "null"
             reject([f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"])
         return value
 
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:
-        problems = [
-            f"checkpoint.{key} ({redacted(url)}) must hold no {secret}, which config.yaml and every manifest "
-            "would show: set it in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or such as "
-            "FSSPEC_FTP_USERNAME and FSSPEC_FTP_PASSWORD) or in fsspec's configuration"
-            for key, url in (("path", self.path), ("load", self.load))
-            if url is not None
-            for secret, held in (("password", re.search(_PASSWORD, url)), ("query string", has_query(url)))
-            if held
-        ]
+        problems = []
+        for key, url in (("path", self.path), ("load", self.load)):
+            secrets = []
+            if url is not None and re.search(_PASSWORD, url):
+                secrets.append("password")
+            if url is not None and has_query(url):
+                secrets.append("query string")
+            problems += [
+                f"checkpoint.{key} ({redacted(url or '')}) must hold no {secret}, which config.yaml and every manifest "
+                "would show: set it in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or such as "
+                "FSSPEC_FTP_USERNAME and FSSPEC_FTP_PASSWORD) or in fsspec's configuration"
+                for secret in secrets
+            ]
         if self.revision is not None and self.load is None:
             problems.append(f"checkpoint.revision ({self.revision!r}) needs checkpoint.load, the hub id")
         reject(problems)

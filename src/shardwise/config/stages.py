@@ -13,10 +13,10 @@ class Stage:
     """Consecutive blocks; the first stage also holds the embedding, and the last one the head.
 
     Attributes:
-        index: number of the stage in the order of the model, from 0.
+        index: number of the stage from 0, in the order of the model.
         rank: the pipeline rank that holds it.
-        layers: numbers of its blocks.
-        stages: number of stages of the whole model.
+        layers: numbers of the blocks that it holds.
+        stages: number of stages of the model.
     """
 
     index: int

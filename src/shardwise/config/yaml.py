@@ -31,7 +31,7 @@ def parse_value(text: str, origin: str) -> Any:
 
 
 def is_yaml(text: str) -> bool:
-    """Whether the value of a `key=value` is YAML in brackets, braces or quotes."""
+    """True if the value of a `key=value` is YAML in brackets, braces or quotes."""
     return text.strip()[:1] in ("[", "{", '"', "'")
 
 

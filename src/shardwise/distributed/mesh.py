@@ -310,23 +310,23 @@ class Mesh:
         self.world = Group.world()
         model_ranks = math.prod(degrees.values())
         if self.world.size % model_ranks:
-            names = " × ".join(degrees)
+            product = " × ".join(degrees)
             values = " × ".join(map(str, degrees.values()))
-            raise ValueError(f"world size ({self.world.size}) must be a multiple of {names} ({values})")
+            raise ValueError(f"world size ({self.world.size}) must be a multiple of {product} ({values})")
         degrees["data"] = self.world.size // model_ranks
         self.device_mesh: DeviceMesh | None = None
         self._host_groups: dict[str, Group] = {}
+        process_groups: dict[str, dist.ProcessGroup] = {}
         if self.world.size > 1:
             _open_meshes.add(self)
+            names = tuple(axis.name for axis in AXES)
             shape = tuple(degrees[axis.degree] for axis in AXES)
             with _unbound_world():
-                self.device_mesh = init_device_mesh(
-                    self.device.type, shape, mesh_dim_names=tuple(axis.name for axis in AXES)
-                )
+                self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            several = [axis.name for axis in AXES if degrees[axis.degree] > 1]
+            process_groups = {name: self.device_mesh.get_group(name) for name in several}
         for axis in AXES:
-            has_several = self.device_mesh is not None and degrees[axis.degree] > 1
-            process_group = self.device_mesh.get_group(axis.name) if has_several else None
-            setattr(self, axis.name, Group(process_group, name=axis.name))
+            setattr(self, axis.name, Group(process_groups.get(axis.name), name=axis.name))
 
     @property
     def stage(self) -> Group:

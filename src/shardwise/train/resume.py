@@ -4,8 +4,8 @@ A run is resumed by files of several rooms, in this order:
 
 1. `cli/train.py` reads the recipe. Where the batch is a rule, `with_batch` takes the number of the earlier run.
 2. `checkpoint/storage/run_identity.py` `earlier_run` finds the run that the folder holds: its id and
-   configuration, rebuilt from its checkpoints if a file is damaged. `config/resume_rules.py` refuses keys that may not change, and lists
-   those that did.
+   configuration, rebuilt from its checkpoints if a file is damaged. `config/resume_rules.py` refuses keys that may
+   not change, and lists those that did.
 3. `find_checkpoints` (here, on rank 0, called by `train/start.py`) finds the checkpoints, refuses those of another run,
    and chooses by `checkpoint.resume` which are tried (`choose`).
 4. `train/run.py` `_restore` takes a newer state from the memory of the nodes, if there is one (`memory_copies.py`);
