@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, config_from
-from shardwise.planner.block_seconds import Program
+from shardwise.planner.block_seconds import ProgramTraits
 from shardwise.planner.device_seconds import Constants, fitted
 from shardwise.planner.device_specs import Cluster, Device, Link, load_device
 from shardwise.planner.step_time import StepTime, step_time
@@ -22,7 +22,7 @@ PATH = Path(__file__).parent / "data" / "published_runs.csv"
 FITTED_SOURCE = "VIA-Research/vTrain data/ground_truth_single.csv"
 EVERY = 5  # of the rows of that source, the first of each five is fitted
 
-MEGATRON = Program(
+MEGATRON = ProgramTraits(
     fused_attention=False,
     loss_ahead=False,
     overlaps=False,
@@ -66,7 +66,7 @@ class Row:
     config: Config | None = None
     layout: Layout | None = None
     cluster: Cluster | None = None
-    program: Program = MEGATRON
+    program: ProgramTraits = MEGATRON
     measured: float = 0.0
 
     def predicted(self, constants: Constants | None = None) -> StepTime:
@@ -203,7 +203,7 @@ def _seconds(values: dict[str, str]) -> float:
     return 0.0
 
 
-def _program(source: str, values: dict[str, str]) -> Program:
+def _program(source: str, values: dict[str, str]) -> ProgramTraits:
     """How the program of a source computes. Megatron-DeepSpeed's pipeline splits messages too (PartitionedTensor)."""
     if "bigscience" in source:
         return BIGSCIENCE_FLOAT32 if _REBALANCED in values["notes"] else BIGSCIENCE

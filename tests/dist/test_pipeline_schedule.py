@@ -23,7 +23,7 @@ from shardwise.distributed import collectives, devices
 from shardwise.models.blocks import Stages
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.clock import StepTiming
-from shardwise.pipeline.in_flight import Pass, peak
+from shardwise.pipeline.in_flight import PassBytes, step_peak
 from shardwise.pipeline.timeline import bubble
 from shardwise.train.trace import Trace
 from tests.dist.dense import mesh as shared_mesh
@@ -180,13 +180,14 @@ def test_each_stage_runs_once_and_holds_what_the_schedule_says(schedule: Schedul
     if schedule.startswith("interleaved"):
         micro_batches = 2 * degree
     everyone: list[Found] = ranks(degree).run(run_steps, schedule, degree, micro_batches, 2)
-    one = dict.fromkeys(range(degree * parallel.stages_per_rank), Pass(1, 0, 0, 0, 0, 0, 0))
+    one = dict.fromkeys(range(degree * parallel.stages_per_rank), PassBytes(1, 0, 0, 0, 0, 0, 0))
     calls: Counter[tuple[int, int]] = Counter()
     for rank, found in enumerate(everyone):
         calls += found.calls
         assert found.gradients == [2.0 * 4 * micro_batches] * parallel.stages_per_rank, "two steps' gradients of ones"
         if rank_of(parallel, degree * parallel.stages_per_rank - 1) != rank:  # the last stage's losses stay to the end
-            assert found.most_held <= peak(action_order(parallel, micro_batches, rank), one, micro_batches).activations
+            expected = step_peak(action_order(parallel, micro_batches, rank), one, micro_batches)
+            assert found.most_held <= expected.activations
     stages = degree * parallel.stages_per_rank
     assert calls == {(stage, number): 1 for stage in range(stages) for number in range(micro_batches)}
     if schedule == "1f1b":

@@ -24,12 +24,11 @@ from shardwise.cli import output
 from shardwise.config import Config, dump_yaml, load_config, recipe_name
 from shardwise.planner.device_specs import cluster
 from shardwise.planner.search import Plan, Search, search
-from shardwise.planner.step_time import StepTime, timeline_of
+from shardwise.planner.step_time import timeline_of
 
 _DAY = 86_400
-_UNITS = {"hour": 3600, "day": _DAY, "week": 7 * _DAY}
+_SECONDS_OF = {"hour": 3600, "day": _DAY, "week": 7 * _DAY}
 _MOST_NODES = 16_384
-_SHOWN = 10
 _LEGEND = (
     "MFU counts model FLOPs: neither recompute nor masked attention. Free is what the device has beside the run and",
     "6% for its context, buffers of collectives and gaps of the allocator. Comm. is what nothing hides.",
@@ -78,34 +77,40 @@ def run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
     config = load_config(recipe, arguments.overrides)
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
-    nodes = 1 if arguments.nodes is None else arguments.nodes
-    if arguments.budget is not None:
-        if arguments.nodes is not None:
-            raise ConfigError("--budget must go without --nodes: it answers how many nodes are needed")
-        found = _within(config, arguments.device, _seconds(arguments.budget), arguments.budget, fixed)
-    else:
-        found = search(config, cluster(arguments.device, nodes), fixed=fixed)
-        if not found.plans:
-            raise ConfigError(_nowhere(found, config, arguments.device, nodes, fixed))
+    result = _searched(arguments, config, fixed)
     if arguments.why is not None:
-        _why(found.plans, *arguments.why)
+        _show_differences(result.plans, *arguments.why)
     elif arguments.json:
-        output.json({"valid": found.valid, "dropped": dict(found.too_large), "plans": [_facts(p) for p in found.plans]})
+        plans = [_plan_facts(plan) for plan in result.plans]
+        output.json({"valid": result.valid, "dropped": dict(result.too_large), "plans": plans})
     else:
-        _show(recipe_name(recipe), found)
+        _show(recipe_name(recipe), result)
     if arguments.write is not None:
-        _write(arguments.write, recipe_name(recipe), found.plans[0])
+        _write(arguments.write, recipe_name(recipe), result.plans[0])
     if arguments.plot is not None:
-        draw(found.plans, arguments.plot)
+        draw(result.plans, arguments.plot)
         output.progress(f"wrote {arguments.plot}")
     return 0
 
 
+def _searched(arguments: argparse.Namespace, config: Config, fixed: set[str]) -> Search:
+    """Return the best layouts on the nodes that are given, or on the fewest that keep to the budget."""
+    if arguments.budget is not None:
+        if arguments.nodes is not None:
+            raise ConfigError("--budget must go without --nodes: it answers how many nodes are needed")
+        return _search_within_budget(config, arguments.device, arguments.budget, fixed)
+    nodes = 1 if arguments.nodes is None else arguments.nodes
+    result = search(config, cluster(arguments.device, nodes), fixed=fixed)
+    if not result.plans:
+        raise ConfigError(_why_nothing_fits(result, config, arguments.device, nodes, fixed))
+    return result
+
+
 def _calibrate(arguments: argparse.Namespace) -> int:
-    given = ("recipe", "overrides", "device", "nodes", "budget", "why", "write", "plot")
-    if any(getattr(arguments, one) for one in given) or arguments.json:
+    other_options = ("recipe", "overrides", "device", "nodes", "budget", "why", "write", "plot")
+    if any(getattr(arguments, option) for option in other_options) or arguments.json:
         raise ConfigError("--calibrate must go alone or with -o FILE: it measures this machine, whatever the recipe")
-    from shardwise.verify.calibration.run import calibrate
+    from shardwise.verify.calibration.run import calibrate  # imports torch, which plans do without
 
     target: Path = arguments.output or Path("measured.yaml")
     output.progress("measuring this machine takes about a minute; other work on it makes the figures worse")
@@ -114,25 +119,28 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(name: str, found: Search) -> None:
-    best = found.plans[0]
+def _show(name: str, result: Search) -> None:
+    best = result.plans[0]
     train = best.config.train
     tokens = train.steps * train.global_batch * train.sequence_length
     output.line(f"{name} on {best.cluster}: {tokens:,} tokens in {train.steps:,} steps")
-    dropped = "".join(f"; {number:,} dropped: {reason}" for reason, number in found.too_large.items())
-    output.line(f"{found.valid:,} layouts are valid{dropped}")
+    dropped = "".join(f"; {number:,} dropped: {reason}" for reason, number in result.too_large.items())
+    output.line(f"{result.valid:,} layouts are valid{dropped}")
     output.line()
     head = ("", "layout", "step", "tokens/s", "MFU", "memory", "free", "bubble", "comm.", "days", "device-hours")
-    rows = [(str(number), *_row(plan)) for number, plan in enumerate(found.plans, 1)]
+    rows = [(str(number), *_row(plan)) for number, plan in enumerate(result.plans, 1)]
     output.table(rows, head, right=(0, 2, 3, 4, 5, 6, 7, 8, 9, 10))
     output.line()
     for line in _LEGEND:
         output.line(line)
 
 
+def _device_hours(plan: Plan) -> float:
+    return plan.seconds * plan.cluster.world / 3600
+
+
 def _row(plan: Plan) -> tuple[str, ...]:
     time = plan.time
-    hours = plan.seconds * plan.cluster.world / 3600
     mfu = plan.mfu
     return (
         plan.choice.text(),
@@ -144,11 +152,11 @@ def _row(plan: Plan) -> tuple[str, ...]:
         f"{time.bubble / time.total:.1%}",
         f"{time.communication / time.total:.1%}",
         f"{plan.seconds / _DAY:,.1f}",
-        f"{hours:,.0f}",
+        f"{_device_hours(plan):,.0f}",
     )
 
 
-def _facts(plan: Plan) -> dict[str, Any]:
+def _plan_facts(plan: Plan) -> dict[str, Any]:
     return {
         "layout": asdict(plan.choice),
         "data": plan.layout.data,
@@ -160,36 +168,34 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "memory_bytes": plan.memory.total,
         "headroom_bytes": plan.headroom,
         "days": plan.seconds / _DAY,
-        "device_hours": plan.seconds * plan.cluster.world / 3600,
+        "device_hours": _device_hours(plan),
     }
 
 
-def _why(plans: list[Plan], first: int, second: int) -> None:
-    """The parts of two layouts side by side, the largest difference first."""
+def _show_differences(plans: list[Plan], first: int, second: int) -> None:
+    """Print the parts of two layouts side by side, the largest difference first."""
     for number in (first, second):
         if not 1 <= number <= len(plans):
             raise ConfigError(f"--why {first} {second} must name two layouts of the list, 1 to {len(plans)}")
-    a = plans[first - 1]
-    b = plans[second - 1]
-    output.line(f"{first}: {a.choice.text()}")
-    output.line(f"{second}: {b.choice.text()}")
+    left = plans[first - 1]
+    right = plans[second - 1]
+    output.line(f"{first}: {left.choice.text()}")
+    output.line(f"{second}: {right.choice.text()}")
     output.line()
-    pairs = [(part, one, dict(b.time.rows())[part]) for part, one in a.time.rows()]
-    pairs.sort(key=lambda pair: -abs(pair[2] - pair[1]))
-    rows = [(part.replace("_", " "), *map(_signed, (one, other))) for part, one, other in pairs if one or other]
-    rows = [(*row, _signed(pair[2] - pair[1], "+")) for row, pair in zip(rows, (p for p in pairs if p[1] or p[2]),
-                                                                       strict=True)]  # fmt: skip
-    rows.append(("step", _signed(a.time.total), _signed(b.time.total), _signed(b.time.total - a.time.total, "+")))
+    right_seconds = dict(right.time.rows())
+    parts = [(part, seconds, right_seconds[part]) for part, seconds in left.time.rows()]
+    parts.append(("step", left.time.total, right.time.total))
+    parts[:-1] = sorted(parts[:-1], key=lambda part: -abs(part[2] - part[1]))
+    rows = [(name.replace("_", " "), f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}") for name, a, b in parts if a or b]
     output.table(rows, ("seconds", str(first), str(second), "difference"), right=(1, 2, 3))
     output.line()
-    memory = dict(b.memory.rows())
-    bytes_ = [(kind, one, memory.get(kind, 0)) for kind, one in a.memory.rows()]
-    shown = [(kind, units.size(one), units.size(other)) for kind, one, other in bytes_ if one or other]
-    output.table(shown, ("memory", str(first), str(second)), right=(1, 2))
-
-
-def _signed(seconds: float, sign: str = "") -> str:
-    return f"{seconds:{sign}.4f}"
+    right_bytes = dict(right.memory.rows())
+    memory_rows = []
+    for kind, size in left.memory.rows():
+        other_size = right_bytes.get(kind, 0)
+        if size or other_size:
+            memory_rows.append((kind, units.size(size), units.size(other_size)))
+    output.table(memory_rows, ("memory", str(first), str(second)), right=(1, 2))
 
 
 def _write(path: Path, name: str, plan: Plan) -> None:
@@ -205,15 +211,15 @@ def _write(path: Path, name: str, plan: Plan) -> None:
     output.progress(f"wrote {path}; train it with: shardwise train {path}")
 
 
-def _seconds(budget: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(hour|day|week)s?\s*", budget)
-    if found is None or not float(found[1]):
+def _budget_seconds(budget: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(hour|day|week)s?\s*", budget)
+    if match is None or not float(match[1]):
         raise ConfigError(f"--budget ({budget!r}) must be a time in hours, days or weeks, such as '30 days'")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _SECONDS_OF[match[2]]
 
 
 def _node_counts() -> Iterator[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, …"""
+    """Yield the numbers of nodes that are tried: 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
     yield 1
     for power in count(1):
         for nodes in (2**power, 3 * 2 ** (power - 1)):
@@ -222,37 +228,41 @@ def _node_counts() -> Iterator[int]:
             yield nodes
 
 
-def _within(config: Config, device: str, seconds: float, budget: str, fixed: set[str]) -> Search:
-    """The layouts on the fewest nodes on which the training ends in time."""
+def _search_within_budget(config: Config, device: str, budget: str, fixed: set[str]) -> Search:
+    """Return the best layouts on the fewest nodes on which the training ends in time."""
+    limit = _budget_seconds(budget)
     fastest: Plan | None = None
     for nodes in _node_counts():
-        on = cluster(device, nodes)
-        if config.train.rule is None and on.world > config.train.global_batch * on.per_node * 64:
+        machines = cluster(device, nodes)
+        # A batch that does not grow with the ranks cannot be divided among many more of them.
+        if config.train.rule is None and machines.world > config.train.global_batch * machines.per_node * 64:
             break
         try:
-            found = search(config, on, best=1, fixed=fixed)
+            plans = search(config, machines, best=1, fixed=fixed).plans
         except ConfigError:
             continue
-        if found.plans and (fastest is None or found.plans[0].seconds < fastest.seconds):
-            fastest = found.plans[0]
-        if found.plans and found.plans[0].seconds <= seconds:
-            output.progress(f"{units.counted(nodes, 'node')} of {on.per_node} train it in {budget}")
-            return search(config, on, best=_SHOWN, fixed=fixed)
-    best = "nothing fits" if fastest is None else f"{units.duration(fastest.seconds)} on {fastest.cluster}"
-    raise ConfigError(f"--budget ({budget}) must be longer: the shortest training found takes {best}")
+        if not plans:
+            continue
+        if fastest is None or plans[0].seconds < fastest.seconds:
+            fastest = plans[0]
+        if plans[0].seconds <= limit:
+            output.progress(f"{units.counted(nodes, 'node')} of {machines.per_node} train it in {budget}")
+            return search(config, machines, fixed=fixed)
+    shortest = "nothing fits" if fastest is None else f"{units.duration(fastest.seconds)} on {fastest.cluster}"
+    raise ConfigError(f"--budget ({budget}) must be longer: the shortest training found takes {shortest}")
 
 
-def _nowhere(found: Search, config: Config, device: str, nodes: int, fixed: set[str]) -> str:
-    """Why no layout fits, and the smallest change that helps."""
-    on = cluster(device, nodes)
-    if not found.valid:
+def _why_nothing_fits(result: Search, config: Config, device: str, nodes: int, fixed: set[str]) -> str:
+    """Return why no layout fits, and the smallest change that helps."""
+    machines = cluster(device, nodes)
+    if not result.valid:
         return (
-            f"no layout of the recipe is valid on {units.counted(on.world, 'device')}: train.global_batch "
+            f"no layout of the recipe is valid on {units.counted(machines.world, 'device')}: train.global_batch "
             f"({config.train.global_batch}) or the model's sizes have no divisor that suits; `shardwise train "
-            f"RECIPE --dry-run --nproc {on.world}` says what one needs"
+            f"RECIPE --dry-run --nproc {machines.world}` says what one needs"
         )
-    assert found.smallest is not None
-    choice, size = found.smallest
+    assert result.smallest is not None
+    choice, size = result.smallest
     fix = "choose a device with more memory"
     for more in _node_counts():
         if more > nodes and search(config, cluster(device, more), best=1, fixed=fixed).plans:
@@ -261,41 +271,38 @@ def _nowhere(found: Search, config: Config, device: str, nodes: int, fixed: set[
         if more > 64 * nodes:
             break
     return (
-        f"no layout fits {on}: the smallest ({choice.text()}) needs at least {units.size(size)} on a device of "
-        f"{units.size(on.device.memory)}, of which 6% are its own: {fix}"
+        f"no layout fits {machines}: the smallest ({choice.text()}) needs at least {units.size(size)} on a device of "
+        f"{units.size(machines.device.memory)}, of which 6% are its own: {fix}"
     )
 
 
 _COLOURS = {"forward": "#4477aa", "backward": "#66ccaa", "input": "#ccbb44", "weight": "#ee8866"}
 _MOST_BARS = 20_000
+"""Largest number of actions that a picture shows: each is an object of matplotlib."""
 
 
 def draw(plans: Sequence[Plan], path: Path) -> None:
-    """Write the picture; its name's ending is its format."""
+    """Draw time against memory of all plans, and the timeline of the best one, in the format of the file's suffix."""
     from shardwise.data.reading.content import optional_library  # costly to import, for a plot alone
 
     figures = optional_library("matplotlib.figure", "--plot needs", "plot")
     figure = figures.Figure(figsize=(11, 8), layout="constrained")
-    above, below = figure.subplots(2, 1)
+    scatter, bars = figure.subplots(2, 1)
     for number, plan in enumerate(plans, 1):
-        above.scatter(plan.memory.total / 1e9, plan.time.total, color="#4477aa")
-        above.annotate(str(number), (plan.memory.total / 1e9, plan.time.total), xytext=(4, 4),
-                       textcoords="offset points")  # fmt: skip
-    above.set(xlabel="memory of the neediest rank (GB)", ylabel="step (s)", title="the best layouts, by their number")
+        position = (plan.memory.total / 1e9, plan.time.total)
+        scatter.scatter(*position, color="#4477aa")
+        scatter.annotate(str(number), position, xytext=(4, 4), textcoords="offset points")
+    scatter.set(xlabel="memory of the neediest rank (GB)", ylabel="step (s)", title="the best layouts, by their number")
     best = plans[0]
-    rows = timeline_of(best.config, best.layout, best.cluster).ranks
-    bars = 0
-    for rank, row in enumerate(rows):
-        for one in row[: max(1, _MOST_BARS // len(rows))]:
-            below.barh(rank, one.end - one.start, left=one.start, color=_COLOURS[one.action.kind], linewidth=0)
-            bars += 1
-    below.set(xlabel="seconds", ylabel="pipeline rank", title=best.choice.text() + _rest(best.time))
-    below.invert_yaxis()
+    ranks = timeline_of(best.config, best.layout, best.cluster).ranks
+    for rank, actions in enumerate(ranks):
+        for timed in actions[: max(1, _MOST_BARS // len(ranks))]:
+            color = _COLOURS[timed.action.kind]
+            bars.barh(rank, timed.end - timed.start, left=timed.start, color=color, linewidth=0)
+    title = f"{best.choice.text()}: {best.time.total:.3g} s, then reduction and update"
+    bars.set(xlabel="seconds", ylabel="pipeline rank", title=title)
+    bars.invert_yaxis()
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path}: {error}") from None
-
-
-def _rest(time: StepTime) -> str:
-    return f": {time.total:.3g} s, then reduction and update"

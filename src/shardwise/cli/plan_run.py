@@ -1,6 +1,6 @@
-"""`shardwise plan RUN`: what was predicted of a run beside what it recorded.
+"""`shardwise plan RUN`: a run beside its prediction, and the device with constants that would explain the run.
 
-A run beside its prediction: seconds of a step by part and bytes of a rank, and the device that would explain it.
+Seconds of a step are compared by part, bytes of a rank by kind.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
-from shardwise.config import Config, Layout, check_layout, config_from
+from shardwise.config import Config, check_layout, config_from
 from shardwise.planner.device_seconds import constants_of
-from shardwise.planner.device_specs import CONSTANTS, Cluster, cluster
+from shardwise.planner.device_specs import CONSTANTS, Cluster, cluster, described, require_suffix, write_new
 from shardwise.planner.search import Plan, predicted
-from shardwise.planner.step_time import StepTime
 from shardwise.runs.run import Run, open_run
 
 
@@ -32,71 +31,71 @@ def compare(arguments: argparse.Namespace) -> int:
     run = open_run(Path(arguments.recipe), whole=True)
     if not run.config:
         raise ConfigError(f"RUN ({run.path}) must hold the configuration of the run, config.yaml")
-    on = cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
-    found = compare_run(run, config_from(run.config), on)
+    machines = cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
+    comparison = compare_run(run, config_from(run.config), machines)
     if arguments.json:
-        output.json(_facts(found))
+        output.json(_comparison_facts(comparison))
     else:
-        _show(run.name, found)
+        _show(run.name, comparison)
     if arguments.write is not None:
-        _write(arguments.write, found, run.name)
+        _write(arguments.write, comparison, run.name)
     elif not arguments.json:
         output.progress("--write FILE writes the device with constants that explain this run")
     return 0
 
 
-def _show(name: str, found: Comparison) -> None:
-    output.line(f"{name} on {found.plan.cluster}: {found.plan.choice.text()}; medians of {found.steps:,} steps")
+def _show(name: str, comparison: Comparison) -> None:
+    plan = comparison.plan
+    output.line(f"{name} on {plan.cluster}: {plan.choice.text()}; medians of {comparison.steps:,} steps")
     output.line()
-    rows = [(part, *_pair(*both)) for part, both in found.parts.items()]
-    output.table(
-        [*rows, ("step", *_pair(*found.total))], ("seconds", "predicted", "measured", "error"), right=(1, 2, 3)
-    )
+    rows = [(part, *_seconds_cells(*pair)) for part, pair in comparison.parts.items()]
+    rows.append(("step", *_seconds_cells(*comparison.total)))
+    output.table(rows, ("seconds", "predicted", "measured", "error"), right=(1, 2, 3))
     output.line()
-    memory = [(kind, *_sizes(*both)) for kind, both in found.state.items()]
-    memory.append(("peak of a rank", *_sizes(*found.peak)))
+    memory = [(kind, *_size_cells(*pair)) for kind, pair in comparison.state.items()]
+    memory.append(("peak of a rank", *_size_cells(*comparison.peak)))
     output.table(memory, ("memory", "predicted", "measured", "error"), right=(1, 2, 3))
-    if not found.plan.cluster.device.is_accelerator:
+    if not plan.cluster.device.is_accelerator:
         output.line("On a CPU the measured peak is the whole process's, with Python and torch.")
 
 
-def _pair(expected: float, measured: float | None) -> tuple[str, str, str]:
-    known = "" if measured is None else f"{measured:.4f}"
-    return f"{expected:.4f}", known, _error(expected, measured)
+def _seconds_cells(predicted: float, measured: float | None) -> tuple[str, str, str]:
+    measured_text = "" if measured is None else f"{measured:.4f}"
+    return f"{predicted:.4f}", measured_text, _error(predicted, measured)
 
 
-def _sizes(expected: int, measured: int | None) -> tuple[str, str, str]:
-    known = "" if measured is None else units.size(measured)
-    return units.size(expected), known, _error(expected, measured)
+def _size_cells(predicted: int, measured: int | None) -> tuple[str, str, str]:
+    measured_text = "" if measured is None else units.size(measured)
+    return units.size(predicted), measured_text, _error(predicted, measured)
 
 
-def _error(expected: float, measured: float | None) -> str:
-    return f"{expected / measured - 1:+.1%}" if measured and expected else ""
+def _error(predicted: float, measured: float | None) -> str:
+    return f"{predicted / measured - 1:+.1%}" if measured and predicted else ""
 
 
-def _facts(found: Comparison) -> dict[str, Any]:
-    def both(pair: tuple[float, float | None]) -> dict[str, float | None]:
-        return dict(zip(("predicted", "measured"), pair, strict=True))
+def _comparison_facts(comparison: Comparison) -> dict[str, Any]:
+    def named(pair: tuple[float, float | None]) -> dict[str, float | None]:
+        predicted, measured = pair
+        return {"predicted": predicted, "measured": measured}
 
     return {
-        "steps": found.steps,
-        "step_seconds": both(found.total),
-        "parts_seconds": {part: both(pair) for part, pair in found.parts.items()},
-        "memory_bytes": {kind: both(pair) for kind, pair in found.state.items()},
-        "peak_memory_bytes": both(found.peak),
-        "constants": corrected(found),
+        "steps": comparison.steps,
+        "step_seconds": named(comparison.total),
+        "parts_seconds": {part: named(pair) for part, pair in comparison.parts.items()},
+        "memory_bytes": {kind: named(pair) for kind, pair in comparison.state.items()},
+        "peak_memory_bytes": named(comparison.peak),
+        "constants": corrected(comparison),
     }
 
 
-def _write(path: Path, found: Comparison, name: str) -> None:
-    from shardwise.planner.device_specs import described, require_suffix, write_new
-
-    constants = corrected(found)
+def _write(path: Path, comparison: Comparison, name: str) -> None:
+    constants = corrected(comparison)
     if not constants:
         raise ConfigError("--write needs a run that recorded the parts of its steps (split_seconds), this one did not")
     require_suffix(path, "--write")
-    source = f"corrected {datetime.datetime.now(datetime.UTC).date().isoformat()} by run {name}, {found.steps} steps"
-    write_new(path, described(found.plan.cluster.device, constants, source), "--write")
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    source = f"corrected {today} by run {name}, {comparison.steps} steps"
+    write_new(path, described(comparison.plan.cluster.device, constants, source), "--write")
     output.progress(f"wrote {path}; plan with: shardwise plan RECIPE --device {path}")
 
 
@@ -106,8 +105,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "data and other": (),
 }
-"""What a run's `split_seconds` records together, by the parts of a prediction that it holds."""
-_RECORDED: Mapping[str, tuple[str, ...]] = {
+"""The parts of a prediction that a run's `split_seconds` records together, under each name that is shown."""
+_RECORDED: Mapping[str, tuple[str, ...]] = {  # keys of `split_seconds`, likewise
     "computation": ("forward", "backward"),
     "communication": ("communication",),
     "optimizer": ("optimizer",),
@@ -125,14 +124,15 @@ _CORRECTS: Mapping[str, tuple[tuple[str, bool], ...]] = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run's own figures beside what was predicted of it.
+    """A run's own figures and what was predicted of it, each as (predicted, measured).
 
     Attributes:
-        steps: of which the medians are.
-        parts: by part, (predicted, measured) seconds; the latter None where the run recorded no parts.
-        total: (predicted, measured) seconds of a step.
-        state: (predicted, measured) bytes of parameters, gradients and optimizer on the first rank, by kind.
-        peak: (predicted, measured) bytes of the first rank at its peak; on a CPU the measured ones are the process's.
+        plan: the prediction.
+        steps: number of steps whose medians are compared.
+        parts: seconds by part; measured is None where the run recorded no parts.
+        total: seconds of a step.
+        state: bytes of parameters, gradients and optimizer on the first rank, by kind.
+        peak: bytes of the first rank at its peak; on a CPU the measured ones are the process's.
     """
 
     plan: Plan
@@ -156,43 +156,41 @@ def compare_run(run: Run, config: Config, cluster: Cluster) -> Comparison:
             f"{cluster.world}: add :N to the device"
         )
     config = config.with_batch_for(ranks)
-    layout: Layout = check_layout(config, ranks)
-    plan = predicted(config, layout, cluster)
+    plan = predicted(config, check_layout(config, ranks), cluster)
     if plan is None:
         raise ConfigError(f"model.family ({config.model.family}) must be one whose shapes are known to be predicted")
     seconds = run.series.numbers["step_seconds"]
     total = _median(seconds)
     if total is None:
         raise ConfigError(f"RUN ({run.path}) must have recorded more than {_SKIPPED} steps, it has {len(seconds)}")
-    parts = {
-        part: (_of(plan.time, names), _sum([_median(run.series.parts[one]) for one in _RECORDED[part]]))
-        for part, names in PARTS.items()
+    parts = {}
+    for part, names in PARTS.items():
+        predicted_seconds = float(sum(getattr(plan.time, name) for name in names))
+        recorded = [_median(run.series.parts[key]) for key in _RECORDED[part]]
+        parts[part] = (predicted_seconds, _sum_of_known(recorded))
+    predicted_bytes = dict(plan.memory.rows())
+    recorded_bytes = run.last.get("memory_bytes") or {}
+    state = {
+        kind: (predicted_bytes[kind], recorded_bytes.get(kind)) for kind in ("parameters", "gradients", "optimizer")
     }
-    expected = dict(plan.memory.rows())
-    held = run.last.get("memory_bytes") or {}
-    state = {one: (expected[one], held.get(one)) for one in ("parameters", "gradients", "optimizer")}
-    peak = run.last.get("peak_memory_bytes")
-    return Comparison(plan, len(seconds) - _SKIPPED, parts, (plan.time.total, total), state, (plan.memory.total, peak))
+    peak = (plan.memory.total, run.last.get("peak_memory_bytes"))
+    return Comparison(plan, len(seconds) - _SKIPPED, parts, (plan.time.total, total), state, peak)
 
 
 def corrected(comparison: Comparison) -> dict[str, float]:
-    """Constants with which the prediction of each part would be what was measured, within what they can be."""
-    constants = constants_of(comparison.plan.cluster.device)
-    found = {}
+    """Return constants with which the prediction of each part would be what was measured, within their ranges."""
+    current = constants_of(comparison.plan.cluster.device)
+    constants = {}
     for part, names in _CORRECTS.items():
-        expected, measured = comparison.parts[part]
-        if measured is None or measured <= 0 or expected <= 0:
+        predicted_seconds, measured = comparison.parts[part]
+        if measured is None or measured <= 0 or predicted_seconds <= 0:
             continue
-        longer = measured / expected
+        longer = measured / predicted_seconds
         for name, is_rate in names:
             low, high = CONSTANTS[name]
-            value = getattr(constants, name) * (1 / longer if is_rate else longer)
-            found[name] = min(max(float(f"{value:.4g}"), low), high)
-    return found
-
-
-def _of(time: StepTime, names: tuple[str, ...]) -> float:
-    return float(sum(getattr(time, name) for name in names))
+            value = getattr(current, name) * (1 / longer if is_rate else longer)
+            constants[name] = min(max(float(f"{value:.4g}"), low), high)
+    return constants
 
 
 def _median(values: Iterable[float]) -> float | None:
@@ -200,6 +198,6 @@ def _median(values: Iterable[float]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _sum(values: list[float | None]) -> float | None:
+def _sum_of_known(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None

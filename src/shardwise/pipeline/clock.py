@@ -1,4 +1,4 @@
-"""How long a rank worked on each stage in a step of a pipeline, and how long it waited."""
+"""Measures how long a rank works on each stage in a step of a pipeline, and how long it waits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,21 @@ from torch.profiler import record_function
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 
-FORWARD, BACKWARD = "forward", "backward"
-INPUT, WEIGHTS = "backward of the input", "backward of the weights"
+FORWARD = "forward"
+BACKWARD = "backward"
+INPUT = "backward of the input"
+WEIGHTS = "backward of the weights"
 
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of a step in which this rank worked on one of its stages."""
+    """Seconds of a step in which this rank worked on one of its stages.
+
+    Attributes:
+        stage: index of the stage.
+        forward: seconds of its forward passes.
+        backward: seconds of its backward passes, both halves of split ones included.
+    """
 
     stage: int
     forward: float
@@ -31,14 +39,33 @@ class StepTiming:
     """A step on this rank.
 
     Attributes:
-        stages: the work on each of its stages.
-        bubble: the part of the pipeline's step in which this rank did not work.
-        mean_bubble: the mean of `bubble` over the pipeline's ranks.
+        stages: work on each of the rank's stages.
+        bubble: part of the pipeline's step in which this rank did not work.
+        mean_bubble: mean of `bubble` over the pipeline's ranks.
     """
 
     stages: tuple[StageSeconds, ...]
     bubble: float
     mean_bubble: float
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One forward or backward pass.
+
+    Attributes:
+        kind: one of the constants above.
+        stage: index of the stage.
+        start: mark before it.
+        end: mark behind it.
+        waits: the part of `Clock.waits` that was added meanwhile.
+    """
+
+    kind: str
+    stage: int
+    start: devices.Mark
+    end: devices.Mark
+    waits: slice
 
 
 @dataclass
@@ -49,72 +76,82 @@ class Clock:
     work begins and ends; their times are read after the step, so that the measurement does not stall the device.
 
     Attributes:
-        waits: begin and end of each wait for a collective, which whoever measures the step adds.
+        device: device of the rank.
+        waits: begin and end of each wait for a collective; whoever measures the step adds them.
     """
 
     device: torch.device
     waits: list[tuple[devices.Mark, devices.Mark]] = field(default_factory=list)
-    _work: list[tuple[str, int, devices.Mark, devices.Mark, slice]] = field(default_factory=list)
-    _begun: devices.Mark = 0.0
-    _ended: devices.Mark = 0.0
+    _work: list[_Work] = field(default_factory=list)
+    _step_start: devices.Mark = 0.0
+    _step_end: devices.Mark = 0.0
 
     @contextmanager
     def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
         """Measure the body's time, and name it for the profiler."""
-        with record_function(_name(kind, stage, micro_batch)):
-            start, waits = devices.mark(self.device), len(self.waits)
+        with record_function(_trace_name(kind, stage, micro_batch)):
+            start = devices.mark(self.device)
+            first_wait = len(self.waits)
             yield
-            self._work.append((kind, stage, start, devices.mark(self.device), slice(waits, len(self.waits))))
+            end = devices.mark(self.device)
+            self._work.append(_Work(kind, stage, start, end, slice(first_wait, len(self.waits))))
 
     def begin(self) -> None:
         """Begin a step, and forget the one before."""
         self._work.clear()
-        self._begun = devices.mark(self.device)
+        self._step_start = devices.mark(self.device)
 
     def end(self) -> None:
         """End the step, once its last work is queued."""
-        self._ended = devices.mark(self.device)
+        self._step_end = devices.mark(self.device)
 
     def timing(self, stages: Sequence[int], mesh: Mesh) -> StepTiming:
-        """The timing of the last step, of which this rank has `stages`. Collective over the pipeline.
+        """Return the timing of the last step, of which this rank has `stages`. Collective over the pipeline.
 
         The step's length is the longest of all ranks: the last stage ends before the first has received its gradient.
         """
         devices.synchronize(self.device)
-        seconds = {stage: [0.0, 0.0] for stage in stages}
-        for kind, stage, start, end, _ in self._work:
-            seconds[stage][kind != FORWARD] += devices.seconds_between(start, end)
-        work = tuple(StageSeconds(stage, forward, backward) for stage, (forward, backward) in seconds.items())
-        busy = sum(stage.forward + stage.backward for stage in work)
-        here = torch.tensor([[busy, devices.seconds_between(self._begun, self._ended)]])
-        busy_P, length_P = collectives.all_gather(here.to(mesh.device), mesh.pp).cpu().unbind(1)
+        forward = dict.fromkeys(stages, 0.0)
+        backward = dict.fromkeys(stages, 0.0)
+        for work in self._work:
+            direction = forward if work.kind == FORWARD else backward
+            direction[work.stage] += devices.seconds_between(work.start, work.end)
+        busy = sum(forward[stage] + backward[stage] for stage in stages)
+        length = devices.seconds_between(self._step_start, self._step_end)
+        local = torch.tensor([[busy, length]]).to(mesh.device)
+        busy_P, length_P = collectives.all_gather(local, mesh.pp).cpu().unbind(1)
         longest = float(length_P.max())
-        return StepTiming(work, 1 - busy / longest, 1 - float(busy_P.mean()) / longest)
+        return StepTiming(
+            tuple(StageSeconds(stage, forward[stage], backward[stage]) for stage in stages),
+            bubble=1 - busy / longest,
+            mean_bubble=1 - float(busy_P.mean()) / longest,
+        )
 
     def own_work(self) -> dict[str, float]:
-        """Seconds of the forward and the backward passes of the last step, less those of `waits` within them.
+        """Return the seconds of the last step's forward and backward passes, less those of `waits` within them.
 
         An accelerator must have done the step's work.
         """
-        found = {FORWARD: 0.0, BACKWARD: 0.0}
-        for kind, _, start, end, waits in self._work:
-            waited = sum(devices.seconds_between(*wait) for wait in self.waits[waits])
-            found[FORWARD if kind == FORWARD else BACKWARD] += devices.seconds_between(start, end) - waited
-        return found
+        seconds = {FORWARD: 0.0, BACKWARD: 0.0}
+        for work in self._work:
+            waited = sum(devices.seconds_between(start, end) for start, end in self.waits[work.waits])
+            direction = FORWARD if work.kind == FORWARD else BACKWARD
+            seconds[direction] += devices.seconds_between(work.start, work.end) - waited
+        return seconds
 
 
 def name_messages(messages: list[Any], kind: str, stage: int, micro_batch: int) -> list[Any]:
-    """Give torch's `P2POp`s the names that a trace shows; returns them."""
+    """Give torch's `P2POp`s the names that a trace shows, and return them."""
     for message in messages:
-        message.traced_as = _name(kind, stage, micro_batch)
+        message.traced_as = _trace_name(kind, stage, micro_batch)
     return messages
 
 
 def message_name(message: Any) -> str:
-    """The name of a `P2POp` by `name_messages`; messages that open connections have none of their own."""
+    """Return the name that `name_messages` gave to a `P2POp`; only messages that open connections have none."""
     name: str = getattr(message, "traced_as", "opening of connections")
     return name
 
 
-def _name(kind: str, stage: int, micro_batch: int) -> str:
+def _trace_name(kind: str, stage: int, micro_batch: int) -> str:
     return f"{kind}, stage {stage}, micro-batch {micro_batch}"

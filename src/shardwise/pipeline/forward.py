@@ -16,7 +16,11 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.models.blocks import Family, Stages
 
 Compute: TypeAlias = Callable[[nn.Module, Tensor | None, int], Tensor]
-"""(a stage's model, x of the stage before or None, micro-batch) → the stage's x, or the last stage's losses."""
+"""The forward pass of one stage on one micro-batch.
+
+The arguments are the stage's model, the output x of the stage before (None for the first stage), and the number of the
+micro-batch. It returns the stage's x, or the losses if it is the last stage.
+"""
 
 
 @torch.no_grad()
@@ -31,38 +35,55 @@ def relay(
     own sends: a full round would wait for itself.
 
     Args:
-        model: whole, or this rank's stages.
-        parallel: how the model is cut into stages; None for a whole one.
-        compute: as in `Pipeline.step`.
-        shapes: of each micro-batch `(S, B)`, as a rank holds it between blocks.
+        model: the whole model, or this rank's stages.
+        parallel: configuration that cut the model into stages; None for a whole one.
+        mesh: mesh of the ranks.
+        compute: forward pass of one stage on one micro-batch.
+        shapes: shape `(S, B)` of each micro-batch, as a rank holds it between blocks.
     """
     if not isinstance(model, Stages):
         for number in range(len(shapes)):
             compute(model, None, number)
         return
     assert parallel is not None, "stages come with the configuration that cut them"
-    part = model[0]
-    assert isinstance(part, Family), "only a family's model is cut into stages"
-    hidden, dtype = int(part.config.hidden_size), next(model.parameters()).dtype
-    wraps = SCHEDULES[parallel.schedule].is_interleaved
-    at_once = max(1, parallel.pipeline - wraps)
-    for first in range(0, len(shapes), at_once):
-        round_ = range(first, min(first + at_once, len(shapes)))
-        sent: list[collectives.Pending] = []
-        here: dict[int, Tensor] = {}
-        for stage, part in model.pairs():
-            before, after = (rank_of(parallel, stage.index + step) for step in (-1, 1))
-            for number in round_:
-                x = None
-                if before == mesh.pp.rank and not stage.is_first:
-                    x = here.pop(number)
-                elif not stage.is_first:
-                    empty = torch.empty(*shapes[number], hidden, dtype=dtype, device=mesh.device)
-                    x = collectives.receive(empty, mesh.pp, before)
-                out = compute(part, x, number)
-                if after == mesh.pp.rank and not stage.is_last:
-                    here[number] = out
-                elif not stage.is_last:
-                    sent.append(collectives.send(out, mesh.pp, after))
-        for message in sent:
-            message.wait()
+    round_size = parallel.pipeline
+    if SCHEDULES[parallel.schedule].is_interleaved:
+        round_size = max(1, parallel.pipeline - 1)
+    for first in range(0, len(shapes), round_size):
+        last = min(first + round_size, len(shapes))
+        _forward_round(model, parallel, mesh, compute, shapes, range(first, last))
+
+
+def _forward_round(
+    model: Stages,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    compute: Compute,
+    shapes: Sequence[tuple[int, int]],
+    micro_batches: range,
+) -> None:
+    """Take these micro-batches through all stages of this rank."""
+    family_model = model[0]
+    assert isinstance(family_model, Family), "only a family's model is cut into stages"
+    hidden_size = int(family_model.config.hidden_size)
+    dtype = next(model.parameters()).dtype
+    sends: list[collectives.Pending] = []
+    # The outputs of a stage whose next stage is on this rank too, by micro-batch.
+    local_outputs: dict[int, Tensor] = {}
+    for stage, part in model.pairs():
+        previous_rank = rank_of(parallel, stage.index - 1)
+        next_rank = rank_of(parallel, stage.index + 1)
+        for number in micro_batches:
+            x = None
+            if not stage.is_first and previous_rank == mesh.pp.rank:
+                x = local_outputs.pop(number)
+            elif not stage.is_first:
+                empty = torch.empty(*shapes[number], hidden_size, dtype=dtype, device=mesh.device)
+                x = collectives.receive(empty, mesh.pp, previous_rank)
+            output = compute(part, x, number)
+            if not stage.is_last and next_rank == mesh.pp.rank:
+                local_outputs[number] = output
+            elif not stage.is_last:
+                sends.append(collectives.send(output, mesh.pp, next_rank))
+    for send in sends:
+        send.wait()

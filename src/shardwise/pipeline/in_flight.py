@@ -1,4 +1,4 @@
-"""What a pipeline rank holds at its peak, with several micro-batches in flight, in the order of its schedule."""
+"""The peak memory of a pipeline rank that has several micro-batches in flight, in the order of its schedule."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from shardwise.pipeline.action_order import Action
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassBytes:
     """Bytes that one micro-batch needs in one stage.
 
     Attributes:
-        kept: from the forward pass until the gradients of the weights are computed.
-        loss: beside that, while the loss is computed.
-        loss_kept: the part of `loss` that is held until the backward pass. The first half of a split one copies it.
-        backward: the most during the backward pass, with what is still kept.
-        last: at the end of the backward pass.
-        waiting: beside what is kept, between the two halves of a split backward pass.
-        reduction: while this stage's gradients are reduced, after its last micro-batch.
-        split: beside what is kept, the most during the first half of a split backward pass.
-        onwards: the message to the next stage, which is held until the end of the step.
-        back: the message to the previous stage, held likewise.
+        kept: bytes from the forward pass until the gradients of the weights are computed.
+        loss: more bytes than `kept` while the loss is computed.
+        loss_kept: part of `loss` that is held until the backward pass. The first half of a split one copies it.
+        backward: the most during the backward pass, with the part of `kept` that is not free yet.
+        last: bytes at the end of the backward pass.
+        waiting: more bytes than `kept` between the two halves of a split backward pass.
+        reduction: bytes while this stage's gradients are reduced, after its last micro-batch.
+        split: more bytes than `kept` at the peak of the first half of a split backward pass.
+        onwards: message to the next stage, which is held until the end of the step.
+        back: message to the previous stage, held likewise.
     """
 
     kept: int
@@ -39,15 +39,15 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Peak:
+class StepPeak:
     """The largest numbers of bytes in a step.
 
     Attributes:
-        activations: kept for backward passes.
-        forward: activations with what losses need.
-        whole: at any time, without messages.
-        sent: what messages add to `whole`.
-        in_flight: the most micro-batches of one stage whose activations are held at once.
+        activations: bytes kept for backward passes.
+        forward: activations and the bytes that losses need.
+        whole: bytes at any time, without messages.
+        sent: bytes that messages add to `whole`.
+        in_flight: largest number of micro-batches of one stage whose activations are held at once.
     """
 
     activations: int
@@ -57,46 +57,98 @@ class Peak:
     in_flight: int
 
 
-def peak(order: Iterable[Action], passes: Mapping[int, Pass], micro_batches: int) -> Peak:
-    """The peak of a rank that does its actions in this order.
+def step_peak(order: Iterable[Action], passes: Mapping[int, PassBytes], micro_batches: int) -> StepPeak:
+    """Return the peak of a rank that does its actions in this order.
 
     Args:
-        order: the actions.
-        passes: what a micro-batch needs, by stage.
-        micro_batches: of a step.
+        order: actions of the rank.
+        passes: needs of a micro-batch, by stage.
+        micro_batches: number of micro-batches of a step.
     """
-    activations = forward = whole = with_sent = in_flight = 0  # the largest values so far
-    kept = losses = sent = 0  # held now: of stages, of losses, of messages
-    started: Counter[int] = Counter()
-    done: Counter[int] = Counter()
+    ledger = _Ledger(micro_batches)
     for action in order:
         needs = passes[action.stage]
-        now = 0
-        if action.kind == "forward":
-            now = kept + losses + needs.kept + needs.loss
-            kept, losses = kept + needs.kept, losses + needs.loss_kept
-            started[action.stage] += 1
-            activations = max(activations, kept)
-            in_flight = max(in_flight, started[action.stage] - done[action.stage])
-            forward = max(forward, now)
-            sent += needs.onwards
-        elif action.kind == "input":
-            if action.stage > 0:  # torch's first stage does all of its backward pass with the gradients of the weights
-                with_copy = kept + losses + needs.loss_kept
-                now = max(with_copy, kept + losses - needs.kept - needs.loss_kept + needs.backward)
-                now = max(now, kept + losses + needs.split)
-                kept += needs.waiting
-                activations, forward = max(activations, kept), max(forward, kept + losses)
-                now = max(now, kept + losses)
-                sent += needs.back
-        else:
-            kept, losses = kept - needs.kept, losses - needs.loss_kept
-            if action.kind == "weight" and action.stage > 0:
-                kept -= needs.waiting
-            now = kept + losses + max(needs.backward, needs.last)
-            done[action.stage] += 1
-            if done[action.stage] == micro_batches:
-                now = max(now, kept + losses + needs.reduction)
-            sent += needs.back if action.kind == "backward" else 0
-        whole, with_sent = max(whole, now), max(with_sent, now + sent)
-    return Peak(activations, forward, whole, max(with_sent, sent) - whole, in_flight)
+        match action.kind:
+            case "forward":
+                ledger.forward(action.stage, needs)
+            case "input" if action.stage > 0:
+                ledger.input_gradient(needs)
+            case "input":
+                pass  # torch's first stage does all of its backward pass together with the gradients of the weights
+            case "backward" | "weight":
+                ledger.end_of_backward(action, needs)
+    return ledger.peak()
+
+
+class _Ledger:
+    """The bytes that a rank holds at the moment, and the largest values so far.
+
+    Attributes:
+        kept: bytes of activations.
+        losses: bytes of losses.
+        sent: bytes of messages.
+    """
+
+    def __init__(self, micro_batches: int) -> None:
+        self.kept = 0
+        self.losses = 0
+        self.sent = 0
+        self._micro_batches = micro_batches
+        self._forward_count: Counter[int] = Counter()
+        self._backward_count: Counter[int] = Counter()
+        self._most_activations = 0
+        self._most_forward = 0
+        self._most = 0
+        self._most_with_messages = 0
+        self._most_in_flight = 0
+
+    def forward(self, stage: int, needs: PassBytes) -> None:
+        during = self.kept + self.losses + needs.kept + needs.loss
+        self.kept += needs.kept
+        self.losses += needs.loss_kept
+        self.sent += needs.onwards
+        self._forward_count[stage] += 1
+        in_flight = self._forward_count[stage] - self._backward_count[stage]
+        self._most_in_flight = max(self._most_in_flight, in_flight)
+        self._most_activations = max(self._most_activations, self.kept)
+        self._most_forward = max(self._most_forward, during)
+        self._note(during)
+
+    def input_gradient(self, needs: PassBytes) -> None:
+        """Do the first half of a split backward pass, which frees nothing that was kept."""
+        held = self.kept + self.losses
+        with_copied_loss = held + needs.loss_kept
+        in_blocks = held - needs.kept - needs.loss_kept + needs.backward
+        self.kept += needs.waiting
+        afterwards = self.kept + self.losses
+        self.sent += needs.back
+        self._most_activations = max(self._most_activations, self.kept)
+        self._most_forward = max(self._most_forward, afterwards)
+        self._note(max(with_copied_loss, in_blocks, held + needs.split, afterwards))
+
+    def end_of_backward(self, action: Action, needs: PassBytes) -> None:
+        """Do a whole backward pass or the second half of a split one: it frees what the micro-batch kept."""
+        self.kept -= needs.kept
+        self.losses -= needs.loss_kept
+        if action.kind == "weight" and action.stage > 0:
+            self.kept -= needs.waiting
+        if action.kind == "backward":
+            self.sent += needs.back
+        during = self.kept + self.losses + max(needs.backward, needs.last)
+        self._backward_count[action.stage] += 1
+        if self._backward_count[action.stage] == self._micro_batches:
+            during = max(during, self.kept + self.losses + needs.reduction)
+        self._note(during)
+
+    def _note(self, during: int) -> None:
+        self._most = max(self._most, during)
+        self._most_with_messages = max(self._most_with_messages, during + self.sent)
+
+    def peak(self) -> StepPeak:
+        return StepPeak(
+            activations=self._most_activations,
+            forward=self._most_forward,
+            whole=self._most,
+            sent=max(self._most_with_messages, self.sent) - self._most,
+            in_flight=self._most_in_flight,
+        )

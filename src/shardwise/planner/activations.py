@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
-from shardwise.planner.rank_case import Case
+from shardwise.planner.rank_case import RankCase
 
 _FLOAT32, _INT64 = 4, 8
 
@@ -72,7 +72,7 @@ class DropoutMasks:
     attends_step_by_step: bool
 
 
-def invariant_masks(case: Case, in_flight: int = 1) -> DropoutMasks:
+def invariant_masks(case: RankCase, in_flight: int = 1) -> DropoutMasks:
     """What the masks cost: of attention probabilities, inside the MLP, of what is added to x, and of the embedding.
 
     With recompute, the masks of the probabilities are held for one block only and are hashed twice; with full
@@ -92,7 +92,7 @@ def invariant_masks(case: Case, in_flight: int = 1) -> DropoutMasks:
     return DropoutMasks(held, hashed * case.micro_batches, core > 0)
 
 
-def block_stack(case: Case, layers: Iterable[int] | None = None) -> BlockStack:
+def block_stack(case: RankCase, layers: Iterable[int] | None = None) -> BlockStack:
     """What these blocks, by default all of this rank, hold for one micro-batch.
 
     | recompute | kept                                    | computed again, one block at a time |
@@ -117,7 +117,7 @@ def block_stack(case: Case, layers: Iterable[int] | None = None) -> BlockStack:
     return BlockStack(kept, peak)
 
 
-def _kept_and_work(case: Case, block: BlockActivations) -> tuple[int, int]:
+def _kept_and_work(case: RankCase, block: BlockActivations) -> tuple[int, int]:
     """What one block keeps, and the most that its backward pass holds beside that.
 
     A backward pass begins with the MLP. What the MLP saved is free when the core's backward pass begins.
@@ -136,7 +136,7 @@ def _kept_and_work(case: Case, block: BlockActivations) -> tuple[int, int]:
             return x, again + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
 
 
-def block_activations(case: Case, layer: int) -> BlockActivations:
+def block_activations(case: RankCase, layer: int) -> BlockActivations:
     """What this block saves.
 
     | part      | saved                                                | elements          |
@@ -178,7 +178,7 @@ def block_activations(case: Case, layer: int) -> BlockActivations:
     )
 
 
-def waiting_bytes(case: Case) -> int:
+def waiting_bytes(case: RankCase) -> int:
     """What a block holds between the two halves of a split backward pass, beside what it keeps.
 
     The first half computes the gradient of the block's input. The second half computes the gradients of the weights,
@@ -192,7 +192,7 @@ def waiting_bytes(case: Case) -> int:
     return attention + _waiting_mlp(case) + _core_again(case)
 
 
-def split_peak(case: Case, blocks: int) -> int:
+def split_peak(case: RankCase, blocks: int) -> int:
     """The most that so many blocks hold in the first half of a split backward pass, beside what they keep.
 
     This half frees nothing that was kept. It ends at the core of the first block: the other blocks wait, and so does
@@ -206,18 +206,18 @@ def split_peak(case: Case, blocks: int) -> int:
     return (blocks - 1) * waiting_bytes(case) + _waiting_mlp(case) + core
 
 
-def _waiting_mlp(case: Case) -> int:
+def _waiting_mlp(case: RankCase) -> int:
     """Gradients that wait in the MLP: of its first layer, [T·F/t] (gated: twice), output, [T·H], and norm, [T/s·H]."""
     first = (2 if case.model.gated else 1) * case.local.intermediate
     return case.a * case.tokens * first + case.gathered_bytes + case.x_bytes
 
 
-def _core_again(case: Case) -> int:
+def _core_again(case: RankCase) -> int:
     """The inside of the core as selective recompute computes it again."""
     return block_activations(case, case.stages[0].layers[0]).core if case.config.train.recompute == "selective" else 0
 
 
-def norm_bytes(case: Case) -> int:
+def norm_bytes(case: RankCase) -> int:
     """What a norm on the residual stream saves.
 
     LayerNorm saves its input, the mean and 1/deviation; on an accelerator the latter two are in float32. RMSNorm saves
@@ -230,12 +230,12 @@ def norm_bytes(case: Case) -> int:
     return saved + _FLOAT32 * case.tokens_between
 
 
-def _norms_by_operations(case: Case) -> bool:
+def _norms_by_operations(case: RankCase) -> bool:
     """Whether an RMSNorm consists of single operations, which work in float32."""
     return case.model.norm_kind == "rms_norm" and not case.accelerator and case.a != _FLOAT32
 
 
-def _head_norms(case: Case) -> int:
+def _head_norms(case: RankCase) -> int:
     """What norms of q and k save beside their input; the input is counted with v, which shares its memory.
 
     1/rms in float32 for each token, of q and of k or of each of their heads. A norm over heads of several ranks also
@@ -250,17 +250,17 @@ def _head_norms(case: Case) -> int:
     return case.tokens * (statistics + (2 * width if _norms_copy(case) else 0)) * _FLOAT32
 
 
-def _norms_span_ranks(case: Case) -> bool:
+def _norms_span_ranks(case: RankCase) -> bool:
     """Whether a norm of q or k is over the heads of several ranks."""
     return case.model.query_key_norm == "all_heads" and case.layout.tensor > 1
 
 
-def _norms_copy(case: Case) -> bool:
+def _norms_copy(case: RankCase) -> bool:
     """Whether norms of q and k save float32 copies instead of their input."""
     return _norms_by_operations(case) and not _norms_span_ranks(case)
 
 
-def _core(case: Case, *, copied: bool) -> tuple[int, int, int]:
+def _core(case: RankCase, *, copied: bool) -> tuple[int, int, int]:
     """Bytes of the attention core: of its input, of the part of the input that it saves, and saved beside that.
 
     The input is the output of QKV, [T·(q + 2kv)/t], of which q, k and v are views. If rotation or a norm made new q and
@@ -304,7 +304,7 @@ def _core(case: Case, *, copied: bool) -> tuple[int, int, int]:
 # ---- gradients: what the backward pass holds beside saved tensors that are not free yet
 
 
-def _mlp_gradients(case: Case) -> int:
+def _mlp_gradients(case: RankCase) -> int:
     """The most that the MLP's backward pass holds: the gradient of x, [T/s, H], and the larger of two moments.
 
     At the last layer: the gradients of its input, [T·F/t], of its weight, [H·F/t], and of its output if that is not the
@@ -331,7 +331,7 @@ def _mlp_gradients(case: Case) -> int:
     return x + max(most - norm_bytes(case), norm)
 
 
-def _core_gradients(case: Case) -> int:
+def _core_gradients(case: RankCase) -> int:
     """The most that the core's backward pass holds: gradients of x, of the values and of P, [B·h/t·S²].
 
     Only a core that goes step by step has the last one; in bfloat16 it is in float32, and a second one takes the place
@@ -344,7 +344,7 @@ def _core_gradients(case: Case) -> int:
     return work - case.mask_elements - (norm_bytes(case) if case.model.norm_place != "input" else 0)
 
 
-def _mask_hashing(case: Case) -> tuple[int, int]:
+def _mask_hashing(case: RankCase) -> tuple[int, int]:
     """Bytes that hashing a layout-invariant mask needs: of the probabilities; inside the MLP and of what is added to x.
 
     A mask is hashed chunk by chunk. For each element of a chunk there are two 64-bit integers at a time, and one more

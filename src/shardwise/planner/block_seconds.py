@@ -10,26 +10,52 @@ from functools import lru_cache
 
 from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Recompute
 from shardwise.planner import device_seconds
-from shardwise.planner.device_seconds import Constants, Group
+from shardwise.planner.device_seconds import Constants, RankGroup
 from shardwise.planner.device_specs import Device
 
-_SHARPNESS = 4  # of the maximum of the host's and the device's time
+_SHARPNESS = 4
+"""Exponent of the smooth maximum of the host's and the device's time; an assumption. The larger, the sharper."""
+
+# Memory traffic of a backward pass over that of its forward pass. A norm and an activation read their input and write
+# their output; backward they read input and gradient, and write a gradient: 3 passes in place of 2. Dropout with the
+# addition to x reads two tensors and a mask, and writes one; backward it reads a gradient and the mask, and writes one:
+# in 2 bytes an element, 5 bytes in place of 7.
+_NORM_BACKWARD = 1.5
+_ADD_BACKWARD = 0.7
+_ACTIVATION_BACKWARD = 1.5
+
+# Fused attention has two products forward; backward it computes the first again, and four gradients (arXiv:2205.14135).
+_FUSED_BACKWARD_PRODUCTS = 5 / 2
+# The rate of the fused backward pass over that of the forward pass: an assumption, as no fitted row has fused
+# attention. arXiv:2307.08691 reports up to 63% of the peak backward and 73% forward.
+_FUSED_BACKWARD_RATE = 0.85
+
+# Kernels that the host starts; estimates, but for those of a block, which `ProgramTraits.kernels` has.
+_BACKWARD_KERNELS = 1.6  # for each kernel of the forward pass: matrix products have two, others one
+_STEPWISE_ATTENTION_KERNELS = 6  # two products, scale, mask, softmax and dropout in place of one fused kernel
+_HEAD_KERNELS = 20
+_EMBEDDING_KERNELS = 8
+
+# Passes over the float32 copy of the logits, of 4 bytes an element: forward it is written, and read for the maximum and
+# for the sum of exponentials; backward it is read, and its gradient is written.
+_LOGITS_FORWARD_BYTES = 12
+_LOGITS_BACKWARD_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Program:
-    """What the program that trains does in its own way; the defaults are ours.
+class ProgramTraits:
+    """The ways in which the program that trains differs from others; the defaults are this package's.
 
     Attributes:
-        fused_attention: one kernel computes attention. Else its probabilities are written and read.
-        loss_ahead: the head's gradients are computed in the forward pass.
-        overlaps: gradients are reduced behind the backward pass, bucket by bucket.
-        waits_for_messages: a rank waits for its messages to other stages.
-        splits_messages: the ranks of a tensor-parallel group each send a part of a message, and gather it.
-        runs_ahead: the host starts kernels before the device is done with earlier ones.
-        casts_gradients: a weight's new gradient is copied to the gradients' dtype before it is added to them.
-        reduces_all: gradients are all-reduced even if the optimizer's state is sharded.
-        kernels: that a block starts in its forward pass.
+        fused_attention: True if one kernel computes attention; otherwise its probabilities are written and read.
+        loss_ahead: True if the head's gradients are computed in the forward pass.
+        overlaps: True if gradients are reduced behind the backward pass, bucket by bucket.
+        waits_for_messages: True if a rank waits for its messages to other stages.
+        splits_messages: True if the ranks of a tensor-parallel group each send a part of a message, and gather it.
+        runs_ahead: True if the host starts kernels before the device is done with earlier ones.
+        casts_gradients: True if a weight's new gradient is copied to the gradients' dtype before it is added to them.
+        reduces_all: True if gradients are all-reduced even if the optimizer's state is sharded.
+        kernels: number of kernels that a block starts in its forward pass.
     """
 
     fused_attention: bool = True
@@ -44,8 +70,27 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the time of a block depends on, for one micro-batch on one rank."""
+class BlockShape:
+    """All that the time of a block depends on, for one micro-batch on one rank.
+
+    Attributes:
+        hidden: H.
+        intermediate: F of the whole MLP.
+        gated: True if the MLP has a gate beside its first layer.
+        query: width of the queries on one rank, q/t.
+        key_value: width of the keys on one rank.
+        head_dim: width of a head.
+        causal: True if a token attends to earlier ones alone.
+        masks: True if the block has dropout.
+        batch: B.
+        length: S.
+        tensor: t.
+        sequence: True if activations are cut along the sequence too.
+        inside: ranks of the tensor-parallel group in one node.
+        dtype: dtype of parameters and activations.
+        gradient: dtype of gradients.
+        recompute: kind of recompute.
+    """
 
     hidden: int
     intermediate: int
@@ -70,19 +115,42 @@ class Shape:
 
     @property
     def a(self) -> int:
+        """Bytes of an element of an activation."""
         return DTYPE_BYTES[self.dtype]
 
-    def accumulated(self, elements: int, program: Program) -> float:
-        """Bytes that are read and written to add a weight's new gradient to that of earlier micro-batches."""
+    @property
+    def tensor_group(self) -> RankGroup:
+        return RankGroup(self.tensor, self.inside)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """a·T·H: bytes of x after it is gathered over sequence parallelism."""
+        return self.a * self.tokens * self.hidden
+
+    def accumulation_bytes(self, elements: int, program: ProgramTraits) -> float:
+        """Return the bytes that are read and written to add a weight's new gradient to that of earlier micro-batches.
+
+        The new gradient and the sum are read, and the sum is written. With another dtype, a program that casts also
+        writes and reads a copy of the new gradient.
+        """
         g = DTYPE_BYTES[self.gradient]
         if self.gradient == self.dtype:
             return 3.0 * g * elements
-        return elements * (self.a + 2.0 * g + (2 * g if program.casts_gradients else 0))
+        cast = 2 * g if program.casts_gradients else 0
+        return elements * (self.a + 2.0 * g + cast)
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Seconds by what they are spent on."""
+class PartSeconds:
+    """Seconds of a pass, by what they are spent on.
+
+    Attributes:
+        matmul: matrix products, without those of the attention core.
+        attention: the attention core.
+        memory_bound: operations that memory limits.
+        launch: waits of the device for the host.
+        tensor: collectives of tensor and sequence parallelism.
+    """
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -94,9 +162,9 @@ class Parts:
     def total(self) -> float:
         return self.matmul + self.attention + self.memory_bound + self.launch + self.tensor
 
-    def plus(self, other: Parts, times: float = 1) -> Parts:
-        """The sum with `times` another."""
-        return Parts(
+    def plus(self, other: PartSeconds, times: float = 1) -> PartSeconds:
+        """Return the sum of these seconds and `times` the other ones."""
+        return PartSeconds(
             self.matmul + times * other.matmul,
             self.attention + times * other.attention,
             self.memory_bound + times * other.memory_bound,
@@ -106,140 +174,214 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Times:
-    """Of one block, or of what a stage has beside blocks. `again` is a part of `backward`: what is computed twice."""
+class PassSeconds:
+    """Seconds of one micro-batch in a block, in the embedding or in the head.
 
-    forward: Parts
-    backward: Parts
-    weight: float
-    again: Parts = Parts()
-
-
-def _launched(parts: Parts, kernels: float, host: float, program: Program) -> Parts:
-    """With the time that the device waits for the host, which starts kernel after kernel.
-
-    Where one of the two is much slower, it alone counts; where they are alike, each waits for the other at times. A
-    host that does not run ahead waits for each kernel, and the device for the host.
+    Attributes:
+        forward: seconds of the forward pass.
+        backward: seconds of the backward pass, recompute included.
+        weight: seconds of the gradients of weights, a part of `backward`.
+        recompute: seconds of what is computed a second time, a part of `backward`.
     """
-    device, starts = parts.total, kernels * host
-    launch = _smooth(device, starts) - device if program.runs_ahead else starts
-    return Parts(parts.matmul, parts.attention, parts.memory_bound, launch, parts.tensor)
+
+    forward: PartSeconds
+    backward: PartSeconds
+    weight: float
+    recompute: PartSeconds = PartSeconds()
 
 
-def _smooth(one: float, other: float) -> float:
-    """A smooth maximum."""
-    return float((one**_SHARPNESS + other**_SHARPNESS) ** (1 / _SHARPNESS))
+def _with_launch(parts: PartSeconds, kernels: float, host: float, program: ProgramTraits) -> PartSeconds:
+    """Return these seconds with the time that the device waits for the host, which starts kernel after kernel.
+
+    If one of the two is much slower, it alone counts; if they are alike, each waits for the other at times. A host that
+    does not run ahead waits for each kernel, and the device for the host.
+    """
+    device = parts.total
+    host_time = kernels * host
+    launch = _smooth_maximum(device, host_time) - device if program.runs_ahead else host_time
+    return PartSeconds(parts.matmul, parts.attention, parts.memory_bound, launch, parts.tensor)
+
+
+def _smooth_maximum(a: float, b: float) -> float:
+    return float((a**_SHARPNESS + b**_SHARPNESS) ** (1 / _SHARPNESS))
 
 
 @lru_cache(maxsize=2**14)
-def block(shape: Shape, device: Device, c: Constants, program: Program) -> Times:
-    """A transformer block.
+def block(shape: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
+    """Return the seconds of a transformer block.
 
-    Its backward pass has two matrix products for each of the forward pass: by the gradient of its output those of its
-    input and of its weight; `weight` is the part of the latter.
+    Its backward pass has two matrix products for each of the forward pass: the gradient of the input and that of the
+    weight. The latter are `weight`, with the time to add them to earlier gradients.
     """
-    s, t, peak = shape, shape.tensor, device.peak(shape.dtype)
-    feed = s.intermediate // t * (2 if s.gated else 1)
-    products = (
+    s = shape
+    peak = device.peak(s.dtype)
+    feed_width = s.intermediate // s.tensor
+    first_width = feed_width * (2 if s.gated else 1)
+    # (output, input) of QKV, of the output projection, and of the MLP's first and last layers.
+    weights = (
         (s.query + 2 * s.key_value, s.hidden),
         (s.hidden, s.query),
-        (feed, s.hidden),
-        (s.hidden, s.intermediate // t),
+        (first_width, s.hidden),
+        (s.hidden, feed_width),
     )
-    forward = sum(device_seconds.matmul(device, c, peak, s.tokens, n, k) for n, k in products)
-    inputs = sum(device_seconds.matmul(device, c, peak, s.tokens, k, n) for n, k in products)
-    weights = sum(device_seconds.matmul(device, c, peak, n, k, s.tokens) for n, k in products)
-    core, core_back, kernels = _core(s, device, c, program)
-    between = s.tokens * s.hidden // (t if s.sequence_parallel else 1)
-    wide = s.tokens * (s.intermediate // t) * (3 if s.gated else 2)
-    norms, adds = 4 * s.a * between, 2 * (3 * s.a + s.masks) * between
-    around = s.a * (wide + 3 * s.tokens * (s.query + 2 * s.key_value))
-    touched = device_seconds.passes(device, c, norms + adds + around)
-    added = device_seconds.passes(device, c, s.accumulated(sum(n * k for n, k in products), program))
-    touched_back = device_seconds.passes(device, c, 1.5 * norms + 0.7 * adds + 1.5 * around) + added
-    sent, sent_again = _tensor(s, device, c)
-    count = program.kernels + kernels
-    ahead = _launched(Parts(forward, core, touched, 0.0, sent), count, c.host, program)
-    back = _launched(Parts(inputs + weights, core_back, touched_back, 0.0, sent), 1.6 * count, c.host, program)
-    again = Parts()
+    outputs = sum(device_seconds.matmul(device, c, peak, s.tokens, n, k) for n, k in weights)
+    input_gradients = sum(device_seconds.matmul(device, c, peak, s.tokens, k, n) for n, k in weights)
+    weight_gradients = sum(device_seconds.matmul(device, c, peak, n, k, s.tokens) for n, k in weights)
+    accumulated = s.accumulation_bytes(sum(n * k for n, k in weights), program)
+    accumulation = device_seconds.passes(device, c, accumulated)
+    core = _attention_core(s, device, c, program)
+
+    x_elements = s.tokens * s.hidden // (s.tensor if s.sequence_parallel else 1)
+    # Two norms read and write x. Attention and MLP are each added to x: two tensors are read, one is written, and with
+    # dropout a mask of one byte.
+    norm_bytes = 4 * s.a * x_elements
+    add_bytes = 2 * (3 * s.a + s.masks) * x_elements
+    # The activation reads its input and writes its output, gated with one tensor more. QKV is split into heads, rotated
+    # and made contiguous: three passes.
+    feed_elements = s.tokens * feed_width * (3 if s.gated else 2)
+    activation_bytes = s.a * (feed_elements + 3 * s.tokens * (s.query + 2 * s.key_value))
+    memory_forward = device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes)
+    backward_bytes = _NORM_BACKWARD * norm_bytes + _ADD_BACKWARD * add_bytes + _ACTIVATION_BACKWARD * activation_bytes
+    memory_backward = device_seconds.passes(device, c, backward_bytes) + accumulation
+
+    collectives = _tensor_collectives(s, device, c)
+    kernels = program.kernels + core.kernels
+    forward = _with_launch(
+        PartSeconds(outputs, core.forward, memory_forward, 0.0, collectives), kernels, c.host, program
+    )
+    backward = _with_launch(
+        PartSeconds(input_gradients + weight_gradients, core.backward, memory_backward, 0.0, collectives),
+        _BACKWARD_KERNELS * kernels,
+        c.host,
+        program,
+    )
+    recompute = PartSeconds()
     if s.recompute == "full":
         # On a CPU the functions that recompute calls for each saved tensor take about as long as the operators' starts.
-        launch = ahead.launch * (1 if device.is_accelerator else 2)
-        repeated = Parts(ahead.matmul, ahead.attention, ahead.memory_bound, launch, sent_again)
-        again, back = repeated, back.plus(repeated)
+        launch = forward.launch * (1 if device.is_accelerator else 2)
+        recompute = PartSeconds(forward.matmul, forward.attention, forward.memory_bound, launch, collectives)
+        backward = backward.plus(recompute)
     elif s.recompute == "selective":
-        again = Parts(attention=core)
-        back = back.plus(again)
-    return Times(ahead, back, weights + added, again)
+        recompute = PartSeconds(attention=core.forward)
+        backward = backward.plus(recompute)
+    return PassSeconds(forward, backward, weight_gradients + accumulation, recompute)
 
 
-def _core(s: Shape, device: Device, c: Constants, program: Program) -> tuple[float, float, int]:
-    """Seconds of attention's core, forward and backward, and its kernels beside those of a block.
+@dataclass(frozen=True)
+class _CoreSeconds:
+    """Seconds of the attention core.
 
-    Fused it does no work on masked tokens, and its backward pass five products of the size of the two of the forward
-    pass. Step by step, softmax reads and writes the probabilities, dropout reads them, writes them and its mask.
+    Attributes:
+        forward: seconds of the forward pass.
+        backward: seconds of the backward pass.
+        kernels: kernels of the forward pass, more than those that `ProgramTraits.kernels` counts.
     """
-    peak, heads = device.peak(s.dtype), s.batch * (s.query // s.head_dim)
+
+    forward: float
+    backward: float
+    kernels: int
+
+
+def _attention_core(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _CoreSeconds:
+    """Return the seconds of softmax(q kᵀ) v.
+
+    The fused core does no work on masked tokens. Step by step, softmax reads and writes the probabilities, and dropout
+    reads them, and writes them and its mask.
+    """
+    peak = device.peak(s.dtype)
+    heads = s.batch * (s.query // s.head_dim)
     if program.fused_attention:
-        work = 4.0 * heads * s.length * s.length * s.head_dim / (2 if s.causal else 1)
-        seconds = work / (peak * c.fused_attention)
-        return seconds, 2.5 * seconds / 0.85, 0
+        # Two products of 2·S²·head_dim operations each.
+        operations = 4.0 * heads * s.length * s.length * s.head_dim / (2 if s.causal else 1)
+        seconds = operations / (peak * c.fused_attention)
+        return _CoreSeconds(seconds, _FUSED_BACKWARD_PRODUCTS * seconds / _FUSED_BACKWARD_RATE, 0)
     scores = device_seconds.matmul(device, c, peak, s.length, s.length, s.head_dim, heads)
     values = device_seconds.matmul(device, c, peak, s.length, s.head_dim, s.length, heads)
-    weights = device_seconds.matmul(device, c, peak, s.head_dim, s.length, s.length, heads)
-    elements = heads * s.length * s.length
-    dropped = 2 * s.a + 1 if s.masks else 0
-    ahead = device_seconds.passes(device, c, elements * (2 * s.a + dropped))
-    back = device_seconds.passes(device, c, elements * (3 * s.a + dropped))
-    return scores + values + ahead, 2 * (scores + values + weights) / 1.5 + back, 6
+    transposed = device_seconds.matmul(device, c, peak, s.head_dim, s.length, s.length, heads)
+    probabilities = heads * s.length * s.length
+    dropout_bytes = 2 * s.a + 1 if s.masks else 0
+    softmax_forward = device_seconds.passes(device, c, probabilities * (2 * s.a + dropout_bytes))
+    softmax_backward = device_seconds.passes(device, c, probabilities * (3 * s.a + dropout_bytes))
+    # Four products, the gradients of q, k, v and the probabilities, each as long as the mean of the three shapes.
+    products_backward = 4 * (scores + values + transposed) / 3
+    return _CoreSeconds(
+        scores + values + softmax_forward, products_backward + softmax_backward, _STEPWISE_ATTENTION_KERNELS
+    )
 
 
-def _tensor(s: Shape, device: Device, c: Constants) -> tuple[float, float]:
-    """Seconds of tensor parallelism's collectives of a block in one direction, and in a repeated forward pass."""
+def _tensor_collectives(s: BlockShape, device: Device, c: Constants) -> float:
+    """Return the seconds of tensor parallelism's collectives of a block in one direction.
+
+    Attention and MLP each all-reduce their output, or each gather their input and scatter their output.
+    """
     if s.tensor == 1:
-        return 0.0, 0.0
-    of, size = Group(s.tensor, s.inside), float(s.a * s.tokens * s.hidden)
-    if not s.sequence_parallel:
-        both = 2 * device_seconds.collective(device, c, of, size, reduces_all=True)
-        return both, both
-    one = device_seconds.collective(device, c, of, size)
-    return 4 * one, 4 * one
+        return 0.0
+    size = float(s.gathered_bytes)
+    if s.sequence_parallel:
+        return 4 * device_seconds.collective(device, c, s.tensor_group, size)
+    return 2 * device_seconds.collective(device, c, s.tensor_group, size, reduces_all=True)
 
 
-def head(shape: Shape, rows: int, device: Device, c: Constants, program: Program) -> Times:
-    """The last norm, the output head over `rows` of the vocabulary, and the loss over its logits in float32."""
-    s, peak = shape, device.peak(shape.dtype)
-    forward = device_seconds.matmul(device, c, peak, s.tokens, rows, s.hidden)
-    inputs = device_seconds.matmul(device, c, peak, s.tokens, s.hidden, rows)
-    weights = device_seconds.matmul(device, c, peak, rows, s.hidden, s.tokens)
-    logits = s.tokens * rows
-    ahead = device_seconds.passes(device, c, logits * (2 * s.a + 12) + 4 * s.a * s.tokens * s.hidden)
-    added = device_seconds.passes(device, c, s.accumulated(rows * s.hidden, program))
-    back = device_seconds.passes(device, c, logits * (2 * s.a + 8) + 6 * s.a * s.tokens * s.hidden) + added
-    of = Group(s.tensor, s.inside)
-    sums = 3 * device_seconds.collective(device, c, of, 4.0 * s.tokens, reduces_all=True)
-    whole = device_seconds.collective(
-        device, c, of, float(s.a * s.tokens * s.hidden), reduces_all=not s.sequence_parallel
-    )
-    first = _launched(Parts(forward, 0.0, ahead, 0.0, sums), 20, c.host, program)
-    second = _launched(Parts(inputs + weights, 0.0, back, 0.0, whole), 20, c.host, program)
-    if program.loss_ahead:
-        return Times(first.plus(second), Parts(memory_bound=0.0), 0.0)
-    return Times(first, second, weights + added)
+def head(shape: BlockShape, rows: int, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
+    """Return the seconds of the last norm, the output head, and the loss over its logits in float32.
 
-
-def embedding(shape: Shape, rows: int, device: Device, c: Constants, program: Program) -> Times:
-    """Rows are looked up; in the backward pass the table's gradient is made and added to the earlier one."""
+    rows: rows of the vocabulary on one rank.
+    """
     s = shape
-    seconds = device_seconds.passes(device, c, 5.0 * s.a * s.tokens * s.hidden)
-    sent = device_seconds.collective(
-        device, c, Group(s.tensor, s.inside), float(s.a * s.tokens * s.hidden), reduces_all=not s.sequence_parallel
+    peak = device.peak(s.dtype)
+    outputs = device_seconds.matmul(device, c, peak, s.tokens, rows, s.hidden)
+    input_gradient = device_seconds.matmul(device, c, peak, s.tokens, s.hidden, rows)
+    weight_gradient = device_seconds.matmul(device, c, peak, rows, s.hidden, s.tokens)
+    logits = s.tokens * rows
+    # The logits are written and read in their own dtype too. The norm reads and writes x, and so does the head's input;
+    # backward there are three tensors in place of two.
+    forward_bytes = logits * (2 * s.a + _LOGITS_FORWARD_BYTES) + 4 * s.gathered_bytes
+    backward_bytes = logits * (2 * s.a + _LOGITS_BACKWARD_BYTES) + 6 * s.gathered_bytes
+    memory_forward = device_seconds.passes(device, c, forward_bytes)
+    accumulation = device_seconds.passes(device, c, s.accumulation_bytes(rows * s.hidden, program))
+    memory_backward = device_seconds.passes(device, c, backward_bytes) + accumulation
+    # The ranks agree on the largest logit, the sum of exponentials and the target's logit of each token, in float32.
+    loss_sums = 3 * device_seconds.collective(device, c, s.tensor_group, 4.0 * s.tokens, reduces_all=True)
+    x_gradient = device_seconds.collective(
+        device, c, s.tensor_group, float(s.gathered_bytes), reduces_all=not s.sequence_parallel
     )
-    ahead = _launched(Parts(memory_bound=seconds, tensor=sent), 8, c.host, program)
-    made = device_seconds.passes(device, c, s.accumulated(rows * s.hidden, program) + s.a * rows * s.hidden)
-    back = Parts(memory_bound=2 * seconds + made, tensor=sent if s.sequence_parallel else 0.0)
-    back = _launched(back, 8, c.host, program)
-    return Times(ahead, back, 0.0)
+    forward = _with_launch(PartSeconds(outputs, 0.0, memory_forward, 0.0, loss_sums), _HEAD_KERNELS, c.host, program)
+    backward = _with_launch(
+        PartSeconds(input_gradient + weight_gradient, 0.0, memory_backward, 0.0, x_gradient),
+        _HEAD_KERNELS,
+        c.host,
+        program,
+    )
+    if program.loss_ahead:
+        return PassSeconds(forward.plus(backward), PartSeconds(), 0.0)
+    return PassSeconds(forward, backward, weight_gradient + accumulation)
+
+
+def embedding(shape: BlockShape, rows: int, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
+    """Return the seconds of the embedding.
+
+    Rows are looked up; in the backward pass the table's gradient is made and added to the earlier one.
+
+    rows: rows of the vocabulary on one rank.
+    """
+    s = shape
+    # A row is read and written, and a sum or a mask reads two tensors and writes one.
+    lookup = device_seconds.passes(device, c, 5.0 * s.gathered_bytes)
+    output_sum = device_seconds.collective(
+        device, c, s.tensor_group, float(s.gathered_bytes), reduces_all=not s.sequence_parallel
+    )
+    table = rows * s.hidden
+    table_gradient = device_seconds.passes(device, c, s.accumulation_bytes(table, program) + s.a * table)
+    forward = PartSeconds(memory_bound=lookup, tensor=output_sum)
+    backward = PartSeconds(
+        memory_bound=2 * lookup + table_gradient,
+        tensor=output_sum if s.sequence_parallel else 0.0,  # otherwise each rank has the whole gradient already
+    )
+    return PassSeconds(
+        _with_launch(forward, _EMBEDDING_KERNELS, c.host, program),
+        _with_launch(backward, _EMBEDDING_KERNELS, c.host, program),
+        0.0,
+    )
 
 
 def shape_of(
@@ -251,17 +393,36 @@ def shape_of(
     layout: tuple[int, bool, int],
     dtypes: tuple[DtypeName, DtypeName],
     recompute: Recompute,
-) -> Shape:
-    """The shape of the model's blocks.
+) -> BlockShape:
+    """Return the shape of the model's blocks.
 
     Args:
-        widths: of the queries and of the keys on one rank.
-        layout: tensor-parallel degree, whether the sequence is cut too, and its ranks inside a node.
-        dtypes: of the parameters and of the gradients.
+        model: configuration of the model.
+        widths: widths of the queries and of the keys on one rank.
+        batch: B.
+        length: S.
+        layout: tensor-parallel degree, whether the sequence is cut too, and the group's ranks inside a node.
+        dtypes: dtypes of the parameters and of the gradients.
+        recompute: kind of recompute.
     """
+    query, key_value = widths
     tensor, sequence_parallel, inside = layout
-    drops = model.hidden_dropout_p > 0
-    return Shape(
-        model.hidden_size, model.intermediate_size, model.gated, *widths, model.head_dim, model.causal, drops,
-        batch, length, tensor, sequence_parallel, inside, *dtypes, recompute,
-    )  # fmt: skip
+    dtype, gradient = dtypes
+    return BlockShape(
+        hidden=model.hidden_size,
+        intermediate=model.intermediate_size,
+        gated=model.gated,
+        query=query,
+        key_value=key_value,
+        head_dim=model.head_dim,
+        causal=model.causal,
+        masks=model.hidden_dropout_p > 0,
+        batch=batch,
+        length=length,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+        inside=inside,
+        dtype=dtype,
+        gradient=gradient,
+        recompute=recompute,
+    )

@@ -9,7 +9,7 @@ from shardwise.config import DTYPE_BYTES, FamilyConfig
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import LocalParameter, LocalWidths, local_parameters
 from shardwise.optim.bucket_layout import bucket_bytes, offsets_and_length, packed
-from shardwise.planner.rank_case import Case
+from shardwise.planner.rank_case import RankCase
 
 _MIB = 2**20
 
@@ -45,7 +45,7 @@ class BucketShape:
         return max(min(stop, low + share) - max(start, low), 0)
 
 
-def bucket_shapes(case: Case) -> list[BucketShape]:
+def bucket_shapes(case: RankCase) -> list[BucketShape]:
     """The rank's buckets as `optimizer.bucket_mib` sets their size, in the order in which they are begun.
 
     Matrices, which weight decay applies to, and vectors are in separate buckets. A parameter at both ends of a pipeline

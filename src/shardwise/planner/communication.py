@@ -25,7 +25,7 @@ from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.stages import rank_of
 from shardwise.models.parameter_counts import local_parameters
 from shardwise.planner.buckets import bucket_shapes
-from shardwise.planner.rank_case import Case
+from shardwise.planner.rank_case import RankCase
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
 
@@ -82,7 +82,7 @@ def step_transfers(
         data_rank: its place in data parallelism. With ZeRO, it decides which partial gradients the rank owns.
         tensor_rank: its place in tensor parallelism. It decides how many rows of a tied embedding are padding.
     """
-    case = Case.of(config, layout, accelerator, pipeline_rank)
+    case = RankCase.of(config, layout, accelerator, pipeline_rank)
     if case is None:
         return None
     return _transfers(case, _forward(case) + _backward(case), _update(case, data_rank, tensor_rank))
@@ -95,7 +95,7 @@ def evaluation_transfers(
 
     The sum of losses over data parallelism and pipeline, at the end of an evaluation, is not counted.
     """
-    case = Case.of(config, layout, accelerator, pipeline_rank)
+    case = RankCase.of(config, layout, accelerator, pipeline_rank)
     return None if case is None else _transfers(case, _forward(case), [])
 
 
@@ -109,7 +109,7 @@ def wire_bytes(transfers: list[Transfer] | None) -> dict[tuple[str, str], float]
     return dict(total)
 
 
-def _transfers(case: Case, micro_batch: list[Transfer], once: list[Transfer]) -> list[Transfer]:
+def _transfers(case: RankCase, micro_batch: list[Transfer], once: list[Transfer]) -> list[Transfer]:
     """What a step sends for each micro-batch and once, without transfers that send nothing."""
     repeated = [replace(transfer, count=transfer.count * case.micro_batches) for transfer in micro_batch]
     return [transfer for transfer in repeated + once if transfer.ranks > 1 and transfer.bytes and transfer.count]
@@ -118,7 +118,7 @@ def _transfers(case: Case, micro_batch: list[Transfer], once: list[Transfer]) ->
 # ---- one micro-batch
 
 
-def _forward(case: Case) -> list[Transfer]:
+def _forward(case: RankCase) -> list[Transfer]:
     """The forward pass of this rank's stages."""
     embedding = _embedding(case) if case.has_first else []
     head = _head(case) if case.has_last else []
@@ -126,7 +126,7 @@ def _forward(case: Case) -> list[Transfer]:
     return [*embedding, *blocks, *head, *_messages(case, 1, "outputs of stages"), _samples(case)]
 
 
-def _backward(case: Case) -> list[Transfer]:
+def _backward(case: RankCase) -> list[Transfer]:
     """The backward pass: the forward pass in reverse, and what full recompute repeats of the forward pass.
 
     The head's input gets a gradient from each rank's part of the vocabulary; they are summed. BERT also sums the
@@ -162,11 +162,11 @@ def _backward(case: Case) -> list[Transfer]:
     return transfers + _messages(case, -1, "gradients of the inputs of stages")
 
 
-def _over_tensor(case: Case, kind: Kind, size: int, what: str, count: int = 1) -> Transfer:
+def _over_tensor(case: RankCase, kind: Kind, size: int, what: str, count: int = 1) -> Transfer:
     return Transfer("tp", kind, case.layout.tensor, size, count, what)
 
 
-def _samples(case: Case) -> Transfer:
+def _samples(case: RankCase) -> Transfer:
     """One rank reads the data of its tensor-parallel group and broadcasts 64-bit integers.
 
     Token ids and targets, [2·T]; one row more for each kind of document table, [T]. BERT has ids, token types and mask,
@@ -180,7 +180,7 @@ def _samples(case: Case) -> Transfer:
     return _over_tensor(case, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
 
 
-def _messages(case: Case, step: int, what: str) -> list[Transfer]:
+def _messages(case: RankCase, step: int, what: str) -> list[Transfer]:
     """x or its gradient, [T/s, H], from each stage of this rank to the next stage (step 1) or to the one before (-1).
 
     Two neighbouring stages of one rank need no message.
@@ -191,13 +191,13 @@ def _messages(case: Case, step: int, what: str) -> list[Transfer]:
     return [Transfer("pp", "send", case.layout.pipeline, case.x_bytes, count, what)]
 
 
-def _embedding(case: Case) -> list[Transfer]:
+def _embedding(case: RankCase) -> list[Transfer]:
     """Each rank looks up its part of the vocabulary; the results are summed."""
     kind: Kind = "reduce_scatter" if case.layout.sequence_parallel else "all_reduce"
     return [_over_tensor(case, kind, case.gathered_bytes, "embedding output")]
 
 
-def _outputs(case: Case) -> int:
+def _outputs(case: RankCase) -> int:
     """The outputs of each block that are summed over tensor parallelism: those of attention and MLP.
 
     A parallel residual adds the two before it sums them, unless each has dropout of its own.
@@ -205,7 +205,7 @@ def _outputs(case: Case) -> int:
     return 1 if case.model.parallel_residual and not case.drops_hidden else 2
 
 
-def _regions(case: Case, inputs: int, outputs: int, suffix: str) -> list[Transfer]:
+def _regions(case: RankCase, inputs: int, outputs: int, suffix: str) -> list[Transfer]:
     """The inputs and outputs of attention and MLP in all blocks, with so many of each per block.
 
     Under sequence parallelism an input is gathered and an output is reduce-scattered; without it, an input is already
@@ -220,14 +220,14 @@ def _regions(case: Case, inputs: int, outputs: int, suffix: str) -> list[Transfe
     ]
 
 
-def _query_key_squares(case: Case, prefix: str) -> Transfer:
+def _query_key_squares(case: RankCase, prefix: str) -> Transfer:
     """A norm over all heads sums the squares of queries and keys over ranks: [2, T] in float32 for each block."""
     count = case.layers if case.model.query_key_norm == "all_heads" else 0
     what = f"{prefix}sums of squares of queries and keys"
     return _over_tensor(case, "all_reduce", 2 * _FLOAT32 * case.tokens, what, count)
 
 
-def _head(case: Case) -> list[Transfer]:
+def _head(case: RankCase) -> list[Transfer]:
     """Head and loss, forward.
 
     Each rank has the logits of its part of the vocabulary. For every predicted token the ranks agree on the largest
@@ -250,7 +250,7 @@ def _head(case: Case) -> list[Transfer]:
 # ---- one update
 
 
-def _update(case: Case, data_rank: int, tensor_rank: int) -> list[Transfer]:
+def _update(case: RankCase, data_rank: int, tensor_rank: int) -> list[Transfer]:
     """What is sent once a step: gradients over data parallelism, partial gradients, scalars, and new parameters.
 
     Gradients are reduced over data parallelism first. Then the partial ones are summed, in the gradients' dtype: each

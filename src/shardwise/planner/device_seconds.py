@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
-from shardwise.planner.device_specs import Device, Link
+from shardwise.planner.device_specs import Device
 
 CONSTANTS = Path(__file__).parent / "constants.json"
 # Rows and columns of the tiles that kernels compute, and the part of the largest rate that each reaches.
 _TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
-_TREE = 0.85  # of a ring's bandwidth
+_TREE = 0.85
+"""Bandwidth of NCCL's tree as a part of its ring's; an assumption."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted.
+    """The constants that are fitted.
 
     Attributes:
         matmul: the part of the best published rate of matrix products that those of a training reach.
@@ -57,94 +58,101 @@ class Constants:
 
 @cache
 def fitted() -> Constants:
-    """The constants as they were fitted."""
+    """Return the constants as they were fitted."""
     return Constants(**json.loads(CONSTANTS.read_text(encoding="utf-8")))
 
 
 @cache
 def constants_of(device: Device) -> Constants:
-    """The constants as they were fitted, with those that were measured on the device."""
+    """Return the fitted constants, with those that were measured on the device."""
     return replace(fitted(), **dict(device.constants))
 
 
 @lru_cache(maxsize=2**14)
 def matmul(device: Device, c: Constants, peak: float, m: int, n: int, k: int, batch: int = 1) -> float:
-    """Seconds of `batch` products [m, k] × [k, n]: whole waves of tiles over the device's processors, or the memory's.
+    """Return the seconds of `batch` products [m, k] × [k, n], which processors or memory limit.
+
+    A product is cut into tiles, and the device's processors compute them in whole waves, a tile each.
 
     Dimensions that are not multiples of 8 take the padding that kernels need. Batched products have no such kernel for
     rows that are no multiple of 16 bytes, which are 8 elements of 2 bytes: they run at the float32 rate.
     """
     if batch > 1 and device.processors > 1 and (k % 8 or n % 8):
         peak = device.float32
-    m8, n8 = -(-m // 8) * 8, -(-n // 8) * 8
+    m8 = -(-m // 8) * 8
+    n8 = -(-n // 8) * 8
     rate = peak * device.matmul_share * c.matmul / device.processors
     if device.processors == 1:
         seconds = 2 * batch * m8 * n8 * (k + c.depth) / rate
     else:
-        seconds = min(
-            -(-batch * -(-m8 // rows) * -(-n8 // columns) // device.processors)
-            * (2 * rows * columns * (k + c.depth) / (rate * reached))
-            for rows, columns, reached in _TILES
-        )
-    return max(seconds, 2 * batch * (m * k + k * n + m * n) / (device.memory_bandwidth * c.memory))
+        seconds = math.inf
+        for rows, columns, share in _TILES:
+            tiles = batch * -(-m8 // rows) * -(-n8 // columns)
+            waves = -(-tiles // device.processors)
+            seconds = min(seconds, waves * (2 * rows * columns * (k + c.depth) / (rate * share)))
+    memory_seconds = 2 * batch * (m * k + k * n + m * n) / (device.memory_bandwidth * c.memory)
+    return max(seconds, memory_seconds)
 
 
 def passes(device: Device, c: Constants, size: float) -> float:
-    """Seconds of operations that read and write so many bytes."""
+    """Return the seconds of operations that read and write so many bytes."""
     return size / (device.memory_bandwidth * c.memory)
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Ranks that communicate.
 
     Attributes:
-        ranks: their number.
-        inside: how many of them are in one node.
+        ranks: number of ranks.
+        inside: number of them in one node.
     """
 
     ranks: int
     inside: int
 
 
-def group(ranks: int, stride: int, per_node: int) -> Group:
-    """The group of ranks that are `stride` apart, on nodes with `per_node` of them."""
-    return Group(ranks, min(ranks, max(1, per_node // stride)))
+def group(ranks: int, stride: int, per_node: int) -> RankGroup:
+    """Return the group of ranks that are `stride` apart, on nodes with `per_node` of them."""
+    return RankGroup(ranks, min(ranks, max(1, per_node // stride)))
 
 
-def _link(device: Device, c: Constants, of: Group) -> tuple[float, float]:
-    """Bandwidth of a ring, and latency of its longest step.
+def _ring(device: Device, c: Constants, ranks: RankGroup) -> tuple[float, float]:
+    """Return the bandwidth of a ring over these ranks, and the latency of its longest step.
 
     A ring goes through each of its nodes once, and through all network links of the ranks that it has there.
     """
     node = device.node.bandwidth * c.node
-    if of.inside >= of.ranks:
+    if ranks.inside >= ranks.ranks:
         return node, device.node.latency
-    network = device.network.bandwidth * c.network * of.inside
-    return (min(node, network) if of.inside > 1 else network), device.network.latency
+    network = device.network.bandwidth * c.network * ranks.inside
+    if ranks.inside > 1:
+        return min(node, network), device.network.latency
+    return network, device.network.latency
 
 
-def collective(device: Device, c: Constants, of: Group, size: float, *, reduces_all: bool = False) -> float:
-    """Seconds of an all-gather or a reduce-scatter of `size` bytes in all, or of an all-reduce.
+def collective(device: Device, c: Constants, ranks: RankGroup, size: float, *, reduces_all: bool = False) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of `size` bytes in all, or of an all-reduce.
 
     A ring sends (n-1)/n of the bytes in n-1 steps, an all-reduce twice. A tree all-reduces in 2·log₂ n steps; NCCL
     builds trees between nodes only.
     """
-    n = of.ranks
+    n = ranks.ranks
     if n == 1 or size == 0:
         return 0.0
-    bandwidth, latency = _link(device, c, of)
+    bandwidth, latency = _ring(device, c, ranks)
     start = c.start if device.is_accelerator else c.wait
     if not reduces_all:
         return start + size * (n - 1) / n / bandwidth + (n - 1) * latency
     ring = 2 * (size * (n - 1) / n / bandwidth + (n - 1) * latency)
-    if of.inside >= n:
+    if ranks.inside >= n:
         return start + ring
     tree = 2 * (size / (bandwidth * _TREE) + math.ceil(math.log2(n)) * latency)
     return start + min(ring, tree)
 
 
 def message(device: Device, c: Constants, size: float, *, inside: bool) -> float:
-    """Seconds of a message of `size` bytes to another rank."""
-    link: Link = device.node if inside else device.network
-    return size / (link.bandwidth * (c.node if inside else c.network)) + link.latency
+    """Return the seconds of a message of `size` bytes to another rank, inside a node or between nodes."""
+    if inside:
+        return size / (device.node.bandwidth * c.node) + device.node.latency
+    return size / (device.network.bandwidth * c.network) + device.network.latency

@@ -14,7 +14,7 @@ from shardwise.config.stages import Stage, rank_of
 from shardwise.layers.chunks import loss_chunk_elements, rounding_chunk_elements
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.pipeline.action_order import action_order
-from shardwise.pipeline.in_flight import Pass, Peak, peak
+from shardwise.pipeline.in_flight import PassBytes, StepPeak, step_peak
 from shardwise.planner.activations import (
     DropoutMasks,
     block_activations,
@@ -25,7 +25,7 @@ from shardwise.planner.activations import (
     waiting_bytes,
 )
 from shardwise.planner.buckets import bucket_shapes
-from shardwise.planner.rank_case import Case
+from shardwise.planner.rank_case import RankCase
 
 _FLOAT32 = 4
 
@@ -104,10 +104,10 @@ def neediest_rank(config: Config, layout: Layout, accelerator: bool = False) -> 
 
 def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) -> list[MemoryEstimate] | None:
     """Peak bytes of each pipeline rank. None for a model of your own."""
-    return [memory_of(case) for case in Case.of_ranks(config, layout, accelerator)] or None
+    return [memory_of(case) for case in RankCase.of_ranks(config, layout, accelerator)] or None
 
 
-def memory_of(case: Case) -> MemoryEstimate:
+def memory_of(case: RankCase) -> MemoryEstimate:
     """Peak bytes of the case's pipeline rank."""
     elements = sum(bucket.elements for bucket in bucket_shapes(case))
     separate_masters = case.precision.parameter != case.precision.optimizer
@@ -124,7 +124,7 @@ def memory_of(case: Case) -> MemoryEstimate:
     )
 
 
-def _optimizer_bytes(case: Case, *, separate_masters: bool) -> int:
+def _optimizer_bytes(case: RankCase, *, separate_masters: bool) -> int:
     """Bytes of the optimizer's states, and of masters if they are separate, on a data-parallel rank."""
     elements = sum(bucket.elements for bucket in bucket_shapes(case))
     shard = elements // case.layout.data if case.config.optimizer.zero else elements
@@ -132,13 +132,13 @@ def _optimizer_bytes(case: Case, *, separate_masters: bool) -> int:
     return kept_tensors * shard * DTYPE_BYTES[case.precision.optimizer]
 
 
-def _step_peak(case: Case) -> Peak:
+def _step_peak(case: RankCase) -> StepPeak:
     order = action_order(case.config.parallel, case.micro_batches, case.pipeline_rank, case.config.train.recompute)
     reduction = _reduction(case)
-    return peak(order, {stage.index: _pass(case, stage, reduction) for stage in case.stages}, case.micro_batches)
+    return step_peak(order, {stage.index: _pass(case, stage, reduction) for stage in case.stages}, case.micro_batches)
 
 
-def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
+def _pass(case: RankCase, stage: Stage, reduction: int) -> PassBytes:
     """What one micro-batch needs in a stage: embedding, blocks, last norm and loss.
 
     A stage's input and output are x, [T/s, H]. The input of a later stage is held until the backward pass, also where
@@ -162,7 +162,7 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
         onwards, back = (x * sends for sends in _sends(case, stage))
     table = DTYPE_BYTES[case.precision.gradient] * case.local.vocabulary * case.model.hidden_size
     head = table if stage.is_first and stage.is_last and case.model.tie_word_embeddings else 0
-    return Pass(
+    return PassBytes(
         kept=kept + received,
         loss=_loss(case) if stage.is_last else 0,
         loss_kept=_loss_gradients(case) if stage.is_last else 0,
@@ -176,14 +176,14 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
     )
 
 
-def _sends(case: Case, stage: Stage) -> tuple[bool, bool]:
+def _sends(case: RankCase, stage: Stage) -> tuple[bool, bool]:
     """Whether a stage sends x to another rank, and whether it sends the gradient of x to another one."""
     parallel = case.config.parallel
     to_next, to_previous = (rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
     return to_next and not stage.is_last, to_previous and not stage.is_first
 
 
-def messages_of_a_micro_batch(case: Case) -> int:
+def messages_of_a_micro_batch(case: RankCase) -> int:
     """Bytes that messages add to the rank's memory for each micro-batch of a long step."""
     if case.layout.pipeline == 1 or SCHEDULES[case.config.parallel.schedule].is_single_stage:
         return 0
@@ -194,7 +194,7 @@ def invariant_dropout(
     config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
 ) -> DropoutMasks | None:
     """What layout-invariant masks cost one rank. None without such masks, and for a model of your own."""
-    case = Case.of(config, layout, accelerator, pipeline_rank)
+    case = RankCase.of(config, layout, accelerator, pipeline_rank)
     drops = config.train.dropout_mode == "invariant" and config.model.has_dropout
     return invariant_masks(case, _step_peak(case).in_flight) if case is not None and drops else None
 
@@ -217,25 +217,25 @@ def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, acc
 
     Masters and states of what a rank updates: of two steps, and of the ranks of another node too.
     """
-    cases = Case.of_ranks(config, layout, accelerator)
+    cases = RankCase.of_ranks(config, layout, accelerator)
     if not cases:
         return None
     state = max(_optimizer_bytes(case, separate_masters=True) for case in cases)
     return state * ranks_per_node * 2 * (2 if layout.world > ranks_per_node else 1)
 
 
-def _embedding_activations(case: Case) -> int:
+def _embedding_activations(case: RankCase) -> int:
     """What the embedding saves: the mask of its dropout, one byte for each element, and BERT's norm."""
     mask = case.x_elements if case.model.embedding_dropout_p else 0
     return mask + (norm_bytes(case) if case.model.embedding_norm else 0)
 
 
-def _last_activations(case: Case) -> int:
+def _last_activations(case: RankCase) -> int:
     """What is held between the last block and the loss: the last norm and its output; with BERT, x, gathered."""
     return case.gathered_bytes if case.model.head_transform else norm_bytes(case) + case.x_bytes
 
 
-def _document_tables(case: Case) -> int:
+def _document_tables(case: RankCase) -> int:
     """What all blocks of a stage share if documents end within a sample.
 
     The mask that is added to the scores, [B, S, S], and the cosines and sines of each token's position, [T·r] for r
@@ -249,7 +249,7 @@ def _document_tables(case: Case) -> int:
     return case.a * (mask + turns)
 
 
-def _loss(case: Case) -> int:
+def _loss(case: RankCase) -> int:
     """The most that head and loss hold: what they keep (`_loss_gradients`), and one chunk of C tokens.
 
     A chunk has its logits in float32, [C, V/t]; in bfloat16 beside them a bfloat16 tensor of the same shape, the logits
@@ -268,19 +268,19 @@ def _loss(case: Case) -> int:
     return _loss_gradients(case) + chunk * rows * per_logit + products + head
 
 
-def _loss_gradients(case: Case) -> int:
+def _loss_gradients(case: RankCase) -> int:
     """What the loss's forward pass keeps: the gradients of the head's weight, [V/t, H] in float32, and of its input."""
     tokens = case.predicted if case.model.head_transform else case.tokens_between
     return (_FLOAT32 * case.local.vocabulary + case.a * tokens) * case.model.hidden_size
 
 
-def _rotary_tables(case: Case) -> int:
+def _rotary_tables(case: RankCase) -> int:
     """Cosines and sines, [S, rotary dimensions / 2] each, once for each stage with a block that rotates."""
     stages = sum(any(case.model.rotates(layer) for layer in stage.layers) for stage in case.stages)
     return stages * case.a * case.config.train.sequence_length * case.model.rotary_dim
 
 
-def _embedding_gradient(case: Case, *, tied: bool) -> int:
+def _embedding_gradient(case: RankCase, *, tied: bool) -> int:
     """The gradients of the embedding's output and of its weight; activations and loss are free by then.
 
     A tied head's gradient is added to that of the weight, in the gradients' dtype. Their sum is a new tensor.
@@ -290,7 +290,7 @@ def _embedding_gradient(case: Case, *, tied: bool) -> int:
     return case.gathered_bytes + (max(weight, 2 * cast * elements) if tied else weight)
 
 
-def _reduction(case: Case) -> int:
+def _reduction(case: RankCase) -> int:
     """Copies of gradients while they are reduced over data parallelism; activations and loss are free by then.
 
     Two neighbouring buckets may be reduced at once. One copy is made if the dtype of the reduction is not that of the
@@ -306,7 +306,7 @@ def _reduction(case: Case) -> int:
     return copies * under_way * DTYPE_BYTES[precision.reduce]
 
 
-def _rounding(case: Case) -> tuple[int, int]:
+def _rounding(case: RankCase) -> tuple[int, int]:
     """What stochastic rounding holds all the time, and for a moment while a chunk of a bucket is updated.
 
     All the time: an int32 number for each element of a chunk. For a moment, of the elements of a bucket that the rank

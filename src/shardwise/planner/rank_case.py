@@ -34,7 +34,7 @@ from shardwise.pipeline.partition import stage_plan
 
 
 @dataclass(frozen=True)
-class Case:
+class RankCase:
     """The inputs of the formulas, for one pipeline rank.
 
     Attributes:
@@ -58,13 +58,15 @@ class Case:
     stages: tuple[Stage, ...]
 
     @staticmethod
-    def of(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int = 0) -> Case | None:
+    def of(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int = 0) -> RankCase | None:
         """The case of one pipeline rank; None for a model of your own, of which nothing is known before it is built."""
-        cases = Case.of_ranks(config, layout, accelerator)
+        cases = RankCase.of_ranks(config, layout, accelerator)
         return cases[pipeline_rank] if cases else None
 
     @staticmethod
-    def of_ranks(config: Config, layout: Layout, accelerator: bool, only: Collection[int] | None = None) -> list[Case]:
+    def of_ranks(
+        config: Config, layout: Layout, accelerator: bool, only: Collection[int] | None = None
+    ) -> list[RankCase]:
         """The cases of all pipeline ranks, or of those in `only`; empty for a model of your own."""
         model = config.shapes
         if model is None:
@@ -72,7 +74,7 @@ class Case:
         local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
         precision, plan = config.precision.resolved(accelerator), stage_plan(config, layout)
         return [
-            Case(
+            RankCase(
                 config,
                 layout,
                 model,

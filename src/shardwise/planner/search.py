@@ -11,19 +11,21 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice
+from typing import get_args
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, check_layout
-from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
-from shardwise.config.sections import Recompute, Schedule
+from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
+from shardwise.config.sections import Recompute
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.pipeline.partition import stage_plan
 from shardwise.planner.device_specs import Cluster
 from shardwise.planner.memory import MemoryEstimate, expected_memory, memory_of, messages_of_a_micro_batch
-from shardwise.planner.rank_case import Case, flops_per_token, model_flops_utilization
+from shardwise.planner.rank_case import RankCase, flops_per_token, model_flops_utilization
 from shardwise.planner.step_time import StepTime, least_time, step_time
 
 RESERVED = 0.06
@@ -32,7 +34,16 @@ RESERVED = 0.06
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout that fits, with what is predicted of it."""
+    """A layout with its prediction.
+
+    Attributes:
+        choice: keys that the layout sets.
+        config: the configuration with these keys.
+        layout: degrees of parallelism.
+        cluster: devices that it runs on.
+        time: time of a step.
+        memory: memory of the rank that needs most.
+    """
 
     choice: Choice
     config: Config
@@ -64,19 +75,19 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of all steps, without evaluations, checkpoints and restarts."""
+        """Seconds of all steps, without evaluations, checkpoints and restarts."""
         return self.time.total * self.config.train.steps
 
 
 @dataclass(frozen=True)
 class Search:
-    """What was found.
+    """The result of a search.
 
     Attributes:
-        plans: the fastest that fit, fastest first.
-        valid: how many layouts the rules allow.
-        too_large: how many were dropped, by the reason.
-        smallest: the layout that needs the least memory of those that do not fit, where none fits; with its bytes.
+        plans: fastest layouts that fit, fastest first.
+        valid: number of layouts that the rules allow.
+        too_large: number of layouts that were dropped, by the reason.
+        smallest: if no layout fits, the one that needs the least memory, and its bytes.
     """
 
     plans: list[Plan]
@@ -85,8 +96,26 @@ class Search:
     smallest: tuple[Choice, float] | None
 
 
+@dataclass
+class _Dropped:
+    """The layouts that do not fit.
+
+    Attributes:
+        reasons: number of layouts by reason.
+        smallest: layout that needs the least memory, and its bytes.
+    """
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    smallest: tuple[Choice, float] | None = None
+
+    def add(self, reason: str, choice: Choice, size: float) -> None:
+        self.reasons[reason] += 1
+        if self.smallest is None or size < self.smallest[1]:
+            self.smallest = (choice, size)
+
+
 def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
-    """The `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values."""
+    """Return the `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values."""
     if config.shapes is None:
         raise ConfigError(
             f"model.family ({config.model.family}) must be one whose shapes are known: a model of your own is "
@@ -94,62 +123,80 @@ def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collectio
         )
     config = config.with_batch_for(cluster.world)
     limit = cluster.device.memory * (1 - RESERVED)
-    waiting: list[tuple[float, int, Choice, Layout]] = []
-    too_large: Counter[str] = Counter()
-    smallest: tuple[Choice, float] | None = None
-    valid = 0
-    for choice, layout in choices(config, cluster.world, cluster.per_node, fixed):
-        valid += 1
+    dropped = _Dropped()
+    # A layout's number keeps the order of `choices` among equal times, and keeps the heap from comparing layouts.
+    bounded: list[tuple[float, int, Choice, Layout]] = []
+    number = 0
+    for number, (choice, layout) in enumerate(choices(config, cluster.world, cluster.per_node, fixed), 1):
         state = _state_bytes(config, choice, layout, cluster)
         if state > limit:
-            too_large["parameters, gradients and optimizer state alone are larger than the device"] += 1
-            if smallest is None or state < smallest[1]:
-                smallest = (choice, state)
+            dropped.add("parameters, gradients and optimizer state alone are larger than the device", choice, state)
+        else:
+            bounded.append((least_time(choice.applied(config), layout, cluster), number, choice, layout))
+    valid = number
+    plans = list(islice(_fastest_first(config, cluster, limit, bounded, dropped), best))
+    return Search(plans, valid, dropped.reasons, None if plans else dropped.smallest)
+
+
+def _fastest_first(
+    config: Config,
+    cluster: Cluster,
+    limit: float,
+    bounded: list[tuple[float, int, Choice, Layout]],
+    dropped: _Dropped,
+) -> Iterator[Plan]:
+    """Yield the layouts that fit, fastest first; only those that a bound cannot rule out are simulated.
+
+    Args:
+        config: the recipe's configuration.
+        cluster: devices that it runs on.
+        limit: bytes that a rank may need.
+        bounded: (bound of the time, number, choice, layout) of each layout.
+        dropped: record of the layouts that do not fit, to which this adds.
+    """
+    heapq.heapify(bounded)
+    simulated: list[tuple[float, int, Plan]] = []
+    while bounded:
+        # No layout that is still to be simulated can be faster than the lowest bound.
+        if simulated and simulated[0][0] <= bounded[0][0]:
+            yield heapq.heappop(simulated)[2]
             continue
-        bound = least_time(choice.applied(config), layout, cluster)
-        waiting.append((bound, valid, choice, layout))
-    heapq.heapify(waiting)
-    exact: list[tuple[float, int, Plan]] = []
-    plans: list[Plan] = []
-    while waiting and len(plans) < best:
-        if exact and exact[0][0] <= waiting[0][0]:
-            plans.append(heapq.heappop(exact)[2])
-            continue
-        _, number, choice, layout = heapq.heappop(waiting)
-        one = choice.applied(config)
-        memory = _memory(one, layout, cluster, limit)
+        _, number, choice, layout = heapq.heappop(bounded)
+        chosen = choice.applied(config)
+        memory = _memory(chosen, layout, cluster, limit)
         if memory.total > limit:
-            too_large["activations do not fit beside parameters, gradients and optimizer state"] += 1
-            if smallest is None or memory.total < smallest[1]:
-                smallest = (choice, float(memory.total))
+            reason = "activations do not fit beside parameters, gradients and optimizer state"
+            dropped.add(reason, choice, float(memory.total))
             continue
-        time = step_time(one, layout, cluster)
+        time = step_time(chosen, layout, cluster)
         assert time is not None
-        heapq.heappush(exact, (time.total, number, Plan(choice, one, layout, cluster, time, memory)))
-    while exact and len(plans) < best:
-        plans.append(heapq.heappop(exact)[2])
-    return Search(plans, valid, too_large, None if plans else smallest)
+        heapq.heappush(simulated, (time.total, number, Plan(choice, chosen, layout, cluster, time, memory)))
+    while simulated:
+        yield heapq.heappop(simulated)[2]
 
 
 def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
-    """What is predicted of a given layout, whether or not it fits; None for a model of your own."""
-    time, memory = (
-        step_time(config, layout, cluster),
-        expected_memory(config, layout, cluster.device.is_accelerator),
-    )
+    """Return the prediction for a given layout, whether or not it fits; None for a model of your own."""
+    time = step_time(config, layout, cluster)
+    memory = expected_memory(config, layout, cluster.device.is_accelerator)
     if time is None or memory is None:
         return None
-    parallel, train = config.parallel, config.train
-    virtual = parallel.stages_per_rank if parallel.stages_per_rank > 1 else None
+    parallel = config.parallel
     choice = Choice(
-        layout.tensor, layout.sequence_parallel, layout.pipeline, parallel.schedule, virtual, train.micro_batch,
-        train.recompute, config.optimizer.zero,
-    )  # fmt: skip
+        tensor=layout.tensor,
+        sequence=layout.sequence_parallel,
+        pipeline=layout.pipeline,
+        schedule=parallel.schedule,
+        virtual=parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
+        micro_batch=config.train.micro_batch,
+        recompute=config.train.recompute,
+        zero=config.optimizer.zero,
+    )
     return Plan(choice, config, layout, cluster, time, memory)
 
 
 def _state_bytes(config: Config, choice: Choice, layout: Layout, cluster: Cluster) -> float:
-    """At least this many bytes: of the blocks of an average pipeline rank."""
+    """Return bytes that a rank needs at least: the state of the blocks of an average pipeline rank."""
     precision = config.precision.resolved(cluster.device.is_accelerator)
     model = config.known_shapes
     layers = max(1, model.num_hidden_layers // layout.pipeline)
@@ -165,7 +212,7 @@ def _block_elements(model: ModelConfig, tensor: int) -> int:
 
 
 def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> MemoryEstimate:
-    """The memory of the pipeline rank that needs most, or of the first that is found to need more than `limit` bytes.
+    """Return the memory of the pipeline rank that needs most, or of the first one that needs more than `limit` bytes.
 
     It is computed for a shorter step if the step is long.
 
@@ -173,32 +220,41 @@ def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> M
     of them, and where backward passes are split on the last of them. So beside the first and the last rank, the first
     of each number of blocks and the last but one are looked at, those with most blocks first.
 
-    Activations in flight do not depend on the number of micro-batches beyond a few rounds of the schedule, except in
-    GPipe, where all are; messages, which are held for all of them, are added.
+    Activations in flight do not depend on the number of micro-batches beyond a few rounds of the schedule, unless all
+    forward passes come first; messages, which are held for all of them, are added.
     """
     accelerator = cluster.device.is_accelerator
-    micro_batches, p = layout.accumulation(config.train), layout.pipeline
-    whole = micro_batches < 5 * p or SCHEDULES[config.parallel.schedule].holds_all_micro_batches
-    few = micro_batches if whole else 3 * p + micro_batches % p
+    micro_batches = layout.accumulation(config.train)
+    p = layout.pipeline
+    holds_all = SCHEDULES[config.parallel.schedule].holds_all_micro_batches
     if p == 1:
-        few = min(micro_batches, 2)
-    short = config.with_batch(config.train.global_batch // micro_batches * few)
+        shorter = min(micro_batches, 2)
+    elif holds_all or micro_batches < 5 * p:
+        shorter = micro_batches
+    else:
+        shorter = 3 * p + micro_batches % p  # as many more than whole rounds
+    short_config = config.with_batch(config.train.global_batch // micro_batches * shorter)
     blocks = Counter[int]()
-    for stage in stage_plan(short, layout):
+    for stage in stage_plan(short_config, layout):
         blocks[stage.rank] += len(stage.layers)
-    firsts = {blocks[rank]: rank for rank in range(p - 2, 0, -1)}
-    cases = Case.of_ranks(short, layout, accelerator, only={0, max(0, p - 2), p - 1, *firsts.values()})
-    found: list[MemoryEstimate] = []
-    for case in sorted(cases, key=lambda one: -one.layers):
+    first_with = {blocks[rank]: rank for rank in range(p - 2, 0, -1)}
+    ranks = {0, max(0, p - 2), p - 1, *first_with.values()}
+    cases = RankCase.of_ranks(short_config, layout, accelerator, only=ranks)
+    estimates: list[MemoryEstimate] = []
+    for case in sorted(cases, key=lambda case: -case.layers):
         memory = memory_of(case)
-        longer = (micro_batches - few) * messages_of_a_micro_batch(case)
-        found.append(replace(memory, pipeline=memory.pipeline + longer))
-        if found[-1].total > limit:
+        messages = (micro_batches - shorter) * messages_of_a_micro_batch(case)
+        estimates.append(replace(memory, pipeline=memory.pipeline + messages))
+        if estimates[-1].total > limit:
             break
-    return max(found, key=lambda one: one.total)
+    return max(estimates, key=lambda memory: memory.total)
 
 
-_SCHEDULES = (DEFAULT_SCHEDULE, *(name for name in SCHEDULES if name != DEFAULT_SCHEDULE))
+# The default comes first: among layouts that take equally long, the first is preferred.
+_SCHEDULES: tuple[Schedule, ...] = (
+    DEFAULT_SCHEDULE,
+    *(name for name in get_args(Schedule) if name != DEFAULT_SCHEDULE),
+)
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 _MOST_IN_MICRO_BATCH = 16
 FIXABLE = (
@@ -222,7 +278,7 @@ class Choice:
     zero: int
 
     def applied(self, config: Config) -> Config:
-        """The configuration with this layout."""
+        """Return the configuration with this layout."""
         pipeline = {"pipeline": self.pipeline, "schedule": self.schedule, "virtual_stages": self.virtual}
         parallel = {"tensor": self.tensor, "sequence": self.sequence, **pipeline}
         if len(config.parallel.stages or ()) != self.pipeline * (self.virtual or 1):
@@ -237,25 +293,28 @@ class Choice:
         )
 
     def text(self) -> str:
-        """Such as `TP 8 + SP × PP 4 (interleaved, 3 stages a rank), micro-batch 2, recompute none, ZeRO-1`."""
-        tensor = f"TP {self.tensor}{' + SP' if self.sequence else ''}"
+        """Return one line, such as `TP 8 + SP × PP 4 (SCHEDULE, 3 stages a rank), micro-batch 2, recompute none, …`."""
+        sequence = " + SP" if self.sequence else ""
         stages = f", {self.virtual} stages a rank" if self.virtual else ""
         schedule = f" ({self.schedule}{stages})" if self.pipeline > 1 else ""
-        rest = f"micro-batch {self.micro_batch}, recompute {self.recompute}, ZeRO-{self.zero}"
-        return f"{tensor} × PP {self.pipeline}{schedule}, {rest}"
+        return (
+            f"TP {self.tensor}{sequence} × PP {self.pipeline}{schedule}, micro-batch {self.micro_batch}, "
+            f"recompute {self.recompute}, ZeRO-{self.zero}"
+        )
 
 
 def choices(config: Config, world: int, per_node: int, fixed: Collection[str] = ()) -> Iterator[tuple[Choice, Layout]]:
-    """Every layout on `world` devices. A key in `fixed` keeps the recipe's value.
+    """Yield every layout on `world` devices. A key in `fixed` keeps the recipe's value.
 
     Tensor parallelism stays within a node, unless the recipe's own degree is larger.
     """
-    base = config.model_copy(update={"parallel": config.parallel.model_copy(update={"stages": None})})
-    if "parallel.stages" in fixed:
-        base = config
-    for one in _shapes(config, world, per_node, fixed):
+    base = config
+    if "parallel.stages" not in fixed:
+        base = config.model_copy(update={"parallel": config.parallel.model_copy(update={"stages": None})})
+    recomputes = (config.train.recompute,) if "train.recompute" in fixed else _RECOMPUTES
+    for degrees in _degrees(config, world, per_node, fixed):
         for micro_batch in _micro_batches(config, fixed):
-            first = Choice(*one, micro_batch, "none", 1)
+            first = Choice(*degrees, micro_batch, "none", 1)
             data = world // (first.tensor * first.pipeline)
             if config.train.global_batch % (micro_batch * data):
                 continue
@@ -263,56 +322,70 @@ def choices(config: Config, world: int, per_node: int, fixed: Collection[str] = 
                 layout = check_layout(first.applied(base), world)
             except ConfigError:
                 continue
-            zeros = (1, 0) if data > 1 else (config.optimizer.zero,)
-            for zero in (config.optimizer.zero,) if "optimizer.zero" in fixed else zeros:
-                recompute: Recompute
-                for recompute in (config.train.recompute,) if "train.recompute" in fixed else _RECOMPUTES:
-                    yield Choice(*one, micro_batch, recompute, zero), layout
+            for zero in _zero_stages(config, data, fixed):
+                for recompute in recomputes:
+                    yield Choice(*degrees, micro_batch, recompute, zero), layout
+
+
+def _zero_stages(config: Config, data: int, fixed: Collection[str]) -> tuple[int, ...]:
+    # On one data-parallel rank both are the same.
+    if "optimizer.zero" in fixed or data == 1:
+        return (config.optimizer.zero,)
+    return (1, 0)
 
 
 def _micro_batches(config: Config, fixed: Collection[str]) -> list[int]:
+    recipes = config.train.micro_batch
     if "train.micro_batch" in fixed:
-        return [config.train.micro_batch]
-    own = config.train.micro_batch
-    return sorted({own, *(2**n for n in range(_MOST_IN_MICRO_BATCH.bit_length()))})
+        return [recipes]
+    powers = [2**n for n in range(_MOST_IN_MICRO_BATCH.bit_length())]
+    return sorted({recipes, *powers})
 
 
-def _shapes(
-    config: Config, world: int, per_node: int, fixed: Collection[str]
-) -> Iterator[tuple[int, bool, int, Schedule, int | None]]:
-    """Tensor degree, sequence parallelism, pipeline degree, schedule and virtual stages."""
-    parallel, model = config.parallel, config.known_shapes
-    most = per_node if "parallel.tensor" not in fixed else parallel.tensor
-    tensors = [n for n in range(1, most + 1) if world % n == 0 and model.num_attention_heads % n == 0]
+_Degrees = tuple[int, bool, int, Schedule, int | None]
+"""Tensor degree, sequence parallelism, pipeline degree, schedule and virtual stages."""
+
+
+def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) -> Iterator[_Degrees]:
+    """Yield the degrees that divide the world and the model; `check_layout` has further rules."""
+    parallel = config.parallel
+    model = config.known_shapes
     if "parallel.tensor" in fixed:
         tensors = [parallel.tensor]
+    else:
+        tensors = [n for n in range(1, per_node + 1) if world % n == 0 and model.num_attention_heads % n == 0]
     for tensor in tensors:
-        sequences = (True, False) if tensor > 1 else (False,)
         if "parallel.sequence" in fixed:
-            sequences = (parallel.sequence and tensor > 1,)
-        rest = world // tensor
-        pipelines = [n for n in range(1, model.num_hidden_layers + 1) if rest % n == 0]
-        for pipeline in [parallel.pipeline] if "parallel.pipeline" in fixed else pipelines:
+            sequences = [parallel.sequence and tensor > 1]
+        else:
+            sequences = [True, False] if tensor > 1 else [False]
+        ranks = world // tensor
+        if "parallel.pipeline" in fixed:
+            pipelines = [parallel.pipeline]
+        else:
+            pipelines = [n for n in range(1, model.num_hidden_layers + 1) if ranks % n == 0]
+        for pipeline in pipelines:
             for schedule, virtual in _schedules(config, pipeline, fixed):
                 for sequence in sequences:
                     yield tensor, sequence, pipeline, schedule, virtual
 
 
 def _schedules(config: Config, pipeline: int, fixed: Collection[str]) -> Iterator[tuple[Schedule, int | None]]:
+    """Yield schedules with their virtual stages; those with any number of stages have equal ones."""
+    model = config.known_shapes
     if pipeline == 1:
-        yield (DEFAULT_SCHEDULE, None)
+        yield DEFAULT_SCHEDULE, None
         return
     for schedule in (config.parallel.schedule,) if "parallel.schedule" in fixed else _SCHEDULES:
-        if SCHEDULES[schedule].is_single_stage:
+        spec = SCHEDULES[schedule]
+        if spec.is_single_stage:
             yield schedule, None
-        elif SCHEDULES[schedule].is_v_shaped:
-            yield schedule, 2
+        elif spec.is_v_shaped:
+            yield schedule, spec.stages_per_rank
         elif "parallel.virtual_stages" in fixed:
             yield schedule, config.parallel.virtual_stages
         else:
-            layers = config.known_shapes.num_hidden_layers
-            yield from (
-                (schedule, virtual)
-                for virtual in range(2, layers // pipeline + 1)
-                if layers % (pipeline * virtual) == 0
-            )
+            layers = model.num_hidden_layers
+            for virtual in range(spec.stages_per_rank, layers // pipeline + 1):
+                if layers % (pipeline * virtual) == 0:
+                    yield schedule, virtual

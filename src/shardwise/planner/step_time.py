@@ -1,4 +1,4 @@
-"""How long an optimizer step takes on a cluster, and what it is spent on. Deterministic; nothing is measured.
+"""The time of an optimizer step on a cluster, and what it is spent on. Deterministic; nothing is measured.
 
 Legend: see `planner/rank_case.py`. Ranks are [pipeline, data, tensor], tensor fastest, and nodes take consecutive
 ranks.
@@ -18,14 +18,15 @@ from shardwise.pipeline.makespan import makespan
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
 from shardwise.planner import block_seconds, device_seconds
-from shardwise.planner.block_seconds import Parts, Program, Shape, Times
-from shardwise.planner.device_seconds import Constants, constants_of, group
+from shardwise.planner.block_seconds import PartSeconds, PassSeconds, ProgramTraits
+from shardwise.planner.device_seconds import Constants, RankGroup, constants_of, group
 from shardwise.planner.device_specs import Cluster
 
-_NO = Parts()
-# That a block of ours starts in its forward pass, as torch's dispatcher counts them: plain, for rotary positions, for a
-# gate. An accelerator starts no kernel for a view of a tensor; the host of a CPU's rank spends time on each.
-_KERNELS, _OPERATORS = (18, 8, 5), (37, 8, 7)
+# Kernels that a block starts in its forward pass, as torch's dispatcher counts them: of a plain block, and additional
+# ones for rotary positions and for a gate. An accelerator starts no kernel for a view of a tensor; the host of a CPU's
+# rank spends time on each operator.
+_ACCELERATOR_KERNELS = (18, 8, 5)
+_CPU_OPERATORS = (37, 8, 7)
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,17 @@ class StepTime:
 
     Attributes:
         matmul: matrix products of blocks, forward and backward, without recompute.
-        attention: its core.
+        attention: attention core.
         memory_bound: norms, activations, dropout and sums, which memory limits.
-        launch: the device waits for the host.
+        launch: waits of the device for the host.
         head: output head and loss, and the embedding.
-        recompute: what is computed a second time.
+        recompute: all that is computed a second time.
         tensor: collectives of tensor and sequence parallelism.
-        messages: what the rank waits for while it sends to other stages.
-        bubble: it waits for other stages.
+        messages: waits of the rank while it sends to other stages.
+        bubble: waits of the rank for other stages.
         reduction: gradients over data parallelism, as far as no backward pass hides it.
-        gather: ZeRO's parameters.
-        optimizer: the update, with the gradient norm.
+        gather: all-gather of ZeRO's parameters.
+        optimizer: update with the gradient norm.
     """
 
     matmul: float
@@ -71,25 +72,32 @@ class StepTime:
 
     def rows(self) -> list[tuple[str, float]]:
         """(part, seconds) in the order in which they are shown."""
-        return [(one.name, getattr(self, one.name)) for one in fields(self)]
+        return [(part.name, getattr(self, part.name)) for part in fields(self)]
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """What a stage does with one micro-batch; `action`: seconds of the schedule beside each pass."""
+    """The work of a stage on one micro-batch.
+
+    Attributes:
+        stage: the stage.
+        block: seconds of each of its blocks.
+        ends: seconds of the embedding and of the head, if the stage has them.
+        action: seconds that the schedule takes beside each pass.
+    """
 
     stage: Stage
-    block: Times
-    rest: tuple[Times, ...]
+    block: PassSeconds
+    ends: tuple[PassSeconds, ...]
     action: float = 0.0
 
     @cached_property
     def times(self) -> StageTimes:
-        layers, rest = len(self.stage.layers), self.rest
+        layers = len(self.stage.layers)
         return StageTimes(
-            layers * self.block.forward.total + sum(one.forward.total for one in rest) + self.action,
-            layers * self.block.backward.total + sum(one.backward.total for one in rest) + self.action,
-            layers * self.block.weight + sum(one.weight for one in rest),
+            layers * self.block.forward.total + sum(end.forward.total for end in self.ends) + self.action,
+            layers * self.block.backward.total + sum(end.backward.total for end in self.ends) + self.action,
+            layers * self.block.weight + sum(end.weight for end in self.ends),
         )
 
 
@@ -97,185 +105,259 @@ def step_time(
     config: Config,
     layout: Layout,
     cluster: Cluster,
-    program: Program | None = None,
+    program: ProgramTraits | None = None,
     constants: Constants | None = None,
 ) -> StepTime | None:
-    """The time of one step. None for a model of your own.
+    """Return the time of one step. None for a model of your own.
 
     Args:
-        program: how it is computed; None: as this package does it.
-        constants: None: those of the device, else those that were fitted.
+        config: the whole configuration.
+        layout: its layout.
+        cluster: devices that it runs on.
+        program: traits of the program that trains; None: this package.
+        constants: constants of the device; None: those that were measured on it, else those that were fitted.
     """
     if config.shapes is None:
         return None
-    c, how = constants or constants_of(cluster.device), program or ours(config, cluster)
-    precision = config.precision.resolved(cluster.device.is_accelerator)
-    micro_batches = layout.accumulation(config.train)
-    works = stage_works(config, layout, cluster, how, c)
-    sent = _message(config, layout, cluster, how, c, precision)
-    waits = sent + c.wait if how.waits_for_messages and layout.pipeline > 1 else 0.0
-    times = tuple(_waiting(work.times, waits) for work in works)
-    of_ranks = [[work for work in works if work.stage.rank == rank] for rank in range(layout.pipeline)]
-    busy = [sum(t.forward + t.backward for w, t in zip(works, times, strict=True) if w.stage.rank == rank)
-            for rank in range(layout.pipeline)]  # fmt: skip
+    case = _StepCase.of(config, layout, cluster, program, constants)
+    message = case.message_seconds()
+    if case.program.waits_for_messages and layout.pipeline > 1:
+        # The rank spends the time of a message in the pass that sends it, so nothing is under way between ranks.
+        wait = message + case.constants.wait
+        in_flight = 0.0
+    else:
+        wait = 0.0
+        in_flight = message
+    times = tuple(
+        StageTimes(work.times.forward + wait, work.times.backward + wait, work.times.weight) for work in case.works
+    )
+    busy = _busy_seconds(case.works, times, layout.pipeline)
     longest = max(range(layout.pipeline), key=busy.__getitem__)
-    span = makespan(config.parallel, micro_batches, times, 0.0 if waits else sent, config.train.recompute)
-    ahead, back, head, again = _sums(of_ranks[longest])
-    update = _update(config, layout, cluster, how, c, precision, works)
-    m = micro_batches
-    kept = ahead.plus(back).plus(again, -1)
+    m = layout.accumulation(config.train)
+    makespan_seconds = makespan(config.parallel, m, times, in_flight, config.train.recompute)
+    works = [work for work in case.works if work.stage.rank == longest]
+    forward, backward, recompute = _block_sums(works)
+    model_work = forward.plus(backward).plus(recompute, -1)
+    ends = sum((sum(end.forward.total + end.backward.total for end in work.ends) for work in works), start=0.0)
+    update = case.update_seconds()
     return StepTime(
-        matmul=m * kept.matmul,
-        attention=m * kept.attention,
-        memory_bound=m * kept.memory_bound,
-        launch=m * (kept.launch + sum(2 * work.action for work in of_ranks[longest])),
-        head=m * head,
-        recompute=m * again.total,
-        tensor=m * kept.tensor,
-        messages=m * waits * 2 * len(of_ranks[longest]),
-        bubble=max(0.0, span - m * busy[longest]),
-        reduction=update[0],
-        gather=update[1],
-        optimizer=update[2],
+        matmul=m * model_work.matmul,
+        attention=m * model_work.attention,
+        memory_bound=m * model_work.memory_bound,
+        launch=m * (model_work.launch + sum(2 * work.action for work in works)),
+        head=m * ends,
+        recompute=m * recompute.total,
+        tensor=m * model_work.tensor,
+        messages=m * wait * 2 * len(works),
+        bubble=max(0.0, makespan_seconds - m * busy[longest]),
+        reduction=update.reduction,
+        gather=update.gather,
+        optimizer=update.optimizer,
     )
 
 
 def least_time(config: Config, layout: Layout, cluster: Cluster) -> float:
-    """Seconds that no schedule can beat: the work of the busiest rank, and the update."""
-    c, how = constants_of(cluster.device), ours(config, cluster)
-    works = stage_works(config, layout, cluster, how, c)
-    busy = [0.0] * layout.pipeline
-    for work in works:
-        busy[work.stage.rank] += work.times.forward + work.times.backward
-    precision = config.precision.resolved(cluster.device.is_accelerator)
+    """Return seconds that no schedule can beat: the work of the busiest rank, and the update."""
+    case = _StepCase.of(config, layout, cluster)
+    busy = _busy_seconds(case.works, [work.times for work in case.works], layout.pipeline)
     micro_batches = layout.accumulation(config.train)
-    return max(busy) * micro_batches + sum(_update(config, layout, cluster, how, c, precision, works))
+    return max(busy) * micro_batches + case.update_seconds().total
 
 
 def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
-    """What each pipeline rank does in a step, with the times that `step_time` adds up."""
-    c, how = constants_of(cluster.device), ours(config, cluster)
-    works = stage_works(config, layout, cluster, how, c)
-    precision = config.precision.resolved(cluster.device.is_accelerator)
-    sent = _message(config, layout, cluster, how, c, precision)
+    """Return the timeline of a step, with the times that `step_time` adds up."""
+    case = _StepCase.of(config, layout, cluster)
+    stages = [work.times for work in case.works]
     micro_batches = layout.accumulation(config.train)
-    return timeline(config.parallel, micro_batches, [work.times for work in works], sent, config.train.recompute)
+    return timeline(config.parallel, micro_batches, stages, case.message_seconds(), config.train.recompute)
 
 
-def ours(config: Config, cluster: Cluster) -> Program:
-    """How this package computes a step there."""
+def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
+    """Return the traits of this package's training there."""
     model = config.known_shapes
-    fused = model.attention_dropout_p == 0 or (cluster.device.is_accelerator and config.train.dropout_mode == "fast")
-    plain, rotary, gated = _KERNELS if cluster.device.is_accelerator else _OPERATORS
-    kernels = plain + (rotary if model.rotary_dim else 0) + (gated if model.gated else 0)
-    return Program(fused_attention=fused, kernels=kernels, runs_ahead=cluster.device.is_accelerator)
+    on_accelerator = cluster.device.is_accelerator
+    # A fused kernel drops probabilities by masks of its own, which only an accelerator's has.
+    fused = model.attention_dropout_p == 0 or (on_accelerator and config.train.dropout_mode == "fast")
+    plain, rotary, gated = _ACCELERATOR_KERNELS if on_accelerator else _CPU_OPERATORS
+    kernels = plain
+    if model.rotary_dim:
+        kernels += rotary
+    if model.gated:
+        kernels += gated
+    return ProgramTraits(fused_attention=fused, kernels=kernels, runs_ahead=on_accelerator)
 
 
 def stage_works(
-    config: Config, layout: Layout, cluster: Cluster, program: Program, constants: Constants
+    config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits, constants: Constants
 ) -> list[StageWork]:
-    """What each stage does, in the order of the model."""
-    shape, rows = _shape(config, layout, cluster)
-    block = block_seconds.block(shape, cluster.device, constants, program)
-    first = block_seconds.embedding(shape, rows, cluster.device, constants, program)
-    last = block_seconds.head(shape, rows, cluster.device, constants, program)
-    action = constants.action if layout.pipeline > 1 else 0.0
-    return [
-        StageWork(stage, block, (*((first,) if stage.is_first else ()), *((last,) if stage.is_last else ())), action)
-        for stage in stage_plan(config, layout)
-    ]
-
-
-def _shape(config: Config, layout: Layout, cluster: Cluster) -> tuple[Shape, int]:
-    """The shape of the blocks on one rank, and its rows of the vocabulary."""
-    model, train = config.known_shapes, config.train
+    """Return the work of each stage, in the order of the model."""
+    model = config.known_shapes
     local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
     precision = config.precision.resolved(cluster.device.is_accelerator)
     shape = block_seconds.shape_of(
         model,
         widths=(local.query, local.key_value),
-        batch=train.micro_batch,
-        length=train.sequence_length,
+        batch=config.train.micro_batch,
+        length=config.train.sequence_length,
         layout=(layout.tensor, layout.sequence_parallel, min(layout.tensor, cluster.per_node)),
         dtypes=(precision.parameter, precision.gradient),
-        recompute=train.recompute,
+        recompute=config.train.recompute,
     )
-    return shape, local.vocabulary
+    block = block_seconds.block(shape, cluster.device, constants, program)
+    embedding = block_seconds.embedding(shape, local.vocabulary, cluster.device, constants, program)
+    head = block_seconds.head(shape, local.vocabulary, cluster.device, constants, program)
+    action = constants.action if layout.pipeline > 1 else 0.0
+    works = []
+    for stage in stage_plan(config, layout):
+        ends: list[PassSeconds] = []
+        if stage.is_first:
+            ends.append(embedding)
+        if stage.is_last:
+            ends.append(head)
+        works.append(StageWork(stage, block, tuple(ends), action))
+    return works
 
 
-def _waiting(times: StageTimes, seconds: float) -> StageTimes:
-    return StageTimes(times.forward + seconds, times.backward + seconds, times.weight)
+def _busy_seconds(works: Sequence[StageWork], times: Sequence[StageTimes], ranks: int) -> list[float]:
+    """Return the seconds that each pipeline rank works on one micro-batch."""
+    busy = [0.0] * ranks
+    for work, stage_times in zip(works, times, strict=True):
+        busy[work.stage.rank] += stage_times.forward + stage_times.backward
+    return busy
 
 
-def _sums(works: Sequence[StageWork]) -> tuple[Parts, Parts, float, Parts]:
-    """Of a rank's blocks forward and backward; of its embedding and head; and what of `backward` is recompute."""
-    ahead = back = again = _NO
-    rest = 0.0
+def _block_sums(works: Sequence[StageWork]) -> tuple[PartSeconds, PartSeconds, PartSeconds]:
+    """Return the seconds of all blocks of a rank: forward, backward, and the recompute within backward."""
+    forward = PartSeconds()
+    backward = PartSeconds()
+    recompute = PartSeconds()
     for work in works:
         layers = len(work.stage.layers)
-        ahead, back = ahead.plus(work.block.forward, layers), back.plus(work.block.backward, layers)
-        again = again.plus(work.block.again, layers)
-        rest += sum(one.forward.total + one.backward.total for one in work.rest)
-    return ahead, back, rest, again
+        forward = forward.plus(work.block.forward, layers)
+        backward = backward.plus(work.block.backward, layers)
+        recompute = recompute.plus(work.block.recompute, layers)
+    return forward, backward, recompute
+
+
+@dataclass(frozen=True)
+class _UpdateSeconds:
+    """Seconds of what happens once a step.
+
+    Attributes:
+        reduction: reduction of gradients, as far as no backward pass hides it.
+        gather: all-gather of ZeRO's parameters.
+        optimizer: update of the parameters.
+    """
+
+    reduction: float
+    gather: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum((self.reduction, self.gather, self.optimizer))
+
+
+@dataclass(frozen=True)
+class _StepCase:
+    """The inputs of a step's formulas."""
+
+    config: Config
+    layout: Layout
+    cluster: Cluster
+    program: ProgramTraits
+    constants: Constants
+    precision: Precision
+    works: list[StageWork]
+
+    @staticmethod
+    def of(
+        config: Config,
+        layout: Layout,
+        cluster: Cluster,
+        program: ProgramTraits | None = None,
+        constants: Constants | None = None,
+    ) -> _StepCase:
+        program = program or shardwise_traits(config, cluster)
+        constants = constants or constants_of(cluster.device)
+        precision = config.precision.resolved(cluster.device.is_accelerator)
+        works = stage_works(config, layout, cluster, program, constants)
+        return _StepCase(config, layout, cluster, program, constants, precision, works)
+
+    def message_seconds(self) -> float:
+        """Return the seconds of a message between stages: x, [T/s, H]."""
+        layout = self.layout
+        if layout.pipeline == 1:
+            return 0.0
+        model = self.config.known_shapes
+        train = self.config.train
+        device = self.cluster.device
+        size = DTYPE_BYTES[self.precision.parameter] * train.micro_batch * train.sequence_length * model.hidden_size
+        # Neighbouring stages are on one node if two pipeline ranks, with all their tensor and data ranks, fit there.
+        inside = layout.tensor * layout.data * 2 <= self.cluster.per_node
+        if self.program.splits_messages and not layout.sequence_parallel and layout.tensor > 1:
+            tensor_group = RankGroup(layout.tensor, min(layout.tensor, self.cluster.per_node))
+            part = device_seconds.message(device, self.constants, size / layout.tensor, inside=inside)
+            return part + device_seconds.collective(device, self.constants, tensor_group, float(size))
+        return device_seconds.message(device, self.constants, size / layout.sequence_parts, inside=inside)
+
+    def update_seconds(self) -> _UpdateSeconds:
+        """Return the seconds of reduction, gather and update on the rank that has most parameters."""
+        device = self.cluster.device
+        precision = self.precision
+        elements = self._most_elements()
+        uses_zero = self.config.optimizer.zero == 1 and self.layout.data > 1
+        gather = 0.0
+        if uses_zero:
+            parameter_bytes = float(DTYPE_BYTES[precision.parameter] * elements)
+            gather = device_seconds.collective(device, self.constants, self._data_group, parameter_bytes)
+        owned = elements / (self.layout.data if uses_zero else 1)
+        # Master and states are read and written; the gradient is read, and the parameter written. Then all gradients are
+        # set to zero, and read once for their norm.
+        kept_tensors = self.config.optimizer.spec.kept_tensors(separate_masters=True)
+        state_bytes = 2 * kept_tensors * DTYPE_BYTES[precision.optimizer]
+        touched = owned * (state_bytes + DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
+        cleared = elements * 2 * DTYPE_BYTES[precision.gradient]
+        update = (touched + cleared) / (device.memory_bandwidth * self.constants.update) + self.constants.step
+        return _UpdateSeconds(self._reduction_seconds(elements, uses_zero), gather, update)
+
+    @property
+    def _data_group(self) -> RankGroup:
+        return group(self.layout.data, self.layout.tensor, self.cluster.per_node)
+
+    def _most_elements(self) -> int:
+        """Return the parameters of the pipeline rank that has most: the embedding or the head makes it an outer one."""
+        counts = []
+        for rank in {0, self.layout.pipeline - 1}:
+            stages = tuple(work.stage for work in self.works if work.stage.rank == rank)
+            counts.append(
+                _element_count(self.config.model, self.layout.tensor, self.config.parallel.vocab_multiple, stages)
+            )
+        return max(counts)
+
+    def _reduction_seconds(self, elements: int, uses_zero: bool) -> float:
+        """Return the seconds of the reduction of gradients that no backward pass hides.
+
+        Buckets are reduced as the last micro-batch's backward pass completes them: all but the last can hide behind it.
+        """
+        device = self.cluster.device
+        layout = self.layout
+        c = self.constants
+        reduces_all = not uses_zero or self.program.reduces_all
+        size = float(DTYPE_BYTES[self.precision.reduce] * elements)
+        seconds = device_seconds.collective(device, c, self._data_group, size, reduces_all=reduces_all)
+        if not self.program.overlaps or layout.data == 1:
+            return seconds
+        gradient_bytes = DTYPE_BYTES[self.precision.gradient] * elements
+        bucket = bucket_bytes(gradient_bytes, layout.data, accelerator=device.is_accelerator)
+        buckets = max(1.0, gradient_bytes / bucket)
+        # Each bucket beyond the first adds the latency of a collective: the time of one that sends a byte.
+        latency = device_seconds.collective(device, c, self._data_group, 1.0, reduces_all=reduces_all)
+        seconds += (buckets - 1) * latency
+        backward = self.works[0].times.backward * (layout.virtual if layout.pipeline > 1 else 1)
+        return max(seconds / buckets, seconds - c.overlap * backward)
 
 
 @lru_cache(maxsize=2**12)
-def _elements(model: ModelConfig, tensor: int, multiple: int, stages: tuple[Stage, ...]) -> int:
+def _element_count(model: ModelConfig, tensor: int, multiple: int, stages: tuple[Stage, ...]) -> int:
     return local_parameter_count(model, tensor, vocab_multiple=multiple, stages=stages) or 0
-
-
-def _message(
-    config: Config, layout: Layout, cluster: Cluster, program: Program, c: Constants, precision: Precision
-) -> float:
-    """Seconds of a message between stages: x, [T/s, H]."""
-    if layout.pipeline == 1:
-        return 0.0
-    train, device = config.train, cluster.device
-    elements = train.micro_batch * train.sequence_length * config.known_shapes.hidden_size
-    size = DTYPE_BYTES[precision.parameter] * elements
-    inside = layout.tensor * layout.data * 2 <= cluster.per_node
-    if program.splits_messages and not layout.sequence_parallel and layout.tensor > 1:
-        of = device_seconds.Group(layout.tensor, min(layout.tensor, cluster.per_node))
-        sent = device_seconds.message(device, c, size / layout.tensor, inside=inside)
-        return sent + device_seconds.collective(device, c, of, float(size))
-    return device_seconds.message(device, c, size / layout.sequence_parts, inside=inside)
-
-
-def _update(
-    config: Config,
-    layout: Layout,
-    cluster: Cluster,
-    program: Program,
-    c: Constants,
-    precision: Precision,
-    works: Sequence[StageWork],
-) -> tuple[float, float, float]:
-    """Seconds of the reduction that are not hidden, of ZeRO's gather and of the update, on the rank that holds most.
-
-    Buckets are reduced as the last micro-batch's backward pass completes them: all but the last can hide behind it.
-    """
-    device, of = cluster.device, group(layout.data, layout.tensor, cluster.per_node)
-    of_rank = (tuple(work.stage for work in works if work.stage.rank == rank) for rank in {0, layout.pipeline - 1})
-    multiple = config.parallel.vocab_multiple
-    elements = max(_elements(config.model, layout.tensor, multiple, stages) for stages in of_rank)
-    zero = config.optimizer.zero == 1 and layout.data > 1
-    gradients = float(DTYPE_BYTES[precision.reduce] * elements)
-    whole = not zero or program.reduces_all
-    reduced = device_seconds.collective(device, c, of, gradients, reduces_all=whole)
-    if program.overlaps and layout.data > 1:
-        held = DTYPE_BYTES[precision.gradient] * elements
-        bucket = bucket_bytes(held, layout.data, accelerator=device.is_accelerator)
-        count = max(1.0, held / bucket)
-        latency = (count - 1) * device_seconds.collective(device, c, of, 1.0, reduces_all=whole)
-        first = works[0].times.backward * (layout.virtual if layout.pipeline > 1 else 1)
-        reduced = max((reduced + latency) / count, reduced + latency - c.overlap * first)
-    gathered = (
-        device_seconds.collective(device, c, of, float(DTYPE_BYTES[precision.parameter] * elements)) if zero else 0.0
-    )
-    owned = elements / (layout.data if zero else 1)
-    state = DTYPE_BYTES[precision.optimizer]
-    rewritten = config.optimizer.spec.kept_tensors(separate_masters=True)  # each is read and written
-    touched = owned * (2 * rewritten * state + DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
-    cleared = elements * 2 * DTYPE_BYTES[precision.gradient]
-    seconds = (touched + cleared) / (device.memory_bandwidth * c.update) + c.step
-    return reduced, gathered, seconds

@@ -12,7 +12,7 @@ from shardwise.models.build import build_model
 from shardwise.optim.buckets import Dtypes, make_buckets
 from shardwise.planner.buckets import bucket_shapes
 from shardwise.planner.communication import Transfer, evaluation_transfers, step_transfers, wire_bytes
-from shardwise.planner.rank_case import Case
+from shardwise.planner.rank_case import RankCase
 from shardwise.train.build import decay_groups
 from tests.unit.cost.families import MODELS, make_config, section
 
@@ -160,7 +160,7 @@ def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float | None,
             dtypes=Dtypes(torch.float32, torch.float32, torch.float32),
         )
     ]
-    case = Case.of(chosen, Layout(1), False)
+    case = RankCase.of(chosen, Layout(1), False)
     assert case is not None
     assert [bucket.elements for bucket in bucket_shapes(case)] == made
 

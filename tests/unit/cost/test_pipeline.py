@@ -13,8 +13,8 @@ from shardwise.distributed.placement import placements
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count, local_parameters, parameter_count
-from shardwise.pipeline.action_order import action_order, in_one_pass
-from shardwise.pipeline.in_flight import Pass, peak
+from shardwise.pipeline.action_order import action_order, with_whole_backward_passes
+from shardwise.pipeline.in_flight import PassBytes, step_peak
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import simulate
 from shardwise.planner.communication import evaluation_transfers, step_transfers, wire_bytes
@@ -25,7 +25,7 @@ from shardwise.planner.memory import (
     invariant_dropout,
     memory_by_rank,
 )
-from shardwise.planner.rank_case import Case
+from shardwise.planner.rank_case import RankCase
 from tests.unit.cost.families import MODELS, family, make_config, section
 
 S, B, H, LAYERS, M = 16, 1, 32, 4, 8
@@ -189,27 +189,27 @@ def test_zero_shares_out_a_stages_state() -> None:
 def test_a_walk_through_an_order() -> None:
     """Two stages of a rank: 10 and 1 bytes a pass, and 100 while the second makes its loss, of which 5 stay."""
     passes = {
-        0: Pass(kept=10, loss=0, loss_kept=0, backward=12, last=0, waiting=0, reduction=0),
-        3: Pass(kept=1, loss=100, loss_kept=5, backward=2, last=0, waiting=7, reduction=30),
+        0: PassBytes(kept=10, loss=0, loss_kept=0, backward=12, last=0, waiting=0, reduction=0),
+        3: PassBytes(kept=1, loss=100, loss_kept=5, backward=2, last=0, waiting=7, reduction=30),
     }
     parallel = config(schedule="zbv").parallel
-    found = peak(action_order(parallel, 4, 0), passes, 4)
+    found = step_peak(action_order(parallel, 4, 0), passes, 4)
     assert found.in_flight == 4
     assert found.activations == 4 * 10
     assert found.forward == found.whole == 3 * 10 + 1 + 100
     gradients = passes | {3: replace(passes[3], loss_kept=100)}  # of which a backward pass in two parts makes copies
-    assert peak(action_order(parallel, 4, 0), gradients, 4).whole == 3 * 10 + 1 + 100 + 100
-    in_one_part = in_one_pass(action_order(parallel, 4, 0))
-    assert peak(in_one_part, gradients, 4).whole == 3 * 10 + 1 + 100
+    assert step_peak(action_order(parallel, 4, 0), gradients, 4).whole == 3 * 10 + 1 + 100 + 100
+    in_one_part = with_whole_backward_passes(action_order(parallel, 4, 0))
+    assert step_peak(in_one_part, gradients, 4).whole == 3 * 10 + 1 + 100
     passes[3] = replace(passes[3], reduction=200)  # behind its last micro-batch two of the first stage are in flight
-    assert peak(action_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
+    assert step_peak(action_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_full_recompute_leaves_backward_passes_in_one_part(schedule: str) -> None:
     parallel = config(schedule=schedule).parallel
     for rank in range(2):
-        order = in_one_pass(action_order(parallel, M, rank))
+        order = with_whole_backward_passes(action_order(parallel, M, rank))
         assert {work.kind for work in order} == {"forward", "backward"}
         assert len(order) == 2 * 2 * M
     waits = [simulate(parallel, M, recompute).bubble for recompute in ("none", "selective", "full")]
@@ -312,7 +312,7 @@ def test_padding_at_the_ends_is_not_sent() -> None:
 
 def test_a_case_has_the_stages_of_its_rank() -> None:
     chosen = config(schedule="zbv")
-    cases = [Case.of(chosen, check_layout(chosen, 2), False, rank) for rank in range(2)]
+    cases = [RankCase.of(chosen, check_layout(chosen, 2), False, rank) for rank in range(2)]
     assert [[stage.index for stage in case.stages] for case in cases if case] == [[0, 3], [1, 2]]
     assert [(case.has_first, case.has_last, case.layers) for case in cases if case] == [
         (True, True, 2),

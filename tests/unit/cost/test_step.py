@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
 from shardwise.pipeline.makespan import makespan
 from shardwise.pipeline.timeline import StageTimes, simulate, timeline
-from shardwise.planner.block_seconds import Program
-from shardwise.planner.device_seconds import Group, collective, fitted, group, matmul
+from shardwise.planner.block_seconds import ProgramTraits
+from shardwise.planner.device_seconds import RankGroup, collective, fitted, group, matmul
 from shardwise.planner.device_specs import cluster, load_device
 from shardwise.planner.step_time import step_time
 
@@ -45,12 +45,12 @@ def test_a_product_of_few_tiles_leaves_processors_idle() -> None:
 
 
 def test_groups_find_their_nodes() -> None:
-    assert group(8, 1, 8) == Group(8, 8)
-    assert group(16, 8, 8) == Group(16, 1)
-    assert group(16, 2, 8) == Group(16, 4)
-    inside, between = (collective(A100, fitted(), Group(8, n), 1e9) for n in (8, 1))
+    assert group(8, 1, 8) == RankGroup(8, 8)
+    assert group(16, 8, 8) == RankGroup(16, 1)
+    assert group(16, 2, 8) == RankGroup(16, 4)
+    inside, between = (collective(A100, fitted(), RankGroup(8, n), 1e9) for n in (8, 1))
     assert between > 5 * inside
-    assert collective(A100, fitted(), Group(1, 1), 1e9) == 0
+    assert collective(A100, fitted(), RankGroup(1, 1), 1e9) == 0
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"])
@@ -165,7 +165,7 @@ def test_gradients_are_added_for_each_micro_batch() -> None:
 def test_a_host_that_does_not_run_ahead_adds_all_its_time() -> None:
     config = _config()
     layout, on = check_layout(config, 128), cluster("h100:8", 16)
-    ahead, blocked = (step_time(config, layout, on, Program(runs_ahead=runs)) for runs in (True, False))
+    ahead, blocked = (step_time(config, layout, on, ProgramTraits(runs_ahead=runs)) for runs in (True, False))
     assert ahead is not None
     assert blocked is not None
     assert blocked.launch > 32 * 12 * 2.6 * 24 * fitted().host * 0.99  # micro-batches, blocks, both passes, kernels
@@ -184,7 +184,7 @@ def test_collectives_take_what_nccl_was_measured_to_take() -> None:
     """An all-reduce over 2, 4 and 8 A100 of a node: VIA-Research/vTrain, trace/a100."""
     measured = {(2, 2**20): 45e-6, (4, 2**20): 53e-6, (8, 2**20): 92e-6, (8, 2**26): 580e-6, (8, 2**30): 8.2e-3}
     for (ranks, size), seconds in measured.items():
-        found = collective(A100, fitted(), Group(ranks, ranks), size, reduces_all=True)
+        found = collective(A100, fitted(), RankGroup(ranks, ranks), size, reduces_all=True)
         assert found == pytest.approx(seconds, rel=0.2), (ranks, size)
 
 
