@@ -1,14 +1,20 @@
 """Apply small faults to a copy of the package, one at a time, and see whether the tests notice: mutation testing.
 
-The faults ("mutants") are data: `tests/mutants/*.yaml`. Each names a text that occurs once in the package, the text
-that replaces it, and the tests that must fail then. A mutant that no test notices has survived: a guard is missing.
+The faults ("mutants") are data: `tests/mutants/*.yaml`. Each names a function, a piece of source in it, the source that
+replaces it, and the tests that must fail then. A mutant that no test notices has survived: a guard is missing.
 
-    .venv/bin/python scripts/check_mutants.py [--only ID ...] [--write-table]
+A piece is found by syntax, so neither its format nor the code around it matters. A mutant is stale if its piece is no
+longer in its function, or is there more than once; `--stale` lists these, and runs no tests.
+
+All mutants take hours: this runs every night (`.github/workflows/nightly.yml`) or on request.
+
+    .venv/bin/python scripts/check_mutants.py [--stale] [--only ID ...] [--write-table]
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import os
 import queue
@@ -19,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,8 +39,8 @@ PACKAGE = Path("src/shardwise")
 TABLE = ROOT / "benchmarks/results/mutants.md"
 _HEAD = """# Faults that the tests notice
 
-`.venv/bin/python scripts/check_mutants.py --write-table`: each fault was put into a copy of the package, and the tests
-that concern it were run. Seconds include the start of pytest.
+`.venv/bin/python scripts/check_mutants.py --write-table`, last on {date}: each fault was put into a copy of the
+package, and the tests that concern it were run. Seconds include the start of pytest.
 
 **{caught} of {all} are caught.**
 
@@ -44,21 +50,28 @@ that concern it were run. Seconds include the start of pytest.
 Verdict = Literal["caught", "timed out", "survived", "broken"]
 # By pytest's exit code, None where the time was over. With any other code the tests did not run.
 _VERDICTS: Mapping[int | None, Verdict] = {0: "survived", 1: "caught", None: "timed out"}
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::\w+|\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault.
+    """A fault.
 
     Attributes:
-        find: a text that occurs exactly once in the package, whichever file it is moved to. replace: what takes its
-        place. breaks: what goes wrong then, in a sentence.
-        tests: files or node ids of the tests that must notice. slow: tests that are marked `slow` are run too.
-        hangs: the fault may make the tests wait for ever, so that a time-out counts as noticed.
+        at: place of the fault, `module:Class.method`: a module below shardwise, and a function or class in it, or
+            nothing for the whole module.
+        find: expression or statements that occur exactly once there, in any format; else a text, such as a keyword
+            argument or the head of a loop, in which white space does not matter.
+        replace: source that takes their place; `pass` instead of statements that are left out.
+        breaks: sentence that says what goes wrong then.
+        tests: files or node ids of the tests that must notice.
+        slow: True if tests that are marked `slow` are run too.
+        hangs: True if the fault may make the tests wait for ever, so that a time-out counts as noticed.
     """
 
     id: str
+    at: str
     find: str
     replace: str
     breaks: str
@@ -66,23 +79,86 @@ class Mutant:
     slow: bool = False
     hangs: bool = False
 
-    def file(self, sources: Mapping[Path, str]) -> Path:
-        """Which of these files, given with their texts, has the fault's place; ValueError where the mutant is stale."""
-        counts = {path: text.count(self.find) for path, text in sources.items() if self.find in text}
-        if (total := sum(counts.values())) != 1:
-            where = "".join(f", {path}" for path in sorted(counts))
-            raise ValueError(
-                f"mutant {self.id}: its text must occur once in the package, and does {total} times{where}"
-            )
-        return next(iter(counts))
+    @property
+    def file(self) -> Path:
+        """Path of the module below the package."""
+        return Path(self.at.partition(":")[0].replace(".", "/") + ".py")
+
+    def apply(self, source: str) -> str:
+        """Return this source of the module with the fault in it.
+
+        Raises:
+            ValueError: the mutant is stale.
+            SyntaxError: the source with the fault is no Python.
+        """
+        tree = ast.parse(source)
+        scopes: list[ast.AST] = [tree]
+        for name in filter(None, self.at.partition(":")[2].split(".")):
+            inner = [node for scope in scopes for node in ast.walk(scope)]
+            scopes = [node for node in inner if isinstance(node, _DEFINITIONS) and node.name == name]
+        find, replace = _parse(self.find, self.replace)
+        places = [place for scope in scopes for place in _places(scope, find)]
+        spans = [] if places else [span for scope in scopes for span in _spans(source, scope, self.find)]
+        if len(places) + len(spans) != 1:
+            raise ValueError(f"its piece must occur once in {self.at}, and does {len(places) + len(spans)} times")
+        if spans:
+            start, end = spans[0]
+            changed = source[:start] + self.replace + source[end:]
+        else:
+            node, field, index = places[0]
+            children = getattr(node, field)
+            if isinstance(children, list):
+                children[index : index + len(find)] = replace
+            else:
+                setattr(node, field, replace[0])
+            changed = ast.unparse(tree)
+        compile(changed, str(self.file), "exec")
+        return changed
+
+
+def _parse(*texts: str) -> list[list[ast.AST]]:
+    """Return the nodes of each text: an expression each, or else the statements; none if a text is no whole node."""
+    try:
+        bodies: list[list[ast.AST]] = [[*ast.parse(text).body] for text in texts]
+    except SyntaxError:
+        return [[] for _ in texts]
+    values = [node.value for body in bodies for node in body if isinstance(node, ast.Expr)]
+    is_expression = len(values) == len(texts) == sum(map(len, bodies))
+    return [[value] for value in values] if is_expression else bodies
+
+
+def _places(scope: ast.AST, find: Sequence[ast.AST]) -> Iterator[tuple[ast.AST, str, int]]:
+    """Yield each node of the scope that holds these nodes in a row, its field, and the index of the first one there."""
+    kinds = [*map(type, find)]  # an expression and the statement that consists of it have the same text
+    texts = [*map(ast.unparse, find)]
+    for node in ast.walk(scope):
+        for field, value in ast.iter_fields(node):
+            children = value if isinstance(value, list) else [value]
+            for index in range(len(children) - len(find) + 1) if find else ():
+                row = children[index : index + len(find)]
+                if [*map(type, row)] == kinds and [*map(ast.unparse, row)] == texts:
+                    yield node, field, index
+
+
+def _spans(source: str, scope: ast.AST, find: str) -> Iterator[tuple[int, int]]:
+    """Yield the start and the end of a text, with any white space between its words, in the lines of a scope."""
+    lines = range(getattr(scope, "lineno", 1), getattr(scope, "end_lineno", sys.maxsize) + 1)
+    for text in re.finditer(r"\s+".join(map(re.escape, find.split())), source):
+        if 1 + source.count("\n", 0, text.start()) in lines:
+            yield text.span()
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests said of a mutant in a file of the package. by: the first that failed. output: pytest's."""
+    """Answer of the tests to a mutant.
+
+    Attributes:
+        seconds: duration of the tests.
+        by: first test that failed.
+        output: text that pytest printed.
+    """
 
     mutant: Mutant
-    file: Path
     verdict: Verdict
     seconds: float = 0.0
     by: str = ""
@@ -98,10 +174,15 @@ def load_mutants() -> list[Mutant]:
     return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for text in texts for entry in yaml.safe_load(text)]
 
 
-def sources(root: Path = ROOT) -> dict[Path, str]:
-    """The text of every file of the package, by its path below the package."""
-    package = root / PACKAGE
-    return {path.relative_to(package): path.read_text("utf-8") for path in sorted(package.rglob("*.py"))}
+def stale_mutants(mutants: Iterable[Mutant]) -> list[str]:
+    """Return a message for each mutant that does not fit the source."""
+    problems = []
+    for mutant in mutants:
+        try:
+            mutant.apply((ROOT / PACKAGE / mutant.file).read_text("utf-8"))
+        except (OSError, ValueError, SyntaxError) as error:
+            problems.append(f"mutant {mutant.id}: {error}")
+    return problems
 
 
 def copy_tracked_files(target: Path) -> None:
@@ -134,10 +215,11 @@ def run_tests(copy: Path, tests: Iterable[str], slow: bool, timeout: float | Non
 
 def check(copy: Path, mutant: Mutant, timeout: float) -> Result:
     """Run a mutant's tests in a copy that has the fault, which is taken out again."""
-    file, start = mutant.file(texts := sources(copy)), time.monotonic()
-    sound, path = texts[file], copy / PACKAGE / file
+    start = time.monotonic()
+    path = copy / PACKAGE / mutant.file
+    sound = path.read_text("utf-8")
     compiled = Path(importlib.util.cache_from_source(str(path)))
-    path.write_text(sound.replace(mutant.find, mutant.replace), "utf-8")
+    path.write_text(mutant.apply(sound), "utf-8")
     compiled.unlink(missing_ok=True)  # Python would not see a change within a second that keeps the length
     try:
         code, output = run_tests(copy, mutant.tests, mutant.slow, timeout)
@@ -145,7 +227,7 @@ def check(copy: Path, mutant: Mutant, timeout: float) -> Result:
         path.write_text(sound, "utf-8")
         compiled.unlink(missing_ok=True)
     by = _FAILED.search(output)
-    return Result(mutant, file, _VERDICTS.get(code, "broken"), time.monotonic() - start, by[1] if by else "", output)
+    return Result(mutant, _VERDICTS.get(code, "broken"), time.monotonic() - start, by[1] if by else "", output)
 
 
 def require_sound_tests(copy: Path, mutants: Sequence[Mutant]) -> None:
@@ -160,17 +242,22 @@ def require_sound_tests(copy: Path, mutants: Sequence[Mutant]) -> None:
 def table(results: Sequence[Result], mutants: Sequence[Mutant], before: str) -> str:
     """The results as a page; of mutants that were not run now, the rows of the page as it was before."""
     rows = {line.split("|")[1].strip(" `"): line for line in before.splitlines() if line.startswith("| `")}
-    for each in results:
-        one, by = each.mutant, f"`{each.by}`" if each.by else ""
-        verdict = each.verdict if each.is_caught else f"**{each.verdict}**"
-        rows[one.id] = f"| `{one.id}` | `{each.file}` | {one.breaks} | {verdict} | {by} | {each.seconds:.0f} |"
+    for result in results:
+        mutant = result.mutant
+        verdict = result.verdict if result.is_caught else f"**{result.verdict}**"
+        by = f"`{result.by}`" if result.by else ""
+        cells = f"`{mutant.id}`", f"`{mutant.file}`", mutant.breaks, verdict, by, f"{result.seconds:.0f}"
+        rows[mutant.id] = f"| {' | '.join(cells)} |"
     kept = [rows[mutant.id] for mutant in mutants if mutant.id in rows]
     caught = sum("| **" not in row for row in kept)
-    return _HEAD.format(caught=caught, all=len(kept)) + "".join(f"{row}\n" for row in kept)
+    return _HEAD.format(date=time.strftime("%Y-%m-%d"), caught=caught, all=len(kept)) + "".join(
+        f"{row}\n" for row in kept
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--stale", action="store_true", help="only list the mutants that no longer fit the source")
     parser.add_argument("--only", nargs="+", metavar="ID", help="these mutants (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="copies in which faults are tried at once (default: 1)")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for the tests of a fault (default: 240)")
@@ -180,6 +267,10 @@ def main() -> int:
     if unknown := set(options.only or ()) - {mutant.id for mutant in everything}:
         parser.error(f"no mutants of these names: {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in everything if not options.only or mutant.id in options.only]
+    stale = stale_mutants(chosen)
+    if stale or options.stale:
+        print(*stale, f"{len(stale)} of {len(chosen)} mutants are stale", sep="\n")
+        return 1 if stale else 0
     chosen.sort(key=lambda mutant: mutant.tests)  # what runs one after the other is in the disk's cache
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="shardwise-mutants-") as folder:

@@ -1,36 +1,81 @@
-"""The faults of tests/mutants fit the source as it is, and the tests notice each of them."""
+"""The faults of tests/mutants are well formed, and are put where they say; scripts/check_mutants.py runs them."""
 
-import subprocess
-import sys
-from pathlib import Path
+import ast
+from dataclasses import replace
 
 import pytest
 
-from scripts.check_mutants import Mutant, Result, load_mutants, sources, table
+from scripts.check_mutants import Mutant, Result, load_mutants, stale_mutants, table
 from tests.arch.source import ROOT
 
-A = Path("a.py")
 LEAST = 200
 """Faults, so that none are lost when the source is moved about."""
+SOURCE = """
+LIMIT = 3
+
+class Meter:
+    unit: str = "s"
+
+    def read(self, value, scale=2):
+        # A comment.
+        if value and (
+            scale
+        ):
+            self.value = f"{value}"
+            return None
+        elif value > LIMIT:
+            return value * (scale + 1)
+
+def read(value):
+    value = 'a b'
+    return [value for value in value if value]
+"""
+MUTANT = Mutant("id", "meter:Meter.read", "value and scale", "value", "It breaks.", ("tests/unit",))
 
 
-def is_there(test: str) -> bool:
-    """Whether a file of tests, or a function in it, exists."""
-    path, _, name = test.partition("::")
-    file = ROOT / path
-    return file.exists() and (not name or f"def {name.partition('[')[0]}(" in file.read_text(encoding="utf-8"))
+@pytest.mark.parametrize(
+    ("at", "find", "new", "expected"),
+    [
+        ("meter:Meter.read", "value and scale", "scale", "if scale:"),
+        ("meter:Meter.read", "scale + 1", "scale - 1 if scale else 1", "return value * (scale - 1 if scale else 1)"),
+        ("meter:Meter.read", "2", "3", "scale=3"),
+        ("meter:Meter.read", "value > LIMIT", "False", "elif False:"),
+        ("meter:Meter.read", "self.value = f'{value}'\nreturn None", "return 1", "scale:\n            return 1\n"),
+        ("meter:Meter.read", "self.value", "self.other", "self.other = f'{value}'"),
+        ("meter:Meter.read", "value, scale=2", "value, scale=2, offset=0", "scale=2, offset=0):"),
+        ("meter:Meter.read", "if value and ( scale", "if ( value", "if ( value\n"),
+        ("meter:Meter", "unit: str = 's'", "pass", "class Meter:\n    pass\n"),
+        ("meter:read", 'value = "a b"', "value = 0", "def read(value):\n    value = 0\n"),
+        ("meter:read", '"a b"', "0", "value = 0\n"),
+        ("meter:", "LIMIT = 3", "LIMIT = 4", "LIMIT = 4\n"),
+    ],
+)
+def test_a_piece_is_found_by_syntax(at: str, find: str, new: str, expected: str) -> None:
+    changed = replace(MUTANT, at=at, find=find, replace=new).apply(SOURCE)
+    assert expected in changed
+    assert expected not in SOURCE + ast.unparse(ast.parse(SOURCE))
 
 
-def test_each_fault_fits_the_source() -> None:
-    """A stale one, whose text is gone or there twice, is to be mended with the change that moved it."""
-    problems, texts = [], sources()
-    for mutant in load_mutants():
-        try:
-            file = mutant.file(texts)
-            compile(texts[file].replace(mutant.find, mutant.replace), str(file), "exec")
-        except (ValueError, SyntaxError) as error:
-            problems.append(f"{mutant.id}: {error}")
-    assert not problems, "\n".join(problems)
+@pytest.mark.parametrize(
+    ("at", "find", "times"),
+    [
+        ("meter:Meter.read", "value and LIMIT", 0),
+        ("meter:Meter.read", "scale", 2),
+        ("meter:read", "value > LIMIT", 0),
+        ("meter:Meter.write", "value and scale", 0),
+        ("meter:", "return value", 0),
+    ],
+)
+def test_a_stale_fault_is_an_error(at: str, find: str, times: int) -> None:
+    with pytest.raises(ValueError, match=f"its piece must occur once in {at}, and does {times} times"):
+        replace(MUTANT, at=at, find=find).apply(SOURCE)
+
+
+def test_stale_faults_are_listed() -> None:
+    fits = replace(MUTANT, at="base.units:size", find="value")
+    gone, moved = stale_mutants([fits, replace(fits, find="values"), MUTANT])
+    assert gone == "mutant id: its piece must occur once in base.units:size, and does 0 times"
+    assert "meter.py" in moved
 
 
 def test_each_fault_has_a_name_of_its_own_a_sentence_and_tests() -> None:
@@ -38,69 +83,27 @@ def test_each_fault_has_a_name_of_its_own_a_sentence_and_tests() -> None:
     names = [mutant.id for mutant in mutants]
     assert len(set(names)) == len(names) >= LEAST
     for mutant in mutants:
+        assert mutant.at.count(":") == 1, f"{mutant.id} names a module and a function"
         assert mutant.breaks.endswith("."), f"{mutant.id} says in a sentence what breaks"
         assert "|" not in mutant.breaks, f"{mutant.id} is shown in a table"
         assert mutant.find != mutant.replace, f"{mutant.id} changes nothing"
         assert mutant.tests, f"{mutant.id} names the tests that must fail"
-        missing = [test for test in mutant.tests if not is_there(test)]
+        missing = [test for test in mutant.tests if not (ROOT / test.partition("::")[0]).exists()]
         assert not missing, f"{mutant.id} names tests that are not there: {missing}"
 
 
-def test_named_cases_are_there() -> None:
-    """A case of a test, such as test[llama], may get another name with its parameters."""
-    cases = sorted({test for mutant in load_mutants() for test in mutant.tests if "[" in test})
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "slow or not slow",
-    ]
-    found = subprocess.run([*command, *cases], cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout + found.stderr
-
-
-def test_a_stale_fault_is_an_error() -> None:
-    mutant, a, b = Mutant("id", "b = 1", "b = 2", "It breaks.", ("tests/unit",)), Path("a.py"), Path("b.py")
-    assert mutant.file({a: "a\nb = 1\n", b: "c\n"}) == a
-    for texts in ({a: "a\n"}, {a: "b = 1\nb = 1\n"}, {a: "b = 1\n", b: "b = 1\n"}):
-        with pytest.raises(ValueError, match=r"mutant id: its text must occur once in the package, and does"):
-            mutant.file(texts)
-
-
 def test_a_time_out_is_noticed_only_where_the_fault_may_hang() -> None:
-    plain = Mutant("plain", "b", "c", "It breaks.", ("tests/unit",))
-    hanging = Mutant("hanging", "b", "c", "It hangs.", ("tests/unit",), hangs=True)
-    assert not Result(plain, A, "timed out", 1.0, "", "").is_caught
-    assert Result(hanging, A, "timed out", 1.0, "", "").is_caught
-    assert not Result(plain, A, "broken", 1.0, "", "").is_caught
+    assert not Result(MUTANT, "timed out").is_caught
+    assert Result(replace(MUTANT, hangs=True), "timed out").is_caught
+    assert not Result(MUTANT, "broken").is_caught
 
 
 def test_a_part_of_the_faults_updates_the_table() -> None:
-    plain = Mutant("plain", "b", "c", "It breaks.", ("tests/unit",))
-    other = Mutant("other", "b", "c", "It fails.", ("tests/unit",))
-    first = table(
-        [Result(plain, A, "survived", 1.0, "", ""), Result(other, A, "caught", 2.0, "t::a", "")], [plain, other], ""
-    )
+    plain = replace(MUTANT, id="plain")
+    other = replace(MUTANT, id="other")
+    first = table([Result(plain, "survived"), Result(other, "caught", by="t::a")], [plain, other], "")
     assert "**1 of 2 are caught.**" in first
-    second = table([Result(plain, A, "caught", 1.0, "t::b", "")], [plain, other], first)
+    second = table([Result(plain, "caught", by="t::b")], [plain, other], first)
     assert "**2 of 2 are caught.**" in second
     assert second.index("`plain`") < second.index("`other`")
     assert "`other`" not in table([], [plain], second), "a fault that is no more has no row"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(4 * 3600)
-def test_the_tests_notice_each_fault() -> None:
-    found = subprocess.run(
-        [sys.executable, "scripts/check_mutants.py"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert found.returncode == 0, found.stdout
