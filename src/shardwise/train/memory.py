@@ -101,6 +101,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
 
 def _require_host_memory(config: Config, layout: Layout, rank: int) -> str | None:
     """Do the work of `require_device` for the ranks of this machine together, since they share its memory."""
+    # Ranks of a machine have consecutive numbers.
     first = rank - int(os.environ.get("LOCAL_RANK", "0"))
     ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     needed = memory_of_machine(config, layout, ranks)

@@ -175,15 +175,15 @@ class MemoryCopies:
         part that another node has and that does not fit here ends the copies, and nothing is restored.
         """
         valid_parts = [] if self.problem is not None else self._valid_parts()
-        node_of: list[str] = []
+        rank_nodes: list[str] = []
         nodes: dict[str, set[CopyPart]] = {}
         for name, parts in collectives.all_gather_objects((self._nodes.name, valid_parts), self._group):
-            node_of.append(name)
+            rank_nodes.append(name)
             nodes.setdefault(name, set()).update(parts)
         step = newest_complete(nodes, self._mesh.world.size)
         if step is None or step < not_before:
             return None
-        received = self._fetch(node_of, nodes, step)
+        received = self._fetch(rank_nodes, nodes, step)
         self.problem = self._agreed(self._receive_problem)
         if self.problem is not None:
             return None
@@ -343,19 +343,19 @@ class MemoryCopies:
             and is_of_history(part.step, header["began"], self._began)
         )
 
-    def _fetch(self, node_of: Sequence[str], nodes: Mapping[str, Container[CopyPart]], step: int) -> int:
+    def _fetch(self, rank_nodes: Sequence[str], nodes: Mapping[str, Container[CopyPart]], step: int) -> int:
         """Bring to each node the parts of its ranks that it lacks; returns their number.
 
         Args:
-            node_of: node of each rank.
+            rank_nodes: node of each rank.
             nodes: parts on each node.
         """
         received = 0
-        for rank, node in enumerate(node_of):
+        for rank, node in enumerate(rank_nodes):
             part = CopyPart(rank, step)
             if part in nodes[node]:
                 continue
-            source = next(holder for holder, its_node in enumerate(node_of) if part in nodes[its_node])
+            source = next(holder for holder, its_node in enumerate(rank_nodes) if part in nodes[its_node])
             received += 1
             if self._mesh.world.rank == source:
                 content = self._files.content(part)

@@ -1,8 +1,7 @@
 """The files of copies in memory (`memory_copies.py`), one for each rank and step.
 
-The folder may be opened by no other user. A file has the length of a header, the header
-(JSON), the bytes of tensors, and a digest of all these. A file that has another name, is no plain file or is damaged
-counts as missing.
+The folder may be opened by no other user. A file has the length of a header, the header (JSON), the bytes of tensors,
+and a digest of all these. A file that has another name, is no plain file or is damaged counts as missing.
 """
 
 from __future__ import annotations
