@@ -60,8 +60,8 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
     """Check before the start that this rank's device can train the model.
 
     Returns:
-        a warning where the estimate of the whole step exceeds the memory: of that a part is allocated and freed by
-        kernels, and the estimate of it is not exact for each device.
+        a warning where the estimate of the whole step exceeds the memory. A part of it is allocated and freed by
+        kernels, and that estimate is not exact for each device.
 
     Raises:
         ConfigError: parameters, gradients and optimizer state alone, which are exact, need more memory than the
