@@ -216,6 +216,7 @@ class Reporter:
         """Record a finished step; called after every step, of which those of `log.every` are written."""
         self._throughput.add(record.seconds)
         self._last = record
+        # Waits of all steps, also of those that are not logged.
         self._waited["data"] += record.split.get("data", record.input_seconds)
         self._waited["checkpoint"] += record.checkpoint_seconds
         self._warn(record)

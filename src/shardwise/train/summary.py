@@ -89,6 +89,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         most = units.count(max(count or 0 for _, count in stages_of_ranks(config, layout)))
         share = "held by each rank" if layout.pipeline == 1 else "held by a rank at most"
         shown_parameters = f"{units.count(parameters)} ({parameters:,}), {most} {share}"
+    # stop_after ends one run of a training that several jobs share.
     stop = f"; this run stops after {train.stop_after:,}" if train.stop_after is not None else ""
     precision = config.precision.resolved(accelerator)
     return [
