@@ -130,8 +130,11 @@ def test_which_ranks_are_a_pipeline_rank() -> None:
     assert [Layout(3, pipeline=3).ranks_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
     layout = Layout(16, tensor=2, pipeline=2)
     assert [layout.coordinates(rank) for rank in (0, 1, 2, 15)] == [
-        {"pp": 0, "dp": 0, "tp": 0}, {"pp": 0, "dp": 0, "tp": 1}, {"pp": 0, "dp": 1, "tp": 0}, {"pp": 1, "dp": 3, "tp": 1}
-    ]  # fmt: skip
+        {"pp": 0, "dp": 0, "tp": 0},
+        {"pp": 0, "dp": 0, "tp": 1},
+        {"pp": 0, "dp": 1, "tp": 0},
+        {"pp": 1, "dp": 3, "tp": 1},
+    ]
 
 
 @pytest.mark.parametrize(("sequence", "parts"), [(False, 1), (True, 4)])
