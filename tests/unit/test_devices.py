@@ -33,7 +33,7 @@ def test_own_file_gives_the_same_device(tmp_path: Path) -> None:
     path.write_text(OWN)
     own, h100 = load_device(str(path)), load_device("h100")
     assert (own.memory, own.bfloat16, own.network) == (h100.memory, h100.bfloat16, h100.network)
-    assert OWN.strip().splitlines()[1] in (_FOLDER.parents[3] / "docs" / "planner.md").read_text()
+    assert OWN.strip().splitlines()[1] in (ROOT / "docs" / "planner.md").read_text()
 
 
 @pytest.mark.parametrize(

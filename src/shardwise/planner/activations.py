@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
 from shardwise.planner.rank_case import RankCase
 
-_FLOAT32, _INT64 = 4, 8
+_FLOAT32 = 4
+_INT64 = 8
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,9 @@ def invariant_masks(case: RankCase, in_flight: int = 1) -> DropoutMasks:
 
     in_flight: micro-batches of a stage whose activations are held at once.
     """
-    model, recompute, layers = case.model, case.config.train.recompute, case.layers
+    model = case.model
+    recompute = case.config.train.recompute
+    layers = case.layers
     core = case.probabilities if model.attention_dropout_p else 0
     hidden = 2 * case.mask_elements + case.inner_mask_elements
     embedding = case.x_elements if case.has_first and model.embedding_dropout_p else 0

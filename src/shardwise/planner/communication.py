@@ -29,7 +29,9 @@ from shardwise.planner.rank_case import RankCase
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
 
-_FLOAT32, _FLOAT64, _INT64 = 4, 8, 8
+_FLOAT32 = 4
+_FLOAT64 = 8
+_INT64 = 8
 
 
 @dataclass(frozen=True)

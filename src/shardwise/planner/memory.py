@@ -146,7 +146,8 @@ def _pass(case: RankCase, stage: Stage, reduction: int) -> PassBytes:
     counted as sent. The gradient of the output is received for the backward pass, and is held until its last part. If
     embedding and tied head are in one stage, the head's gradient is held until it is added to the embedding's.
     """
-    parallel, x = case.config.parallel, case.x_bytes
+    parallel = case.config.parallel
+    x = case.x_bytes
     blocks = block_stack(case, stage.layers)
     embedding = _embedding_activations(case) if stage.is_first else 0
     last = _last_activations(case) if stage.is_last else 0
@@ -243,7 +244,9 @@ def _document_tables(case: RankCase) -> int:
     rotary dimensions. Attention that goes step by step keeps no mask, unless recompute needs it again; where nothing is
     dropped there is a mask only on an accelerator whose attention is not compiled.
     """
-    data, train, model = case.config.data, case.config.train, case.model
+    data = case.config.data
+    train = case.config.train
+    model = case.model
     masked = case.masks_documents and not (case.attends_step_by_step and train.recompute == "none")
     mask = train.micro_batch * train.sequence_length**2 if masked else 0
     turns = case.tokens * model.rotary_dim if data.reset_position_ids else 0

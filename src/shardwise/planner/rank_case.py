@@ -72,7 +72,8 @@ class RankCase:
         if model is None:
             return []
         local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
-        precision, plan = config.precision.resolved(accelerator), stage_plan(config, layout)
+        precision = config.precision.resolved(accelerator)
+        plan = stage_plan(config, layout)
         return [
             RankCase(
                 config,
