@@ -22,7 +22,7 @@ from typing import Any
 from shardwise.base.files import write_atomic
 from shardwise.launch import local, stop_requests
 from shardwise.launch.environment import PARENT_PID, launches_node
-from shardwise.launch.failure import exit_codes_file
+from shardwise.launch.first_failure import exit_codes_file
 from shardwise.launch.node import Node, this_node
 
 _NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"

@@ -27,7 +27,7 @@ from shardwise.base.hardware import cpu_count
 from shardwise.base.parsing import json_value
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID, RANK_PROCESS
-from shardwise.launch.failure import (
+from shardwise.launch.first_failure import (
     Failure,
     ended_early,
     exit_codes_file,

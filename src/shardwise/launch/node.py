@@ -31,7 +31,7 @@ from shardwise.base.parsing import json_value
 from shardwise.base.redaction import redacted
 from shardwise.launch import heartbeat, local, stop_requests
 from shardwise.launch.environment import NODE
-from shardwise.launch.failure import Failure, error_text, signal_name
+from shardwise.launch.first_failure import Failure, error_text, signal_name
 from shardwise.launch.local import run_ranks
 
 BEAT_SECONDS = 1.0

@@ -24,7 +24,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.files import reason_of, write_atomic
 from shardwise.base.parsing import read_record
 from shardwise.launch.environment import ERROR_FILE, is_launched, joined
-from shardwise.launch.failure import signal_name
+from shardwise.launch.first_failure import signal_name
 from shardwise.runs.folder import json_text
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.launch.environment import TASK_COUNTS, TASK_RANKS, keep_own, may_be_a_task
-from shardwise.launch.failure import Failure
+from shardwise.launch.first_failure import Failure
 
 _OR_SET = (
     "or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does; WORLD_SIZE=1 alone says that "

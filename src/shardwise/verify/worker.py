@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from shardwise.launch.environment import keep_own
-from shardwise.launch.rank import as_rank, enter_job
+from shardwise.launch.rank_process import as_rank, enter_job
 from shardwise.verify.job import CLEAR_LINE, TIMEOUT, Checkpoint, Job, Result
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import see
-from shardwise.launch.failure import Failure
+from shardwise.launch.first_failure import Failure
 from shardwise.launch.node import Attempt, Control, Node, launch_on_node
 from shardwise.launch.slurm import attempt as attempts
 from shardwise.launch.slurm.attempt import Outcome, Watch

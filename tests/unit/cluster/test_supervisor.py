@@ -16,7 +16,7 @@ import pytest
 from shardwise.base.errors import StoppedError
 from shardwise.config import load_config
 from shardwise.launch import stop_requests
-from shardwise.launch.failure import Failure
+from shardwise.launch.first_failure import Failure
 from shardwise.launch.local import LaunchError
 from shardwise.launch.restarts import history, record
 from shardwise.launch.slurm import commands, supervisor

@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.launch import local
 from shardwise.launch.environment import HEARTBEATS, Rank
-from shardwise.launch.failure import Failure, report_done
+from shardwise.launch.first_failure import Failure, report_done
 from shardwise.launch.local import LaunchError, launch
 from shardwise.launch.stop_requests import NOTICE
 from tests.e2e import processes
@@ -26,7 +26,7 @@ import os, signal, sys, time
 from pathlib import Path
 from shardwise.launch import local as guard
 from shardwise.launch.environment import joined
-from shardwise.launch.failure import Failure, report_done, report_failure
+from shardwise.launch.first_failure import Failure, report_done, report_failure
 guard.die_with_parent()
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -169,7 +169,7 @@ def test_a_stopped_launcher_says_so_in_one_sentence(tmp_path: Path, number: sign
 
 TRAINS = """
 from shardwise.launch import stop_requests as stopping
-from shardwise.launch.failure import report_stop
+from shardwise.launch.first_failure import report_stop
 stopping.install()
 (folder / f"hears-{{rank}}").touch()
 while not (by := stopping.requested(folder)): time.sleep(0.05)

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardwise.base.errors import listing
 from shardwise.launch import heartbeat
-from shardwise.launch.failure import Failure, root_cause, signal_name
+from shardwise.launch.first_failure import Failure, root_cause, signal_name
 from shardwise.launch.node import BEAT_SECONDS, Attempt, free_port
 
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.2, 5.0

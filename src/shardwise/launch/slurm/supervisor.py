@@ -23,7 +23,7 @@ from shardwise.base.errors import ConfigError, RunError, StoppedError, see
 from shardwise.base.files import reason_of
 from shardwise.config import Config
 from shardwise.launch import stop_requests
-from shardwise.launch.failure import signal_name
+from shardwise.launch.first_failure import signal_name
 from shardwise.launch.local import LaunchError
 from shardwise.launch.node import BEAT_SECONDS, Attempt
 from shardwise.launch.restarts import (

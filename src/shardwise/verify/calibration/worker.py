@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from shardwise.launch.environment import keep_own
-from shardwise.launch.rank import as_rank, enter_job
+from shardwise.launch.rank_process import as_rank, enter_job
 
 
 def main() -> int:

@@ -79,7 +79,7 @@ def _end(log: Path) -> list[str]:
 
 def main() -> int:
     """A rank."""
-    from shardwise.launch.rank import as_rank, enter_job
+    from shardwise.launch.rank_process import as_rank, enter_job
 
     keep_own()
     with as_rank(enter_job(None)) as ending:

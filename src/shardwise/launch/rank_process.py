@@ -17,7 +17,15 @@ from shardwise.base.errors import ConfigError, LostPeerError, RunError, Shardwis
 from shardwise.base.redaction import redacted
 from shardwise.launch import local, output, stop_requests
 from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
-from shardwise.launch.failure import Failure, complain, error_text, report_done, report_stop, show_failure, signal_name
+from shardwise.launch.first_failure import (
+    Failure,
+    complain,
+    error_text,
+    report_done,
+    report_stop,
+    show_failure,
+    signal_name,
+)
 from shardwise.launch.restarts import what_is_saved
 from shardwise.launch.tasks import end_step
 from shardwise.runs.folder import RunDirectory
