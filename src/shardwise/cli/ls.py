@@ -19,9 +19,9 @@ from typing import Any
 from shardwise.base import units
 from shardwise.cli import output
 from shardwise.runs.folder import RUNS
-from shardwise.runs.local_devices import Device, Process, devices, owners
+from shardwise.runs.local_devices import DeviceProcess, LocalDevice, devices, owners
 from shardwise.runs.lost_time import number
-from shardwise.runs.run import Run, Unreadable, runs
+from shardwise.runs.run import RunView, Unreadable, runs
 from shardwise.runs.summary import SCHEMA, row
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     found = runs()
-    here = devices(owners(one for one in found if isinstance(one, Run)))
+    here = devices(owners(one for one in found if isinstance(one, RunView)))
     problems = [problem for one in found for problem in _problems(one)] + here.problems
     if arguments.json:
         machine = {"schema": SCHEMA, "host": platform.node(), "devices": [asdict(device) for device in here.devices]}
@@ -52,12 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _problems(one: Run | Unreadable) -> list[str]:
+def _problems(one: RunView | Unreadable) -> list[str]:
     """Why a run, or what of it, cannot be read."""
     return [one.reason] if isinstance(one, Unreadable) else one.problems
 
 
-def _device(device: Device) -> tuple[str, ...]:
+def _device(device: LocalDevice) -> tuple[str, ...]:
     used, total = device.memory_bytes, device.memory_total_bytes
     memory = (
         "" if total is None else units.size(total) if used is None else f"{units.size(used)} of {units.size(total)}"
@@ -67,7 +67,7 @@ def _device(device: Device) -> tuple[str, ...]:
     return name, memory, _share(device.utilization), "; ".join(device.links), _processes(device.processes)
 
 
-def _processes(processes: Sequence[Process]) -> str:
+def _processes(processes: Sequence[DeviceProcess]) -> str:
     """The ranks of each run together; of other processes the numbers."""
     ranks: dict[str, list[int]] = {}
     for process in processes:
@@ -88,7 +88,7 @@ def _spans(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
-def _run(one: Run | Unreadable) -> tuple[str, ...]:
+def _run(one: RunView | Unreadable) -> tuple[str, ...]:
     fields = row(one)
     loss, speed = number(fields["loss"]), number(fields["tokens_per_second"])
     eta, heard = fields["eta_seconds"], one.heard

@@ -15,7 +15,6 @@ from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
 from shardwise.runs.screen import drawing, panels, views
-from shardwise.runs.screen import views as ranks
 from shardwise.runs.screen.frame import SPANS, UNEXPECTED, Frame, Span
 
 VIEWS = ("overview", "ranks", "pipeline", "nodes", "events")
@@ -104,7 +103,7 @@ class Top(App[None]):
                         yield Panel(lambda f, w, h: panels.gradient(f, w, h, span()))
                     yield Panel(panels.speed, id="speed")
                 yield Panel(panels.split, id="split")
-                yield Panel(ranks.strips, id="strips")
+                yield Panel(views.strips, id="strips")
                 with Horizontal(id="ending"):
                     yield Panel(panels.lost, id="lost")
                     yield Panel(panels.events, id="newest")
@@ -166,21 +165,21 @@ class Top(App[None]):
     def _redraw(self) -> None:
         if self.frame is not None:
             is_high = self.size.height >= 36
-            self.query_one("#grid").styles.height = ranks.grid_height(self.frame, 18 if is_high else 11)
+            self.query_one("#grid").styles.height = views.grid_height(self.frame, 18 if is_high else 11)
             room = self.size.height - 3 - 10  # header and footer; eight pipeline ranks with their headings
             self.query_one("#schedule").styles.height = max(6, min(room, views.schedule_height(self.frame)))
         for panel in self.query(Panel):
             panel.refresh()
 
     def _grid(self, frame: Frame, width: int, height: int) -> list[Text]:
-        metric = ranks.METRICS[self._metric]
-        ordered = ranks.ordered(frame, metric)
+        metric = views.METRICS[self._metric]
+        ordered = views.ordered(frame, metric)
         chosen = ordered[min(self._moved[1], len(ordered) - 1)] if ordered else None
-        return ranks.grid(frame, width, height, metric, chosen)
+        return views.grid(frame, width, height, metric, chosen)
 
     def _listing(self, frame: Frame, width: int, height: int) -> list[Text]:
-        metric = ranks.METRICS[self._metric]
-        return ranks.listing(frame, width, height, ranks.ordered(frame, metric), self._moved[1], metric)
+        metric = views.METRICS[self._metric]
+        return views.listing(frame, width, height, views.ordered(frame, metric), self._moved[1], metric)
 
     def _footer(self, width: int) -> Text:
         line = Text(" ")
@@ -223,7 +222,7 @@ class Top(App[None]):
             self._redraw()
 
     def action_metric(self, by: int) -> None:
-        self._metric = (self._metric + by) % len(ranks.METRICS)
+        self._metric = (self._metric + by) % len(views.METRICS)
         self._redraw()
 
     def action_span(self) -> None:

@@ -14,12 +14,11 @@ from rich.text import Text
 from shardwise.base import units
 from shardwise.config import ParallelConfig
 from shardwise.pipeline.schedule_picture import MOST_ROWS, schedule_picture
-from shardwise.runs.json_lines import PARTS
-from shardwise.runs.rank_groups import PipelineView
-from shardwise.runs.run import NodeView, RankView
+from shardwise.runs.rank_views import NodeView, PipelineView, RankView
 from shardwise.runs.screen import drawing
 from shardwise.runs.screen.drawing import ACCENT, BAD, FAINT, GOOD, PART_COLOURS, RAISED, RULE, TEXT, WARN
 from shardwise.runs.screen.frame import Frame
+from shardwise.runs.step_metrics import PARTS
 
 KEYS = (
     ("1 … 5, tab", "overview, ranks, pipeline, nodes, events; tab: the next one"),

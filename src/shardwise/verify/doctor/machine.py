@@ -19,7 +19,7 @@ from shardwise.launch.tasks import task_of
 from shardwise.verify.doctor.check import Check, ok
 
 if TYPE_CHECKING:
-    from shardwise.runs.local_devices import Device
+    from shardwise.runs.local_devices import LocalDevice
 
 _LITTLE_DISK, _LITTLE_MEMORY, _LITTLE_SHARED = 2 * 2**30, 2**30, 64 * 2**20
 _FEW_FILES = 4096
@@ -63,7 +63,7 @@ def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
         yield ok("devices", f"{shown}: {f'{count} × {kind}' if count else 'no accelerator, so ranks run on the CPU'}")
 
 
-def _described(device: Device) -> str:
+def _described(device: LocalDevice) -> str:
     memory = [] if device.memory_total_bytes is None else [size(device.memory_total_bytes)]
     cores = [] if device.cores is None else [counted(device.cores, "core")]
     return ", ".join([device.name, *memory, *cores, *device.links])
