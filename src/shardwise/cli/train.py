@@ -254,7 +254,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 def _launch(arguments: argparse.Namespace, world: int) -> int:
     """Train on several local ranks."""
     from shardwise.launch.local import EndedError, launch
-    from shardwise.launch.restarts import what_is_saved
+    from shardwise.runs.last_events import what_is_saved
 
     try:
         launch(_command_of_rank(arguments, world), world, arguments.run_dir)

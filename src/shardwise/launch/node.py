@@ -111,7 +111,7 @@ def free_port(address: str = "") -> int:
         return port
 
 
-class Control:
+class SupervisorConnection:
     """A launcher's connection to the supervisor. A context manager.
 
     Attributes:
@@ -124,7 +124,7 @@ class Control:
         self._node, self._beat = node, beat
         self._lock, self._leaving = threading.Lock(), threading.Event()
 
-    def __enter__(self) -> Control:
+    def __enter__(self) -> SupervisorConnection:
         attempt = self._node.attempt
         try:
             self._socket = socket.create_connection((attempt.address, attempt.control), _JOIN_SECONDS)
@@ -212,7 +212,7 @@ def launch_on_node(
             ranks = [heartbeat.plain(one) for one in heartbeat.read(beats, node.name)]
             return {"training": stop_requests.training_mark(logs).exists(), "beats": ranks}
 
-        with Control(node, beat) as control:
+        with SupervisorConnection(node, beat) as control:
             stop_requests.handle_signals(lambda number, _: control.tell("signal", name=signal_name(number)))
             try:
                 prepare()
@@ -247,7 +247,7 @@ def _failure(error: Exception, node: Node, nproc: int) -> Failure:
     return Failure(rank, f"{redacted(text)}; see logs/launcher-{node.name}.log", RunError.exit_code)
 
 
-def _end_with(control: Control, agent: subprocess.Popen[bytes]) -> None:
+def _end_with(control: SupervisorConnection, agent: subprocess.Popen[bytes]) -> None:
     """Kill the agent and its ranks when the supervisor ends the attempt, or is gone."""
 
     def watch() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.cli import ls, main
 from shardwise.runs.folder import FORMAT, RunLock, json_text
-from shardwise.runs.local_devices import LocalDevice, DeviceList, DeviceProcess
+from shardwise.runs.local_devices import DeviceList, DeviceProcess, LocalDevice
 from tests.monitor_runs import FIRST, GIB, Mesh, Start, write_run
 
 LONG = "gpt3-tiny-with-a-long-name-20260101-000000"

@@ -45,7 +45,7 @@ class _Member:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """How an attempt ended.
 
     Attributes:
@@ -67,7 +67,7 @@ class Outcome:
     logs: Mapping[str, str]
 
 
-class Watch:
+class AttemptWatch:
     """Starts one attempt and watches it.
 
     Attributes:
@@ -113,7 +113,7 @@ class Watch:
         """End the attempt on all nodes at once."""
         self._ending = self._ending or why
 
-    async def run(self, program: Callable[[Attempt], tuple[Sequence[str], Mapping[str, str]]]) -> Outcome:
+    async def run(self, program: Callable[[Attempt], tuple[Sequence[str], Mapping[str, str]]]) -> AttemptOutcome:
         """Start the launchers and return when all have ended.
 
         Args:
@@ -245,7 +245,7 @@ class Watch:
 
     def _outcome(
         self, told: Mapping[str, Mapping[str, Any]], lost: Mapping[str, range], problem: str | None
-    ) -> Outcome:
+    ) -> AttemptOutcome:
         members = [self._members[number] for number in sorted(self._members)]
         beats = [beat for member in members for beat in member.beats]
         stopped = next((one["stopped"] for one in told.values() if one.get("stopped")), None)
@@ -253,7 +253,7 @@ class Watch:
         is_whole = len(told) == self._nodes and all(one["code"] == 0 for one in told.values())
         if stopped is None and not is_whole:
             failure = self._failure(told, beats, lost, problem)
-        return Outcome(
+        return AttemptOutcome(
             stopped=stopped,
             failure=failure,
             lost=tuple(lost),

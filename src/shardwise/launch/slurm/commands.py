@@ -21,7 +21,7 @@ MARK = "shardwise:"
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A job as SLURM has it.
 
     Attributes:
@@ -76,7 +76,7 @@ def own_words(said: str) -> str:
     return "; ".join(dict.fromkeys(line.rstrip(".") for line in lines if line)) or "it gives no reason"
 
 
-def jobs(*, user: bool = True, ids: Sequence[str] = ()) -> list[Job]:
+def jobs(*, user: bool = True, ids: Sequence[str] = ()) -> list[SlurmJob]:
     """The jobs that wait or run: of this user, or those with given numbers; without those that SLURM has forgotten.
 
     Raises:
@@ -91,12 +91,12 @@ def jobs(*, user: bool = True, ids: Sequence[str] = ()) -> list[Job]:
     return [_job(line) for line in done.stdout.splitlines() if line.count("|") >= len(_FIELDS) - 1]
 
 
-def _job(line: str) -> Job:
+def _job(line: str) -> SlurmJob:
     fields = line.split("|", len(_FIELDS) - 1)
     number, state, reason, nodes, names, elapsed, limit, partition, starts, submitted, comment = fields
     run = comment.removeprefix(MARK) if comment.startswith(MARK) else None
     starts, reason = ("" if value in ("N/A", "None", "(null)") else value for value in (starts, reason))
-    return Job(number, state, reason, int(nodes), names, elapsed, limit, partition, starts, submitted, run)
+    return SlurmJob(number, state, reason, int(nodes), names, elapsed, limit, partition, starts, submitted, run)
 
 
 def cancel(job: str) -> None:

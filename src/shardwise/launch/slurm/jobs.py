@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base import units
-from shardwise.launch.restarts import Ending, history, last_step_event
+from shardwise.launch.restarts import AttemptEnding, history
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.submission import Submitted, submitted
 from shardwise.runs.folder import RunDirectory
+from shardwise.runs.last_events import last_step_event
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class JobState:
     step: int | None
     loss: float | None
     seconds: float | None
-    job: commands.Job | None
+    job: commands.SlurmJob | None
 
 
 def states(runs: Path) -> list[JobState]:
@@ -56,13 +57,13 @@ def states(runs: Path) -> list[JobState]:
     return sorted(found, key=lambda one: int(one.id) if one.id.isdecimal() else 0)
 
 
-def _without_folder(job: commands.Job, run: Path) -> JobState:
+def _without_folder(job: commands.SlurmJob, run: Path) -> JobState:
     """A job whose folder was removed: SLURM cannot write its log, so nothing else tells what is wrong."""
     reason = "its folder is gone"
     return JobState(job.id, "train", job.state.lower(), reason, run, step=None, loss=None, seconds=None, job=job)
 
 
-def state_of(job: Submitted, run: Path, present: commands.Job | None) -> JobState:
+def state_of(job: Submitted, run: Path, present: commands.SlurmJob | None) -> JobState:
     """`present`: what SLURM says of it; None where it has ended."""
     step: dict[str, Any] = (last_step_event(run) or {}) if job.kind == "train" else {}
     endings = [ending for ending in history(run) if ending.job == job.id]
@@ -89,7 +90,7 @@ def state_of(job: Submitted, run: Path, present: commands.Job | None) -> JobStat
     )
 
 
-def goodput(endings: Sequence[Ending], loading: float = 0.0) -> list[tuple[str, str]]:
+def goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tuple[str, str]]:
     """Where the time of a job went: the share in which steps were taken that are part of the result, and the rest.
 
     A step that is done again counts once. Between the starts the job waits in the queue, which is not counted.
@@ -128,7 +129,7 @@ def goodput(endings: Sequence[Ending], loading: float = 0.0) -> list[tuple[str, 
     ]
 
 
-def _ended(run: Path, job: Submitted, endings: list[Ending]) -> str:
+def _ended(run: Path, job: Submitted, endings: list[AttemptEnding]) -> str:
     if job.kind == "compile":
         return "ended"
     if RunDirectory(run).finished_steps() is not None:

@@ -26,20 +26,11 @@ from shardwise.launch import stop_requests
 from shardwise.launch.first_failure import signal_name
 from shardwise.launch.local import LaunchError
 from shardwise.launch.node import BEAT_SECONDS, Attempt
-from shardwise.launch.restarts import (
-    Decision,
-    Ending,
-    How,
-    decide,
-    first_step,
-    history,
-    last_step,
-    newest_checkpoint,
-    record,
-)
+from shardwise.launch.restarts import AttemptEnding, Decision, How, decide, history, record
 from shardwise.launch.slurm import commands
-from shardwise.launch.slurm.attempt import Outcome, Watch
+from shardwise.launch.slurm.attempt import AttemptOutcome, AttemptWatch
 from shardwise.launch.tasks import address_of
+from shardwise.runs.last_events import first_step, last_step, newest_checkpoint
 
 _PAUSE_SECONDS = 1.0
 """Before the next attempt: what caused the failure may go on for a moment."""
@@ -53,7 +44,7 @@ _SRUN = ("srun", "--ntasks-per-node=1", "--whole", "--kill-on-bad-exit=0", "--wa
 
 
 @dataclass(frozen=True)
-class Place:
+class JobMachines:
     """Where a job runs.
 
     Attributes:
@@ -80,7 +71,7 @@ class Supervisor:
         self,
         config: Config,
         run_path: Path,
-        place: Place,
+        place: JobMachines,
         command: Sequence[str],
         say: Callable[[str], None],
         killed_by: int | None = None,
@@ -88,7 +79,7 @@ class Supervisor:
         self._config, self._run_path, self._place, self._command, self._say = config, run_path, place, command, say
         self._killed_by = killed_by
         self._asked: str | None = None
-        self._watch: Watch | None = None
+        self._watch: AttemptWatch | None = None
         # Of this job alone: who submits a run again may have mended what ended the job before.
         self._endings = [ending for ending in history(run_path) if ending.job == place.allocation.job]
 
@@ -123,7 +114,7 @@ class Supervisor:
         while again:
             began = time.time()
             nodes, ranks, silence = self._place.nodes, self._place.ranks_per_node, self._config.launch.timeout
-            self._watch = Watch(address, nodes, ranks, logs, id=self._id(), silence=silence, heard=self._ask)
+            self._watch = AttemptWatch(address, nodes, ranks, logs, id=self._id(), silence=silence, heard=self._ask)
             outcome = await self._watch.run(self._program)
             ending = self._ending(outcome, began)
             self._record(ending, {logs / f"launcher-{name}.log": text for name, text in outcome.logs.items()})
@@ -139,7 +130,7 @@ class Supervisor:
         number = sum(ending.requeues == allocation.requeues for ending in self._endings)
         return f"{allocation.job}.{allocation.requeues}.{number}"
 
-    def _record(self, ending: Ending, logs: Mapping[Path, str] | None = None) -> None:
+    def _record(self, ending: AttemptEnding, logs: Mapping[Path, str] | None = None) -> None:
         """Note an ending, also where the disk is full: it must not end the job."""
         self._endings.append(ending)
         try:
@@ -192,9 +183,9 @@ class Supervisor:
                 f"the run did not save in time before the time limit ({warning}){see('jobs#did-not-save-in-time')}"
             )
 
-    def _ending(self, outcome: Outcome, began: float) -> Ending:
+    def _ending(self, outcome: AttemptOutcome, began: float) -> AttemptEnding:
         failure, how = outcome.failure, self._how(outcome)
-        return Ending(
+        return AttemptEnding(
             how=how,
             job=self._place.allocation.job,
             requeues=self._place.allocation.requeues,
@@ -212,7 +203,7 @@ class Supervisor:
             exit_code=0 if failure is None else failure.exit_code,
         )
 
-    def _how(self, outcome: Outcome) -> How:
+    def _how(self, outcome: AttemptOutcome) -> How:
         if outcome.failure is None and outcome.stopped is None:
             return "finished"
         if self._asked == _WARNING:
@@ -225,7 +216,7 @@ class Supervisor:
             return "stopped"
         return "lost node" if outcome.lost else "failed"
 
-    def _goes_on(self, ending: Ending, outcome: Outcome) -> bool:
+    def _goes_on(self, ending: AttemptEnding, outcome: AttemptOutcome) -> bool:
         """Whether another attempt is to be made in this allocation. Raises where the job ends without success."""
         if ending.how == "finished":
             return False
@@ -237,7 +228,7 @@ class Supervisor:
             self._leave(outcome.stopped or told, ending)
         return self._starts_again(ending)
 
-    def _starts_again(self, ending: Ending) -> bool:
+    def _starts_again(self, ending: AttemptEnding) -> bool:
         """After a failure: True where another attempt is to be made in this allocation. Raises where none is."""
         decision = decide(self._endings, self._config.launch.max_restarts)
         text = f"{ending.text}; {_saved(ending)}"
@@ -248,7 +239,7 @@ class Supervisor:
         self._say(f"{text}\n{decision.why}, in the same allocation")
         return True
 
-    def _leave(self, told: str, ending: Ending) -> NoReturn:
+    def _leave(self, told: str, ending: AttemptEnding) -> NoReturn:
         """End this start of the job; SLURM starts it again where it was the cluster that ended it."""
         if self._asked == _WARNING:
             decision = decide(self._endings, self._config.launch.max_restarts)
@@ -283,9 +274,9 @@ class Supervisor:
         self._record(killed)
         return self._starts_again(killed)
 
-    def _unwatched(self, how: How, requeues: int, text: str) -> Ending:
+    def _unwatched(self, how: How, requeues: int, text: str) -> AttemptEnding:
         """An ending of which only the run's folder tells."""
-        return Ending(
+        return AttemptEnding(
             how=how,
             job=self._place.allocation.job,
             requeues=requeues,
@@ -303,7 +294,7 @@ class Supervisor:
         )
 
 
-def _saved(ending: Ending) -> str:
+def _saved(ending: AttemptEnding) -> str:
     if not ending.checkpoint:
         return "no checkpoint was saved"
     return f"its newest checkpoint is of step {ending.checkpoint:,}"
