@@ -66,7 +66,7 @@ class AttemptEnding:
 
     @property
     def kept(self) -> int:
-        """Newest step whose state is known to be kept: on the disk, or in the copy from which this attempt continued."""
+        """Newest step whose state is known to be kept, on the disk or in the copy that this attempt began from."""
         return max(self.checkpoint, self.first_step or 0)
 
     @property
