@@ -271,13 +271,13 @@ def test_fault_23_no_stub_is_left_of_a_folder_that_was_removed_while_the_run_tra
 ) -> None:
     run = tmp_path / "run"
 
-    def remove(_command: object, _nproc: int, logs: Path, _watch: object) -> local.Ended:
+    def remove(_command: object, _nproc: int, logs: Path, _watch: object) -> local.LocalRanksEnd:
         run.rename(tmp_path / "moved")
         logs.mkdir(parents=True)
         written = [logs / name for name in ("error.json", "exit-codes.json", "rank-0001.log")]
         for path in (*written, *map(tmp_path.joinpath, left)):
             path.touch()
-        return local.Ended(1, None, Failure(0, "it was removed", 1), {}, ())
+        return local.LocalRanksEnd(1, None, Failure(0, "it was removed", 1), {}, ())
 
     monkeypatch.setattr(local, "run_ranks", remove)
     with pytest.raises(LaunchError, match="it was removed"):

@@ -37,8 +37,8 @@ class Panel(Widget):
         try:
             lines = list(self._draw(frame, width, height))[:height]
         except UNEXPECTED as error:  # a value of another type in a file of the run
-            told = f"a file of the run is not as expected ({type(error).__name__}: {error})"
-            lines = drawing.sentences(width, told, drawing.WARN)[:height]
+            text = f"a file of the run is not as expected ({type(error).__name__}: {error})"
+            lines = drawing.sentences(width, text, drawing.WARN)[:height]
         for line in lines:
             line.truncate(width)
             line.plain = panels.clean(line.plain)
@@ -54,8 +54,8 @@ class Top(App[None]):
     """The screen of one run.
 
     Args:
-        read: gives the newest frame, or, where its last argument says so, the one before with other curves; called in a
-            thread, never twice at once.
+        read: function that returns the newest frame, or, if its last argument is True, the last one with other curves;
+            called in a thread, never twice at once.
         interval: seconds from one reading to the next; 0: it is read once.
     """
 
@@ -82,7 +82,8 @@ class Top(App[None]):
     def __init__(self, read: Callable[[int, Span, bool], Frame], interval: float) -> None:
         super().__init__()
         self.frame: Frame | None = None
-        self._read, self._interval = read, interval
+        self._read = read
+        self._interval = interval
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-low"), (36, "-high")]
         self._is_reading = self._is_paused = False
@@ -145,21 +146,24 @@ class Top(App[None]):
             Thread(target=self._read_frame, daemon=True).start()
 
     def _read_frame(self) -> None:
-        is_first, wanted = self.frame is None, self._wanted
-        frame = self._read(*wanted, self._is_paused and not is_first)
+        is_first = self.frame is None
+        curve_size = self._curve_size
+        frame = self._read(*curve_size, self._is_paused and not is_first)
         if self.is_running:
-            self.call_from_thread(self._show, frame, wanted, is_first)
+            self.call_from_thread(self._show, frame, curve_size, is_first)
 
     @property
-    def _wanted(self) -> tuple[int, Span]:
-        """How many columns the curves need at most, and how much of the run they show."""
+    def _curve_size(self) -> tuple[int, Span]:
+        """Number of columns that the curves need at most, and the part of the run that they show."""
         return max(1, self.size.width) * 2, SPANS[self._span]
 
-    def _show(self, frame: Frame, wanted: tuple[int, Span], is_first: bool) -> None:
-        self.frame, self._is_reading = frame, False
+    def _show(self, frame: Frame, curve_size: tuple[int, Span], is_first: bool) -> None:
+        self.frame = frame
+        self._is_reading = False
         self._redraw()
-        # The first frame came from the ends of the files: now all steps. Others may show what was wanted before.
-        if is_first or wanted != self._wanted:
+        # The first frame came from the ends of the files: now all steps. A later one may have the curves of a size or
+        # zoom that was changed while it was read.
+        if is_first or curve_size != self._curve_size:
             self._refresh_frame()
 
     def _redraw(self) -> None:
@@ -185,11 +189,10 @@ class Top(App[None]):
         line = Text(" ")
         shown = self.query_one("#views", ContentSwitcher).current
         for number, name in enumerate(VIEWS, 1):
-            is_here = name == shown
-            line.append(
-                f" {number} ", f"bold {drawing.ACCENT}" if not is_here else f"bold {drawing.GROUND} on {drawing.ACCENT}"
-            )
-            line.append(f"{name} ", drawing.FAINT if not is_here else f"bold {drawing.GROUND} on {drawing.ACCENT}")
+            chosen_style = f"bold {drawing.GROUND} on {drawing.ACCENT}"
+            is_chosen = name == shown
+            line.append(f" {number} ", chosen_style if is_chosen else f"bold {drawing.ACCENT}")
+            line.append(f"{name} ", chosen_style if is_chosen else drawing.FAINT)
         keys = Text()
         for key, name in (("z", "zoom"), ("p", "pause"), ("?", "help"), ("q", "quit")):
             if width >= 90 or key != "z":
