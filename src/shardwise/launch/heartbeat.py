@@ -183,7 +183,7 @@ def _waited(beats: list[Beat]) -> str:
     doing: dict[str, list[int]] = {}
     for beat in beats:
         doing.setdefault(beat.doing, []).append(beat.rank)
-    return "; ".join(f"{_ranks(ranks)} waited in {what}" for what, ranks in doing.items())
+    return "; ".join(f"{_ranks(ranks)} waited in {phase}" for phase, ranks in doing.items())
 
 
 def _ranks(ranks: Iterable[int]) -> str:

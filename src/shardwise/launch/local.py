@@ -168,7 +168,7 @@ def run_ranks(
         # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
         agent = subprocess.Popen(agent_command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         watch(agent)
-        # Read when the first rank has failed: the others end soon after, and then have no heartbeat either.
+        # Heartbeats are read when the first rank has failed: the others end soon after, and then have none either.
         last_beats: list[heartbeat.Beat] = []
         code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
         early = ended_early(beats, range(first, first + nproc), logs) if code == 0 else None
@@ -187,7 +187,7 @@ def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
     """Run `shardwise ARGUMENTS` on `nproc` local ranks. Their logs are kept if the text of a failure names them.
 
     Raises:
-        LaunchError: with the cause.
+        LaunchError: the ranks failed; the text has the cause.
     """
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
     is_named = False
@@ -229,7 +229,8 @@ class _Stop:
 
     def __init__(self, run_path: Path, logs: Path) -> None:
         self.ended_by: str | None = None
-        self._run_path, self._logs = run_path, logs
+        self._run_path = run_path
+        self._logs = logs
         self._requests = stop_requests.Requests()
         self._agent: subprocess.Popen[bytes] | None = None
 

@@ -43,7 +43,8 @@ _MPI = (
 )
 """Variables of Open MPI, of MVAPICH2, and of MPICH and Intel MPI: rank, number of ranks, names of the rank on one
 machine, names of their number there, and names of the job's id."""
-_FIRST_PORT, _PORTS = 15000, 17000
+_FIRST_PORT = 15000
+_PORTS = 17000
 """Below the ports that Linux gives to outgoing connections (32768 and above)."""
 _SIGNALS = {ConfigError.exit_code: "TERM"}
 _TIME_TO_TELL = 1.0
@@ -68,7 +69,7 @@ def adopt_task(variables: MutableMapping[str, str] = os.environ) -> None:
     """Give a task of several that `srun` or `mpirun` started the variables that torchrun would.
 
     Raises:
-        ConfigError: its place among them or the host of rank 0 cannot be known.
+        ConfigError: the place among the tasks, or the host of rank 0, cannot be known.
     """
     try:
         task = task_of(variables)

@@ -77,7 +77,8 @@ def columns_of(steps: Sequence[int], values: Sequence[float], ranges: Sequence[t
         if not finite:
             columns.append(None)
             continue
-        least, largest = min(finite), max(finite)
+        least = min(finite)
+        largest = max(finite)
         mean = min(max(sum(finite) / len(finite), least), largest)  # rounding may put the mean outside
         columns.append(Column(steps[stop - 1], least, mean, largest))
     return columns

@@ -273,6 +273,7 @@ class RunDirectory:
             raise ConfigError(f"{link} must be a symbolic link, which each run replaces: move what is there away")
         inside = self.path.resolve().parent == root.resolve()
         temporary = root / f".latest.{os.getpid()}.tmp"
+        # A link cannot be replaced in place: it is made under another name, and renamed over the former one.
         with _making(link):
             root.mkdir(parents=True, exist_ok=True)
             temporary.unlink(missing_ok=True)
@@ -332,7 +333,8 @@ def last_that_counts(event: Mapping[str, Any]) -> int | None:
     A run that resumes from a checkpoint undoes the steps after that one. A step that is recorded again undoes what was
     recorded from its number on: the run began again there.
     """
-    step, kind = event.get("step"), event.get("event")
+    step = event.get("step")
+    kind = event.get("event")
     if type(step) is not int or kind not in ("step", "resume"):
         return None
     return step if kind == "resume" else step - 1

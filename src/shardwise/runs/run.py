@@ -314,9 +314,11 @@ class RunView:
             else:
                 problem = self._problems.get(path)
         except FileNotFoundError:
-            changed, content = 0, {}
+            changed = 0
+            content = {}
         except OSError as error:
-            changed, content = 0, {}
+            changed = 0  # so that it is read again as soon as it can be
+            content = {}
             problem = f"{path} cannot be read: {reason_of(error)}"
         except ValueError as error:
             content = {}

@@ -39,7 +39,7 @@ class _NodeLauncher:
 
     Attributes:
         heard: time of its last message, in seconds in which this process ran.
-        ended: its last message, with the end of its ranks; None before it.
+        ended: last message, with the end of the ranks; None before it.
     """
 
     number: int
@@ -256,7 +256,8 @@ class AttemptWatch:
                 self._until_training = time.monotonic() - self._began
             step = max((beat.step for beat in launcher.beats), default=0)
             if step > self._step:
-                self._step, self._stepped = step, time.monotonic()
+                self._step = step
+                self._stepped = time.monotonic()
         elif message["kind"] == "signal":
             self.heard(message["name"])
         elif message["kind"] == "ended":

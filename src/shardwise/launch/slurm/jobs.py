@@ -104,8 +104,8 @@ def goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tupl
     Args:
         loading: seconds in which checkpoints were loaded.
     """
-    whole = sum(ending.seconds for ending in endings)
-    if not whole:
+    total = sum(ending.seconds for ending in endings)
+    if not total:
         return []
     launch = sum(ending.until_joined or ending.seconds for ending in endings)
     start = sum(
@@ -125,9 +125,9 @@ def goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tupl
             # The undone steps took their share of the time in which this attempt trained.
             lost += max(0.0, taken) * min(1.0, undone / max(1, steps))
     first_step = max(0.0, start - loading)
-    useful = max(0.0, whole - launch - start - lost - detection)
+    useful = max(0.0, total - launch - start - lost - detection)
     return [
-        ("goodput", f"{100 * useful / whole:.1f} % of {whole:,.0f} s in {units.counted(len(endings), 'start')}"),
+        ("goodput", f"{100 * useful / total:.1f} % of {total:,.0f} s in {units.counted(len(endings), 'start')}"),
         ("  lost steps", f"{lost:,.0f} s: {lost_steps:,} steps were done again"),
         ("  detection", f"{detection:,.0f} s from the last step before a failure to the end of its start"),
         ("  restart", f"{launch:,.0f} s until the launchers of all nodes were there"),

@@ -120,10 +120,18 @@ class Supervisor:
         goes_on = self._record_killed_supervisor()
         while goes_on:
             began = time.time()
-            nodes, ranks, silence = self._machines.nodes, self._machines.ranks_per_node, self._config.launch.timeout
-            self._watch = AttemptWatch(address, nodes, ranks, logs, id=self._id(), silence=silence, heard=self._ask)
+            self._watch = AttemptWatch(
+                address,
+                self._machines.nodes,
+                self._machines.ranks_per_node,
+                logs,
+                id=self._id(),
+                silence=self._config.launch.timeout,
+                heard=self._ask,
+            )
             outcome = await self._watch.run(self._program)
             ending = self._ending(outcome, began)
+            # Recorded before the decision: the decision may have SLURM requeue the job, which kills this process.
             self._record(ending, {logs / f"launcher-{name}.log": text for name, text in outcome.logs.items()})
             goes_on = self._goes_on(ending, outcome)
             if goes_on:

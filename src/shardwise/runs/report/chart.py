@@ -309,7 +309,8 @@ def _shown_range(columns: Sequence[Column]) -> tuple[float, float]:
     """Return the values to show: all, unless a tenth of the columns would hide the rest, as a steep beginning does."""
     lows = sorted(column.least for column in columns)
     highs = sorted(column.largest for column in columns)
-    least, largest = lows[0], highs[-1]
+    least = lows[0]
+    largest = highs[-1]
     if len(columns) < _FEW_COLUMNS:
         return least, largest
     tenth = len(columns) // 10

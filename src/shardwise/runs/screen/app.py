@@ -31,7 +31,8 @@ class Panel(Widget):
         self._draw = draw
 
     def render(self) -> Text:
-        frame, (width, height) = self.top.frame, self.content_size
+        frame = self.top.frame
+        width, height = self.content_size
         if frame is None:
             return Text(" reading the run…", drawing.FAINT)
         try:
@@ -87,7 +88,9 @@ class Top(App[None]):
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-low"), (36, "-high")]
         self._is_reading = self._is_paused = False
-        self._view, self._metric, self._span = 0, 0, 0
+        self._view = 0  # indices in VIEWS, METRICS and SPANS
+        self._metric = 0
+        self._span = 0
         self._moved = [0] * len(VIEWS)
 
     def compose(self) -> ComposeResult:
@@ -201,10 +204,9 @@ class Top(App[None]):
         return line.append_text(keys)
 
     def _too_small(self, width: int) -> list[Text]:
-        have, need = f"{self.size.width} × {self.size.height}", f"{LEAST[0]} × {LEAST[1]}"
-        text = (
-            f"the terminal ({have}) must have at least {need} characters: make it larger, or use `shardwise top --once`"
-        )
+        size = f"{self.size.width} × {self.size.height}"
+        least = f"{LEAST[0]} × {LEAST[1]}"
+        text = f"the terminal ({size}) must have at least {least} characters: make it larger, or use `shardwise top --once`"
         return drawing.sentences(width, text, drawing.TEXT)
 
     def action_view(self, number: int) -> None:

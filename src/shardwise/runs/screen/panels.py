@@ -195,7 +195,8 @@ def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:
 
 def told_event(event: Mapping[str, Any], now: float | None, width: int | None = None) -> Text:
     """Write an event in a line. With a `now` the line has the time of an event of that day, else the day."""
-    kind, step = str(event.get("event")), event.get("step")
+    kind = str(event.get("event"))
+    step = event.get("step")
     style = {"warning": WARN, "resume": ACCENT, "start": TEXT, "checkpoint": TEXT}.get(kind, TEXT)
     match kind:
         case "warning":

@@ -370,7 +370,8 @@ def grid(frame: Frame, width: int, height: int, metric: Metric, cursor: RankView
     known = [value for value in values if value is not None]
     if not known:
         return [*lines, Text(" no rank has recorded this", FAINT)]
-    high, rows = max(metric_style.least_high, *known), _rows(frame, height - 2)
+    high = max(metric_style.least_high, *known)
+    rows = _rows(frame, height - 2)
     for label, ranks in rows:
         room = width - _LABEL - 1
         silent = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].rank in frame.silent)
