@@ -206,7 +206,8 @@ class Top(App[None]):
     def _too_small(self, width: int) -> list[Text]:
         size = f"{self.size.width} × {self.size.height}"
         least = f"{LEAST[0]} × {LEAST[1]}"
-        text = f"the terminal ({size}) must have at least {least} characters: make it larger, or use `shardwise top --once`"
+        text = f"the terminal ({size}) must have at least {least} characters: make it larger, "
+        text += "or use `shardwise top --once`"
         return drawing.sentences(width, text, drawing.TEXT)
 
     def action_view(self, number: int) -> None:
