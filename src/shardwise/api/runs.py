@@ -19,7 +19,7 @@ from shardwise.checkpoint.storage.find_checkpoint import checkpoint_folder
 from shardwise.config import Config, config_from, parse_yaml
 from shardwise.launch import output, stop_requests
 from shardwise.launch.environment import Rank, keep_own, may_be_a_task
-from shardwise.launch.rank import enter_job
+from shardwise.launch.rank_process import enter_job
 from shardwise.launch.tasks import adopt_task
 from shardwise.runs.folder import EVENTS, RunDirectory
 
