@@ -25,15 +25,15 @@ REPORT = "shardwise report, the large run"
 READING = """
 import json, resource, sys, time
 from pathlib import Path
-from shardwise.runs.json_lines import last
-from shardwise.runs.run import Run
+from shardwise.runs.json_lines import last_lines
+from shardwise.runs.run import RunView
 from shardwise.runs.summary import snapshot
 from shardwise.runs.folder import json_text
 
 path, ranks = Path(sys.argv[1]), int(sys.argv[2])
-lines = [last(path / f"ranks/rank-{rank:04d}.jsonl", 4096)[-1] for rank in range(ranks)]
+lines = [last_lines(path / f"ranks/rank-{rank:04d}.jsonl", 4096)[-1] for rank in range(ranks)]
 began = time.perf_counter()
-run = Run(path, whole=True)
+run = RunView(path, whole=True)
 found = snapshot(run)
 first = time.perf_counter() - began
 assert len(found["ranks"]) == ranks, len(found["ranks"])

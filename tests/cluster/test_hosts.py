@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.node import Attempt
-from shardwise.launch.slurm.attempt import Outcome, Watch
+from shardwise.launch.slurm.attempt import AttemptOutcome, AttemptWatch
 from tests.e2e.command import environment, metrics, miniature
 
 pytestmark = pytest.mark.slow
@@ -61,14 +61,14 @@ print(outcome.failure.text if outcome.failure else "none", outcome.lost, sep="\\
 """
 
 
-async def attempt(address: str, command: Sequence[str]) -> Outcome:
+async def attempt(address: str, command: Sequence[str]) -> AttemptOutcome:
     """One attempt on the two hosts, in the current folder."""
 
     def program(attempt: Attempt) -> tuple[list[str], Mapping[str, str]]:
         quoted = " ".join(command)
         return ["bash", "-c", "".join(HOST.format(number=n, command=quoted) for n in range(2)) + "wait"], {}
 
-    watch = Watch(address, 2, 1, Path("run/logs"), id="1.0.0", silence=SILENCE, heard=lambda _: None)
+    watch = AttemptWatch(address, 2, 1, Path("run/logs"), id="1.0.0", silence=SILENCE, heard=lambda _: None)
     return await watch.run(program)
 
 

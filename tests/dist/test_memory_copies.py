@@ -18,7 +18,8 @@ from shardwise.config import Config, check_layout
 from shardwise.distributed import collectives
 from shardwise.planner.memory import memory_copies_bytes
 from shardwise.train import build
-from shardwise.train.memory_copies import CopyPart, MemoryCopies, is_of_history, newest_complete
+from shardwise.train.memory_copies import MemoryCopies, is_of_history, newest_complete
+from shardwise.train.memory_copy_files import CopyPart
 from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
 from tests.dist.test_checkpoint import config_of, differences
 

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardwise.config import check_layout, load_config
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.planner.memory import expected_memory
-from shardwise.runs.run import Run
+from shardwise.runs.run import RunView
 from shardwise.runs.summary import snapshot
 from tests.e2e.command import UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
 from tests.e2e.conftest import Trained
@@ -101,7 +101,7 @@ def test_every_rank_has_its_own_lines(trained: Trained) -> None:
 
 def test_it_can_be_watched(trained: Trained) -> None:
     """What `shardwise monitor` reads is what the training writes."""
-    found = snapshot(Run(trained.run, whole=False))
+    found = snapshot(RunView(trained.run, whole=False))
     assert (found["state"], found["step"], found["steps"], found["starts"]) == ("finished", 4, 4, 1)
     assert [name for name, value in found["train"].items() if value is None] == ["mfu", "bubble", "loss_spike"]
     assert all(found[name] for name in ("id", "split_seconds", "communication_bytes", "memory_bytes", "eval", "heard"))

@@ -11,7 +11,7 @@ import pytest
 from shardwise.base.files import read_plain
 from shardwise.base.parsing import MOST_LEVELS, json_value
 from shardwise.base.run_records import instance, record_of, typed
-from shardwise.launch.restarts import Ending
+from shardwise.launch.restarts import AttemptEnding
 from tests.monitor_runs import ending
 
 WRONG: list[Any] = ["12", [], [1], {}, True, -1, 10**31, 10**400, 1e300 * 1e300, math.nan, "2020-01-01"]
@@ -53,13 +53,13 @@ def test_fault_21_what_a_run_writes_is_kept() -> None:
 @pytest.mark.parametrize("field", ["step", "seconds", "how", "text", "first_step"])
 def test_fault_21_a_class_takes_a_record_of_its_types_alone(field: str) -> None:
     record = ending("failed", 5.0, 9.0, 3)
-    assert instance(Ending, record).step == 3
+    assert instance(AttemptEnding, record).step == 3
     with pytest.raises(ValueError, match=f"{field} must be "):
-        instance(Ending, record | {field: [1]})
+        instance(AttemptEnding, record | {field: [1]})
     if field in ("text",):
         return
     with pytest.raises(ValueError, match=f"{field} must be "):
-        instance(Ending, {name: value for name, value in record.items() if name != field})
+        instance(AttemptEnding, {name: value for name, value in record.items() if name != field})
 
 
 def test_fault_21_a_file_that_might_never_answer_is_refused(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def require_one_model(model: nn.Module, config: Config | None, mesh: Mesh) -> No
 
     The configuration of a model of the user's own names a class, which is not called here, so it is not compared.
     """
+    # Both ends of a pipeline have a tied weight under one name; any other name must be of one stage.
     local_names: dict[str, None] = {}
     for _, _, record in placements(model):
         for piece in record.pieces:

@@ -81,6 +81,7 @@ def save_checkpoint(
     saver = Saver(root, model, optimizer, config, mesh, mesh.host_group("checkpoint"), described=described)
     saver.save(int(step), {"samples": 0, "position": 0, "tokens": 0, "schedule": {}, "rng": {}})
     saver.wait()
+    # The thread that writes raises nothing: a problem is a part of its result.
     (saved,) = saver.finished()
     if saved.problem is not None:
         problem = renamed(saved.problem, _ARGUMENTS)

@@ -19,7 +19,7 @@ from shardwise.checkpoint.storage.find_checkpoint import checkpoint_folder
 from shardwise.config import Config, config_from, parse_yaml
 from shardwise.launch import output, stop_requests
 from shardwise.launch.environment import Rank, keep_own, may_be_a_task
-from shardwise.launch.rank import enter_job
+from shardwise.launch.rank_process import enter_job
 from shardwise.launch.tasks import adopt_task
 from shardwise.runs.folder import EVENTS, RunDirectory
 
@@ -207,6 +207,7 @@ def _with_hooks(
     config: Config, data: Any, loss: Any, optimizer: Any, callbacks: Sequence[Any]
 ) -> tuple[Config, dict[str, object]]:
     """The configuration with the names of hooks that are given as objects, and the objects by these names."""
+    # The configuration holds names alone, so that it can be written to `config.yaml`.
     objects: dict[str, object] = {}
 
     def named(value: object) -> str:

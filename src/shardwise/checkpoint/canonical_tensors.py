@@ -60,6 +60,7 @@ def model_tensors(
         local.append(ParameterTensors(key, pipeline.rank, tuple(tensors)))
     parameters = [entry for entries in collectives.all_gather_objects(local, pipeline) for entry in entries]
     parameters.sort(key=lambda parameter: parameter.key)
+    # A tied weight is a parameter of the first and of the last stage, under one canonical name.
     seen: set[str] = set()
     unique: list[ParameterTensors] = []
     for parameter_tensors in parameters:
@@ -95,6 +96,7 @@ def canonical_tensors(
         if parameter_tensors.rank == ranks.rank:
             parameter, record = local[parameter_tensors.key]
             assembled = _assemble(take(parameter), record.group, pieces[parameter_tensors.key])
+        # The other stages receive into empty tensors.
         for tensor in parameter_tensors.tensors:
             values = assembled.get(tensor.name)
             if values is None:

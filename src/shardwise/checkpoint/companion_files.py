@@ -92,6 +92,7 @@ def _first_fitting(sources: Sequence[FilesBesideWeights], tokenizer: Path | None
     """The companions from the first source that fits the data's tokenizer."""
     notes: list[str] = []
     for source in sources:
+        # Data of tokens name no tokenizer, so nothing contradicts the source.
         if tokenizer is None and source.files:
             return Companions(source.ids, source.files)
         if not source.ids and GENERATION not in source.files:
@@ -113,6 +114,7 @@ def _fitting(source: FilesBesideWeights, tokenizer_folder: Path) -> Companions |
     A source without a tokenizer fits where one of its ends of a text is the tokenizer's. Where the two tokenizers end a
     document by different tokens, the data's is the user's choice.
     """
+    # Ids are compared by their tokens: the same number may be another token in the data's tokenizer.
     tokenizer = Tokenizer.load(tokenizer_folder)
     end = tokenizer.end_of_document_id
     generation_file = {name: content for name, content in source.files.items() if name == GENERATION}
@@ -128,5 +130,6 @@ def _fitting(source: FilesBesideWeights, tokenizer_folder: Path) -> Companions |
         f"the checkpoints end a text with {tokenizer.end_of_document}, as the data's tokenizer does, and not with "
         f"{source_tokenizer.end_of_document}, as in {source.place}"
     )
+    # transformers prefers the ids of generation_config.json, so the end is replaced in both files.
     replaced = {name: to_json({**source.generation, END_ID: end}) for name in generation_file}
     return Companions({**source.ids, END_ID: end}, replaced, (note,))

@@ -55,6 +55,7 @@ class HostBuffer:
         row_bytes = rows[0].numel() * rows.element_size()
         done = 0
         while done < len(rows):
+            # A row that fits into no block is put by its own rows.
             if row_bytes > self._block_bytes:
                 self.put(rows[done])
                 done += 1

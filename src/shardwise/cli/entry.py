@@ -91,7 +91,11 @@ def take_any_character() -> None:
 
 def _fail(error: ShardwiseError) -> int:
     """Show an error and return its exit code."""
-    from shardwise.launch.failure import Failure, error_text, show_failure  # costly to import, for a failure alone
+    from shardwise.launch.first_failure import (  # costly to import, for a failure alone
+        Failure,
+        error_text,
+        show_failure,
+    )
 
     place = joined()
     failure = Failure(place.rank if place is not None else 0, error_text(error), error.exit_code)

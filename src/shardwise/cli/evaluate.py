@@ -32,7 +32,7 @@ from shardwise.cli.folder import (
 )
 from shardwise.config import Config, Layout, check_layout
 from shardwise.launch.environment import is_launched
-from shardwise.launch.rank import as_rank, check_accelerators, enter_job
+from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
 
 if TYPE_CHECKING:
     from shardwise.data.split import Part

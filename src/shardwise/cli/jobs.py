@@ -13,7 +13,7 @@ from pathlib import Path
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
 from shardwise.cli.following import follow
-from shardwise.launch.restarts import Ending, history
+from shardwise.launch.restarts import AttemptEnding, history
 from shardwise.launch.slurm import commands, jobs
 from shardwise.launch.slurm.script import job_log
 from shardwise.runs.folder import RUNS, RunDirectory
@@ -100,7 +100,7 @@ def _show(state: jobs.JobState) -> None:
     output.table([*rows, *jobs.goodput(endings, loading)])
 
 
-def _told(ending: Ending) -> str:
+def _told(ending: AttemptEnding) -> str:
     """One start, in a line."""
     trained = "no step" if ending.first_step is None else f"steps {ending.first_step + 1:,} to {ending.step:,}"
     why = f": {ending.text.partition(chr(10))[0]}" if ending.text else ""

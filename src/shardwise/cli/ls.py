@@ -19,9 +19,9 @@ from typing import Any
 from shardwise.base import units
 from shardwise.cli import output
 from shardwise.runs.folder import RUNS
-from shardwise.runs.local_devices import Device, Process, devices, owners
+from shardwise.runs.local_devices import DeviceProcess, LocalDevice, devices, owners
 from shardwise.runs.lost_time import number
-from shardwise.runs.run import Run, Unreadable, runs
+from shardwise.runs.run import RunView, Unreadable, runs
 from shardwise.runs.summary import SCHEMA, row
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     listed_runs = runs()
-    machine_devices = devices(owners(run for run in listed_runs if isinstance(run, Run)))
+    machine_devices = devices(owners(run for run in listed_runs if isinstance(run, RunView)))
     problems = [problem for run in listed_runs for problem in _problems(run)] + machine_devices.problems
     if arguments.json:
         machine = {
@@ -56,12 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _problems(run: Run | Unreadable) -> list[str]:
+def _problems(run: RunView | Unreadable) -> list[str]:
     """Sentences on a run, or on files of it, that cannot be read."""
     return [run.reason] if isinstance(run, Unreadable) else run.problems
 
 
-def _device(device: Device) -> tuple[str, ...]:
+def _device(device: LocalDevice) -> tuple[str, ...]:
     used = device.memory_bytes
     total = device.memory_total_bytes
     memory = (
@@ -72,7 +72,7 @@ def _device(device: Device) -> tuple[str, ...]:
     return name, memory, _share(device.utilization), "; ".join(device.links), _processes(device.processes)
 
 
-def _processes(processes: Sequence[Process]) -> str:
+def _processes(processes: Sequence[DeviceProcess]) -> str:
     """The ranks of each run together; of other processes the numbers."""
     ranks: dict[str, list[int]] = {}
     for process in processes:
@@ -96,7 +96,7 @@ def _spans(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
-def _run(run: Run | Unreadable) -> tuple[str, ...]:
+def _run(run: RunView | Unreadable) -> tuple[str, ...]:
     fields = row(run)
     loss = number(fields["loss"])
     speed = number(fields["tokens_per_second"])

@@ -21,7 +21,7 @@ from shardwise.config import Config, check_layout, config_from
 from shardwise.planner.device_seconds import constants_of
 from shardwise.planner.device_specs import CONSTANTS, Cluster, cluster, described, require_suffix, write_new
 from shardwise.planner.search import Plan, predicted
-from shardwise.runs.run import Run, open_run
+from shardwise.runs.run import RunView, open_run
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -143,7 +143,7 @@ class Comparison:
     peak: tuple[int, int | None]
 
 
-def compare_run(run: Run, config: Config, cluster: Cluster) -> Comparison:
+def compare_run(run: RunView, config: Config, cluster: Cluster) -> Comparison:
     """Compare the steps that a run recorded with what is predicted of it on a cluster.
 
     Raises:

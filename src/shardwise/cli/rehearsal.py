@@ -8,9 +8,9 @@ from pathlib import Path
 
 from shardwise.base.errors import RunError
 from shardwise.cli import output
-from shardwise.launch.restarts import last_step, newest_checkpoint
 from shardwise.launch.slurm import commands
 from shardwise.runs.folder import RunDirectory
+from shardwise.runs.last_events import last_step, newest_checkpoint
 
 _POLL_SECONDS = 0.5
 _TRAIN_SECONDS = 3600.0

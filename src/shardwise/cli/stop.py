@@ -15,10 +15,10 @@ from shardwise.base.errors import ConfigError, RunError
 from shardwise.base.files import reason_of
 from shardwise.cli import output
 from shardwise.launch import stop_requests
-from shardwise.launch.restarts import how_it_ended
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.submission import submitted
 from shardwise.runs.folder import RUNS, RunLock
+from shardwise.runs.last_events import how_it_ended
 
 _POLL_SECONDS = 0.2
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _jobs_before_a_start(run_path: Path) -> list[commands.Job]:
+def _jobs_before_a_start(run_path: Path) -> list[commands.SlurmJob]:
     """The jobs of this run that wait in SLURM's queue, and those that compile for it; none where none waits."""
     kinds = {job.id: job.kind for job in submitted(run_path)}
     if not kinds or shutil.which("squeue") is None:

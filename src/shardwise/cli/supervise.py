@@ -17,7 +17,7 @@ from shardwise.cli.train import with_batch
 from shardwise.config import check_layout, load_config
 from shardwise.launch import stop_requests
 from shardwise.launch.slurm import commands
-from shardwise.launch.slurm.supervisor import Place, Supervisor, usable_nodes
+from shardwise.launch.slurm.supervisor import JobMachines, Supervisor, usable_nodes
 from shardwise.runs.folder import RunLock
 
 _LOCK_TRIES = 60
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             output.line(f"{nodes} of the job's {allocation.nodes} nodes are used: {refusal(allocation.nodes * ranks)}")
         launcher = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
         launcher += ["--nproc", str(ranks), f"--run-dir={run_path}"]
-        place = Place(allocation, nodes, ranks)
+        place = JobMachines(allocation, nodes, ranks)
         supervisor = Supervisor(config, run_path, place, launcher, _say, arguments.killed_by)
         try:
             supervisor.run()

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.dry_run:
         place = joined()
     else:
-        from shardwise.launch.rank import as_rank, enter_job
+        from shardwise.launch.rank_process import as_rank, enter_job
 
         place = enter_job(arguments.nproc)
     world = place.world if place is not None else _number_of_ranks(config, arguments.nproc)
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _show(recipe, config, layout, cluster)
     if place is None:
-        from shardwise.launch.rank import check_accelerators
+        from shardwise.launch.rank_process import check_accelerators
 
         check_accelerators(world, accelerators()[1])
     if place is None or place.rank == 0:
@@ -250,7 +250,7 @@ def _on_node(arguments: argparse.Namespace) -> int:
 
     def prepare() -> None:
         from shardwise.cli.claim import fetch_inputs
-        from shardwise.launch.rank import check_accelerators
+        from shardwise.launch.rank_process import check_accelerators
 
         config = load_config(arguments.recipe, arguments.overrides)
         check_layout(with_batch(config, world, run_path), world, is_new=False)
@@ -270,7 +270,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 def _launch(arguments: argparse.Namespace, world: int) -> int:
     """Train on several local ranks."""
     from shardwise.launch.local import EndedError, launch
-    from shardwise.launch.restarts import what_is_saved
+    from shardwise.runs.last_events import what_is_saved
 
     try:
         launch(_command_of_rank(arguments, world), world, arguments.run_dir)

@@ -258,7 +258,8 @@ class MultiHeadConfig(FamilyConfig):
         return self.hidden_size // self.num_attention_heads
 
     def _problems(self) -> list[str]:
-        hidden, heads = self.hidden_size, self.num_attention_heads
+        hidden = self.hidden_size
+        heads = self.num_attention_heads
         if hidden % heads == 0:
             return super()._problems()
         near = nearest_numbers(heads, divisors(hidden))

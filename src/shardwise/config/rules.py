@@ -351,7 +351,7 @@ def _virtual_stages_problems(parallel: ParallelConfig) -> list[str]:
             f"{must} 2 with parallel.schedule {spec.name}, whose stages go to the last rank and back: leave "
             "parallel.virtual_stages out"
         ]
-    if spec.is_interleaved and virtual_stages == 1:
+    if spec.allows_more_stages and virtual_stages == 1:
         return [
             f"{must} at least 2 with parallel.schedule {spec.name}: leave parallel.virtual_stages out, or set "
             f"parallel.schedule={DEFAULT_SCHEDULE}, which has one stage on each rank"

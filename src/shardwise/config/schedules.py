@@ -35,11 +35,11 @@ def _two_per_rank(p: int, m: int) -> str | None:
 
 
 def _whole_rounds(p: int, m: int) -> str | None:
-    rounds = interleaving_rounds(p, m)
+    rounds = rounds_of_step(p, m)
     return None if m % rounds == 0 else f"a multiple of the {rounds} rounds that parallel.pipeline ({p}) takes them in"
 
 
-def interleaving_rounds(p: int, m: int) -> int:
+def rounds_of_step(p: int, m: int) -> int:
     """Return the number of rounds of a step of an interleaved schedule.
 
     A round takes its micro-batches through all stages of a rank, one stage after the other. Rounds are equal, and each
@@ -95,7 +95,7 @@ class ScheduleSpec:
         return self.stages_per_rank == 1
 
     @property
-    def is_interleaved(self) -> bool:
+    def allows_more_stages(self) -> bool:
         """True if each rank may have any number of stages from 2 on, and the last rank sends to the first one."""
         return not self.is_single_stage and not self.is_v_shaped
 

@@ -413,7 +413,7 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
 
 
 def leave() -> None:
-    """Leave the job that `join` has joined, if any. The process must end soon, as `launch.rank.as_rank` has it end.
+    """Leave the job that `join` has joined, if any. The process must end soon, as `launch.rank_process` has it end.
 
     gloo's groups are not destroyed: where two ranks close their connections at once, its event loop can find a socket
     closed (`epoll_ctl: Bad file descriptor`), and aborts the process of a rank whose work is done.

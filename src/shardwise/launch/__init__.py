@@ -1,11 +1,18 @@
-"""Starting local ranks, running their work, ending them together, and showing the user which one failed. Nothing here
-imports torch but `agent`, which runs in a process of its own.
+"""Launchers: local ranks and their processes, the first failure of a job, stop requests, restarts, and jobs of SLURM.
 
-    shardwise train …   validates, then `local.launch`
+    shardwise train …   validates, then `local.launch`, or `node.launch_on_node` in a job of SLURM
       └─ agent          torchrun's elastic agent, in a session of its own; no terminal output
            ├─ rank 0    keeps the terminal
            └─ rank N    writes to logs/rank-000N.log
 
-Each child ends with its parent (`guard`). What ends the work of a rank becomes a text and an exit code (`rank`). The
-first failure of a job is one file (`failure`).
+    local           starts the agent, waits for the ranks, and has each child end with its parent
+    rank_process    a rank from joining its job to its exit code
+    first_failure   the one file that keeps the cause of a job's end
+    stop_requests   signals and stop.json, which ask for a stop with a checkpoint
+    heartbeat       the doings of each rank, by which the missing one of a job that hangs is named
+    restarts        the history of a submitted job, and the decision about its next attempt
+    tasks           ranks that `srun` or `mpirun` started one by one
+    environment     the variables between a launcher and its ranks
+
+Only `agent`, which runs in a process of its own, imports torch.
 """

@@ -1,12 +1,14 @@
 """The process between the launcher and its ranks: torchrun's elastic agent, without torchrun's wall of text.
 
 `python -m shardwise.launch.agent N DIR COMMAND …` runs COMMAND on N local ranks, beside those of the other nodes of the
-job where the environment describes one (`node.py`). The only module of this package that imports torch, and only inside
-`main`. What torch prints about ranks that failed goes to DIR/launcher.log; how they ended goes to DIR/exit-codes.json,
-which the launcher reads. Ranks inherit this process's own
-standard output and error, so rank 0 still writes to the terminal. This process ignores signals, which the launcher
-handles: SLURM sends a signal to every process of a job, and torch's agent would then kill the ranks after 30 s, though
-a checkpoint may take longer. Only SIGKILL ends this process before its ranks.
+job if the environment describes one (`node.py`). Torch's text about ranks that failed goes to DIR/launcher.log; their
+exit codes go to DIR/exit-codes.json, which the launcher reads. Ranks inherit this process's own standard output and
+error, so that rank 0 still writes to the terminal. Only this module of the package imports torch, and only inside
+`main`.
+
+This process ignores signals, which the launcher handles: SLURM sends a signal to every process of a job, and torch's
+agent would then kill the ranks after 30 s, though a checkpoint may take longer. Only SIGKILL ends this process before
+its ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 from shardwise.base.files import write_atomic
 from shardwise.launch import local, stop_requests
 from shardwise.launch.environment import PARENT_PID, launches_node
-from shardwise.launch.failure import exit_codes_file
+from shardwise.launch.first_failure import exit_codes_file
 from shardwise.launch.node import Node, this_node
 
 _NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -30,6 +32,7 @@ _LOOPBACK = "shardwise-loopback"
 
 
 def main() -> int:
+    # First of all: the launcher may be killed while this process imports torch, which takes seconds.
     local.die_with_parent()
     for number in stop_requests.SIGNALS:
         # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
@@ -46,16 +49,16 @@ def main() -> int:
 
 
 def _run(command: list[str], nproc: int, logs: Path) -> int:
-    quiet = _NATIVE_LOG_LEVEL not in os.environ
-    if quiet:
+    is_quiet = _NATIVE_LOG_LEVEL not in os.environ
+    if is_quiet:
         os.environ[_NATIVE_LOG_LEVEL] = "ERROR"
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if quiet:
+    if is_quiet:
         del os.environ[_NATIVE_LOG_LEVEL]
-    os.environ[PARENT_PID] = str(os.getpid())
+    os.environ[PARENT_PID] = str(os.getpid())  # this process is the parent of the ranks
     config = LaunchConfig(
         nproc_per_node=nproc,
         max_restarts=0,
@@ -73,7 +76,7 @@ def _run(command: list[str], nproc: int, logs: Path) -> int:
 
 
 def _meeting(node: Node | None) -> dict[str, Any]:
-    """How the agents of a job meet.
+    """Return the options by which the agents of a job meet.
 
     The ranks follow the order of SLURM's nodes, whose neighbours are near in the network. torch's rendezvous "c10d"
     would order the nodes by their addresses as texts; "static" is the same store of c10d with given numbers.
@@ -90,12 +93,12 @@ def _meeting(node: Node | None) -> dict[str, Any]:
         "rdzv_backend": "static",
         "rdzv_endpoint": f"{attempt.address}:{attempt.port}",
         "rdzv_configs": {"rank": node.number},
-        "local_addr": node.own_address,
+        "local_addr": node.local_address,
     }
 
 
 def _register_loopback() -> None:
-    """Make a rendezvous of one agent whose store listens on the loopback interface; those of torch listen on all."""
+    """Register a rendezvous of one agent with a store on the loopback interface; the stores of torch listen on all."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # stubs leave it out
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous

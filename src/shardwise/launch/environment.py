@@ -13,12 +13,12 @@ PARENT_PID = "SHARDWISE_PARENT_PID"
 HEARTBEATS = "SHARDWISE_HEARTBEATS"
 """The folder of the heartbeats of a node's ranks (`heartbeat.py`), where each also notes that its work is done."""
 NODE = "SHARDWISE_NODE"
-"""What the supervisor of a job tells the launcher of a node (`node.py`)."""
+"""The facts of an attempt, from the supervisor of a job to the launcher of a node (`node.py`)."""
 RANK_PROCESS = "SHARDWISE_RANK_PROCESS"
 """The process whose variables these are, and its rendezvous (`keep_own`)."""
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
-# What torchrun sets beside them.
+# Variables that torchrun sets besides.
 _OF_TORCHRUN = (
     "LOCAL_WORLD_SIZE",
     *(f"{unit}_{fact}" for unit in ("GROUP", "ROLE") for fact in ("RANK", "WORLD_SIZE")),
@@ -29,16 +29,16 @@ _BOUNDS = (
     ("LOCAL_RANK", "WORLD_SIZE", 1),
     ("LOCAL_WORLD_SIZE", "WORLD_SIZE", 0),
 )
-"""Pairs of variables, and by how much the second must be larger at least."""
+"""Pairs of variables, and the least difference by which the second must be larger."""
 TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK")
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""What srun and the mpirun of Open MPI, MVAPICH2, MPICH and Intel MPI set for each of their tasks (`tasks.py`): its
-rank, and their number."""
+"""Rank and number of tasks, as srun and the mpirun of Open MPI, MVAPICH2, MPICH and Intel MPI set them for each task
+(`tasks.py`)."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One process's place in a job."""
+    """The place of one process in a job."""
 
     rank: int
     local_rank: int
@@ -67,7 +67,7 @@ def keep_own(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 def joined(variables: Mapping[str, str] = os.environ) -> Rank | None:
-    """The place that a launcher gave to this process, or None where it was started by itself."""
+    """Return the place that a launcher gave to this process; None if it was started by itself."""
     if not all(variables.get(name, "").isdecimal() for name in _PLACE):
         return None
     rank, local_rank, world = (int(variables[name]) for name in _PLACE)
@@ -75,7 +75,7 @@ def joined(variables: Mapping[str, str] = os.environ) -> Rank | None:
 
 
 def unjoined(variables: Mapping[str, str] = os.environ) -> str | None:
-    """Why this process, one of several that a launcher started, cannot join them; None where it is alone."""
+    """Return the reason why this process, one of several that a launcher started, cannot join them; None if it can."""
     counts = (*_PLACE, "LOCAL_WORLD_SIZE")
     alone = {"LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     if "RANK" not in variables and all(variables.get(name, number) == number for name, number in alone.items()):
@@ -97,22 +97,23 @@ def unjoined(variables: Mapping[str, str] = os.environ) -> str | None:
 
 
 def may_be_a_task(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether srun or mpirun may have started this process as one of several; `tasks.task_of` tells."""
+    """Return True if srun or mpirun may have started this process as one of several; `tasks.task_of` knows."""
     is_placed = any(name in variables for name in ("RANK", "WORLD_SIZE", NODE))  # by torchrun, the user or a supervisor
     return not is_placed and any(name in variables for name in (*TASK_RANKS, *TASK_COUNTS))
 
 
 def launches_node(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is the launcher of a node, which a job's supervisor has started."""
+    """Return True if this process is the launcher of a node, which a job's supervisor has started."""
     return NODE in variables and "RANK" not in variables
 
 
 def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether `local.launch` started this process, and will show the user why it failed."""
+    """Return True if `local.launch` started this process, and will show the user why it failed."""
     return ERROR_FILE in variables
 
 
 def may_restart(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun starts the ranks again when one of them fails."""
-    restarts, done = (variables.get(f"TORCHELASTIC_{name}", "") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
-    return restarts.isdecimal() and int(restarts) > (int(done) if done.isdecimal() else 0)
+    """Return True if torchrun starts the ranks again when one of them fails."""
+    allowed = variables.get("TORCHELASTIC_MAX_RESTARTS", "")
+    done = variables.get("TORCHELASTIC_RESTART_COUNT", "")
+    return allowed.isdecimal() and int(allowed) > (int(done) if done.isdecimal() else 0)

@@ -1,4 +1,4 @@
-"""Heartbeats: what each rank does, written once a second, so that the missing rank of a job that hangs can be named.
+"""Heartbeats: the doings of each rank, written once a second, so that the missing rank of a job that hangs is named.
 
 A thread of each rank replaces a small file in a folder of its node, which the node's launcher reads. It tells step and
 phase of the run, and of each group of ranks how many collectives this rank has called. Of the ranks of a group those
@@ -25,24 +25,24 @@ from shardwise.launch.environment import HEARTBEATS, joined
 
 SECONDS = 1.0
 _SILENT_SECONDS = 5.0
-"""After so long without a heartbeat a process is stopped, or gone."""
+"""Seconds without a heartbeat after which a process is stopped, or gone."""
 _SHOWN = 4
-"""Ranks that a text describes one by one."""
+"""Number of ranks that a text describes one by one."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank did when its heartbeat was read.
+    """The doings of one rank when its heartbeat was read.
 
     Attributes:
-        host: the name of its node.
-        device: that it computes on.
-        stage: of the pipeline, which it has.
+        host: name of the rank's node.
+        device: name of its device.
+        stage: index of its pipeline stage.
         age: seconds since the heartbeat.
         step: steps done.
         doing: step and phase, as the user reads them.
-        since: seconds for which it has done this.
-        called: by group, the collectives that it has called and the kind of the last one.
+        since: seconds for which the rank has done this.
+        called: number of collectives that the rank has called in each group, and the kind of the last one.
     """
 
     rank: int
@@ -63,8 +63,13 @@ class Beat:
 
 @contextmanager
 def beating(describe: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-    """Inside, a thread writes this rank's heartbeats, if its launcher reads them. `describe`: `Beat`'s facts of now."""
-    folder, place = os.environ.get(HEARTBEATS), joined()
+    """Write this rank's heartbeats in a thread during the `with` statement, if its launcher reads them.
+
+    Args:
+        describe: function that returns the facts of a `Beat` as they are now.
+    """
+    folder = os.environ.get(HEARTBEATS)
+    place = joined()
     if folder is None or place is None:
         yield
         return
@@ -73,13 +78,16 @@ def beating(describe: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
     ended = threading.Event()
 
     def beat() -> None:
-        doing, began = None, time.monotonic()
+        doing = None
+        began = time.monotonic()
         temporary = path.with_suffix(".new")
         while not ended.is_set():
             facts = dict(describe())
             if facts["doing"] != doing:
-                doing, began = facts["doing"], time.monotonic()
+                doing = facts["doing"]
+                began = time.monotonic()
             try:
+                # Replaced as a whole: the launcher may read at any moment.
                 temporary.write_text(json.dumps({**fixed, **facts, "since": time.monotonic() - began}))
                 temporary.replace(path)
             except FileNotFoundError:
@@ -98,14 +106,14 @@ def beating(describe: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
 
 
 def read(folder: Path, host: str | None = None) -> list[Beat]:
-    """The last heartbeats of the ranks of a node. `host`: the node's name, where it is another than the host's."""
-    found = []
+    """Read the last heartbeats of the ranks of a node. `host`: name of the node, if it differs from the host's."""
+    beats = []
     for path in sorted(folder.glob("rank-????")):
         with contextlib.suppress(FileNotFoundError, ValueError):
             age = max(0.0, time.time() - path.stat().st_mtime)
             beat = from_plain({**json.loads(path.read_text()), "age": age})
-            found.append(beat if host is None else replace(beat, host=host))
-    return found
+            beats.append(beat if host is None else replace(beat, host=host))
+    return beats
 
 
 def plain(beat: Beat) -> dict[str, Any]:
@@ -118,10 +126,10 @@ def from_plain(facts: Mapping[str, Any]) -> Beat:
 
 
 def missing(beats: Iterable[Beat], lost: Mapping[str, Iterable[int]] | None = None) -> str | None:
-    """Which ranks the others waited for, where the heartbeats tell; None where they do not.
+    """Name the ranks for which the others waited; None if the heartbeats do not tell.
 
     Args:
-        lost: by node, the ranks of nodes that no longer answer.
+        lost: ranks of the nodes that no longer answer, by node.
     """
     beats = sorted(beats, key=lambda beat: beat.rank)
     gone = {rank for ranks in (lost or {}).values() for rank in ranks}
@@ -144,23 +152,23 @@ def missing(beats: Iterable[Beat], lost: Mapping[str, Iterable[int]] | None = No
 
 
 def _awaited(beats: Iterable[Beat]) -> dict[int, str]:
-    """The ranks that have called fewer collectives of a group than its other ranks, each with the one that it lacks."""
+    """Return the ranks that have called fewer collectives of a group than its other ranks, with the call they lack."""
     groups: dict[str, dict[int, tuple[int, str]]] = {}
     for beat in beats:
         for name, called in beat.called.items():
             groups.setdefault(name, {})[beat.rank] = called
-    behind: dict[int, str] = {}
+    late: dict[int, str] = {}
     for name, calls in groups.items():
         most, kind = max(calls.values())
         for rank, (count, _) in calls.items():
             if count < most:
                 axis = name.partition("@")[0]
-                behind.setdefault(
+                late.setdefault(
                     rank, f"{kind} {count + 1:,} of its {axis} group, which {_ranks(_at(calls, most))} called"
                 )
     # A rank that waits in one group is late in the next one. The cause waits for nobody.
     waits = {rank for calls in groups.values() for rank in calls if calls[rank][0] > min(calls.values())[0]}
-    return {rank: text for rank, text in behind.items() if rank not in waits}
+    return {rank: text for rank, text in late.items() if rank not in waits}
 
 
 def _at(calls: Mapping[int, tuple[int, str]], count: int) -> list[int]:
@@ -175,7 +183,7 @@ def _waited(beats: list[Beat]) -> str:
     doing: dict[str, list[int]] = {}
     for beat in beats:
         doing.setdefault(beat.doing, []).append(beat.rank)
-    return "; ".join(f"{_ranks(ranks)} waited in {what}" for what, ranks in doing.items())
+    return "; ".join(f"{_ranks(ranks)} waited in {phase}" for phase, ranks in doing.items())
 
 
 def _ranks(ranks: Iterable[int]) -> str:

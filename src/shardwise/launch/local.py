@@ -1,6 +1,6 @@
-"""Starting a command on local ranks, and waiting for them as one.
+"""The launcher of local ranks: it starts a command on each, and waits for them as one.
 
-Children that do not outlive their parent, even one that is killed with SIGKILL, and the killing of both.
+At the end, `die_with_parent`: children that do not outlive their parent, even one that is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.base.hardware import cpu_count
 from shardwise.base.parsing import json_value
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID, RANK_PROCESS
-from shardwise.launch.failure import (
+from shardwise.launch.first_failure import (
     Failure,
     ended_early,
     exit_codes_file,
@@ -46,7 +46,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class LaunchError(RunError):
-    """The launched ranks failed; `exit_code` is the one that the rank at fault asked for."""
+    """A failure of the launched ranks; `exit_code` is the one that the rank at fault asked for."""
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)
@@ -54,7 +54,7 @@ class LaunchError(RunError):
 
 
 class EndedError(LaunchError):
-    """A signal ended the ranks at once: no step since the last checkpoint is saved."""
+    """The end of the ranks by a signal, at once: no step since the last checkpoint is saved."""
 
 
 def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
@@ -63,11 +63,11 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     The ranks share this process's terminal output until they redirect it. Until a step was taken, a signal ends all of
     them at once. Later the first signal asks them to stop with a checkpoint, however long that takes, and a second
     SIGINT or SIGTERM ends them. If this process dies, even by SIGKILL, so do the ranks that have called
-    `guard.die_with_parent`. Call it in the main thread: only there can signals be handled.
+    `die_with_parent`. Call it in the main thread: only there can signals be handled.
 
     Args:
-        command: of one rank.
-        nproc: the number of ranks.
+        command: command of each rank.
+        nproc: number of ranks.
         run_path: the run's folder; `logs/` in it is made, and the launcher's own files in that are replaced.
 
     Raises:
@@ -79,6 +79,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     before = logs.stat()
     stop = _Stop(run_path, logs)
+    # Before the start: a signal in between would kill this process and leave the ranks to the kernel.
     handlers = stop_requests.handle_signals(stop.handle)
     try:
         ended = run_ranks(command, nproc, logs, stop.watch)
@@ -92,7 +93,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
 
 
 def _remove_stub(run_path: Path, logs: Path, before: os.stat_result) -> None:
-    """Remove what this process and its ranks wrote to the old name of a folder that was removed or moved meanwhile."""
+    """Remove the files that this process and its ranks wrote to the old name of a folder that was removed or moved."""
     with contextlib.suppress(OSError):
         if not os.path.samestat(before, logs.stat()) and not RunDirectory(run_path).holds_run:
             for path in (logs / "error.json", exit_codes_file(logs), stop_record(logs), *logs.glob("rank-*.log")):
@@ -101,8 +102,8 @@ def _remove_stub(run_path: Path, logs: Path, before: os.stat_result) -> None:
             run_path.rmdir()
 
 
-def _raise_failure(ended: Ended, stop: _Stop, logs: Path) -> None:
-    """Raise the error that tells how the ranks ended, unless they have done their work."""
+def _raise_failure(ended: LocalRanksEnd, stop: _Stop, logs: Path) -> None:
+    """Raise the error that describes the end of the ranks, unless they have done their work."""
     if ended.stopped is not None:
         raise StoppedError(ended.stopped)
     if ended.code == 0:
@@ -120,15 +121,15 @@ def _raise_failure(ended: Ended, stop: _Stop, logs: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How the ranks of this machine ended.
+class LocalRanksEnd:
+    """The end of the ranks of this machine.
 
     Attributes:
         code: the agent's exit code, or minus the signal that killed it.
-        stopped: the text of ranks that stopped as they were asked to.
-        reported: the first failure that a rank reported.
-        exit_codes: of the failed ranks (exit code, or minus the signal).
-        beats: the last heartbeats of the ranks.
+        stopped: text of ranks that stopped as they were asked to; None if they did not.
+        reported: first failure that a rank reported.
+        exit_codes: ends of the failed ranks (exit code, or minus the signal).
+        beats: last heartbeats of the ranks.
     """
 
     code: int
@@ -145,16 +146,17 @@ def run_ranks(
     watch: Callable[[subprocess.Popen[bytes]], None],
     beats: Path | None = None,
     first: int = 0,
-) -> Ended:
+) -> LocalRanksEnd:
     """Run `command` on `nproc` local ranks through torchrun's agent.
 
     Args:
-        logs: a folder for what ranks, agent and this process tell one another; former files of that kind are removed.
-        watch: gets the agent's process.
-        beats: an empty folder for the heartbeats of the ranks; None: a temporary one.
-        first: the lowest of the ranks.
+        logs: folder for the files between ranks, agent and this process; former files of that kind are removed.
+        watch: function that gets the agent's process.
+        beats: empty folder for the heartbeats of the ranks; None for a temporary one.
+        first: lowest of the ranks.
     """
     error_file = (logs / "error.json").resolve()
+    # Files of a former start would be taken for those of this one.
     for left_over in (error_file, exit_codes_file(logs), stop_record(logs), stop_requests.training_mark(logs)):
         left_over.unlink(missing_ok=True)
     agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), str(logs), *command]
@@ -163,27 +165,29 @@ def run_ranks(
         environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
         environment |= {ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid()), HEARTBEATS: str(beats)}
         environment.pop(RANK_PROCESS, None)  # these variables are for the ranks, whatever process this one is
+        # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
         agent = subprocess.Popen(agent_command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         watch(agent)
-        # Read when the first rank has failed: the others end soon after, and then have no heartbeat either.
+        # Heartbeats are read when the first rank has failed: the others end soon after, and then have none either.
         last_beats: list[heartbeat.Beat] = []
         code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
         early = ended_early(beats, range(first, first + nproc), logs) if code == 0 else None
     stop_requests.training_mark(logs).unlink(missing_ok=True)
-    record, text = stop_record(logs), None
+    record = stop_record(logs)
+    text = None
     if record.exists():
         text = json_value(record.read_text(encoding="utf-8"))["text"]
         record.unlink()  # of no use once the user has read the text
     if early is not None and text is None:
-        return Ended(early.exit_code, None, early, {}, last_beats)
-    return Ended(code, text, read_failure(error_file), read_exit_codes(logs), last_beats)
+        return LocalRanksEnd(early.exit_code, None, early, {}, last_beats)
+    return LocalRanksEnd(code, text, read_failure(error_file), read_exit_codes(logs), last_beats)
 
 
 def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
     """Run `shardwise ARGUMENTS` on `nproc` local ranks. Their logs are kept if the text of a failure names them.
 
     Raises:
-        LaunchError: with the cause.
+        LaunchError: the ranks failed; the text has the cause.
     """
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
     is_named = False
@@ -198,10 +202,12 @@ def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
 
 
 def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool], failed: Callable[[], object]) -> int:
-    """The agent's exit code. To kill the agent kills its ranks: each has asked the kernel to end it with its parent.
+    """Wait for the agent, and return its exit code. Ranks that outlive a failure by `_GRACE_SECONDS` are killed.
+
+    Killing the agent kills its ranks: each has asked the kernel to end it with its parent.
 
     Args:
-        failed: called once `has_failed`, or the agent has ended.
+        failed: function that is called once, when `has_failed` is true or the agent has ended.
     """
     deadline = math.inf
     while True:
@@ -219,21 +225,23 @@ def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool], failed
 
 
 class _Stop:
-    """Passes the first signal on to the ranks as a request to stop. Ends them at the second, or if none has trained."""
+    """The signals to a launcher: the first is a request to stop; the second, or one before training, ends the ranks."""
 
     def __init__(self, run_path: Path, logs: Path) -> None:
         self.ended_by: str | None = None
-        self._run_path, self._logs = run_path, logs
+        self._run_path = run_path
+        self._logs = logs
         self._requests = stop_requests.Requests()
         self._agent: subprocess.Popen[bytes] | None = None
 
     def watch(self, agent: subprocess.Popen[bytes]) -> None:
         self._agent = agent
-        if self.ended_by is not None:
+        if self.ended_by is not None:  # the signal came while the agent was started, and found no process to kill
             kill_with_children(agent)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         first = self._requests.is_first()
+        # Without the mark no rank has taken a step: there is nothing to save, and none would look for a request.
         if self._requests.hear(number) or not stop_requests.training_mark(self._logs).exists():
             self.ended_by = self.ended_by or signal_name(number)
             if self._agent is not None:
@@ -246,7 +254,7 @@ class _Stop:
                 stop_requests.say(f"the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
 
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 _PARENT_POLL_SECONDS = 0.5
 
 
@@ -263,7 +271,8 @@ def die_with_parent() -> None:
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     else:
-        threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
+        threading.Thread(target=_end_after, args=(parent,), name="parent-watch", daemon=True).start()
+    # After the request to the kernel: a parent that ended before it sends no signal any more.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -276,6 +285,7 @@ def kill_with_children(parent: subprocess.Popen[bytes]) -> None:
     """
     import psutil
 
+    # Children first: without their parent they belong to init, and are found no more.
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(parent.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -283,7 +293,7 @@ def kill_with_children(parent: subprocess.Popen[bytes]) -> None:
     parent.kill()
 
 
-def _watch(parent: int) -> None:
+def _end_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)

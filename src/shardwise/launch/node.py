@@ -1,11 +1,9 @@
-"""One node of a job of several: what its launcher knows of the job, and its connection to the job's supervisor.
+"""The launcher of one node of a job: it starts the node's ranks and tells the job's supervisor how they do.
 
 The supervisor (`launch/slurm/supervisor.py`) runs on the job's first node and starts one launcher on each node. A
 launcher tells it, over one TCP connection, that it is there, how its ranks are doing every second, and how they ended;
 the supervisor tells the launchers to end. Messages are lines of JSON. A shared file system would show the same too
 late: a network file system may hide for half a minute what another machine has written.
-
-The launcher of one node of a job: starts the node's ranks and tells the job's supervisor how they do.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from shardwise.base.parsing import json_value
 from shardwise.base.redaction import redacted
 from shardwise.launch import heartbeat, local, stop_requests
 from shardwise.launch.environment import NODE
-from shardwise.launch.failure import Failure, error_text, signal_name
+from shardwise.launch.first_failure import Failure, error_text, signal_name
 from shardwise.launch.local import run_ranks
 
 BEAT_SECONDS = 1.0
@@ -40,15 +38,15 @@ _JOIN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the launchers of one attempt at a job share.
+    """The facts that the launchers of one attempt at a job share.
 
     Attributes:
-        address: of the first node, where rank 0 and the supervisor are.
-        port: free there, for the ranks to meet.
-        control: the supervisor's port there.
-        id: of this attempt: no process of an earlier one can meet its ranks.
-        nodes: the number of launchers.
-        secret: which a launcher shows to the supervisor.
+        address: address of the first node, where rank 0 and the supervisor are.
+        port: free port of the first node, at which the ranks meet.
+        control: the supervisor's port on the first node.
+        id: id of this attempt: no process of an earlier one can meet its ranks.
+        nodes: number of launchers.
+        secret: text that a launcher shows to the supervisor.
         silence: seconds without a message after which one of the two takes the other for lost.
     """
 
@@ -61,7 +59,7 @@ class Attempt:
     silence: float
 
     def variables(self) -> dict[str, str]:
-        """The environment of the launchers."""
+        """Return the environment variables of the launchers."""
         return {NODE: json.dumps(asdict(self))}
 
 
@@ -70,8 +68,8 @@ class Node:
     """The node of this launcher.
 
     Attributes:
-        number: among the nodes of the attempt, in the order of SLURM's list.
-        name: SLURM's, or the host's.
+        number: index among the nodes of the attempt, in the order of SLURM's list.
+        name: SLURM's name of the node; without one the host's.
     """
 
     attempt: Attempt
@@ -79,52 +77,57 @@ class Node:
     name: str
 
     @property
-    def own_address(self) -> str:
-        """The address by which the first node is reached from here."""
-        return _route(self.attempt.address)
+    def local_address(self) -> str:
+        """Address of this node on the way to the first node."""
+        return _source_address(self.attempt.address)
 
 
 def this_node(variables: Mapping[str, str] = os.environ) -> Node:
-    """The node whose launcher, or whose launcher's child, this process is."""
+    """Return the node on which this process is the launcher, or a child of the launcher."""
+    attempt = Attempt(**json_value(variables[NODE]))
     number = int(variables.get("SLURM_NODEID", "0"))
-    return Node(Attempt(**json_value(variables[NODE])), number, variables.get("SLURMD_NODENAME") or platform.node())
+    return Node(attempt, number, variables.get("SLURMD_NODENAME") or platform.node())
 
 
 def interface_variables(address: str, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The network interface of the route to `address`, for gloo and NCCL where the user names none.
+    """Name the network interface of the route to `address`, for gloo and NCCL if the user names none.
 
     Without it gloo takes the interface that this host's name resolves to, which on Debian is the loopback one.
     """
     import psutil
 
-    own = _route(address)
-    names = [name for name, found in psutil.net_if_addrs().items() if any(one.address == own for one in found)]
-    wanted = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {variable: names[0] for variable in wanted if names and variable not in variables}
+    source = _source_address(address)
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(known.address == source for known in addresses):
+            names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+            return {name: interface for name in names if name not in variables}
+    return {}
 
 
 def free_port(address: str = "") -> int:
-    """A port that nobody listens on now."""
+    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-class Control:
-    """A launcher's connection to the supervisor. A context manager.
+class SupervisorConnection:
+    """A launcher's connection to the supervisor, as a context manager.
 
     Attributes:
-        ended: the supervisor has told this launcher to end, or is lost; why, or None.
+        ended: reason for which this launcher must end: the supervisor says so, or is lost. None while it goes on.
     """
 
     def __init__(self, node: Node, beat: Callable[[], Mapping[str, Any]]) -> None:
-        """Args: beat: what to tell every second."""
+        """Args: beat: function that returns the facts to send every second."""
         self.ended: str | None = None
-        self._node, self._beat = node, beat
-        self._lock, self._leaving = threading.Lock(), threading.Event()
+        self._node = node
+        self._beat = beat
+        self._lock = threading.Lock()  # messages come from several threads
+        self._leaving = threading.Event()
 
-    def __enter__(self) -> Control:
+    def __enter__(self) -> SupervisorConnection:
         attempt = self._node.attempt
         try:
             self._socket = socket.create_connection((attempt.address, attempt.control), _JOIN_SECONDS)
@@ -135,6 +138,7 @@ class Control:
                 f"{see('runs#first-node-not-reached')}"
             ) from None
         self._socket.settimeout(attempt.silence)
+        # Before the threads: the supervisor takes a connection with another first message for a stranger.
         self.tell("joined", secret=attempt.secret, node=self._node.number, name=self._node.name)
         for work in (self._tell_beats, self._listen):
             threading.Thread(target=work, daemon=True).start()
@@ -156,18 +160,21 @@ class Control:
             self.tell("beat", **self._beat())
 
     def _listen(self) -> None:
-        silent, text = 0.0, b""
+        silent_seconds = 0.0
+        text = b""
         try:
-            while silent < self._node.attempt.silence:
+            while silent_seconds < self._node.attempt.silence:
                 began = time.monotonic()
                 if not select.select([self._socket], [], [], BEAT_SECONDS)[0]:
-                    silent += min(time.monotonic() - began, 2 * BEAT_SECONDS)  # this process may have been stopped
+                    # This process may have been stopped meanwhile: that time says nothing about the supervisor.
+                    silent_seconds += min(time.monotonic() - began, 2 * BEAT_SECONDS)
                     continue
-                told, silent = self._socket.recv(4096), 0.0
-                if not told:
+                received = self._socket.recv(4096)
+                silent_seconds = 0.0
+                if not received:
                     self.ended = "the supervisor is gone"
                     return
-                *lines, text = (text + told).split(b"\n")
+                *lines, text = (text + received).split(b"\n")
                 if any(json_value(line)["kind"] == "end" for line in lines):
                     self.ended = "the supervisor has ended the attempt"
                     return
@@ -176,13 +183,13 @@ class Control:
         self.ended = "the supervisor does not answer"
 
 
-def _route(address: str) -> str:
-    """This host's own address on the way to another one; nothing is sent."""
+def _source_address(address: str) -> str:
+    """Return this host's address on the way to another one: connecting UDP chooses it, and sends nothing."""
     family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
-        own: str = probe.getsockname()[0]
-        return own
+        source: str = probe.getsockname()[0]
+        return source
 
 
 _POLL_SECONDS = 0.1
@@ -192,27 +199,29 @@ _LOG_CHARACTERS = 4000
 def launch_on_node(
     node: Node, command: Sequence[str], nproc: int, variables: MutableMapping[str, str], prepare: Callable[[], None]
 ) -> int:
-    """Run `command` on the `nproc` ranks of this node; the supervisor says for all nodes how the attempt ended.
+    """Run `command` on the `nproc` ranks of this node; the supervisor tells the user how the attempt ended.
 
     Args:
-        variables: the environment, which the ranks inherit; network interfaces are added.
-        prepare: what is to be done on each node before its ranks start.
+        variables: environment that the ranks inherit; network interfaces are added.
+        prepare: function that is called on each node before its ranks start.
 
     Returns:
-        the exit code of this node's launcher.
+        exit code of this node's launcher.
 
     Raises:
         RunError: the supervisor cannot be reached.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        logs, beats = Path(folder), Path(folder) / "beats"
+        logs = Path(folder)
+        beats = logs / "beats"
         beats.mkdir()
 
         def beat() -> dict[str, Any]:
-            ranks = [heartbeat.plain(one) for one in heartbeat.read(beats, node.name)]
+            ranks = [heartbeat.plain(rank_beat) for rank_beat in heartbeat.read(beats, node.name)]
             return {"training": stop_requests.training_mark(logs).exists(), "beats": ranks}
 
-        with Control(node, beat) as control:
+        with SupervisorConnection(node, beat) as control:
+            # SLURM signals the launchers too. The supervisor hears the first one and asks all ranks to stop.
             stop_requests.handle_signals(lambda number, _: control.tell("signal", name=signal_name(number)))
             try:
                 prepare()
@@ -232,14 +241,14 @@ def launch_on_node(
                 stopped=ended.stopped,
                 reported=None if ended.reported is None else asdict(ended.reported),
                 exit_codes=dict(ended.exit_codes),
-                beats=[heartbeat.plain(replace(one, host=node.name)) for one in ended.beats],
+                beats=[heartbeat.plain(replace(rank_beat, host=node.name)) for rank_beat in ended.beats],
                 log=path.read_text(errors="replace")[-_LOG_CHARACTERS:] if path.exists() else "",
             )
             return ended.code
 
 
 def _failure(error: Exception, node: Node, nproc: int) -> Failure:
-    """What the user reads of an error before the ranks start."""
+    """Describe an error before the ranks start for the user."""
     rank = node.number * nproc
     if isinstance(error, ShardwiseError):
         return Failure(rank, redacted(error_text(error)), error.exit_code)
@@ -247,7 +256,7 @@ def _failure(error: Exception, node: Node, nproc: int) -> Failure:
     return Failure(rank, f"{redacted(text)}; see logs/launcher-{node.name}.log", RunError.exit_code)
 
 
-def _end_with(control: Control, agent: subprocess.Popen[bytes]) -> None:
+def _end_with(control: SupervisorConnection, agent: subprocess.Popen[bytes]) -> None:
     """Kill the agent and its ranks when the supervisor ends the attempt, or is gone."""
 
     def watch() -> None:

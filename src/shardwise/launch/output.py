@@ -1,4 +1,4 @@
-"""Where a rank's output goes: rank 0 keeps the terminal, the others write to their logs."""
+"""The output of ranks: rank 0 keeps the terminal, the others write to their logs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _terminal: int | None = None
-"""A descriptor of the standard error from before `redirect`."""
+"""Descriptor of the standard error from before `redirect`."""
 
 
 def redirect(rank: int, log_path: Path) -> None:
@@ -30,7 +30,7 @@ def redirect(rank: int, log_path: Path) -> None:
     log_path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
     for stream, target in ((sys.stdout, 1), (sys.stderr, 2)):
-        stream.flush()
+        stream.flush()  # before `dup2`: text in the buffer belongs to the terminal
         os.dup2(descriptor, target)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
@@ -39,26 +39,26 @@ def redirect(rank: int, log_path: Path) -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """After the `with` statement, stdout and stderr are what they were before, whatever was redirected inside."""
+    """Restore stdout and stderr after the `with` statement, whatever was redirected inside."""
     global _terminal
     streams = ((sys.stdout, 1), (sys.stderr, 2))
     before = [(stream, target, os.dup(target), getattr(stream, "errors", None)) for stream, target in streams]
     try:
         yield
     finally:
-        for stream, target, kept, errors in before:
+        for stream, target, duplicate, errors in before:
             stream.flush()
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors=errors)
-            os.dup2(kept, target)
-            os.close(kept)
+            os.dup2(duplicate, target)
+            os.close(duplicate)
         if _terminal is not None:
             os.close(_terminal)
             _terminal = None
 
 
 def tell_past_log(text: str) -> None:
-    """Write where standard error went before `redirect`; nothing if it goes there still."""
+    """Write to the standard error from before `redirect`; nothing if there was no `redirect`."""
     if _terminal is not None:
         with contextlib.suppress(OSError):
             os.write(_terminal, text.encode())
@@ -76,10 +76,12 @@ def survive_hangup() -> None:
 
 
 class _Terminal(io.FileIO):
+    """A terminal that swallows what is written after it was closed."""
+
     def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno != errno.EIO:  # Linux answers EIO once the other end of a terminal is gone
                 raise
             return memoryview(data).nbytes

@@ -24,13 +24,14 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.files import reason_of, write_atomic
 from shardwise.base.run_records import read_record
 from shardwise.launch.environment import ERROR_FILE, is_launched, joined
-from shardwise.launch.failure import signal_name
+from shardwise.launch.first_failure import signal_name
 from shardwise.runs.folder import json_text
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 NOTICE = "stopping after the current step, with a checkpoint (Ctrl-C again ends at once)"
 STOP_FILE = "stop.json"
 _END_AT_SECOND = (signal.SIGINT, signal.SIGTERM)
+"""Signals that people and schedulers send again to a process that does not end."""
 # `timeout`, SLURM and wrappers around a command may send one signal twice: to a process and to its process group.
 _ONE_REQUEST_SECONDS = 1.0
 
@@ -40,30 +41,32 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Requests:
-    """What signals have asked of one process.
+    """The signals that one process has got.
 
     Attributes:
-        by: the first signal, as a user reads it; None where none came.
+        by: first signal, as a user reads it; None before it.
     """
 
     def __init__(self) -> None:
         self.by: str | None = None
-        self._since: float | None = None
+        self._first_ending: float | None = None  # time of the first SIGINT or SIGTERM, by the monotonic clock
+        # `next` of a counter is one step of the interpreter. A handler may be interrupted by another one between a
+        # test and an assignment.
         self._numbers = itertools.count()
 
     def is_first(self) -> bool:
-        """Whether this is the first call: of handlers that interrupt one another, one alone gets True."""
+        """Return True at the first call; of handlers that interrupt one another, one alone gets True."""
         return next(self._numbers) == 0
 
     def hear(self, number: int) -> bool:
-        """Note a signal. True where it asks to end at once: it is the second SIGINT or SIGTERM."""
+        """Note a signal; returns True if it asks to end at once, as the second SIGINT or SIGTERM does."""
         now = time.monotonic()
         self.by = self.by or signal_name(number)
         if number not in _END_AT_SECOND:
             return False
-        if self._since is None:
-            self._since = now
-        return now - self._since >= _ONE_REQUEST_SECONDS
+        if self._first_ending is None:
+            self._first_ending = now
+        return now - self._first_ending >= _ONE_REQUEST_SECONDS
 
 
 _requests = Requests()  # of this process, as its signal handlers are
@@ -75,6 +78,7 @@ def install() -> None:
     _requests = Requests()
     handle_signals(_note)
     place = joined()
+    # The mark after the handlers: at a signal the launcher asks marked ranks to save, and kills those without the mark.
     if is_launched() and place is not None and place.rank == 0:
         training_mark(Path(os.environ[ERROR_FILE]).parent).touch()
 
@@ -90,9 +94,9 @@ def ignore() -> None:
 
 
 def requested(run_path: Path | str | None) -> str | None:
-    """Who asked this run to stop, in words that follow "stopped by"; None where nobody did.
+    """Return who asked this run to stop, in words that follow "stopped by"; None if nobody did.
 
-    A call takes one `stat` of a file; without a `run_path` it takes none, and only signals count.
+    It is called after each step, so it costs one `stat` of a file; without a `run_path` only signals count.
     """
     if _requests.by is not None or run_path is None:
         return _requests.by
@@ -105,9 +109,9 @@ def requested(run_path: Path | str | None) -> str | None:
 
 
 def request(run_path: Path, by: str) -> None:
-    """Ask the run in a folder to stop. `by`: who asks."""
-    asked = {"by": by, "host": platform.node(), "pid": os.getpid(), "time": datetime.now(UTC).isoformat()}
-    write_atomic(run_path / STOP_FILE, json_text(asked, indent=2) + "\n")
+    """Ask the run in a folder to stop. `by`: name of the asking signal or person."""
+    facts = {"by": by, "host": platform.node(), "pid": os.getpid(), "time": datetime.now(UTC).isoformat()}
+    write_atomic(run_path / STOP_FILE, json_text(facts, indent=2) + "\n")
 
 
 def clear(run_path: Path) -> None:
@@ -122,12 +126,13 @@ def clear(run_path: Path) -> None:
 
 
 def training_mark(logs: Path) -> Path:
-    """The file by which rank 0 shows its launcher that steps have begun: from then on a stop waits for a checkpoint."""
+    """Path of the file by which rank 0 shows its launcher that steps have begun: a stop then waits for a checkpoint."""
     return logs / "training"
 
 
 def say(text: str) -> None:
-    """Print on standard error, from inside a signal handler; a terminal that is gone is no error."""
+    """Print on standard error from inside a signal handler; a terminal that is gone is no error."""
+    # `sys.stderr` would raise RuntimeError if the handler interrupted a write to it.
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
@@ -136,7 +141,7 @@ def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Han
     """Set the handler of all signals; only the main thread may, in another this does nothing.
 
     Returns:
-        the former handlers, by signal.
+        former handlers by signal.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -146,6 +151,7 @@ def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Han
 
 
 def _note(number: int, _frame: FrameType | None) -> None:
+    """Note the first signal as a request to stop; raise `Interrupted` at the second."""
     if number == signal.SIGTERM and is_launched() and Path(os.environ[ERROR_FILE]).exists():
         os._exit(1)  # torchrun's agent ends the other ranks by SIGTERM once one has failed, and said why
     first = _requests.is_first()

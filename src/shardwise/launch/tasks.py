@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.launch.environment import TASK_COUNTS, TASK_RANKS, keep_own, may_be_a_task
-from shardwise.launch.failure import Failure
+from shardwise.launch.first_failure import Failure
 
 _OR_SET = (
     "or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does; WORLD_SIZE=1 alone says that "
@@ -41,19 +41,20 @@ _MPI = (
         ("PMI_JOBID", "PALS_APID"),
     ),
 )
-"""Of Open MPI, MVAPICH2, and MPICH and Intel MPI: the variables of rank and number of ranks, those of them on one
-machine under each name, and those that tell one job from another."""
-_FIRST_PORT, _PORTS = 15000, 17000
+"""Variables of Open MPI, of MVAPICH2, and of MPICH and Intel MPI: rank, number of ranks, names of the rank on one
+machine, names of their number there, and names of the job's id."""
+_FIRST_PORT = 15000
+_PORTS = 17000
 """Below the ports that Linux gives to outgoing connections (32768 and above)."""
 _SIGNALS = {ConfigError.exit_code: "TERM"}
 _TIME_TO_TELL = 1.0
-"""Seconds in which srun prints what this task has said, and the other tasks find the same wrong input."""
+"""Seconds in which srun prints the text of this task, and the other tasks find the same wrong input."""
 _TURNS = 6
-"""So much longer the last task takes to have its turn in `show_failure`."""
+"""Factor by which the last task waits longer for its turn in `show_failure`."""
 
 
 @dataclass(frozen=True)
-class Task:
+class LauncherTask:
     """A task among those of its step."""
 
     rank: int
@@ -68,7 +69,7 @@ def adopt_task(variables: MutableMapping[str, str] = os.environ) -> None:
     """Give a task of several that `srun` or `mpirun` started the variables that torchrun would.
 
     Raises:
-        ConfigError: its place among them or the host of rank 0 cannot be known.
+        ConfigError: the place among the tasks, or the host of rank 0, cannot be known.
     """
     try:
         task = task_of(variables)
@@ -91,8 +92,8 @@ def adopt_task(variables: MutableMapping[str, str] = os.environ) -> None:
     keep_own(variables)
 
 
-def task_of(variables: Mapping[str, str]) -> Task | None:
-    """The place of this process among the tasks of a launcher; None where it is alone, or placed by torchrun.
+def task_of(variables: Mapping[str, str]) -> LauncherTask | None:
+    """Return the place of this process among the tasks of a launcher; None if it is alone, or placed by torchrun.
 
     Open MPI and MPICH start their own processes by srun where they are inside of a job of SLURM, so their variables go
     before those of srun.
@@ -120,7 +121,7 @@ def end_step(failure: Failure, variables: Mapping[str, str] = os.environ) -> Non
     for their turn to say so (`failure.show_failure`), and end by SIGTERM with its exit code; others are killed.
 
     Args:
-        failure: of this task. One that lost another task waits until that one has told why.
+        failure: failure of this task. One that lost another task waits until that one has told why.
     """
     scancel = shutil.which("scancel")
     step = ".".join(variables.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -128,7 +129,8 @@ def end_step(failure: Failure, variables: Mapping[str, str] = os.environ) -> Non
         return  # srun has started the agent of this rank, which ends the others, and tells why or starts them again
     if not _is_of_srun(variables) or not re.fullmatch(r"\d+\.\d+", step) or scancel is None:
         return
-    seconds, name = _TIME_TO_TELL * (_TURNS if failure.waited else 1), _SIGNALS.get(failure.exit_code, "KILL")
+    seconds = _TIME_TO_TELL * (_TURNS if failure.waited else 1)
+    name = _SIGNALS.get(failure.exit_code, "KILL")
     # In a process of its own: this one ends at once, so that whoever waits for it notices.
     command = ["sh", "-c", 'sleep "$0"; exec "$@"', f"{seconds:g}", scancel, f"--signal={name}", step]
     quiet = subprocess.DEVNULL
@@ -139,20 +141,19 @@ def _is_of_srun(variables: Mapping[str, str]) -> bool:
     return variables.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in variables
 
 
-def _of_srun(variables: Mapping[str, str]) -> Task | None:
-    """Of a container that hides the variables of the step, those of the job."""
+def _of_srun(variables: Mapping[str, str]) -> LauncherTask | None:
+    """Read srun's variables; in a container that hides those of the step, those of the job."""
     has_step = "SLURM_STEP_NUM_TASKS" in variables
     if not has_step and "SLURM_PROCID" not in variables:
         return None
     in_script = not has_step and variables.get("ENVIRONMENT") == "BATCH"
     is_first = variables.get("SLURM_PROCID", "0") == "0"
     if in_script and is_first:
-        return None  # as the script of a job itself, which has the variables of a task but for those of the step
-    size, per_node = (
-        ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
-        if has_step or in_script
-        else ("SLURM_NTASKS", "SLURM_TASKS_PER_NODE")
-    )
+        return None  # this is the script of a job itself, which has the variables of a task but for those of the step
+    if has_step or in_script:
+        size, per_node = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"
+    else:
+        size, per_node = "SLURM_NTASKS", "SLURM_TASKS_PER_NODE"
     if is_first and variables.get(size, "1") == "1":
         return None
     names = ("SLURM_PROCID", "SLURM_LOCALID", size, "SLURM_NODEID")
@@ -164,10 +165,10 @@ def _of_srun(variables: Mapping[str, str]) -> Task | None:
             f"node {node} (SLURM_NODEID), as srun sets it, {_OR_SET}"
         )
     job = ".".join(variables.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
-    return Task(rank, local_rank, world, counts[node], "srun", job)
+    return LauncherTask(rank, local_rank, world, counts[node], "srun", job)
 
 
-def _of_mpirun(variables: Mapping[str, str]) -> Task | None:
+def _of_mpirun(variables: Mapping[str, str]) -> LauncherTask | None:
     for rank, size, local_ranks, local_sizes, job in _MPI:
         if rank not in variables and size not in variables:
             continue
@@ -181,12 +182,12 @@ def _of_mpirun(variables: Mapping[str, str]) -> Task | None:
             continue  # srun --mpi=pmi2 sets a part of them for its own tasks
         number, local_number, world, local_world = _numbers(variables, names, "mpirun")
         namespace = next((variables[name] for name in job if variables.get(name)), "")
-        return Task(number, local_number, world, local_world, "mpirun", namespace)
+        return LauncherTask(number, local_number, world, local_world, "mpirun", namespace)
     return None
 
 
 def _numbers(variables: Mapping[str, str], names: Sequence[str], launcher: str) -> list[int]:
-    """The values of variables that a launcher sets."""
+    """Return the values of variables that a launcher sets."""
     missing = [name for name in names if name not in variables]
     if missing:
         stated = listing(f"{name} ({variables[name]})" for name in names if name in variables)
@@ -197,7 +198,7 @@ def _numbers(variables: Mapping[str, str], names: Sequence[str], launcher: str) 
     return [int(variables[name]) for name in names]
 
 
-def _require_order(task: Task) -> None:
+def _require_order(task: LauncherTask) -> None:
     """Refuse numbers that contradict one another."""
     if task.rank < task.world and task.local_rank < task.local_world <= task.world:
         return
@@ -208,14 +209,14 @@ def _require_order(task: Task) -> None:
 
 
 def tasks_of_nodes(counts: str) -> list[int]:
-    """The tasks of each node of SLURM's `2(x3),1`: 2, 2, 2 and 1; none where it is no such text."""
+    """Read the tasks of each node from SLURM's `2(x3),1`: 2, 2, 2 and 1; [] for another text."""
     parts = [re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", part) for part in counts.split(",")]
     if not all(parts):
         return []
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
 
 
-def _first_host(task: Task, variables: Mapping[str, str]) -> str:
+def _first_host(task: LauncherTask, variables: Mapping[str, str]) -> str:
     if task.world == task.local_world:
         return "127.0.0.1"
     if task.launcher != "srun":
@@ -228,7 +229,7 @@ def _first_host(task: Task, variables: Mapping[str, str]) -> str:
 
 
 def address_of(name: str) -> str:
-    """The address of a node of SLURM, by which the ranks of the other nodes reach it.
+    """Return the address of a node of SLURM, by which the ranks of the other nodes reach it.
 
     Raises:
         ConfigError: it is not known. It is never guessed: a job that meets on a wrong machine hangs.
@@ -244,7 +245,7 @@ def address_of(name: str) -> str:
 
 
 def first_name(nodes: str) -> str:
-    """The first of SLURM's `rack[1-2]node[01-04],gpu7`: rack1node01."""
+    """Return the first name of SLURM's `rack[1-2]node[01-04],gpu7`: rack1node01."""
     first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
@@ -258,8 +259,8 @@ def _node_address(name: str) -> str | None:
         said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
     except subprocess.TimeoutExpired:
         return None
-    found = re.search(r"\bNodeAddr=(\S+)", said)
-    return found[1] if found else None
+    address = re.search(r"\bNodeAddr=(\S+)", said)
+    return address[1] if address else None
 
 
 def _resolves(address: str) -> bool:

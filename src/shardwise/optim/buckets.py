@@ -124,7 +124,8 @@ class Bucket:
 
     def adopt(self, index: int) -> None:
         """Copy a gradient into the bucket that lies elsewhere, because the caller dropped or replaced the view."""
-        p, view = self.parameters[index], self._gradient_views[index]
+        p = self.parameters[index]
+        view = self._gradient_views[index]
         if p.grad is view:
             return
         if p.grad is None:
@@ -231,7 +232,8 @@ class Bucket:
             self._memory_shape(index), slice(within.start - to_owned, within.stop - to_owned)
         )
         for offset, length in runs:
-            start, end = max(to_owned + offset, within.start), min(to_owned + offset + length, within.stop)
+            start = max(to_owned + offset, within.start)
+            end = min(to_owned + offset + length, within.stop)
             yield start, end - start
 
     def owned_boxes(

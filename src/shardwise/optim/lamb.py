@@ -148,7 +148,8 @@ class LAMB(SliceOptimizer):
         state["step"] += 1
         beta1, beta2 = group["betas"]
         correction1, correction2 = (1 - beta ** state["step"].item() for beta in (beta1, beta2))
-        m, v = state["exp_avg"], state["exp_avg_sq"]
+        m = state["exp_avg"]
+        v = state["exp_avg_sq"]
         gradient = p.grad.to(p.dtype)
         m.lerp_(gradient, 1 - beta1)
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

@@ -373,7 +373,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             if not torch.isfinite(gradient_norm):
                 self.zero_grad()
                 return loss
-            factor, gradient_norm = factor / scale, gradient_norm / scale
+            factor = factor / scale
+            gradient_norm = gradient_norm / scale
         if self.grad_clipping and self.max_norm is not None and not self._clipped:
             factor = clipping_factor(gradient_norm, self.max_norm) * factor
         self._update(factor)

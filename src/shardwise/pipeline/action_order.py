@@ -15,7 +15,7 @@ from functools import cache
 from typing import Literal, NamedTuple, Protocol
 
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.config.schedules import DEFAULT_SCHEDULE, interleaving_rounds
+from shardwise.config.schedules import DEFAULT_SCHEDULE, rounds_of_step
 
 ActionKind = Literal["forward", "backward", "input", "weight"]
 """A forward pass, a whole backward pass, or one of its halves: the gradient of the input, and those of the weights."""
@@ -90,7 +90,7 @@ class AlternatingOrder:
     def actions(self, p: int, v: int, m: int, r: int) -> tuple[Action, ...]:
         """Return the actions of rank r in one step."""
         passes = v * m
-        per_round = m // interleaving_rounds(p, m)
+        per_round = m // rounds_of_step(p, m)
         if self.lead is None:
             first = passes
         else:

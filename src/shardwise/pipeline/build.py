@@ -23,29 +23,40 @@ def build_stages(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """This rank's part of the model: `Stages`, or without a pipeline the model itself.
+    """Return this rank's part of the model: `Stages`, or without a pipeline the model itself.
 
     A stage has the same weights as without a pipeline. Only this rank's stages are built.
 
     Args:
         config: the whole configuration.
-        layout: on the ranks of `mesh`.
-        dtype: of the parameters; default: torch's.
-        device: of the parameters; default: the mesh's.
+        layout: layout on the ranks of `mesh`.
+        mesh: mesh of the ranks.
+        dtype: dtype of the parameters; default: torch's.
+        device: device of the parameters; default: the mesh's.
     """
-    where = mesh.device if device is None else device
-    build = partial(build_model, config, mesh.tp, sequence_parallel=layout.sequence_parallel, device=where, dtype=dtype)
+    build = partial(
+        build_model,
+        config,
+        mesh.tp,
+        sequence_parallel=layout.sequence_parallel,
+        device=mesh.device if device is None else device,
+        dtype=dtype,
+    )
     if layout.pipeline == 1:
         return build()
     plan = stage_plan(config, layout)
-    ends, embeddings = Group(), dict[str, ParallelEmbedding]()
-    outer = (plan[0].rank, plan[-1].rank)
-    if config.known_shapes.tie_word_embeddings and outer[0] != outer[1]:
+    # The ranks of the first and the last stage, if these share a weight; and the embeddings of this rank's stages.
+    ends = Group()
+    embeddings: dict[str, ParallelEmbedding] = {}
+    outer_ranks = (plan[0].rank, plan[-1].rank)
+    if config.known_shapes.tie_word_embeddings and outer_ranks[0] != outer_ranks[1]:
         # torch names a new group by the number of groups that its members have made so far. So that names stay equal,
         # all ranks make one, also those between the ends, which do not use theirs.
-        between = tuple(rank for rank in range(mesh.pp.size) if rank not in outer)
-        group = mesh.pp.pick(outer if mesh.pp.rank in outer else between, "ends")
-        ends = group if mesh.pp.rank in outer else Group()
+        is_outer = mesh.pp.rank in outer_ranks
+        inner_ranks = tuple(rank for rank in range(mesh.pp.size) if rank not in outer_ranks)
+        group = mesh.pp.pick(outer_ranks if is_outer else inner_ranks, "ends")
+        if is_outer:
+            ends = group
     stages = Stages()
     for stage in plan:
         if stage.rank == mesh.pp.rank:

@@ -30,9 +30,9 @@ def relay(
     """Run `compute` on every micro-batch and part of a model, each stage with the output of the one before; collective.
 
     A round of as many micro-batches as there are pipeline ranks passes through a rank's first stage, then through its
-    next: all ranks work at once, and little is held. Where the last rank sends to the first (interleaved stages), a
-    round is one shorter. With NCCL a send may block until it is received, and the first rank receives only after its
-    own sends: a full round would wait for itself.
+    next: all ranks work at once, and little is held. Where the last rank sends to the first, a round is one shorter:
+    with NCCL a send may block until it is received, and the first rank receives only after its own sends, so a full
+    round would wait for itself.
 
     Args:
         model: the whole model, or this rank's stages.
@@ -47,7 +47,7 @@ def relay(
         return
     assert parallel is not None, "stages come with the configuration that cut them"
     round_size = parallel.pipeline
-    if SCHEDULES[parallel.schedule].is_interleaved:
+    if SCHEDULES[parallel.schedule].allows_more_stages:
         round_size = max(1, parallel.pipeline - 1)
     for first in range(0, len(shapes), round_size):
         last = min(first + round_size, len(shapes))

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.config.schedules import interleaving_rounds
+from shardwise.config.schedules import rounds_of_step
 from shardwise.config.stages import rank_of
 from shardwise.pipeline.action_order import ORDERS, AlternatingOrder, VShapedOrder
 from shardwise.pipeline.timeline import StageTimes, timeline
@@ -239,7 +239,7 @@ def program(parallel: ParallelConfig, micro_batches: int, recompute: Recompute) 
     p = parallel.pipeline
     m = micro_batches
     if _has_rounds(parallel):
-        period = m // interleaving_rounds(p, m)
+        period = m // rounds_of_step(p, m)
         shortest = 3 * period
     else:
         period = min(p, _LONGEST_PERIOD)

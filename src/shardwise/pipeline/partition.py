@@ -1,4 +1,4 @@
-"""How the blocks of a model are partitioned into pipeline stages."""
+"""The partition of a model's blocks into pipeline stages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from shardwise.models.parameter_counts import block_work, head_work
 
 
 def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
-    """The stages of the model, in its order: as `parallel.stages` says, else balanced by the work of blocks and head.
+    """Return the stages of the model, in its order: as `parallel.stages` says, else balanced by work.
 
     If ranks have several stages, all stages have equally many blocks. Without a pipeline there is one stage. A model of
     your own has one stage with no `layers`: its blocks are not known.
     """
-    model, stages = config.shapes, layout.stages
+    model = config.shapes
+    stages = layout.stages
     if model is None:
         return (Stage(0, 0, range(0), 1),)
     if stages == 1:
@@ -29,21 +30,20 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
         sizes = balanced(model.num_hidden_layers, stages, _head_in_blocks(config, model))
     ends = list(accumulate(sizes))
     ranks = [rank_of(config.parallel, index) for index in range(stages)]
-    return tuple(
-        Stage(index, rank, range(end - size, end), stages)
-        for index, (rank, end, size) in enumerate(zip(ranks, ends, sizes, strict=True))
-    )
+    layers = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return tuple(Stage(index, ranks[index], layers[index], stages) for index in range(stages))
 
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
-    """The part of a step's work that each stage does, in the order of the model. Not for a model of your own."""
-    head = _head_in_blocks(config, config.known_shapes)
+    """Return the part of a step's work that each stage does, in the order of the model. Not for a model of your own."""
+    model = config.known_shapes
+    head = _head_in_blocks(config, model)
     work = [len(stage.layers) + head * stage.is_last for stage in stage_plan(config, layout)]
     return tuple(share / sum(work) for share in work)
 
 
 def _head_in_blocks(config: Config, model: FamilyConfig) -> float:
-    """The work of what follows the last block, in blocks."""
+    """Return the work of all that follows the last block, in units of a block."""
     length = config.train.sequence_length
     return _head_share(model, length, config.data.predictions(length))
 
@@ -54,19 +54,27 @@ def _head_share(model: FamilyConfig, length: int, predictions: int | None) -> fl
 
 
 def balanced(layers: int, stages: int, head: float) -> list[int]:
-    """The number of blocks of each stage, such that the most expensive stage is as cheap as possible.
+    """Return the number of blocks of each stage, such that the most expensive stage is as cheap as possible.
 
     If stages differ by a block, the later ones have more, because earlier stages hold more micro-batches. The embedding
     has no matrix product and counts as no work.
 
     Args:
         layers: blocks of the model.
-        stages: the number of stages.
-        head: the work of what follows the last block, in blocks.
+        stages: number of stages.
+        head: work of all that follows the last block, in units of a block.
     """
     if stages == 1:
         return [layers]
-    others = stages - 1
-    last = min(range(1, layers - others + 1), key=lambda last: (max(-(-(layers - last) // others), last + head), -last))
-    fewest, more = divmod(layers - last, others)
-    return [fewest + (stage >= others - more) for stage in range(others)] + [last]
+    other_stages = stages - 1
+
+    def slowest_stage(last_blocks: int) -> float:
+        most_blocks = -(-(layers - last_blocks) // other_stages)
+        return max(most_blocks, last_blocks + head)
+
+    # Among equals, more blocks in the last stage: it holds the fewest micro-batches.
+    candidates = range(1, layers - other_stages + 1)
+    last_blocks = min(candidates, key=lambda blocks: (slowest_stage(blocks), -blocks))
+    fewest, larger_stages = divmod(layers - last_blocks, other_stages)
+    sizes = [fewest + (stage >= other_stages - larger_stages) for stage in range(other_stages)]
+    return [*sizes, last_blocks]

@@ -38,36 +38,42 @@ TORCH_SCHEDULES: dict[str, Any] = {
 
 
 def make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches: int) -> Any:
-    """torch's schedule over a rank's stages."""
-    single = SCHEDULES[parallel.schedule].is_single_stage
-    return TORCH_SCHEDULES[parallel.schedule](
-        stages[0] if single else stages, micro_batches, loss_fn=_sum, scale_grads=False
-    )
+    """Return torch's schedule over a rank's stages."""
+    torch_class = TORCH_SCHEDULES[parallel.schedule]
+    # Classes for one stage on each rank take the stage itself.
+    stage_argument = stages[0] if SCHEDULES[parallel.schedule].is_single_stage else stages
+    return torch_class(stage_argument, micro_batches, loss_fn=_sum, scale_grads=False)
 
 
 class Pipeline:
     """The stages of one rank under a schedule, for steps of a fixed number of micro-batches.
 
     Args:
-        stages: of this rank.
+        stages: stages of this rank.
+        parallel: degrees and schedule of the pipeline.
+        mesh: mesh of the ranks.
+        micro_batches: number of micro-batches of a step.
         x: a tensor like those that go from stage to stage, on any device.
-        losses: how many the last stage gives.
+        losses: number of losses that the last stage gives.
 
     Attributes:
-        clock: when this rank worked, in the last step.
-        schedule: torch's, over `stages`.
+        clock: times at which this rank worked in the last step.
+        stages: torch's stages.
+        schedule: torch's schedule over `stages`.
     """
 
     def __init__(
         self, stages: Stages, parallel: ParallelConfig, mesh: Mesh, micro_batches: int, x: Tensor, losses: int
     ) -> None:
         self.clock = Clock(mesh.device)
-        self._micro_batches, self._mesh = micro_batches, mesh
+        self._micro_batches = micro_batches
+        self._mesh = mesh
         self._submodules = [_Submodule(stage, model) for stage, model in stages.pairs()]
         self.stages = [_Stage(module, mesh, x, losses, self.clock, self._on_reduction) for module in self._submodules]
         self._has_first = any(module.stage.is_first for module in self._submodules)
         self._has_last = any(module.stage.is_last for module in self._submodules)
-        self._waiting: Counter[nn.Parameter] = Counter()
+        # Stages whose gradient of a parameter is not complete yet; a tied weight may be in two.
+        self._incomplete: Counter[nn.Parameter] = Counter()
         self._ready: Callable[[nn.Parameter], None] = _ignore
         open_connections_to_others(self.stages)
         self.schedule = make_schedule(parallel, self.stages, micro_batches)
@@ -82,13 +88,12 @@ class Pipeline:
                 done.
 
         Raises:
-            LostPeerError: a message did not come, or could not be sent: another rank has ended. An error of `compute`
-            is
-                raised as it is.
+            LostPeerError: a message did not come, or could not be sent: another rank has ended.
+            Exception: any error of `compute`, as it is.
         """
         self.clock.begin()
         self._ready = ready or _ignore
-        self._waiting = Counter(p for module in self._submodules for p in module.parameters())
+        self._incomplete = Counter(p for module in self._submodules for p in module.parameters())
         for module in self._submodules:
             module.compute = compute
         numbers = torch.arange(self._micro_batches)
@@ -111,26 +116,27 @@ class Pipeline:
             raise failure
 
     def _lost(self, error: Exception) -> LostPeerError | None:
-        """What this rank was waiting for, if messages are what failed."""
+        """Return an error that names the message that this rank waited for, or None if messages are not what failed."""
         if not collectives.is_lost_connection(error):
             return None
         awaited = [text for stage in self.stages for text in stage.awaited]
-        what = awaited[0] if awaited else "another stage to take what was sent"
+        message = awaited[0] if awaited else "another stage to take what was sent"
         lost = LostPeerError(
-            f"rank {self._mesh.world.rank} waited for {what}, and lost the connection{see('training#lost-connection')}"
+            f"rank {self._mesh.world.rank} waited for {message}, and lost the connection"
+            f"{see('training#lost-connection')}"
         )
         lost.__cause__ = error
         return lost
 
     def timing(self) -> StepTiming:
-        """Timing of the last step. Collective over the pipeline."""
+        """Return the timing of the last step. Collective over the pipeline."""
         return self.clock.timing([module.stage.index for module in self._submodules], self._mesh)
 
     def _on_reduction(self, model: nn.Module) -> None:
         """Report a stage's complete gradients; that of a weight of two stages of this rank waits for the second one."""
         for parameter in model.parameters():
-            self._waiting[parameter] -= 1
-            if not self._waiting[parameter] and parameter.requires_grad:
+            self._incomplete[parameter] -= 1
+            if not self._incomplete[parameter] and parameter.requires_grad:
                 self._ready(parameter)
 
 
@@ -139,7 +145,8 @@ class _Submodule(nn.Module):
 
     def __init__(self, stage: Stage, model: nn.Module) -> None:
         super().__init__()
-        self.stage, self.model = stage, model
+        self.stage = stage
+        self.model = model
         self.compute: Compute | None = None
         self.micro_batch = 0
         self.raised: Exception | None = None
@@ -155,8 +162,9 @@ class _Submodule(nn.Module):
         try:
             yield
         except Exception as error:
-            cause, wrapped = error.__cause__, "Failed to run stage backward" in str(error)
-            self.raised = cause if wrapped and isinstance(cause, Exception) else error
+            is_wrapped = "Failed to run stage backward" in str(error)
+            cause = error.__cause__
+            self.raised = cause if is_wrapped and isinstance(cause, Exception) else error
             raise
 
 
@@ -175,20 +183,23 @@ class _Stage(PipelineStage):
     ) -> None:
         stage = module.stage
         like_x = torch.empty_like(x, device="meta", requires_grad=True)
-        first, last = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(losses, device="meta")
+        like_number = torch.empty(1, dtype=torch.int64, device="meta")
+        like_losses = torch.empty(losses, device="meta")
         super().__init__(
             module,
             stage.index,
             stage.stages,
             mesh.device,
-            input_args=first if stage.is_first else like_x,
-            output_args=last if stage.is_last else like_x,
+            input_args=like_number if stage.is_first else like_x,
+            output_args=like_losses if stage.is_last else like_x,
             group=mesh.pp.process_group,
             # Each weight's gradient by itself would compute a block that is recomputed again for each of its weights.
             dw_builder=_nothing_left if _recomputes_blocks(module.model) else None,
         )
         self._message = like_x
-        self._module, self._pp, self._clock = module, mesh.pp, clock
+        self._module = module
+        self._pp = mesh.pp
+        self._clock = clock
         self._x_bytes = x.numel() * x.element_size()
         self._on_reduction = on_reduction
         # torch drops the outputs between the two parts of a backward pass. In torch 2.11 an autograd function written
@@ -240,7 +251,7 @@ class _Stage(PipelineStage):
         self._free_graph(bwd_chunk_id)
 
     def _free_graph(self, micro_batch: int) -> None:
-        """Let go of the input of a micro-batch whose loss was differentiated.
+        """Release the input of a micro-batch whose loss was differentiated.
 
         The schedule holds the losses until the end of the step, and the graph of a loss ends at the input.
         """
@@ -258,19 +269,21 @@ class _Stage(PipelineStage):
         receives = name_messages(ops, "receive of the gradient", self.stage_index, bwd_chunk_id)
         return self._awaiting(receives, self._name("the gradient of x", bwd_chunk_id, 1))
 
-    def _name(self, what: str, micro_batch: int, step: int) -> str:
+    def _name(self, tensor: str, micro_batch: int, step: int) -> str:
+        """Return the words for a tensor from the next stage (step 1) or from the one before (-1)."""
         stage = self.stage_index + step
         rank = self.stage_index_to_group_rank.get(stage)
-        where = "" if rank is None else f" (rank {self._pp.ranks[rank]})"
-        return f"{what} of micro-batch {micro_batch} from stage {stage}{where}"
+        sender = "" if rank is None else f" (rank {self._pp.ranks[rank]})"
+        return f"{tensor} of micro-batch {micro_batch} from stage {stage}{sender}"
 
-    def _awaiting(self, receives: list[Any], what: str) -> list[Any]:
-        self.awaited += [what] * bool(receives)
+    def _awaiting(self, receives: list[Any], message: str) -> list[Any]:
+        if receives:
+            self.awaited.append(message)
         return receives
 
-    def _arrived(self, what: str) -> None:
-        if what in self.awaited:
-            self.awaited.remove(what)
+    def _arrived(self, message: str) -> None:
+        if message in self.awaited:
+            self.awaited.remove(message)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         sends = name_messages(super().get_fwd_send_ops(fwd_chunk_id), "send", self.stage_index, fwd_chunk_id)
@@ -302,14 +315,14 @@ def _allocate_buffers(receives: Sequence[Any], message: Tensor, device: torch.de
 
 
 def _free_buffers(receives: Sequence[Any], message: Tensor) -> None:
-    """Let go of tensors that messages were received into: what still needs them holds them."""
+    """Release tensors that messages were received into: code that still needs them holds them."""
     for receive in receives:
         if _has_buffer(receive):
             receive.buffer = message
 
 
 def _has_buffer(receive: Any) -> bool:
-    """Whether torch gave it a buffer: not to an argument of the first stage, nor since torch 2.15 before it is used."""
+    """Return whether torch gave it a buffer: the first stage's argument has none, and torch 2.15 makes it on use."""
     return getattr(receive, "buffer", None) is not None
 
 
@@ -317,11 +330,12 @@ def _has_buffer(receive: Any) -> bool:
 def _unlogged() -> Iterator[None]:
     """Silence what torch logs of an error on each rank, such as the whole schedule: the error itself is raised."""
     logger = logging.getLogger(schedules.__name__)
-    before, logger.disabled = logger.disabled, True
+    was_disabled = logger.disabled
+    logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.disabled = was_disabled
 
 
 def _recomputes_blocks(model: nn.Module) -> bool:
@@ -329,7 +343,7 @@ def _recomputes_blocks(model: nn.Module) -> bool:
 
 
 def _nothing_left() -> Callable[[], None]:
-    """The second part of a backward pass that was computed whole: nothing."""
+    """Return the second part of a backward pass that was computed whole: a function that does nothing."""
     return lambda: None
 
 

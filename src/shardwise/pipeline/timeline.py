@@ -1,4 +1,4 @@
-"""When each pipeline rank does its actions in a step, by a simulation of the schedule, action by action.
+"""The times at which each pipeline rank does its actions in a step, simulated action by action.
 
 Stages may take different times, and messages between ranks take time. `pipeline/makespan.py` computes the end of the
 step alone, much faster.

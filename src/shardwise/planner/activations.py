@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
 from shardwise.planner.rank_case import RankCase
 
-_FLOAT32, _INT64 = 4, 8
+_FLOAT32 = 4
+_INT64 = 8
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class BlockActivations:
 
     Attributes:
         input: x, the block's input, [T/s, H].
-        saves_input: whether x is one of the tensors counted below.
+        saves_input: True if x is one of the tensors counted below.
         attention: saved around the core, by its norm, the QKV and output projections and dropout.
         core_input: tensors that hold q, k and v as the core receives them.
         core_input_saved: the part of `core_input` that the core saves; of the rest it saves copies, counted in `core`.
@@ -59,7 +60,7 @@ class BlockStack:
 
 @dataclass(frozen=True)
 class DropoutMasks:
-    """What layout-invariant dropout costs one rank.
+    """The cost of layout-invariant dropout on one rank.
 
     Attributes:
         bytes_held: attention probabilities, before and after dropout, and masks, at the peak.
@@ -73,27 +74,31 @@ class DropoutMasks:
 
 
 def invariant_masks(case: RankCase, in_flight: int = 1) -> DropoutMasks:
-    """What the masks cost: of attention probabilities, inside the MLP, of what is added to x, and of the embedding.
+    """Return the cost of the masks of attention probabilities, inside the MLP, of additions to x, and of the embedding.
 
     With recompute, the masks of the probabilities are held for one block only and are hashed twice; with full
     recompute, all masks of a block.
 
     in_flight: micro-batches of a stage whose activations are held at once.
     """
-    model, recompute, layers = case.model, case.config.train.recompute, case.layers
+    model = case.model
+    recompute = case.config.train.recompute
+    layers = case.layers
     core = case.probabilities if model.attention_dropout_p else 0
     hidden = 2 * case.mask_elements + case.inner_mask_elements
     embedding = case.x_elements if case.has_first and model.embedding_dropout_p else 0
-    core_again, hidden_again = recompute != "none", recompute == "full"
-    held_layers = in_flight * layers // len(case.stages)
-    held = (1 if core_again else held_layers) * core * (_FLOAT32 + 1 + case.a)
-    held += (1 if hidden_again else held_layers) * hidden + in_flight * embedding
-    hashed = layers * (core * (1 + core_again) + hidden * (1 + hidden_again)) + embedding
-    return DropoutMasks(held, hashed * case.micro_batches, core > 0)
+    recomputes_core = recompute != "none"
+    recomputes_hidden = recompute == "full"
+    layers_in_flight = in_flight * layers // len(case.stages)
+    core_layers = 1 if recomputes_core else layers_in_flight
+    hidden_layers = 1 if recomputes_hidden else layers_in_flight
+    bytes_held = core_layers * core * (_FLOAT32 + 1 + case.a) + hidden_layers * hidden + in_flight * embedding
+    hashed = layers * (core * (1 + recomputes_core) + hidden * (1 + recomputes_hidden)) + embedding
+    return DropoutMasks(bytes_held, hashed * case.micro_batches, core > 0)
 
 
 def block_stack(case: RankCase, layers: Iterable[int] | None = None) -> BlockStack:
-    """What these blocks, by default all of this rank, hold for one micro-batch.
+    """Return the bytes that these blocks, by default all of this rank, hold for one micro-batch.
 
     | recompute | kept                                    | computed again, one block at a time |
     |-----------|-----------------------------------------|-------------------------------------|
@@ -105,25 +110,28 @@ def block_stack(case: RankCase, layers: Iterable[int] | None = None) -> BlockSta
     """
     if layers is None:
         layers = [layer for stage in case.stages for layer in stage.layers]
-    kept = peak = 0
-    alike: dict[bool, tuple[int, int]] = {}  # blocks differ only in whether they rotate q and k
+    kept = 0
+    peak = 0
+    kinds: dict[bool, tuple[int, int]] = {}  # blocks differ only in whether they rotate q and k
     for layer in layers:
         rotates = case.model.rotates(layer)
-        if rotates not in alike:
-            alike[rotates] = _kept_and_work(case, block_activations(case, layer))
-        block_kept, work = alike[rotates]
+        if rotates not in kinds:
+            kinds[rotates] = _kept_and_work(case, block_activations(case, layer))
+        block_kept, work = kinds[rotates]
         kept += block_kept
         peak = max(peak, kept + work)
     return BlockStack(kept, peak)
 
 
 def _kept_and_work(case: RankCase, block: BlockActivations) -> tuple[int, int]:
-    """What one block keeps, and the most that its backward pass holds beside that.
+    """Return the bytes that one block keeps, and the most that its backward pass holds in addition.
 
     A backward pass begins with the MLP. What the MLP saved is free when the core's backward pass begins.
     """
-    x, query = case.x_bytes, case.a * case.tokens * case.local.query
-    mlp, core = _mlp_gradients(case), _core_gradients(case)
+    x = case.x_bytes
+    query = case.a * case.tokens * case.local.query
+    mlp = _mlp_gradients(case)
+    core = _core_gradients(case)
     core_mask, hidden_mask = _mask_hashing(case)
     match case.config.train.recompute:
         case "none":
@@ -132,12 +140,12 @@ def _kept_and_work(case: RankCase, block: BlockActivations) -> tuple[int, int]:
             kept = block.attention + block.core_input + block.mlp
             return kept, max(mlp, block.core + max(core, core_mask + x + query) - block.mlp, hidden_mask)
         case "full":
-            again = block.saved - (x if block.saves_input else 0)
-            return x, again + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
+            recomputed = block.saved - (x if block.saves_input else 0)
+            return x, recomputed + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
 
 
 def block_activations(case: RankCase, layer: int) -> BlockActivations:
-    """What this block saves.
+    """Return the bytes that this block saves.
 
     | part      | saved                                                | elements          |
     |-----------|------------------------------------------------------|-------------------|
@@ -156,7 +164,10 @@ def block_activations(case: RankCase, layer: int) -> BlockActivations:
     unless it had to be gathered. Both norms of a parallel residual have the same input, which counts once. ReLU saves
     its output in place of its input: without dropout behind it, that is the last layer's input.
     """
-    model, local, a, x = case.model, case.local, case.a, case.x_bytes
+    model = case.model
+    local = case.local
+    a = case.a
+    x = case.x_bytes
     feed = a * case.tokens * local.intermediate
     attention = case.gathered_bytes + a * case.tokens * local.query + case.mask_elements + _head_norms(case)
     core_input, core_input_saved, core = _core(case, copied=model.rotates(layer) or model.query_key_norm is not None)
@@ -179,7 +190,7 @@ def block_activations(case: RankCase, layer: int) -> BlockActivations:
 
 
 def waiting_bytes(case: RankCase) -> int:
-    """What a block holds between the two halves of a split backward pass, beside what it keeps.
+    """Return the bytes that a block holds between the halves of a split backward pass, more than it keeps.
 
     The first half computes the gradient of the block's input. The second half computes the gradients of the weights,
     and needs for each matrix product and norm the gradient of its output: of QKV, [T·(q + 2kv)/t], of q and k if these
@@ -193,7 +204,7 @@ def waiting_bytes(case: RankCase) -> int:
 
 
 def split_peak(case: RankCase, blocks: int) -> int:
-    """The most that so many blocks hold in the first half of a split backward pass, beside what they keep.
+    """Return the most that so many blocks hold in the first half of a split backward pass, beside what they keep.
 
     This half frees nothing that was kept. It ends at the core of the first block: the other blocks wait, and so does
     the MLP of this one. Beside them are the gradients of x, [T/s, H], of the values, [T·q/t], and in a core that goes
@@ -207,18 +218,18 @@ def split_peak(case: RankCase, blocks: int) -> int:
 
 
 def _waiting_mlp(case: RankCase) -> int:
-    """Gradients that wait in the MLP: of its first layer, [T·F/t] (gated: twice), output, [T·H], and norm, [T/s·H]."""
+    """Return waiting gradients of the MLP: first layer, [T·F/t] (gated: twice), output, [T·H], and norm, [T/s·H]."""
     first = (2 if case.model.gated else 1) * case.local.intermediate
     return case.a * case.tokens * first + case.gathered_bytes + case.x_bytes
 
 
 def _core_again(case: RankCase) -> int:
-    """The inside of the core as selective recompute computes it again."""
+    """Return the bytes of the inside of the core as selective recompute computes it again."""
     return block_activations(case, case.stages[0].layers[0]).core if case.config.train.recompute == "selective" else 0
 
 
 def norm_bytes(case: RankCase) -> int:
-    """What a norm on the residual stream saves.
+    """Return the bytes that a norm on the residual stream saves.
 
     LayerNorm saves its input, the mean and 1/deviation; on an accelerator the latter two are in float32. RMSNorm saves
     its input, and 1/rms in float32. In bfloat16 on a CPU, RMSNorm consists of single operations, which save the input
@@ -231,17 +242,18 @@ def norm_bytes(case: RankCase) -> int:
 
 
 def _norms_by_operations(case: RankCase) -> bool:
-    """Whether an RMSNorm consists of single operations, which work in float32."""
+    """Return whether an RMSNorm consists of single operations, which work in float32."""
     return case.model.norm_kind == "rms_norm" and not case.accelerator and case.a != _FLOAT32
 
 
 def _head_norms(case: RankCase) -> int:
-    """What norms of q and k save beside their input; the input is counted with v, which shares its memory.
+    """Return the bytes that norms of q and k save, without their input: it is counted with v, which shares its memory.
 
     1/rms in float32 for each token, of q and of k or of each of their heads. A norm over heads of several ranks also
     saves the lengths ‖q‖ and ‖k‖ of the rank's part. Norms of single operations save float32 copies, [2·T·(q + kv)/t].
     """
-    model, width = case.model, case.local.query + case.local.key_value
+    model = case.model
+    width = case.local.query + case.local.key_value
     if model.query_key_norm is None:
         return 0
     statistics = width // model.head_dim if model.query_key_norm == "head" else 2
@@ -251,17 +263,17 @@ def _head_norms(case: RankCase) -> int:
 
 
 def _norms_span_ranks(case: RankCase) -> bool:
-    """Whether a norm of q or k is over the heads of several ranks."""
+    """Return whether a norm of q or k is over the heads of several ranks."""
     return case.model.query_key_norm == "all_heads" and case.layout.tensor > 1
 
 
 def _norms_copy(case: RankCase) -> bool:
-    """Whether norms of q and k save float32 copies instead of their input."""
+    """Return whether norms of q and k save float32 copies instead of their input."""
     return _norms_by_operations(case) and not _norms_span_ranks(case)
 
 
 def _core(case: RankCase, *, copied: bool) -> tuple[int, int, int]:
-    """Bytes of the attention core: of its input, of the part of the input that it saves, and saved beside that.
+    """Return bytes of the attention core: of its input, of the part of the input that it saves, and saved beside that.
 
     The input is the output of QKV, [T·(q + 2kv)/t], of which q, k and v are views. If rotation or a norm made new q and
     k (`copied`), these are [T·(q + kv)/t] more. With more ranks than key/value heads, kv/t is head_dim.
@@ -281,9 +293,13 @@ def _core(case: RankCase, *, copied: bool) -> tuple[int, int, int]:
     k and v are copied if several queries share them, or if their batches and heads are not contiguous. If they are not
     copied, or if norms of q and k save their input, the whole output of QKV stays.
     """
-    model, local, a = case.model, case.local, case.a
-    query, key_value = (a * case.tokens * width for width in (local.query, local.key_value))
-    qkv, new = query + 2 * key_value, (query + key_value if copied else 0)
+    model = case.model
+    local = case.local
+    a = case.a
+    query = a * case.tokens * local.query
+    key_value = a * case.tokens * local.key_value
+    qkv = query + 2 * key_value
+    new = query + key_value if copied else 0
     if not case.attends_step_by_step:
         log_sum_exp = _FLOAT32 * case.tokens * local.query // model.head_dim
         padding_mask = 0 if model.causal else a * case.tokens
@@ -305,7 +321,7 @@ def _core(case: RankCase, *, copied: bool) -> tuple[int, int, int]:
 
 
 def _mlp_gradients(case: RankCase) -> int:
-    """The most that the MLP's backward pass holds: the gradient of x, [T/s, H], and the larger of two moments.
+    """Return the most that the MLP's backward pass holds: the gradient of x, [T/s, H], and the larger of two moments.
 
     At the last layer: the gradients of its input, [T·F/t], of its weight, [H·F/t], and of its output if that is not the
     gradient of x: [T·H] where it was gathered, [T·H/s] before dropout (whose mask is then free) or before a norm.
@@ -314,7 +330,10 @@ def _mlp_gradients(case: RankCase) -> int:
     What a norm after the MLP saved is free at both moments. If the norm consists of single operations, its own
     gradients may be larger: [4·T/s·H] in float32.
     """
-    model, layout, a, x = case.model, case.layout, case.a, case.x_bytes
+    model = case.model
+    layout = case.layout
+    a = case.a
+    x = case.x_bytes
     feed = a * case.tokens * case.local.intermediate
     last = feed + case.gradient_bytes(case.local.intermediate * model.hidden_size)
     if layout.sequence_parallel:
@@ -332,7 +351,7 @@ def _mlp_gradients(case: RankCase) -> int:
 
 
 def _core_gradients(case: RankCase) -> int:
-    """The most that the core's backward pass holds: gradients of x, of the values and of P, [B·h/t·S²].
+    """Return the most that the core's backward pass holds: gradients of x, of the values and of P, [B·h/t·S²].
 
     Only a core that goes step by step has the last one; in bfloat16 it is in float32, and a second one takes the place
     of P after dropout, whose memory is free by then. The core's output, the mask of the dropout after it, and what a
@@ -345,7 +364,7 @@ def _core_gradients(case: RankCase) -> int:
 
 
 def _mask_hashing(case: RankCase) -> tuple[int, int]:
-    """Bytes that hashing a layout-invariant mask needs: of the probabilities; inside the MLP and of what is added to x.
+    """Return the bytes to hash a layout-invariant mask: of the probabilities; inside the MLP and of additions to x.
 
     A mask is hashed chunk by chunk. For each element of a chunk there are two 64-bit integers at a time, and one more
     that all samples of the micro-batch share: the element's number within its sample. In bfloat16 the scores are held

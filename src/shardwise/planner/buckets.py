@@ -23,35 +23,39 @@ class BucketShape:
     slices: int
 
     def partial(self, ranks: int, data_rank: int) -> int:
-        """Elements, in the slice of this data-parallel rank, whose gradient is partial over `ranks` ranks."""
+        """Return the elements, in this data-parallel rank's slice, whose gradient is partial over `ranks` ranks."""
         return sum(
             self._owned(offset + parameter.partial_from, offset + parameter.elements, data_rank)
             for offset, parameter in self.parameters
             if parameter.partial_over == ranks
         )
 
-    def at_both_ends(self, held: int, data_rank: int) -> int:
-        """Elements, in that slice, of a parameter at both ends of a pipeline. Those from `held` on are padding."""
+    def at_both_ends(self, unpadded: int, data_rank: int) -> int:
+        """Return the elements, in that slice, of a parameter at both ends of a pipeline, without its padding.
+
+        unpadded: elements of the parameter before its padding.
+        """
         return sum(
-            self._owned(offset, offset + min(held, parameter.elements), data_rank)
+            self._owned(offset, offset + min(unpadded, parameter.elements), data_rank)
             for offset, parameter in self.parameters
             if parameter.at_both_ends
         )
 
     def _owned(self, start: int, stop: int, data_rank: int) -> int:
-        """How many of the elements `start` to `stop` of the bucket are in this rank's slice."""
+        """Return the number of elements from `start` to `stop` of the bucket that are in this rank's slice."""
         share = self.elements // self.slices
         low = share * data_rank if self.slices > 1 else 0
         return max(min(stop, low + share) - max(start, low), 0)
 
 
 def bucket_shapes(case: RankCase) -> list[BucketShape]:
-    """The rank's buckets as `optimizer.bucket_mib` sets their size, in the order in which they are begun.
+    """Return the rank's buckets as `optimizer.bucket_mib` sets their size, in the order in which they are begun.
 
     Matrices, which weight decay applies to, and vectors are in separate buckets. A parameter at both ends of a pipeline
     has a bucket to itself.
     """
-    optimizer, layout = case.config.optimizer, case.layout
+    optimizer = case.config.optimizer
+    layout = case.layout
     gradient = DTYPE_BYTES[case.precision.gradient]
     stored = (case.model, layout.tensor, layout.sequence_parallel, case.local, case.stages)
     return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, optimizer.zero == 1, case.accelerator))
@@ -59,16 +63,17 @@ def bucket_shapes(case: RankCase) -> list[BucketShape]:
 
 @lru_cache(maxsize=512)
 def _shapes(
-    of: tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]],
+    model_part: tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]],
     gradient: int,
     bucket_mib: float | None,
     data: int,
     zero: bool,
     accelerator: bool,
 ) -> list[BucketShape]:
-    model, tensor, sequence_parallel, local, stages = of
-    stored = list(local_parameters(model, tensor, sequence_parallel, local=local, stages=stages))
-    slices, shapes = data if zero else 1, []
+    model, tensor, sequence, local, stages = model_part
+    stored = list(local_parameters(model, tensor, sequence, local=local, stages=stages))
+    slices = data if zero else 1
+    shapes = []
     for matrices in (True, False):
         group = [parameter for parameter in stored if parameter.matrix == matrices]
         sizes = [(parameter.at_both_ends, gradient * parameter.elements) for parameter in group]

@@ -29,7 +29,9 @@ from shardwise.planner.rank_case import RankCase
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
 
-_FLOAT32, _FLOAT64, _INT64 = 4, 8, 8
+_FLOAT32 = 4
+_FLOAT64 = 8
+_INT64 = 8
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class Transfer:
 
     Attributes:
         axis: the group it runs over.
-        kind: which collective.
-        ranks: the group's size.
-        bytes: of the whole tensor.
-        count: how often per step; a tensor that is sent in chunks counts once.
+        kind: name of the collective, or `send`.
+        ranks: size of the group.
+        bytes: size of the whole tensor.
+        count: number of times per step; a tensor that is sent in chunks counts once.
         what: the tensor, in words.
     """
 
@@ -70,17 +72,18 @@ def step_transfers(
     data_rank: int = 0,
     tensor_rank: int = 0,
 ) -> list[Transfer] | None:
-    """Every collective and message of one rank in one optimizer step. None for a model of your own.
+    """Return every collective and message of one rank in one optimizer step. None for a model of your own.
 
     The step is the forward and backward passes of all micro-batches, the reduction of gradients and the update. The
     comparison of replicas (`log.drift_every`) is not counted.
 
     Args:
-        config, layout: of the run.
-        accelerator: whether the run is on one; it decides the dtypes where `precision.mode` is null.
-        pipeline_rank: the rank's place in its pipeline.
-        data_rank: its place in data parallelism. With ZeRO, it decides which partial gradients the rank owns.
-        tensor_rank: its place in tensor parallelism. It decides how many rows of a tied embedding are padding.
+        config: the run's configuration.
+        layout: the run's layout.
+        accelerator: True if the run is on one; it decides the dtypes where `precision.mode` is null.
+        pipeline_rank: place of the rank in its pipeline.
+        data_rank: place in data parallelism. With ZeRO, it decides which partial gradients the rank owns.
+        tensor_rank: place in tensor parallelism. It decides how many rows of a tied embedding are padding.
     """
     case = RankCase.of(config, layout, accelerator, pipeline_rank)
     if case is None:
@@ -91,7 +94,7 @@ def step_transfers(
 def evaluation_transfers(
     config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
 ) -> list[Transfer] | None:
-    """The collectives and messages of one rank for one global batch of evaluation. None for a model of your own.
+    """Return the collectives and messages of one rank for one global batch of evaluation. None for a model of your own.
 
     The sum of losses over data parallelism and pipeline, at the end of an evaluation, is not counted.
     """
@@ -100,7 +103,7 @@ def evaluation_transfers(
 
 
 def wire_bytes(transfers: list[Transfer] | None) -> dict[tuple[str, str], float] | None:
-    """The bytes that one rank sends, by (axis, kind). None for a model of your own."""
+    """Return the bytes that one rank sends, by (axis, kind). None for a model of your own."""
     if transfers is None:
         return None
     total: dict[tuple[str, str], float] = defaultdict(float)
@@ -110,7 +113,7 @@ def wire_bytes(transfers: list[Transfer] | None) -> dict[tuple[str, str], float]
 
 
 def _transfers(case: RankCase, micro_batch: list[Transfer], once: list[Transfer]) -> list[Transfer]:
-    """What a step sends for each micro-batch and once, without transfers that send nothing."""
+    """Return the transfers of each micro-batch and those of once a step, without those that send nothing."""
     repeated = [replace(transfer, count=transfer.count * case.micro_batches) for transfer in micro_batch]
     return [transfer for transfer in repeated + once if transfer.ranks > 1 and transfer.bytes and transfer.count]
 
@@ -132,8 +135,10 @@ def _backward(case: RankCase) -> list[Transfer]:
     The head's input gets a gradient from each rank's part of the vocabulary; they are summed. BERT also sums the
     gradient of its decoder's input, [P·B, H].
     """
-    gathered, outputs = case.gathered_bytes, _outputs(case)
-    head, embedding = int(case.has_last), int(case.has_first)
+    gathered = case.gathered_bytes
+    outputs = _outputs(case)
+    head = int(case.has_last)
+    embedding = int(case.has_first)
     transfers = []
     if case.config.train.recompute == "full":
         # Recompute stops at the last tensor that a block saves. The sum after a block's last matrix product is
@@ -146,18 +151,19 @@ def _backward(case: RankCase) -> list[Transfer]:
     if case.model.head_transform:
         size = case.a * case.predicted * case.model.hidden_size
         transfers.append(_over_tensor(case, "all_reduce", size, "gradient of the decoder's input", head))
-    of_inputs, of_outputs = (f"gradients of the {which} of attention and MLP" for which in ("inputs", "outputs"))
+    input_gradients = "gradients of the inputs of attention and MLP"
+    output_gradients = "gradients of the outputs of attention and MLP"
     if case.layout.sequence_parallel:
         transfers += [
             _over_tensor(case, "reduce_scatter", gathered, "gradient of the head's input", head),
-            _over_tensor(case, "all_gather", gathered, of_outputs, outputs * case.layers),
-            _over_tensor(case, "reduce_scatter", gathered, of_inputs, 2 * case.layers),
+            _over_tensor(case, "all_gather", gathered, output_gradients, outputs * case.layers),
+            _over_tensor(case, "reduce_scatter", gathered, input_gradients, 2 * case.layers),
             _over_tensor(case, "all_gather", gathered, "gradient of the embedding output", embedding),
         ]
     else:
         transfers += [
             _over_tensor(case, "all_reduce", gathered, "gradient of the head's input", head),
-            _over_tensor(case, "all_reduce", gathered, of_inputs, 2 * case.layers),
+            _over_tensor(case, "all_reduce", gathered, input_gradients, 2 * case.layers),
         ]
     return transfers + _messages(case, -1, "gradients of the inputs of stages")
 
@@ -172,7 +178,8 @@ def _samples(case: RankCase) -> Transfer:
     Token ids and targets, [2·T]; one row more for each kind of document table, [T]. BERT has ids, token types and mask,
     [3·T], positions and targets of predicted tokens, [2·P·B], and labels, [B]. And the number of targets of each loss.
     """
-    model, data = case.model, case.config.data
+    model = case.model
+    data = case.config.data
     if model.predicts_masked_tokens:
         numbers = 3 * case.tokens + 2 * case.predicted + case.config.train.micro_batch
     else:
@@ -185,9 +192,9 @@ def _messages(case: RankCase, step: int, what: str) -> list[Transfer]:
 
     Two neighbouring stages of one rank need no message.
     """
-    parallel, last = case.config.parallel, case.layout.stages - 1
-    to = [stage.index + step for stage in case.stages if 0 <= stage.index + step <= last]
-    count = sum(rank_of(parallel, index) != case.pipeline_rank for index in to)
+    receivers = [stage.index + step for stage in case.stages]
+    existing = [index for index in receivers if 0 <= index < case.layout.stages]
+    count = sum(rank_of(case.config.parallel, index) != case.pipeline_rank for index in existing)
     return [Transfer("pp", "send", case.layout.pipeline, case.x_bytes, count, what)]
 
 
@@ -211,7 +218,8 @@ def _regions(case: RankCase, inputs: int, outputs: int, suffix: str) -> list[Tra
     Under sequence parallelism an input is gathered and an output is reduce-scattered; without it, an input is already
     on every rank and an output is all-reduced.
     """
-    gathered, layers = case.gathered_bytes, case.layers
+    gathered = case.gathered_bytes
+    layers = case.layers
     if not case.layout.sequence_parallel:
         return [_over_tensor(case, "all_reduce", gathered, f"outputs of attention and MLP{suffix}", outputs * layers)]
     return [
@@ -251,15 +259,18 @@ def _head(case: RankCase) -> list[Transfer]:
 
 
 def _update(case: RankCase, data_rank: int, tensor_rank: int) -> list[Transfer]:
-    """What is sent once a step: gradients over data parallelism, partial gradients, scalars, and new parameters.
+    """Return the transfers of an update: gradients over data parallelism, partial gradients, scalars, new parameters.
 
     Gradients are reduced over data parallelism first. Then the partial ones are summed, in the gradients' dtype: each
     rank sends only the partial elements of the slice that it owns. A tied embedding at both ends of a pipeline is
     partial over these two ranks. Trust ratios need two norms of each canonical tensor (LAMB,
     arXiv:1904.00962). With stochastic rounding, norms are sums in float64.
     """
-    precision, optimizer, layout = case.precision, case.config.optimizer, case.layout
-    tensor, data, objectives = layout.tensor, layout.data, len(case.model.objectives)
+    precision = case.precision
+    optimizer = case.config.optimizer
+    layout = case.layout
+    data = layout.data
+    objectives = len(case.model.objectives)
     buckets = bucket_shapes(case)
     elements = sum(bucket.elements for bucket in buckets)
     gradients = DTYPE_BYTES[precision.reduce] * elements
@@ -281,13 +292,14 @@ def _update(case: RankCase, data_rank: int, tensor_rank: int) -> list[Transfer]:
         ]
     else:
         transfers.append(Transfer("dp", "all_reduce", data, gradients, 1, "gradients"))
-    for ranks in sorted({tensor, case.local.key_value_copies}):
+    for ranks in sorted({layout.tensor, case.local.key_value_copies}):
         partial = sum(bucket.partial(ranks, data_rank) for bucket in buckets) if ranks > 1 else 0
-        axis = "tp" if ranks == tensor else f"tp/{ranks}"
+        axis = "tp" if ranks == layout.tensor else f"tp/{ranks}"
         size = DTYPE_BYTES[precision.gradient] * partial
         transfers.append(Transfer(axis, "all_reduce", ranks, size, 1, "partial gradients"))
-    rows, vocabulary = case.local.vocabulary, case.model.vocab_size
-    unpadded = max(0, min(rows, vocabulary - tensor_rank * rows)) * case.model.hidden_size
+    rows = case.local.vocabulary
+    unpadded_rows = max(0, min(rows, case.model.vocab_size - tensor_rank * rows))
+    unpadded = unpadded_rows * case.model.hidden_size
     size = DTYPE_BYTES[precision.gradient] * sum(bucket.at_both_ends(unpadded, data_rank) for bucket in buckets)
     axis = "pp" if layout.pipeline == 2 else "pp/ends"
     return [*transfers, Transfer(axis, "all_reduce", 2, size, 1, "gradient of the tied embedding")]

@@ -52,7 +52,7 @@ CONSTANTS: dict[str, tuple[float, float]] = {
     "overlap": (0, 1),
     "action": (0, 1),
 }
-"""What a file may say in its section `constants` in place of the fitted `device_seconds.Constants`, with ranges."""
+"""The constants that a file may give in place of the fitted `device_seconds.Constants`, with their ranges."""
 _WHOLE = ("processors", "devices_per_node")
 _TEXTS = ("name", "node_link.topology", "network.topology")
 _TYPES = ("cpu", "accelerator")
@@ -60,7 +60,13 @@ _TYPES = ("cpu", "accelerator")
 
 @dataclass(frozen=True)
 class Link:
-    """What a device sends to another one: bytes a second in one direction, and seconds before the first."""
+    """A link from a device to another one.
+
+    Attributes:
+        bandwidth: bytes a second in one direction.
+        latency: seconds before the first byte.
+        topology: the way in which devices are linked, in words.
+    """
 
     bandwidth: float
     latency: float
@@ -69,19 +75,23 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with.
+    """The device that one rank computes with.
 
     Attributes:
-        key: what the user called it.
+        key: name that the user gave.
+        name: name that is shown.
         memory: bytes.
         memory_bandwidth: bytes a second.
-        peak: FLOP/s of matrix products by dtype, without sparsity.
-        matmul_share: the part of the peak that the largest matrix products reach.
-        processors: units that each take a tile of a matrix product.
-        per_node: devices of a machine, which `node` links; `network` links the machines.
-        sources: where each figure comes from.
-        is_accelerator: it computes while the host goes on; a rank on a CPU does one after the other.
-        constants: of `planner.device_seconds.Constants`, those that were measured on this device.
+        bfloat16: FLOP/s of matrix products in bfloat16, without sparsity.
+        float32: FLOP/s of matrix products in float32.
+        matmul_share: part of the peak that the largest matrix products reach.
+        processors: number of units that each take a tile of a matrix product.
+        per_node: number of devices of a machine, which `node` links; `network` links the machines.
+        node: link to a device of the same machine.
+        network: link to a device of another machine.
+        sources: source of each figure.
+        is_accelerator: True if it computes while the host goes on; a rank on a CPU does one after the other.
+        constants: constants of `planner.device_seconds.Constants` that were measured on this device.
     """
 
     key: str
@@ -128,12 +138,12 @@ def device_names() -> list[str]:
 
 def cluster(text: str, nodes: int = 1) -> Cluster:
     """The cluster that `--device NAME[:N]` and `--nodes` name: N devices on each node, by default a whole machine's."""
-    found = re.fullmatch(r"(.+?)(?::(\d+))?", text)
-    if found is None:
+    match = re.fullmatch(r"(.+?)(?::(\d+))?", text)
+    if match is None:
         known = listing(device_names())
         raise ConfigError(f"--device must name a device, such as h100:8, or a YAML file; known are {known}")
-    device = load_device(found[1])
-    per_node = int(found[2]) if found[2] else device.per_node
+    device = load_device(match[1])
+    per_node = int(match[2]) if match[2] else device.per_node
     if per_node < 1 or nodes < 1:
         raise ConfigError(f"--device {text} and --nodes ({nodes}) must name at least one device")
     return Cluster(device, nodes, per_node)
@@ -167,53 +177,62 @@ def _shipped(key: str) -> Device:
     return parse_device(key, (_FOLDER / f"{key}.yaml").read_text(encoding="utf-8"), f"{key}.yaml")
 
 
-def parse_device(key: str, text: str, where: str) -> Device:
-    """The device that a YAML text describes; `where` names the text in errors.
+def parse_device(device_key: str, text: str, where: str) -> Device:
+    """Return the device that a YAML text describes; `where` names the text in errors.
 
     Raises:
         ConfigError: it is no YAML; or with every figure that is missing, unknown or impossible.
     """
     values = parse_yaml(text, where)
-    flat, problems = _flat(values if isinstance(values, dict) else {}), []
-    constants = {f"constants.{one}": limits for one, limits in CONSTANTS.items()}
+    flat = _flat(values if isinstance(values, dict) else {})
+    constants = {f"constants.{name}": limits for name, limits in CONSTANTS.items()}
     known = {*_RANGES, *_TEXTS, *constants, "type"}
-    problems += [f"{where}: {one} is no figure of a device: leave it out" for one in flat if one not in known]
-    problems += [f"{where}: {one} is missing" for one in (*_RANGES, *_TEXTS) if one not in flat]
-    sources: list[tuple[str, str]] = []
-    numbers: dict[str, Any] = {}
+    problems = [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
+    problems += [f"{where}: {key} is missing" for key in (*_RANGES, *_TEXTS) if key not in flat]
     kind = flat.get("type", "accelerator")
     if kind not in _TYPES:
         problems.append(f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}")
-    for one, (least, most) in (_RANGES | {one: limits for one, limits in constants.items() if one in flat}).items():
-        given = flat.get(one)
-        value = given.get("value") if isinstance(given, dict) else given
-        if isinstance(given, dict) and "source" in given:
-            sources.append((one, str(given["source"])))
-        if one in flat and not _possible(value, least, most, whole=one in _WHOLE):
-            number = "whole number" if one in _WHOLE else "number"
-            problems.append(f"{where}: {one} ({value}) must be a {number} from {least:g} to {most:,g}")
-        numbers[one] = value
+    sources: list[tuple[str, str]] = []
+    numbers: dict[str, Any] = {}
+    given_constants = {key: limits for key, limits in constants.items() if key in flat}
+    for key, (least, most) in (_RANGES | given_constants).items():
+        entry = flat.get(key)
+        if isinstance(entry, dict):
+            value = entry.get("value")
+            if "source" in entry:
+                sources.append((key, str(entry["source"])))
+        else:
+            value = entry
+        is_whole = key in _WHOLE
+        if key in flat and not _possible(value, least, most, whole=is_whole):
+            number = "whole number" if is_whole else "number"
+            problems.append(f"{where}: {key} ({value}) must be a {number} from {least:g} to {most:,g}")
+        numbers[key] = value
     if problems:
         raise ConfigError(problems)
-    links = [
-        Link(numbers[f"{one}.gb_per_second"] * 1e9, numbers[f"{one}.latency_us"] * 1e-6, str(flat[f"{one}.topology"]))
-        for one in ("node_link", "network")
-    ]
+
+    def link(key: str) -> Link:
+        return Link(
+            bandwidth=numbers[f"{key}.gb_per_second"] * 1e9,
+            latency=numbers[f"{key}.latency_us"] * 1e-6,
+            topology=str(flat[f"{key}.topology"]),
+        )
+
     return Device(
-        key,
-        str(flat["name"]),
-        numbers["memory_gb"] * 1e9,
-        numbers["memory_gb_per_second"] * 1e9,
-        numbers["bfloat16_tflops"] * 1e12,
-        numbers["float32_tflops"] * 1e12,
-        numbers["matmul_share"],
-        numbers["processors"],
-        numbers["devices_per_node"],
-        links[0],
-        links[1],
-        tuple(sources),
-        kind == "accelerator",
-        tuple((one, float(numbers[f"constants.{one}"])) for one in CONSTANTS if f"constants.{one}" in flat),
+        key=device_key,
+        name=str(flat["name"]),
+        memory=numbers["memory_gb"] * 1e9,
+        memory_bandwidth=numbers["memory_gb_per_second"] * 1e9,
+        bfloat16=numbers["bfloat16_tflops"] * 1e12,
+        float32=numbers["float32_tflops"] * 1e12,
+        matmul_share=numbers["matmul_share"],
+        processors=numbers["processors"],
+        per_node=numbers["devices_per_node"],
+        node=link("node_link"),
+        network=link("network"),
+        sources=tuple(sources),
+        is_accelerator=kind == "accelerator",
+        constants=tuple((key.removeprefix("constants."), float(numbers[key])) for key in given_constants),
     )
 
 
@@ -228,7 +247,7 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and key in ("node_link", "network", "constants"):
-            flat |= {f"{key}.{inner}": one for inner, one in value.items()}
+            flat |= {f"{key}.{inner}": figure for inner, figure in value.items()}
         else:
             flat[key] = value
     return flat
@@ -273,7 +292,7 @@ def dump(values: Mapping[str, Any]) -> str:
     lines = ["# Written by shardwise. Rates are those of one rank and one direction; GB are 10^9 bytes."]
     for key, value in values.items():
         if isinstance(value, Mapping) and "value" not in value:
-            lines += [f"{key}:", *(f"  {inner}: {_inline(one)}" for inner, one in value.items())]
+            lines += [f"{key}:", *(f"  {inner}: {_inline(figure)}" for inner, figure in value.items())]
         else:
             lines.append(f"{key}: {_inline(value)}")
     return "\n".join(lines) + "\n"

@@ -74,7 +74,7 @@ class MemoryEstimate:
 def expected_memory(
     config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int | None = None
 ) -> MemoryEstimate | None:
-    """Peak bytes of training on one pipeline rank, without `torch.compile`. None for a model of your own.
+    """Return peak bytes of training on one pipeline rank, without `torch.compile`. None for a model of your own.
 
     pipeline_rank: the rank; None: the one that needs most.
     """
@@ -85,7 +85,7 @@ def expected_memory(
 
 
 def memory_of_machine(config: Config, layout: Layout, ranks: Iterable[int]) -> tuple[int, int] | None:
-    """Bytes of the state and bytes at the peak, summed over ranks of one machine that compute on its CPU.
+    """Return bytes of the state and bytes at the peak, summed over ranks of one machine that compute on its CPU.
 
     None for a model of your own. `ranks` are their numbers in the job.
     """
@@ -97,18 +97,18 @@ def memory_of_machine(config: Config, layout: Layout, ranks: Iterable[int]) -> t
 
 
 def neediest_rank(config: Config, layout: Layout, accelerator: bool = False) -> int:
-    """The pipeline rank that needs most memory, the first if several need the same; 0 for a model of your own."""
+    """Return the pipeline rank that needs most memory, the first among equals; 0 for a model of your own."""
     by_rank = memory_by_rank(config, layout, accelerator) or []
     return max(range(len(by_rank)), key=lambda rank: by_rank[rank].total, default=0)
 
 
 def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) -> list[MemoryEstimate] | None:
-    """Peak bytes of each pipeline rank. None for a model of your own."""
+    """Return peak bytes of each pipeline rank. None for a model of your own."""
     return [memory_of(case) for case in RankCase.of_ranks(config, layout, accelerator)] or None
 
 
 def memory_of(case: RankCase) -> MemoryEstimate:
-    """Peak bytes of the case's pipeline rank."""
+    """Return peak bytes of the case's pipeline rank."""
     elements = sum(bucket.elements for bucket in bucket_shapes(case))
     separate_masters = case.precision.parameter != case.precision.optimizer
     step = _step_peak(case)
@@ -139,14 +139,15 @@ def _step_peak(case: RankCase) -> StepPeak:
 
 
 def _pass(case: RankCase, stage: Stage, reduction: int) -> PassBytes:
-    """What one micro-batch needs in a stage: embedding, blocks, last norm and loss.
+    """Return the bytes that one micro-batch needs in a stage: embedding, blocks, last norm and loss.
 
     A stage's input and output are x, [T/s, H]. The input of a later stage is held until the backward pass, also where
     the first block does not keep it. The output is held until the backward pass; if the rank has several stages, it is
     counted as sent. The gradient of the output is received for the backward pass, and is held until its last part. If
     embedding and tied head are in one stage, the head's gradient is held until it is added to the embedding's.
     """
-    parallel, x = case.config.parallel, case.x_bytes
+    parallel = case.config.parallel
+    x = case.x_bytes
     blocks = block_stack(case, stage.layers)
     embedding = _embedding_activations(case) if stage.is_first else 0
     last = _last_activations(case) if stage.is_last else 0
@@ -154,7 +155,8 @@ def _pass(case: RankCase, stage: Stage, reduction: int) -> PassBytes:
     keeps_input = block_activations(case, stage.layers[0]).saves_input or case.config.train.recompute == "full"
     received = 0 if keeps_input or stage.is_first else x
     gradient = 0 if stage.is_last else x
-    onwards = back = 0
+    onwards = 0
+    back = 0
     if SCHEDULES[parallel.schedule].is_single_stage:
         kept += 0 if stage.is_last else x
     elif parallel.pipeline > 1:
@@ -177,14 +179,14 @@ def _pass(case: RankCase, stage: Stage, reduction: int) -> PassBytes:
 
 
 def _sends(case: RankCase, stage: Stage) -> tuple[bool, bool]:
-    """Whether a stage sends x to another rank, and whether it sends the gradient of x to another one."""
+    """Return whether a stage sends x to another rank, and whether it sends the gradient of x to another one."""
     parallel = case.config.parallel
     to_next, to_previous = (rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
     return to_next and not stage.is_last, to_previous and not stage.is_first
 
 
 def messages_of_a_micro_batch(case: RankCase) -> int:
-    """Bytes that messages add to the rank's memory for each micro-batch of a long step."""
+    """Return bytes that messages add to the rank's memory for each micro-batch of a long step."""
     if case.layout.pipeline == 1 or SCHEDULES[case.config.parallel.schedule].is_single_stage:
         return 0
     return case.x_bytes * sum(sum(_sends(case, stage)) for stage in case.stages)
@@ -193,14 +195,14 @@ def messages_of_a_micro_batch(case: RankCase) -> int:
 def invariant_dropout(
     config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
 ) -> DropoutMasks | None:
-    """What layout-invariant masks cost one rank. None without such masks, and for a model of your own."""
+    """Return the cost of layout-invariant masks on one rank. None without such masks, and for a model of your own."""
     case = RankCase.of(config, layout, accelerator, pipeline_rank)
     drops = config.train.dropout_mode == "invariant" and config.model.has_dropout
     return invariant_masks(case, _step_peak(case).in_flight) if case is not None and drops else None
 
 
 def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
-    """Bytes on disk of one checkpoint: weights in the dtype of the computation, moments, and masters if any.
+    """Return bytes on disk of one checkpoint: weights in the dtype of the computation, moments, and masters if any.
 
     Each element counts once, whatever the layout, and padding never. None for a model of your own.
     """
@@ -213,7 +215,7 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
 
 
 def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
-    """Bytes of a node's memory in which copies of the state are kept, at most; None for a model of your own.
+    """Return bytes of a node's memory in which copies of the state are kept, at most; None for a model of your own.
 
     Masters and states of what a rank updates: of two steps, and of the ranks of another node too.
     """
@@ -225,24 +227,26 @@ def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, acc
 
 
 def _embedding_activations(case: RankCase) -> int:
-    """What the embedding saves: the mask of its dropout, one byte for each element, and BERT's norm."""
+    """Return the bytes that the embedding saves: its dropout's mask, one byte for each element, and BERT's norm."""
     mask = case.x_elements if case.model.embedding_dropout_p else 0
     return mask + (norm_bytes(case) if case.model.embedding_norm else 0)
 
 
 def _last_activations(case: RankCase) -> int:
-    """What is held between the last block and the loss: the last norm and its output; with BERT, x, gathered."""
+    """Return the bytes held between last block and loss: the last norm and its output; with BERT, x, gathered."""
     return case.gathered_bytes if case.model.head_transform else norm_bytes(case) + case.x_bytes
 
 
 def _document_tables(case: RankCase) -> int:
-    """What all blocks of a stage share if documents end within a sample.
+    """Return the bytes that all blocks of a stage share if documents end within a sample.
 
     The mask that is added to the scores, [B, S, S], and the cosines and sines of each token's position, [T·r] for r
     rotary dimensions. Attention that goes step by step keeps no mask, unless recompute needs it again; where nothing is
     dropped there is a mask only on an accelerator whose attention is not compiled.
     """
-    data, train, model = case.config.data, case.config.train, case.model
+    data = case.config.data
+    train = case.config.train
+    model = case.model
     masked = case.masks_documents and not (case.attends_step_by_step and train.recompute == "none")
     mask = train.micro_batch * train.sequence_length**2 if masked else 0
     turns = case.tokens * model.rotary_dim if data.reset_position_ids else 0
@@ -257,7 +261,9 @@ def _loss(case: RankCase) -> int:
     gradient of that input, [C, H]. BERT's masked-token head has P·B rows, and keeps four tensors [P·B, H]: the inputs
     of its transform, activation and norm, and the norm's output.
     """
-    a, rows, hidden = case.a, case.local.vocabulary, case.model.hidden_size
+    a = case.a
+    rows = case.local.vocabulary
+    hidden = case.model.hidden_size
     limit = loss_chunk_elements(rows, case.accelerator)
     parts = 1 if case.model.head_transform else case.layout.sequence_parts
     tokens_a_row = case.config.train.micro_batch * parts
@@ -269,7 +275,7 @@ def _loss(case: RankCase) -> int:
 
 
 def _loss_gradients(case: RankCase) -> int:
-    """What the loss's forward pass keeps: the gradients of the head's weight, [V/t, H] in float32, and of its input."""
+    """Return the bytes of the gradients that the loss's forward pass keeps: [V/t, H] in float32, and of its input."""
     tokens = case.predicted if case.model.head_transform else case.tokens_between
     return (_FLOAT32 * case.local.vocabulary + case.a * tokens) * case.model.hidden_size
 
@@ -285,9 +291,11 @@ def _embedding_gradient(case: RankCase, *, tied: bool) -> int:
 
     A tied head's gradient is added to that of the weight, in the gradients' dtype. Their sum is a new tensor.
     """
-    elements, cast = case.local.vocabulary * case.model.hidden_size, DTYPE_BYTES[case.precision.gradient]
+    elements = case.local.vocabulary * case.model.hidden_size
     weight = case.gradient_bytes(elements)
-    return case.gathered_bytes + (max(weight, 2 * cast * elements) if tied else weight)
+    if tied:
+        weight = max(weight, 2 * DTYPE_BYTES[case.precision.gradient] * elements)
+    return case.gathered_bytes + weight
 
 
 def _reduction(case: RankCase) -> int:
@@ -300,14 +308,14 @@ def _reduction(case: RankCase) -> int:
     if case.layout.data == 1:
         return 0
     sizes = [bucket.elements for bucket in bucket_shapes(case)]
-    under_way = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
+    two_buckets = max(size + following for size, following in zip(sizes, [*sizes[1:], 0], strict=True))
     sums_slices = not case.accelerator and case.config.optimizer.zero == 1
     copies = int(precision.reduce != precision.gradient) + int(sums_slices)
-    return copies * under_way * DTYPE_BYTES[precision.reduce]
+    return copies * two_buckets * DTYPE_BYTES[precision.reduce]
 
 
 def _rounding(case: RankCase) -> tuple[int, int]:
-    """What stochastic rounding holds all the time, and for a moment while a chunk of a bucket is updated.
+    """Return the bytes that stochastic rounding holds all the time, and for a moment while it updates a chunk.
 
     All the time: an int32 number for each element of a chunk. For a moment, of the elements of a bucket that the rank
     updates, a chunk at most: the master, its gradient and its states in float32, and in int32 the random words, the

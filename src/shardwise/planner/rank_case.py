@@ -1,4 +1,4 @@
-"""One configuration on one layout, as the formulas of `cost/` read it.
+"""One configuration on one layout, as the formulas of `planner/` read it.
 
 Legend:
 
@@ -39,13 +39,13 @@ class RankCase:
 
     Attributes:
         config: the whole configuration.
-        layout: its layout.
-        model: its model, of a family whose shapes are known.
-        precision: its dtypes, resolved.
+        layout: degrees of parallelism.
+        model: configuration of a family whose shapes are known.
+        precision: dtypes, resolved.
         local: widths of one rank's part.
-        accelerator: whether the run is on one.
+        accelerator: True if the run is on an accelerator.
         pipeline_rank: the rank.
-        stages: the stages of that rank; without a pipeline one, which is the model.
+        stages: stages of that rank; without a pipeline a single one, which is the model.
     """
 
     config: Config
@@ -72,7 +72,8 @@ class RankCase:
         if model is None:
             return []
         local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
-        precision, plan = config.precision.resolved(accelerator), stage_plan(config, layout)
+        precision = config.precision.resolved(accelerator)
+        plan = stage_plan(config, layout)
         return [
             RankCase(
                 config,
@@ -94,12 +95,12 @@ class RankCase:
 
     @property
     def has_first(self) -> bool:
-        """Whether this rank looks up the embedding."""
+        """True if this rank looks up the embedding."""
         return any(stage.is_first for stage in self.stages)
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank computes the loss."""
+        """True if this rank computes the loss."""
         return any(stage.is_last for stage in self.stages)
 
     @property
@@ -157,7 +158,7 @@ class RankCase:
 
     @property
     def drops_hidden(self) -> bool:
-        """Whether training drops some of what attention and MLP add to x."""
+        """True if training drops some of the numbers that attention and MLP add to x."""
         return self.model.hidden_dropout_p > 0
 
     @property
@@ -172,13 +173,13 @@ class RankCase:
 
     @property
     def masks_documents(self) -> bool:
-        """Whether a mask [B, S, S] keeps documents within a sample apart: see `models/documents.py`."""
+        """True if a mask [B, S, S] keeps documents within a sample apart: see `models/documents.py`."""
         eager = self.accelerator and not self.config.compile.enabled
         return self.config.data.reset_attention_mask and (eager or self.model.attention_dropout_p > 0)
 
     @property
     def attends_step_by_step(self) -> bool:
-        """Whether attention computes and keeps its probabilities, because no fused kernel does their dropout."""
+        """True if attention computes and keeps its probabilities, because no fused kernel does their dropout."""
         invariant = self.config.train.dropout_mode == "invariant"
         return self.model.attention_dropout_p > 0 and (invariant or not self.accelerator)
 

@@ -312,8 +312,8 @@ class _StepCase:
             parameter_bytes = float(DTYPE_BYTES[precision.parameter] * elements)
             gather = device_seconds.collective(device, self.constants, self._data_group, parameter_bytes)
         owned = elements / (self.layout.data if uses_zero else 1)
-        # Master and states are read and written; the gradient is read, and the parameter written. Then all gradients are
-        # set to zero, and read once for their norm.
+        # Master and states are read and written; the gradient is read, and the parameter written. Then all gradients
+        # are set to zero, and read once for their norm.
         kept_tensors = self.config.optimizer.spec.kept_tensors(separate_masters=True)
         state_bytes = 2 * kept_tensors * DTYPE_BYTES[precision.optimizer]
         touched = owned * (state_bytes + DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])

@@ -47,26 +47,26 @@ from shardwise.base.units import size
 
 RUNS = Path("runs")
 EVENTS = ("start", "resume", "step", "eval", "checkpoint", "compile", "warning", "stop")
-"""What the lines of metrics.jsonl tell of."""
+"""Kinds of the lines of metrics.jsonl."""
 FORMAT = 1
-"""Of a run's folder. It grows when those who read the folder of an earlier one would misread that of a later one."""
+"""Format of a run's folder. It grows when a reader of the former format would misread the new one."""
 _LOCK = ".lock"
 
 
 def json_text(value: Any, *, indent: int | None = None, ascii: bool = False) -> str:
-    """`value` as strictly valid JSON; non-finite floats become the strings "nan", "inf" and "-inf"."""
+    """Write `value` as strictly valid JSON; non-finite floats become the strings "nan", "inf" and "-inf"."""
     text = json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=ascii)
-    # As `write_atomic` does: these are lines of files too.
+    # Half of a surrogate pair has no UTF-8. It becomes `?`, as in the files of `write_atomic`.
     return text.encode(errors="replace").decode()
 
 
 def now() -> str:
-    """The time as the run's files have it: UTC, ISO 8601, with milliseconds."""
+    """Return the time as the run's files have it: UTC, ISO 8601, with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None) -> Path:
-    """Reserves and returns `root`/RECIPE-YYYYMMDD-HHMMSS, local time; runs of the same second get -2, -3, …
+    """Reserve and return `root`/RECIPE-YYYYMMDD-HHMMSS, local time; runs of the same second get -2, -3, …
 
     `recipe` is a shipped recipe's name or a YAML file, of which the stem counts. The folder is made here, so that two
     launches at once cannot take the same name.
@@ -85,7 +85,7 @@ def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None)
 
 @contextlib.contextmanager
 def _making(path: Path) -> Iterator[None]:
-    """Turns a failure to make `path` into a sentence for the user."""
+    """Turn a failure to make `path` into a sentence for the user."""
     try:
         yield
     except OSError as error:
@@ -97,18 +97,19 @@ def _making(path: Path) -> Iterator[None]:
 
 
 class AppendedFile:
-    """An append-only file. While the disk is full, what is written waits in memory.
+    """An append-only file. While the disk is full, the text to write waits in memory.
 
     A checkpoint that fills the disk, and is then removed, must not end the run that it was to protect.
 
     Raises:
-        ConfigError: it cannot be opened: it is a folder, or must not be written.
+        ConfigError: the file cannot be opened: it is a folder, or must not be written.
     """
 
     def __init__(self, path: Path) -> None:
         with _making(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self.path = path
+            # Without a buffer: a process that is killed loses no line that it has written.
             self._file = path.open("ab", buffering=0)
         self._waiting = b""
 
@@ -121,7 +122,7 @@ class AppendedFile:
         self._file.close()
 
     def flush(self) -> None:
-        """Write what waits, as far as the disk takes it."""
+        """Write the waiting text, as far as the disk takes it."""
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
@@ -174,7 +175,7 @@ class RunDirectory:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was started here: an empty or merely reserved folder holds none.
+        """True if a run was started here: an empty or merely reserved folder holds none.
 
         Raises:
             ConfigError: the folder cannot be read.
@@ -187,7 +188,7 @@ class RunDirectory:
             ) from None
 
     def create(self) -> "RunDirectory":
-        """Makes the folders that are not there yet. ConfigError when the path is no folder or cannot be written."""
+        """Make the missing folders. ConfigError: the path is no folder, or cannot be written."""
         self.require_folder()
         with _making(self.path):
             require_trusted(self.path)
@@ -196,18 +197,18 @@ class RunDirectory:
         return self
 
     def require_folder(self) -> None:
-        """ConfigError when the path is something else than a folder."""
+        """Refuse a path that is something else than a folder by a ConfigError."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"--run-dir ({self.path}) must be a folder, it is a file: choose another path")
 
     def stored_id(self) -> str | None:
-        """The id of the run that is here; None where it has none yet, or its file is damaged."""
+        """Return the id of the run that is here; None if it has none yet, or its file is damaged."""
         with contextlib.suppress(ValueError):
             return uuid.UUID(str(_value(self.identity, "id"))).hex
         return None
 
     def id(self, known: str | None = None) -> str:
-        """The id of the run that is here; it gets one at the first call. `known`: which it is to have from now on."""
+        """Return the id of the run that is here, which gets one at the first call. `known`: id for it from now on."""
         run = self.stored_id()
         if run is None or known not in (None, run):
             run = known or uuid.uuid4().hex
@@ -216,7 +217,7 @@ class RunDirectory:
         return run
 
     def key(self) -> str:
-        """What tells this folder from a copy of it, and stays when it is renamed; it needs `id` before.
+        """Return a key that differs in a copy of this folder, and stays when it is renamed; call `id` before.
 
         A copy is another folder, and a folder that is restored from a backup has a new file. Device numbers are left
         out: on a network disk they differ from node to node.
@@ -224,11 +225,11 @@ class RunDirectory:
         return f"{self.path.stat().st_ino:x}-{self.identity.stat().st_ctime_ns:x}"
 
     def finished_steps(self) -> int | None:
-        """The steps in results.json; None where no run has reached its end here."""
+        """Return the steps in results.json; None if no run has reached its end here."""
         return count_of(_value(self.results, "steps"))
 
     def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
-        """The events of some kinds that metrics.jsonl has, in their order; a line that a crash cut is left out."""
+        """Yield the events of some kinds in metrics.jsonl, in their order; a line that a crash cut is left out."""
         if not self.metrics.exists():
             return
         marks = [f'"event": "{kind}"'.encode() for kind in kinds]
@@ -245,18 +246,18 @@ class RunDirectory:
                             yield event
 
     def steps(self) -> list[dict[str, Any]]:
-        """The steps that metrics.jsonl has, each once as it counts, without those that were undone."""
-        found: list[dict[str, Any]] = []
+        """Return the steps in metrics.jsonl, each once as it counts, without those that were undone."""
+        steps: list[dict[str, Any]] = []
         for event in self.events("step", "resume"):
             kept = last_that_counts(event)
-            while kept is not None and found and found[-1]["step"] > kept:
-                found.pop()
+            while kept is not None and steps and steps[-1]["step"] > kept:
+                steps.pop()
             if kept is not None and event["event"] == "step":
-                found.append(event)
-        return found
+                steps.append(event)
+        return steps
 
     def require_room(self, needed: int) -> None:
-        """ConfigError when the disk under the folder has fewer than `needed` bytes left."""
+        """Refuse a disk with fewer than `needed` free bytes under the folder by a ConfigError."""
         free = free_bytes(self.path)
         if free < needed:
             raise ConfigError(
@@ -266,12 +267,13 @@ class RunDirectory:
             )
 
     def mark_latest(self, root: Path = RUNS) -> None:
-        """Points `root`/latest to this run, atomically; the link is relative when the run lies in `root`."""
+        """Point `root`/latest to this run, atomically; the link is relative when the run lies in `root`."""
         link = root / "latest"
         if link.exists() and not link.is_symlink():
             raise ConfigError(f"{link} must be a symbolic link, which each run replaces: move what is there away")
         inside = self.path.resolve().parent == root.resolve()
         temporary = root / f".latest.{os.getpid()}.tmp"
+        # A link cannot be replaced in place: it is made under another name, and renamed over the former one.
         with _making(link):
             root.mkdir(parents=True, exist_ok=True)
             temporary.unlink(missing_ok=True)
@@ -290,13 +292,13 @@ class RunDirectory:
         cpus: int,
         command_line: Iterable[str] | None = None,
     ) -> None:
-        """Records where and how this run was started; secrets are redacted, and only listed variables are recorded.
+        """Record where and how this run was started; secrets are redacted, and only listed variables are recorded.
 
         Args:
-            versions: of the packages that matter.
-            devices: their names.
-            cpus: the number that the process may use.
-            command_line: as the user typed it, where a launcher started this process (default: its own).
+            versions: versions of the packages that matter.
+            devices: names of the devices.
+            cpus: number of processors that the process may use.
+            command_line: words that the user typed, if a launcher started this process (default: its own).
         """
         facts = {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -320,25 +322,26 @@ class RunDirectory:
         write_atomic(self.results, json_text(results, indent=2) + "\n")
 
     def set_results_aside(self) -> None:
-        """Keeps the results of a run that is being continued under a number: until it ends again, it has none."""
+        """Keep the results of a run that is being continued under a number: until it ends again, it has none."""
         if self.results.exists():
             self.results.rename(_numbered(self.results))
 
 
 def last_that_counts(event: Mapping[str, Any]) -> int | None:
-    """The last of the steps recorded before an event that it does not undo; None of an event that undoes none.
+    """Return the last of the earlier steps that an event does not undo; None for an event that undoes none.
 
     A run that resumes from a checkpoint undoes the steps after that one. A step that is recorded again undoes what was
     recorded from its number on: the run began again there.
     """
-    step, kind = event.get("step"), event.get("event")
+    step = event.get("step")
+    kind = event.get("event")
     if type(step) is not int or kind not in ("step", "resume"):
         return None
     return step if kind == "resume" else step - 1
 
 
 def _keep_former(path: Path) -> None:
-    """Keeps a copy of a file that is about to be replaced, under the next number: config-0001.yaml, …"""
+    """Keep a copy of a file that is about to be replaced, under the next number: config-0001.yaml, …"""
     if path.is_file():
         shutil.copy2(path, _numbered(path))
 
@@ -349,7 +352,7 @@ def _numbered(path: Path) -> Path:
 
 
 def _value(path: Path, key: str) -> Any:
-    """A value of the record in a file; None where the file cannot be read, or is damaged."""
+    """Return a value of the record in a file; None if the file cannot be read, or is damaged."""
     try:
         return read_record(path).get(key)
     except (OSError, ValueError):
@@ -363,7 +366,7 @@ class RunLock:
     kernel releases it when the process ends. The file stays: if it were removed, two processes could lock two files.
 
     Attributes:
-        problem: why the file system gives no locks, so that a second process would not be refused; None where it does.
+        problem: error of a file system that gives no locks, so that a second process would not be refused; else None.
     """
 
     def __init__(self, run: Path) -> None:
@@ -382,19 +385,22 @@ class RunLock:
                 if is_taken := lock(descriptor, wait=False):
                     break
         except OSError as error:
-            is_taken, self.problem = True, error.strerror
+            is_taken = True
+            self.problem = error.strerror
         if not is_taken:
             os.close(descriptor)
-            other = self.holder(self._run)
-            who = f" (process {other['pid']} on {other['host']}, since {other['started']})" if other else ""
+            holder = self.holder(self._run)
+            who = ""
+            if holder:
+                who = f" (process {holder['pid']} on {holder['host']}, since {holder['started']})"
             raise ConfigError(
                 f"--run-dir ({self._run}) is in use by another run{who}: wait for its end, stop it by "
                 f"`shardwise stop {self._run}`, or choose another folder"
                 f"{see('runs#run-folder-in-use')}"
             )
-        holder = {"host": platform.node(), "pid": os.getpid(), "started": datetime.now(UTC).isoformat("T", "seconds")}
+        facts = {"host": platform.node(), "pid": os.getpid(), "started": datetime.now(UTC).isoformat("T", "seconds")}
         os.truncate(descriptor, 0)
-        os.pwrite(descriptor, json_text(holder).encode(), 0)
+        os.pwrite(descriptor, json_text(facts).encode(), 0)
         self._descriptor = descriptor
         return self
 
@@ -405,7 +411,7 @@ class RunLock:
 
     @staticmethod
     def holder(run: Path) -> dict[str, Any] | None:
-        """Host, pid and start time of the process that has the lock, or was killed while it had it."""
+        """Return host, pid and start time of the process that has the lock, or was killed while it had it."""
         try:
             holder = read_record(run / _LOCK)
         except (OSError, ValueError):
@@ -414,7 +420,7 @@ class RunLock:
 
     @staticmethod
     def is_held(run: Path) -> bool:
-        """Whether a process runs in this folder; True also where the file system cannot tell."""
+        """Return True if a process runs in this folder, or if the file system cannot tell."""
         try:
             descriptor = os.open(run / _LOCK, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
@@ -440,7 +446,10 @@ def _finite(value: Any) -> Any:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the repository that holds `folder` and whether tracked files differ from it; None outside of one."""
+    """Return the commit of the repository that holds `folder`, and `modified`: True if tracked files differ from it.
+
+    None outside of a repository.
+    """
     import subprocess  # costly to import, for the start of a run alone
 
     def git(*arguments: str) -> str:

@@ -1,16 +1,11 @@
-"""Reading of growing files of JSON lines: what was added since the last time, or their ends alone.
-
-The steps of a run as columns of numbers, which take little memory.
-"""
+"""Reading of growing files of JSON lines: the lines that were added since the last time, or the last ones alone."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,55 +13,62 @@ import orjson
 
 from shardwise.base.files import open_plain
 from shardwise.base.run_records import record_of
-from shardwise.runs.lost_time import number, seconds_of
+from shardwise.runs.lost_time import seconds_of
 
-_START, _STEP = b'{"event": "start"', b'{"event": "step"'
+# `folder.JsonLines` writes the kind of an event first, so that a line is known by its beginning without parsing it.
+_START = b'{"event": "start"'
+_STEP = b'{"event": "step"'
 _TIME = b'"time": "'
 _CHUNK_BYTES = 1 << 22
 _HEAD_BYTES = 256
+"""Bytes by which a file is known again; the first event has its time, so that two runs differ in them."""
 _STEPS_AT_THE_END = 64
+"""Steps that are read of a run whose history is left out: more than the 20 over which means are taken."""
 _BLOCK_BYTES = 1 << 13
 """Much more than a line of a rank's file has."""
 
 
-class Growing:
+class GrowingFile:
     """A file of JSON lines that another process appends to.
 
     Args:
-        whole: whether `new` returns all steps. Otherwise it returns the last ones, and the last one before each "start"
-            event: the others are not parsed, as they are many.
+        whole: True if `new` returns all steps. Otherwise it returns the last ones, and the last one before each "start"
+            event; the others are not parsed, as they are many.
     """
 
     def __init__(self, path: Path, *, whole: bool) -> None:
-        self.path, self.whole = path, whole
-        self._read, self._head = 0, b""
+        self.path = path
+        self.whole = whole
+        self._read_bytes = 0
+        self._head = b""
 
     def was_replaced(self) -> bool:
-        """Whether the file is another one than before, or was cut: `new` then returns all its lines again.
+        """True if the file is another one than before, or was cut: `new` then returns all its lines again.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         try:
             with open_plain(self.path) as file:
-                same = file.read(len(self._head)) == self._head and file.seek(0, 2) >= self._read
+                same = file.read(len(self._head)) == self._head and file.seek(0, 2) >= self._read_bytes
         except FileNotFoundError:
-            same = self._read == 0
+            same = self._read_bytes == 0
         if not same:
-            self._read, self._head = 0, b""
+            self._read_bytes = 0
+            self._head = b""
         return not same
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """The whole lines that were added since the last call, in their order.
+        """Return the complete lines that were added since the last call, in their order.
 
         Raises:
             OSError: the file cannot be read.
         """
         lines = self._lines()
-        return _parsed(lines if self.whole else _few(lines))
+        return _parsed(lines if self.whole else _without_most_steps(lines))
 
     def _lines(self) -> Iterator[bytes]:
-        """Read in chunks: a file may have gigabytes. What follows the last line end is still being written."""
+        """Read the added lines in chunks: a file may have gigabytes."""
         try:
             file = open_plain(self.path)
         except FileNotFoundError:
@@ -74,145 +76,94 @@ class Growing:
         with file:
             if len(self._head) < _HEAD_BYTES:
                 self._head = file.read(_HEAD_BYTES)
-            file.seek(self._read)
+            file.seek(self._read_bytes)
             begun = b""
             while chunk := file.read(_CHUNK_BYTES):
+                # The text after the last line end is still being written: it is not counted as read.
                 *lines, begun = (begun + chunk).split(b"\n")
-                self._read += sum(map(len, lines)) + len(lines)
+                self._read_bytes += sum(map(len, lines)) + len(lines)
                 yield from lines
 
 
-def last(path: Path, bytes_: int) -> list[dict[str, Any]]:
-    """The whole lines among the last bytes of a file, in their order; none of one that is not there.
+def last_lines(path: Path, byte_count: int) -> list[dict[str, Any]]:
+    """Return the complete lines among the last bytes of a file, in their order; [] if the file does not exist.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         with open_plain(path) as file:
-            return list(_parsed(_block(file.fileno(), max(0, file.seek(0, 2) - bytes_), bytes_)))
+            begin = max(0, file.seek(0, 2) - byte_count)
+            return list(_parsed(_block(file.fileno(), begin, byte_count)))
     except FileNotFoundError:
         return []
 
 
-def last_of_rank(path: Path, *, start: bool, after: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The last "start" line and the last step of a rank's file; {} where there is none.
+def last_lines_of_rank(path: Path, *, start: bool, after: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the last "start" line and the last step of a rank's file, {} in place of a missing one.
 
     Args:
-        start: whether to look for the start where it is not at the end of the file; {} otherwise.
-        after: when the rank's process started last, in seconds since the epoch; None: it started once.
+        start: True to search the whole file for the start if it is not near the end; otherwise {} takes its place.
+        after: last start of the rank's process, in seconds since the epoch; None if it started once.
 
     Raises:
         OSError: the file cannot be read.
     """
     with open_plain(path) as opened:
-        file, size = opened.fileno(), os.fstat(opened.fileno()).st_size
+        file = opened.fileno()
+        size = os.fstat(file).st_size
         lines = _block(file, max(0, size - _BLOCK_BYTES))
         step = next((line for line in _parsed(reversed(lines)) if "step" in line), {})
-        begun = _start_among(lines)
+        begun = _last_start(lines)
         if not begun and start:
-            begun = _start_among(_block(file, 0 if after is None else _begin_of(file, size, after), 2 * _BLOCK_BYTES))
+            # Two blocks: the start lies within a block after the place that is found.
+            begin = 0 if after is None else _position_of_time(file, size, after)
+            begun = _last_start(_block(file, begin, 2 * _BLOCK_BYTES))
     return begun, step
 
 
-def _begin_of(file: int, size: int, after: float) -> int:
-    """A place in a rank's file within a block before its first line after a time, found by halving."""
+def _position_of_time(file: int, size: int, after: float) -> int:
+    """Find, by halving, a position in a rank's file within a block before the first line after a time.
+
+    Lines are in the order of time, and reading a file of gigabytes from its beginning would take minutes.
+    """
     low, high = 0, size
     while high - low > _BLOCK_BYTES:
         middle = (low + high) // 2
-        _, _, found = os.pread(file, _BLOCK_BYTES // 2, middle).partition(_TIME)
-        time = found[: found.find(b'"')].decode(errors="replace")
-        low, high = (low, middle) if seconds_of({"time": time}) >= after else (middle, high)
+        _, _, text = os.pread(file, _BLOCK_BYTES // 2, middle).partition(_TIME)
+        time = text[: text.find(b'"')].decode(errors="replace")
+        if seconds_of({"time": time}) >= after:
+            high = middle
+        else:
+            low = middle
     return low
 
 
-def _block(file: int, at: int, bytes_: int = _BLOCK_BYTES) -> list[bytes]:
-    """The whole lines of a part of a file."""
-    return os.pread(file, bytes_, at).split(b"\n")[(at > 0) : -1]
+def _block(file: int, begin: int, byte_count: int = _BLOCK_BYTES) -> list[bytes]:
+    """Return the complete lines of a part of a file: the first piece is cut unless it begins the file."""
+    return os.pread(file, byte_count, begin).split(b"\n")[(begin > 0) : -1]
 
 
-def _start_among(lines: list[bytes]) -> dict[str, Any]:
+def _last_start(lines: list[bytes]) -> dict[str, Any]:
     return next(_parsed(line for line in reversed(lines) if line.startswith(_START)), {})
 
 
-def _few(lines: Iterable[bytes]) -> list[bytes]:
-    """All lines but steps, the last step before each start, and the last steps."""
-    found: list[tuple[int, bytes]] = []
+def _without_most_steps(lines: Iterable[bytes]) -> list[bytes]:
+    """Keep all lines but steps, the last step before each start, and the last steps."""
+    kept: list[tuple[int, bytes]] = []
     steps: deque[tuple[int, bytes]] = deque(maxlen=_STEPS_AT_THE_END)
     for position, line in enumerate(lines):
         if line.startswith(_STEP):
             steps.append((position, line))
             continue
         if line.startswith(_START) and steps:
-            found.append(steps[-1])
+            kept.append(steps[-1])
             steps.clear()
-        found.append((position, line))
-    return [line for _, line in sorted([*found, *steps])]
+        kept.append((position, line))
+    return [line for _, line in sorted([*kept, *steps])]
 
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError):  # a crash, or a full disk, cut the line short
             yield record_of(line, orjson.loads)
-
-
-NUMBERS = (
-    "loss",
-    "lr",
-    "grad_norm",
-    "param_norm",
-    "tokens",
-    "samples",
-    "tokens_per_second",
-    "samples_per_second",
-    "tokens_per_second_per_device",
-    "peak_tokens_per_second",
-    "mfu",
-    "step_seconds",
-    "peak_memory_bytes",
-    "bubble",
-    "loss_spike",
-)
-"""Numbers of a step that the series of a run has; NaN where a step lacks one."""
-PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
-"""Of a step's time (`split_seconds`), in the order in which they are shown."""
-
-
-@dataclass
-class Series:
-    """The steps of a run, those that were undone left out: by name one number for each step.
-
-    Attributes:
-        steps: their numbers, growing.
-        seconds: when each was recorded, since the epoch; NaN where that is unknown.
-        numbers: by name of `NUMBERS`.
-        parts: by name of `PARTS`, seconds of the step.
-    """
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    seconds: array[float] = field(default_factory=lambda: array("d"))
-    numbers: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in NUMBERS})
-    parts: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in PARTS})
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Add a "step" event; steps from its number on are undone."""
-        step = event["step"]
-        if self.steps and self.steps[-1] >= step:
-            self.undo_after(step - 1)
-        self.steps.append(step)
-        self.seconds.append(seconds_of(event))
-        split = event.get("split_seconds")
-        for fields, columns in ((event, self.numbers), (split if isinstance(split, dict) else {}, self.parts)):
-            for name, values in columns.items():
-                value = fields.get(name)
-                values.append(value if type(value) is float else number(value))  # there are many: most are floats
-
-    def undo_after(self, step: int) -> None:
-        """Forget the steps after `step`: the run went back to it."""
-        keep = len(self.steps)
-        while keep and self.steps[keep - 1] > step:
-            keep -= 1
-        if keep < len(self.steps):
-            del self.steps[keep:]
-            for values in (self.seconds, *self.numbers.values(), *self.parts.values()):
-                del values[keep:]

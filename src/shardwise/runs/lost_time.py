@@ -1,4 +1,4 @@
-"""Where the time of a run went: the share in which steps were taken that count, and what the rest was lost to."""
+"""The lost time of a run by cause, and its goodput: the share of its time in which steps were taken that count."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from datetime import datetime
 from typing import Any
 
 CAUSES = ("start", "compile", "data", "checkpoint", "load", "restart", "lost steps")
-"""What time is lost to, in the order in which it is shown.
+"""Causes of lost time, in the order in which they are shown.
 
-start: from the start of the processes to the training, without loading. data: waiting for batches. checkpoint: training
-waited until a checkpoint was copied. load: reading a checkpoint. restart: from the last sign of one start of the run to
-the next one, unless the first one reached its end. lost steps: steps that were done again, without their waits, which
-count as such.
+    start       time from the start of the processes to the training, without loading
+    compile     compiling graphs
+    data        waiting for batches
+    checkpoint  training waited until a checkpoint was copied
+    load        reading a checkpoint
+    restart     time from the last event of one start of the run to the next start, unless the first reached its end
+    lost steps  steps that were done again, without their waits, which count as such
 """
 _LAST_SECOND = 1e11
 """In the year 5138: a later time is none, and cannot be shown in every time zone."""
@@ -23,8 +26,15 @@ _AT_ITS_END = ("finished", "stop_after")
 
 
 @dataclass
-class _Start:
-    """One start of the run: when it began, the steps that were done before, what it lost, and its last step."""
+class _RunStart:
+    """One start of the run.
+
+    Attributes:
+        began: time of its "start" event, in seconds since the epoch.
+        steps: steps that were done before.
+        compiling: seconds of compiling graphs.
+        last: last "step" event; {} before the first.
+    """
 
     began: float = math.nan
     steps: int = 0
@@ -32,11 +42,11 @@ class _Start:
     last: Mapping[str, Any] = field(default_factory=dict)
 
     def waited(self, cause: str) -> float:
-        """Seconds; `waited_seconds` of a step are sums since the start."""
+        """Return the seconds of a wait: `waited_seconds` of the last step are sums since the start."""
         return number((self.last.get("waited_seconds") or {}).get(cause), 0.0)
 
     def seconds_of_a_step(self) -> float:
-        """The mean of its steps, without waits and compilation; that of the last one where times are unknown."""
+        """Mean seconds of a step without waits and compilation; seconds of the last step if the times are unknown."""
         waits = self.compiling + sum(self.waited(cause) for cause in _WAITS)
         steps = number(self.last.get("step"), 0.0) - self.steps
         mean = (seconds_of(self.last) - self.began - waits) / steps if steps > 0 else math.nan
@@ -45,23 +55,24 @@ class _Start:
 
 @dataclass
 class LostTime:
-    """Seconds of a run, from its events in their order (`add`).
+    """Lost seconds of a run, summed up from its events in their order (`add`).
 
-    Of the steps it needs the last one before each start, and the last one of all.
+    Only two kinds of steps matter, so that a reader may skip all others: the last one before each start, and the last
+    one of all.
 
     Attributes:
-        steps: that were done again.
-        starts: of the run.
+        steps: number of steps that were done again.
+        starts: number of starts of the run.
     """
 
     steps: int = 0
     starts: int = 0
     _lost: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
-    _first: float = math.nan
-    _last: float = math.nan
+    _first_time: float = math.nan
+    _last_time: float = math.nan
     _is_over: bool = False
-    _former: _Start = field(default_factory=_Start)
-    _start: _Start = field(default_factory=_Start)
+    _former: _RunStart = field(default_factory=_RunStart)
+    _start: _RunStart = field(default_factory=_RunStart)
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Count an event of `metrics.jsonl`."""
@@ -75,24 +86,25 @@ class LostTime:
         elif kind == "resume":
             loading = number(event.get("load_seconds"), 0.0)
             self._lost["load"] += loading
+            # `seconds_before_training` of the start, which came before this event, contains the loading.
             self._lost["start"] = max(0.0, self._lost["start"] - loading)
             self._undo_after(int(number(event.get("step"), 0.0)))
         elif kind == "compile":
             self._start.compiling += number(event.get("seconds"), 0.0)
         self._is_over = kind == "stop" and event.get("reason") in _AT_ITS_END
-        self._last = _later(self._last, now)
+        self._last_time = _later(self._last_time, now)
 
     @property
     def by_cause(self) -> dict[str, float]:
-        """Seconds by `CAUSES`."""
+        """Lost seconds by `CAUSES`."""
         lost = dict(self._lost)
-        _count(lost, self._start)
+        _add_waits(lost, self._start)
         return lost
 
     @property
     def whole(self) -> float:
-        """Seconds from the first start of the run to its last sign."""
-        seconds = self._sign() - self._first
+        """Seconds from the first start of the run to its last event."""
+        seconds = self._last_sign() - self._first_time
         return 0.0 if math.isnan(seconds) else max(0.0, seconds)
 
     @property
@@ -102,32 +114,35 @@ class LostTime:
 
     @property
     def goodput(self) -> float | None:
-        """`useful` over `whole`; None before there is anything."""
+        """Ratio of `useful` to `whole`; None before the first event with a time."""
         return self.useful / self.whole if self.whole > 0 else None
 
-    def _sign(self) -> float:
-        """When the run wrote last."""
-        return _later(self._last, seconds_of(self._start.last))
+    def _last_sign(self) -> float:
+        """Time of the last event, steps included, in seconds since the epoch."""
+        return _later(self._last_time, seconds_of(self._start.last))
 
     def _begin(self, event: Mapping[str, Any], now: float) -> None:
         before = number(event.get("seconds_before_training"), 0.0)
-        gap = max(0.0, now - before - self._sign())
+        gap = max(0.0, now - before - self._last_sign())
         if self._is_over:
-            self._first += gap  # nothing was lost: nothing was left to do
+            # A run that had reached its end had nothing to do: the pause is left out of the run's time.
+            self._first_time += gap
         elif not math.isnan(gap):
             self._lost["restart"] += gap
-        if math.isnan(self._first):
-            self._first = now - before
-        _count(self._lost, self._start)
+        if math.isnan(self._first_time):
+            self._first_time = now - before
+        _add_waits(self._lost, self._start)
         self._lost["start"] += before
         self.starts += 1
-        if self._start.last:
+        if self._start.last:  # a start without a step undoes none, so the one before it stays the former one
             self._former = self._start
-        self._start = _Start(now, int(number(event.get("steps_before"), 0.0)))
+        self._start = _RunStart(now, int(number(event.get("steps_before"), 0.0)))
 
     def _undo_after(self, step: int) -> None:
-        """Count the steps of the start before that come after `step`."""
-        former, self._former, self._start.steps = self._former, _Start(), step
+        """Count the steps after `step` that the former start did: they are done again."""
+        former = self._former
+        self._former = _RunStart()  # its steps are counted once, also if the run resumes again
+        self._start.steps = step
         lost = int(number(former.last.get("step"), 0.0)) - max(step, former.steps)
         if lost > 0:
             self.steps += lost
@@ -135,7 +150,7 @@ class LostTime:
 
 
 def number(value: Any, default: float = math.nan) -> float:
-    """A number of a record, where "nan", "inf" and "-inf" are texts; `default` where it is none."""
+    """Return a number of a record, in which "nan", "inf" and "-inf" are texts; `default` for a value that is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -143,7 +158,7 @@ def number(value: Any, default: float = math.nan) -> float:
 
 
 def seconds_of(event: Mapping[str, Any]) -> float:
-    """When an event was recorded, in seconds since the epoch; NaN where that is unknown."""
+    """Return the time at which an event was recorded, in seconds since the epoch; NaN if it is unknown."""
     try:
         seconds = datetime.fromisoformat(event["time"]).timestamp()
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -151,12 +166,13 @@ def seconds_of(event: Mapping[str, Any]) -> float:
     return seconds if 0 <= seconds <= _LAST_SECOND else math.nan
 
 
-def _later(one: float, other: float) -> float:
-    return other if math.isnan(one) or other > one else one
+def _later(former: float, new: float) -> float:
+    """Return the later of two times, of which NaN is unknown."""
+    return new if math.isnan(former) or new > former else former
 
 
-def _count(lost: dict[str, float], start: _Start) -> None:
-    """Add what a start lost to waits and compilation."""
+def _add_waits(lost: dict[str, float], start: _RunStart) -> None:
+    """Add the seconds that a start lost to waits and compilation."""
     lost["compile"] += start.compiling
     for cause in _WAITS:
         lost[cause] += start.waited(cause)

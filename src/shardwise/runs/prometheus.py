@@ -14,20 +14,21 @@ from prometheus_client.core import GaugeMetricFamily
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import reason_of
-from shardwise.runs.json_lines import NUMBERS
 from shardwise.runs.lost_time import number
-from shardwise.runs.run import STATES, Run
+from shardwise.runs.run import STATES, RunView
+from shardwise.runs.step_metrics import STEP_METRICS
 from shardwise.runs.summary import snapshot
 
 
 @dataclass(frozen=True)
-class Metric:
-    """A metric, and where its value is in the snapshot of a run.
+class SnapshotMetric:
+    """A metric of Prometheus, and the field of a run's snapshot that has its value.
 
     Attributes:
-        name: after `shardwise_`.
-        field: of the snapshot, or of each of its ranks or nodes.
-        label: of the keys of a field that is an object.
+        name: name after `shardwise_`.
+        field: key in the snapshot, or in each of its ranks or nodes.
+        help: sentence that Prometheus shows.
+        label: name of the label that tells the keys of a field apart, if the field is an object.
     """
 
     name: str
@@ -36,77 +37,68 @@ class Metric:
     label: str = ""
 
 
-_TRAIN = {
-    "loss": "Loss of the last step.",
-    "lr": "Learning rate.",
-    "grad_norm": "Norm of the gradient, before it is clipped.",
-    "param_norm": "Norm of the parameters.",
-    "tokens": "Tokens that have been consumed.",
-    "samples": "Samples that have been consumed.",
-    "tokens_per_second": "Tokens a second, over the last steps.",
-    "samples_per_second": "Samples a second, over the last steps.",
-    "tokens_per_second_per_device": "Tokens a second on each device.",
-    "peak_tokens_per_second": "The most tokens a second so far.",
-    "mfu": "Model FLOPs utilization, from 0 to 1.",
-    "step_seconds": "Seconds of the last step.",
-    "peak_memory_bytes": "The most memory of rank 0 so far.",
-    "bubble": "The share of the step in which pipeline ranks waited for others.",
-    "loss_spike": "Standard deviations of the loss above the mean of the last steps.",
-}
+_EVALUATION = (
+    SnapshotMetric("eval_loss", "loss", "Loss of the last evaluation."),
+    SnapshotMetric("eval_perplexity", "perplexity", "Perplexity of the last evaluation."),
+    SnapshotMetric("eval_step", "step", "Step of the last evaluation."),
+)
 _RUN = (
-    Metric("train_step", "step", "Steps that are done."),
-    Metric("train_steps", "steps", "Steps of the whole training."),
-    Metric("train_part_seconds", "split_seconds", "Seconds of each part of the last step, on rank 0.", "part"),
-    Metric("train_communication_bytes", "communication_bytes", "Bytes that rank 0 sent along each axis.", "axis"),
-    Metric("train_memory_bytes", "memory_bytes", "Memory of rank 0 by kind.", "kind"),
-    Metric("run_eta_seconds", "eta_seconds", "Seconds until the last step."),
-    Metric("run_goodput", "goodput", "The share of time in which steps were taken that count."),
-    Metric("run_seconds", "seconds", "Seconds from the first start of the run to its last sign."),
-    Metric("run_lost_seconds", "lost_seconds", "Seconds that were lost, by cause.", "cause"),
-    Metric("run_lost_steps", "lost_steps", "Steps that were done again."),
-    Metric("run_starts", "starts", "Starts of the run."),
-    Metric("run_warnings", "warnings", "Warnings of the run."),
-    Metric("run_heard_timestamp_seconds", "heard", "When the run last wrote to its folder."),
+    SnapshotMetric("train_step", "step", "Steps that are done."),
+    SnapshotMetric("train_steps", "steps", "Steps of the whole training."),
+    SnapshotMetric("train_part_seconds", "split_seconds", "Seconds of each part of the last step, on rank 0.", "part"),
+    SnapshotMetric(
+        "train_communication_bytes", "communication_bytes", "Bytes that rank 0 sent along each axis.", "axis"
+    ),
+    SnapshotMetric("train_memory_bytes", "memory_bytes", "Memory of rank 0 by kind.", "kind"),
+    SnapshotMetric("run_eta_seconds", "eta_seconds", "Seconds until the last step."),
+    SnapshotMetric("run_goodput", "goodput", "The share of time in which steps were taken that count."),
+    SnapshotMetric("run_seconds", "seconds", "Seconds from the first start of the run to its last sign."),
+    SnapshotMetric("run_lost_seconds", "lost_seconds", "Seconds that were lost, by cause.", "cause"),
+    SnapshotMetric("run_lost_steps", "lost_steps", "Steps that were done again."),
+    SnapshotMetric("run_starts", "starts", "Starts of the run."),
+    SnapshotMetric("run_warnings", "warnings", "Warnings of the run."),
+    SnapshotMetric("run_heard_timestamp_seconds", "heard", "When the run last wrote to its folder."),
 )
 _RANK = (
-    Metric("rank_step", "step", "The last step that the rank recorded."),
-    Metric("rank_step_seconds", "step_seconds", "Seconds of the rank's last step."),
-    Metric("rank_work_seconds", "work_seconds", "Seconds of the rank's own work in its last step."),
-    Metric("rank_relative_work", "relative", "Own work over that of the rank with the least."),
-    Metric("rank_memory_bytes", "memory_bytes", "Memory of the rank's device in use."),
-    Metric("rank_utilization", "utilization", "Utilization of the rank's device, from 0 to 1."),
-    Metric("rank_heard_timestamp_seconds", "heard", "When the rank last wrote to its file."),
+    SnapshotMetric("rank_step", "step", "The last step that the rank recorded."),
+    SnapshotMetric("rank_step_seconds", "step_seconds", "Seconds of the rank's last step."),
+    SnapshotMetric("rank_work_seconds", "work_seconds", "Seconds of the rank's own work in its last step."),
+    SnapshotMetric("rank_relative_work", "relative", "Own work over that of the rank with the least."),
+    SnapshotMetric("rank_memory_bytes", "memory_bytes", "Memory of the rank's device in use."),
+    SnapshotMetric("rank_utilization", "utilization", "Utilization of the rank's device, from 0 to 1."),
+    SnapshotMetric("rank_heard_timestamp_seconds", "heard", "When the rank last wrote to its file."),
 )
 _NODE = (
-    Metric("node_cpu", "cpu", "Utilization of the machine's CPU, from 0 to 1."),
-    Metric("node_memory_bytes", "memory_bytes", "Memory of the machine in use."),
-    Metric("node_memory_total_bytes", "memory_total_bytes", "Memory of the machine."),
+    SnapshotMetric("node_cpu", "cpu", "Utilization of the machine's CPU, from 0 to 1."),
+    SnapshotMetric("node_memory_bytes", "memory_bytes", "Memory of the machine in use."),
+    SnapshotMetric("node_memory_total_bytes", "memory_total_bytes", "Memory of the machine."),
 )
 
 
 class RunCollector:
-    """Collects a run's metrics for a registry of `prometheus_client`. Several scrapes at once take turns."""
+    """Collector of a run's metrics for a registry of `prometheus_client`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunView) -> None:
         self._run = run
-        self._turn = threading.Lock()
+        # The server answers each scrape in a thread of its own, and `refresh` is not safe in two at once.
+        self._refresh_lock = threading.Lock()
 
     def describe(self) -> list[GaugeMetricFamily]:
-        """Nothing: the registry would otherwise read the run to learn the names."""
+        """Name no metric: the registry would otherwise read the run, when it is registered, to learn the names."""
         return []
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        with self._turn:
+        with self._refresh_lock:
             self._run.refresh()
-            found = snapshot(self._run)
-        yield from _families(found)
+            run_snapshot = snapshot(self._run)
+        yield from _families(run_snapshot)
 
 
-def serve(run: Run, port: int, host: str) -> None:
+def serve(run: RunView, port: int, host: str) -> None:
     """Answer scrapes at http://`host`:`port`/metrics from now on, in threads that end with the process.
 
     Raises:
-        ConfigError: nothing can listen there.
+        ConfigError: the port cannot be listened at.
     """
     registry = CollectorRegistry()
     registry.register(RunCollector(run))
@@ -120,47 +112,54 @@ def serve(run: Run, port: int, host: str) -> None:
         ) from None
 
 
-def _families(found: Mapping[str, Any]) -> Iterator[GaugeMetricFamily]:
-    run = {"run": found["run"]}
-    state = GaugeMetricFamily("shardwise_run_state", "1 for the state of the run.", labels=["run", "state"])
-    for one in STATES:
-        state.add_metric([found["run"], one], float(one == found["state"]))
-    yield state
-    for name in NUMBERS:
-        yield from _gauge(Metric(f"train_{name}", name, _TRAIN[name]), [(run, found["train"])])
-    evaluation = [(run, found["eval"] or {})]
-    for name, text in {"loss": "Loss", "perplexity": "Perplexity", "step": "Step"}.items():
-        yield from _gauge(Metric(f"eval_{name}", name, f"{text} of the last evaluation."), evaluation)
+def _families(run_snapshot: Mapping[str, Any]) -> Iterator[GaugeMetricFamily]:
+    name = run_snapshot["run"]
+    labels = {"run": name}
+    states = GaugeMetricFamily("shardwise_run_state", "1 for the state of the run.", labels=["run", "state"])
+    for state in STATES:
+        states.add_metric([name, state], float(state == run_snapshot["state"]))
+    yield states
+    for step_metric in STEP_METRICS:
+        metric = SnapshotMetric(f"train_{step_metric.name}", step_metric.name, step_metric.help)
+        yield from _gauge(metric, [(labels, run_snapshot["train"])])
+    for metric in _EVALUATION:
+        yield from _gauge(metric, [(labels, run_snapshot["eval"] or {})])
     for metric in _RUN:
-        yield from _gauge(metric, [(run, found)])
-    ranks = [(run | {"rank": str(view["rank"]), "host": view["host"]}, view) for view in found["ranks"]]
+        yield from _gauge(metric, [(labels, run_snapshot)])
+    ranks = [(labels | {"rank": str(rank["rank"]), "host": rank["host"]}, rank) for rank in run_snapshot["ranks"]]
     for metric in _RANK:
         yield from _gauge(metric, ranks)
-    nodes = [(run | {"host": view["host"]}, view) for view in found["nodes"]]
+    nodes = [(labels | {"host": node["host"]}, node) for node in run_snapshot["nodes"]]
     for metric in _NODE:
         yield from _gauge(metric, nodes)
 
 
-def _gauge(metric: Metric, sources: list[tuple[dict[str, str], Mapping[str, Any]]]) -> Iterator[GaugeMetricFamily]:
-    """A metric with a sample of each source that has it; nothing where none has."""
+def _gauge(
+    metric: SnapshotMetric, sources: list[tuple[dict[str, str], Mapping[str, Any]]]
+) -> Iterator[GaugeMetricFamily]:
+    """Yield a metric with a sample of each source that has it; nothing if none has.
+
+    Args:
+        sources: labels and fields of the run, or of each of its ranks or nodes.
+    """
     family: GaugeMetricFamily | None = None
     for labels, fields in sources:
-        value = fields.get(metric.field)
-        values = value.items() if isinstance(value, Mapping) else [("", value)]
-        for key, one in values:
-            if one is None:
+        content = fields.get(metric.field)
+        values = content.items() if isinstance(content, Mapping) else [("", content)]
+        for key, value in values:
+            if value is None:
                 continue
-            more = {metric.label: str(key)} if metric.label else {}
+            key_label = {metric.label: str(key)} if metric.label else {}
             if family is None:
-                family = GaugeMetricFamily(f"shardwise_{metric.name}", metric.help, labels=[*labels, *more])
-            family.add_metric([*labels.values(), *more.values()], _value(one))
+                family = GaugeMetricFamily(f"shardwise_{metric.name}", metric.help, labels=[*labels, *key_label])
+            family.add_metric([*labels.values(), *key_label.values()], _number(value))
     if family is not None:
         yield family
 
 
-def _value(value: Any) -> float:
-    """A number; a time as seconds since the epoch. NaN says what "nan" does."""
-    found = number(value)
-    if math.isnan(found) and isinstance(value, str) and "T" in value:
+def _number(value: Any) -> float:
+    """Convert a value of JSON; a time becomes seconds since the epoch, and the text "nan" NaN."""
+    converted = number(value)
+    if math.isnan(converted) and isinstance(value, str) and "T" in value:
         return datetime.fromisoformat(value).timestamp()
-    return found
+    return converted

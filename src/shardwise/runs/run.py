@@ -1,6 +1,6 @@
-"""What a run's folder tells of a run: its curve, its ranks, its events, and where its time went.
+"""A run as its readers see it: its steps, its ranks, its events and its lost time, read from its folder.
 
-Every number that `ls`, `top`, `monitor` and `report` show is derived here, from the files that `runlog` describes. A
+Every number that `ls`, `top`, `monitor` and `report` show is derived here, from the files that `folder.py` describes. A
 field that an older run did not record is None.
 """
 
@@ -10,7 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,83 +20,58 @@ from shardwise.base.parsing import read_mapping
 from shardwise.base.redaction import without_secrets
 from shardwise.base.run_records import count_of, read_record
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
-from shardwise.runs.json_lines import Growing, Series, last, last_of_rank
+from shardwise.runs.json_lines import GrowingFile, last_lines, last_lines_of_rank
 from shardwise.runs.lost_time import LostTime, number, seconds_of
+from shardwise.runs.rank_views import (
+    SILENT_SECONDS,
+    SILENT_STEPS,
+    NodeView,
+    RankView,
+    node_views,
+    with_relative_work,
+)
+from shardwise.runs.step_metrics import StepSeries
 
 State = Literal["starting", "running", "silent", "finished", "stopped", "failed", "killed"]
-"""`silent`: it should run, and has written nothing for long. `killed`: it ended, and nothing says why."""
+"""`silent`: the run should go on, and has written nothing for long. `killed`: it ended, and nothing says why."""
 STATES: tuple[State, ...] = get_args(State)
 
 _ENDINGS: dict[str, State] = {"finished": "finished", "failed": "failed"}
-_SILENT_STEPS, _SILENT_RECORDS = 20, 3
-_SILENT_SECONDS, _SILENT_AT_THE_START = 60.0, 600.0
+_SILENT_RECORDS = 3
+"""Records that may fail to come with a large `log.every`, before a run is silent."""
+_SILENT_AT_THE_START = 600.0
+"""Seconds before the first step: a run that starts may compile graphs, or prepare data."""
 _RECENT_STEPS = 20
+"""Recorded steps over which the pace of a run is taken."""
+_RESTARTS_BYTES = 1 << 20
+"""Bytes of restarts.jsonl that are read: thousands of starts."""
 
 
-@dataclass(frozen=True)
-class RankView:
-    """What the last line of a rank's file tells.
-
-    Attributes:
-        pid: of its process, on its host.
-        place: its rank along each axis of the mesh: `pp`, `dp`, `tp`.
-        work_seconds: of its own work in the step, without waiting for other ranks.
-        relative: `work_seconds` over the least of its pipeline stage; None where ranks recorded none.
-        heard: when it wrote last, in seconds since the epoch.
-        last: the whole line.
-    """
-
-    rank: int
-    host: str
-    pid: int | None
-    device: str
-    place: Mapping[str, int]
-    step: int | None
-    work_seconds: float | None
-    relative: float | None
-    memory_bytes: int | None
-    utilization: float | None
-    heard: float
-    last: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class NodeView:
-    """A machine of the run: what the first of its ranks recorded of it."""
-
-    host: str
-    ranks: tuple[int, ...]
-    devices: tuple[str, ...]
-    cpu: float | None
-    cores: int | None
-    memory_bytes: int | None
-    memory_total_bytes: int | None
-
-
-class Run:
-    """A run, as its folder tells it. `refresh` reads what was added since.
+class RunView:
+    """A run, as its folder shows it. `refresh` reads the lines that were added since.
 
     Args:
-        whole: read all steps. Otherwise only the last ones are there: that takes little time for a run of any length.
+        whole: True to read all steps. Otherwise only the last ones are there, which takes little time for any run.
 
     Attributes:
-        id: of the run; None of one that has none.
-        config, environment, results: the files of these names; {} where one is not there or damaged.
-        problems: of files that cannot be read or are damaged, a sentence each; what they would tell is missing.
-        series: its steps.
-        evaluations, events: in their order; `events` are all others than steps and evaluations.
-        last: the last "step" event as it was recorded; {} without one.
-        before_starts: for each start, when the last step before it was recorded, in seconds since the epoch; NaN where
-            that is unknown.
-        lost: where its time went.
+        id: id of the run; None if it has none.
+        config, environment, results: contents of the files of these names; {} for one that is missing or damaged.
+        series: steps of the run.
+        evaluations: "eval" events in their order.
+        events: all events but steps and evaluations, in their order.
+        last: last "step" event as it was recorded; {} without one.
+        before_starts: time at which the last step before each start was recorded, in seconds since the epoch; NaN if
+            it is unknown.
+        lost: lost time of the run.
     """
 
     def __init__(self, path: Path, *, whole: bool) -> None:
-        self.path, self.directory = path, RunDirectory(path)
-        self._metrics = Growing(self.directory.metrics, whole=whole)
-        self._files: dict[Path, tuple[int, dict[str, Any]]] = {}
+        self.path = path
+        self.directory = RunDirectory(path)
+        self._metrics = GrowingFile(self.directory.metrics, whole=whole)
+        self._files: dict[Path, tuple[int, dict[str, Any]]] = {}  # modification time in ns, and the content
         self._problems: dict[Path, str] = {}
-        self._ranks: dict[int, tuple[float, RankView]] = {}
+        self._ranks: dict[int, tuple[float, RankView]] = {}  # modification time of the rank's file, and its view
         self._starts: dict[int, dict[str, Any]] = {}
         self._clear()
         try:
@@ -112,27 +87,28 @@ class Run:
             )
 
     def refresh(self) -> bool:
-        """Read what was added; returns whether anything was. While the files cannot be read, nothing is new."""
+        """Read the added lines; returns True if there were any. While the files cannot be read, nothing is new."""
         try:
             return self._read()
         except OSError:  # as while a network disk is away for a moment: `heard` tells how old everything is
             return False
 
     def _clear(self) -> None:
-        self.series = Series()
+        self.series = StepSeries()
         self.evaluations: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.last: dict[str, Any] = {}
         self.before_starts: list[float] = []
         self.lost = LostTime()
-        self._recent = 0
+        self._first_recent = 0  # position in `series` of the first step since the last start
         self._trains = False
 
     def _read(self) -> bool:
         self.config = self._file(self.directory.config, read_mapping)
         self.environment = self._file(self.directory.environment, read_record)
         self.results = self._file(self.directory.results, read_record)
-        if is_new := self._metrics.was_replaced():
+        is_new = self._metrics.was_replaced()
+        if is_new:
             self._clear()
         for event in self._metrics.new():
             self._take(event)
@@ -145,15 +121,17 @@ class Run:
 
     @property
     def problems(self) -> list[str]:
+        """A sentence for each file that is damaged or cannot be read; its facts are missing."""
         return list(self._problems.values())
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """The keys of a section of the configuration; {} where it is missing or no section."""
+        """Return the keys of a section of the configuration; {} if it is missing or no section."""
         section = self.config.get(name)
         return section if isinstance(section, dict) else {}
 
     @property
     def state(self) -> State:
+        # The recorded end comes first: the process that recorded it may hold the lock for a moment longer.
         if self.reason and not self._goes_on():
             return _ENDINGS.get(self.reason.partition(":")[0], "stopped")
         if not self._is_alive():
@@ -164,34 +142,32 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """Why it ended, as it was recorded; empty where nothing says so."""
-        ending = self.events[-1] if self.events else {}
-        return str(ending.get("reason", "")) if ending.get("event") == "stop" else ""
+        """Recorded reason of the end; empty for a run that goes on, or whose last event is no "stop"."""
+        last_event = self.events[-1] if self.events else {}
+        return str(last_event.get("reason", "")) if last_event.get("event") == "stop" else ""
 
     @property
     def start(self) -> dict[str, Any]:
-        """The last "start" event; {} without one."""
-        return next((event for event in reversed(self.events) if event.get("event") == "start"), {})
+        """Last "start" event; {} without one."""
+        return self._last_event("start")
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
-        resumed: dict[str, Any] = next((event for event in reversed(self.events) if event.get("event") == "resume"), {})
+        """Number of steps that are done."""
         recorded = self.series.steps[-1] if self.series.steps else 0
-        return max(recorded, resumed.get("step") or 0)
+        return max(recorded, self._last_event("resume").get("step") or 0)
 
     @property
     def steps(self) -> int | None:
-        """Steps of the whole training."""
+        """Number of steps of the whole training."""
         return count_of(self.section("train").get("steps", self.start.get("steps")))
 
     @property
     def step_seconds(self) -> float | None:
-        """The mean of the last 20 recorded steps since the last start."""
+        """Mean of the last 20 recorded steps since the last start."""
         seconds = self.series.numbers["step_seconds"]
-        recent = [
-            value for value in seconds[max(self._recent, len(seconds) - _RECENT_STEPS) :] if not math.isnan(value)
-        ]
+        begin = max(self._first_recent, len(seconds) - _RECENT_STEPS)
+        recent = [value for value in seconds[begin:] if not math.isnan(value)]
         return sum(recent) / len(recent) if recent else None
 
     @property
@@ -203,42 +179,56 @@ class Run:
 
     @property
     def heard(self) -> float | None:
-        """When the run last wrote to its folder, in seconds since the epoch."""
-        times = (_changed(path) for path in (self.directory.metrics, self.directory.log(0)))
-        return max((time for time in times if time is not None), default=None)
+        """Time at which the run last wrote to its folder, in seconds since the epoch."""
+        times = (modification_time(path) for path in (self.directory.metrics, self.directory.log(0)))
+        return max((seconds for seconds in times if seconds is not None), default=None)
 
     @property
     def goodput(self) -> float | None:
-        """The share of the run's time in which steps were taken that count."""
+        """Share of the run's time in which steps were taken that count."""
         return self.lost.goodput
 
     def restarts(self) -> list[dict[str, Any]]:
-        """How each start of a submitted job ended (`restarts.jsonl`)."""
+        """Return the end of each start of a submitted job (`restarts.jsonl`)."""
         try:
-            return [without_secrets(line) for line in last(self.path / "restarts.jsonl", 1 << 20)]
+            return [without_secrets(line) for line in last_lines(self.path / "restarts.jsonl", _RESTARTS_BYTES)]
         except OSError:
             return []
 
     def ranks(self) -> list[RankView]:
-        """The ranks that have a file, by the last line of each; without those that the last start has no more."""
+        """Return a view of each rank that has a file."""
         for path in (self.path / "ranks").glob("rank-*.jsonl"):
-            if path.stem[5:].isdecimal():
-                self._read_rank(int(path.stem[5:]), path)
+            rank = path.stem.removeprefix("rank-")
+            if rank.isdecimal():
+                self._read_rank(int(rank), path)
+        # A run may go on with fewer ranks than before; the files of the others stay.
         count = number(self.start.get("ranks"), math.inf)
-        views = [view for rank, (_, view) in sorted(self._ranks.items()) if rank < count]
-        best: dict[int | None, float] = {}  # by pipeline stage, as stages do unequal work
-        for view in views:
-            if view.work_seconds:
-                stage = view.place.get("pp")
-                best[stage] = min(view.work_seconds, best.get(stage, math.inf))
-        return [_relative(view, best.get(view.place.get("pp"))) for view in views]
+        return with_relative_work([view for rank, (_, view) in sorted(self._ranks.items()) if rank < count])
 
     def nodes(self, ranks: Sequence[RankView]) -> list[NodeView]:
-        """The machines of `ranks`."""
-        hosts: dict[str, list[RankView]] = {}
-        for view in ranks:
-            hosts.setdefault(view.host, []).append(view)
-        return [_node(host, views, self._starts) for host, views in hosts.items()]
+        """Return the machines of `ranks`."""
+        return node_views(ranks, self._starts)
+
+    def split_seconds(self) -> dict[str, float]:
+        """Return the mean of the last 20 recorded steps by `PARTS`; {} if none recorded them."""
+        means = {}
+        for name, values in self.series.parts.items():
+            recent = [value for value in values[-_RECENT_STEPS:] if not math.isnan(value)]
+            if recent:
+                means[name] = sum(recent) / len(recent)
+        return means
+
+    def graphs(self) -> dict[str, float]:
+        """Sum up the compiled graphs since the last start: `graphs`, `hits`, `misses`, `seconds`; {} without any."""
+        begin = max((index for index, event in enumerate(self.events) if event.get("event") == "start"), default=0)
+        compilations = [event for event in self.events[begin:] if event.get("event") == "compile"]
+        if not compilations:
+            return {}
+        names = ("graphs", "hits", "misses", "seconds")
+        return {name: sum(number(event.get(name), 0.0) for event in compilations) for name in names}
+
+    def _last_event(self, kind: str) -> dict[str, Any]:
+        return next((event for event in reversed(self.events) if event.get("event") == kind), {})
 
     def _take(self, event: dict[str, Any]) -> None:
         self.lost.add(event)
@@ -247,42 +237,54 @@ class Run:
             return
         if kind == "step":
             self.series.add(event)
-            self.last, self._trains = event, True
+            self.last = event
+            self._trains = True
         elif kind == "eval":
             self.evaluations.append(event)
         elif kind is not None:
-            self.events.append(without_secrets(event))  # a library's text, or another program's, may hold one
+            self.events.append(without_secrets(event))  # the text of a library, or of another program, may hold one
             self._trains = self._trains and kind not in ("start", "stop")
             if kind == "start":
-                self._recent = len(self.series.steps)
+                self._first_recent = len(self.series.steps)
                 self.before_starts.append(seconds_of(self.last))
-            if kind == "resume" and (kept := last_that_counts(event)) is not None:
-                self.series.undo_after(kept)
-                self._recent = min(self._recent, len(self.series.steps))
-                self.evaluations = [one for one in self.evaluations if number(one.get("step"), 0.0) <= event["step"]]
+            if kind == "resume":
+                self._undo(event)
+
+    def _undo(self, resume: dict[str, Any]) -> None:
+        """Forget the steps and evaluations that come after the checkpoint of a "resume" event."""
+        kept = last_that_counts(resume)
+        if kept is None:
+            return
+        self.series.undo_after(kept)
+        self._first_recent = min(self._first_recent, len(self.series.steps))
+        self.evaluations = [event for event in self.evaluations if number(event.get("step"), 0.0) <= kept]
 
     def _goes_on(self) -> bool:
-        """Whether the run was started again after its last event, which told its end."""
+        """True if the run was started again after its last event, which recorded its end.
+
+        A process takes the lock long before its ranks record their "start" event.
+        """
         holder = RunLock.holder(self.path) or {}
         return seconds_of({"time": holder.get("started")}) > seconds_of(self.events[-1]) and RunLock.is_held(self.path)
 
     def _is_alive(self) -> bool:
-        """Whether its process runs, here or on another host."""
+        """True if the run's process exists, on this host or on another one."""
         if RunLock.is_held(self.path):
             return True
-        # Some file systems keep locks within a host, so that those of another one are not seen.
+        # Some file systems keep locks within a host: those of another host are not seen, and its writing must do.
         holder = RunLock.holder(self.path)
         return holder is not None and holder["host"] != platform.node() and not self._is_silent()
 
     def _is_silent(self) -> bool:
-        """Whether it has written nothing for long: as it starts, it may compile, or prepare data."""
-        every = count_of(self.section("log").get("every")) or 1  # steps to a record
-        steps = max(_SILENT_STEPS, _SILENT_RECORDS * every) * (self.step_seconds or 0.0)
-        patience = max(_SILENT_SECONDS if self._trains else _SILENT_AT_THE_START, steps)
+        """True if the run has written nothing for long."""
+        steps_of_a_record = count_of(self.section("log").get("every")) or 1
+        steps = max(SILENT_STEPS, _SILENT_RECORDS * steps_of_a_record)
+        least_seconds = SILENT_SECONDS if self._trains else _SILENT_AT_THE_START
+        patience = max(least_seconds, steps * (self.step_seconds or 0.0))
         return self.heard is not None and time.time() - self.heard > patience
 
     def _read_rank(self, rank: int, path: Path) -> None:
-        changed = _changed(path)
+        changed = modification_time(path)
         if changed is None or (rank in self._ranks and self._ranks[rank][0] == changed):
             return
         known = self._starts.get(rank)
@@ -290,64 +292,80 @@ class Run:
         # A start that is known may be an earlier one: the rank may have moved to another machine since.
         is_known = known is not None and not seconds_of(known) < began
         try:
-            start, step = last_of_rank(path, start=not is_known, after=began if self.lost.starts > 1 else None)
+            start, step = last_lines_of_rank(path, start=not is_known, after=began if self.lost.starts > 1 else None)
         except OSError:
             return
         if start:
             self._starts[rank] = start
-        self._ranks[rank] = (changed, _rank(rank, self._starts.setdefault(rank, {}), step, changed))
+        view = RankView.from_lines(rank, self._starts.setdefault(rank, {}), step, changed)
+        self._ranks[rank] = (changed, view)
 
     def _file(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """The mapping in a file that is replaced as a whole; {} where it is not there, damaged or cannot be read."""
-        known, changed = self._files.get(path, (0, {})), 0
+        """Return the mapping in a file that is replaced as a whole; {} if it is missing, damaged or unreadable.
+
+        A file is read again only after it has changed; a damaged one is told of until then.
+        """
+        known_time, content = self._files.get(path, (0, {}))
+        changed = 0
         problem: str | None = None
         try:
             changed = path.stat().st_mtime_ns
-            if known[0] != changed:
-                known = changed, read(path)
+            if known_time != changed:
+                content = read(path)
             else:
                 problem = self._problems.get(path)
         except FileNotFoundError:
-            known = 0, {}
+            changed = 0
+            content = {}
         except OSError as error:
-            known, problem = (0, {}), f"{path} cannot be read: {reason_of(error)}"
+            changed = 0  # so that it is read again as soon as it can be
+            content = {}
+            problem = f"{path} cannot be read: {reason_of(error)}"
         except ValueError as error:
-            known, problem = (changed, {}), f"{path} is damaged: {error}"
-        self._files[path] = known
+            content = {}
+            problem = f"{path} is damaged: {error}"
+        self._files[path] = (changed, content)
         self._problems.pop(path, None)
         if problem is not None:
             self._problems[path] = problem
-        return known[1]
+        return content
 
 
-def open_run(path: Path | None, *, whole: bool) -> Run:
-    """The run in a folder; `path` None: the newest of `runs`.
+def open_run(path: Path | None, *, whole: bool) -> RunView:
+    """Open the run in a folder; without a `path` the newest one of `runs`.
 
     Raises:
-        ConfigError: there is none, it cannot be read, or a newer shardwise wrote it.
+        ConfigError: the folder holds no run, it cannot be read, or a newer shardwise wrote it.
     """
     chosen = path or RUNS / "latest"
     if RunDirectory(chosen).holds_run:
-        return Run(chosen, whole=whole)
-    what = "is not there" if not chosen.exists() else "holds no run" if chosen.is_dir() else "is a file"
+        return RunView(chosen, whole=whole)
+    if not chosen.exists():
+        problem = "is not there"
+    elif chosen.is_dir():
+        problem = "holds no run"
+    else:
+        problem = "is a file"
     if path is None:
-        raise ConfigError(f"RUN must be named where {chosen} {what}: `shardwise ls` lists the runs of {RUNS}/")
-    raise ConfigError(f"RUN ({chosen}) must be the folder of a run, it {what}: `shardwise ls` lists those of {RUNS}/")
+        raise ConfigError(f"RUN must be named where {chosen} {problem}: `shardwise ls` lists the runs of {RUNS}/")
+    raise ConfigError(
+        f"RUN ({chosen}) must be the folder of a run, it {problem}: `shardwise ls` lists those of {RUNS}/"
+    )
 
 
 def folders(root: Path = RUNS) -> list[Path]:
-    """The folders of the runs in a folder, in the order of their names; those that cannot be read are among them.
+    """Return the folders of the runs in a folder, in the order of their names; unreadable ones are among them.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: `root` cannot be read.
     """
     try:
-        found = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+        paths = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise ConfigError(f"{error.filename or root} must be readable: {reason_of(error)}") from None
-    return [path for path in found if _may_hold_run(path)]
+    return [path for path in paths if _may_hold_run(path)]
 
 
 def _may_hold_run(path: Path) -> bool:
@@ -370,66 +388,31 @@ class Unreadable:
         return name_of(self.path)
 
 
-def runs(root: Path = RUNS) -> list[Run | Unreadable]:
-    """The runs in a folder, the one that wrote last first.
+def runs(root: Path = RUNS) -> list[RunView | Unreadable]:
+    """Read the runs in a folder, the one that wrote last first.
 
     Raises:
         ConfigError: the folder cannot be read.
     """
-    found: list[Run | Unreadable] = []
+    known: list[RunView | Unreadable] = []
     for path in folders(root):
         try:
-            found.append(Run(path, whole=False))
+            known.append(RunView(path, whole=False))
         except ConfigError as error:
-            found.append(Unreadable(path, str(error), _changed(path / "metrics.jsonl")))
-    return sorted(found, key=lambda run: run.heard or 0.0, reverse=True)
+            known.append(Unreadable(path, str(error), modification_time(path / "metrics.jsonl")))
+    return sorted(known, key=lambda run: run.heard or 0.0, reverse=True)
 
 
 def name_of(path: Path) -> str:
-    """The name of a run, which its folder has; of a link, that of the folder to which it leads."""
+    """Return the name of a run: that of its folder, or of the folder to which a link leads."""
     try:
         return path.resolve().name
     except (OSError, RuntimeError):  # a link in a circle
         return path.name
 
 
-def _rank(rank: int, start: Mapping[str, Any], line: Mapping[str, Any], heard: float) -> RankView:
-    return RankView(
-        rank=rank,
-        host=start.get("host") or "",
-        pid=start.get("pid"),
-        device=start.get("device") or "",
-        place=start.get("place") or {},
-        step=line.get("step"),
-        work_seconds=line.get("work_seconds"),
-        relative=None,
-        memory_bytes=line.get("memory_in_use_bytes", line.get("peak_memory_bytes")),
-        utilization=line.get("device_utilization"),
-        heard=heard,
-        last=line,
-    )
-
-
-def _relative(view: RankView, best: float | None) -> RankView:
-    return replace(view, relative=view.work_seconds / best) if view.work_seconds and best else view
-
-
-def _node(host: str, views: Sequence[RankView], starts: Mapping[int, Mapping[str, Any]]) -> NodeView:
-    told = next((view.last for view in views if "host_cpu" in view.last), {})
-    start = next((starts[view.rank] for view in views if starts.get(view.rank)), {})
-    return NodeView(
-        host=host,
-        ranks=tuple(view.rank for view in views),
-        devices=tuple(view.device for view in views),
-        cpu=told.get("host_cpu"),
-        cores=start.get("cores"),
-        memory_bytes=told.get("host_memory_bytes"),
-        memory_total_bytes=start.get("memory_total_bytes"),
-    )
-
-
-def _changed(path: Path) -> float | None:
-    """When a file was changed, in seconds since the epoch; None where it is not there, or cannot be seen."""
+def modification_time(path: Path) -> float | None:
+    """Return the time of the last change of a file, in seconds since the epoch; None if it cannot be seen."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""What `ls` and `monitor` tell of a run, as values of JSON: the names are stable within `SCHEMA`."""
+"""The JSON of `ls` and `monitor`; names of fields are stable within `SCHEMA`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,39 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from shardwise.runs.json_lines import NUMBERS
-from shardwise.runs.run import NodeView, RankView, Run, Unreadable
+from shardwise.runs.rank_views import NodeView, RankView
+from shardwise.runs.run import RunView, Unreadable
+from shardwise.runs.step_metrics import STEP_METRIC_NAMES
 
-_ROW = (
-    *("run", "path", "state", "reason", "step", "steps", "loss", "tokens_per_second", "mfu", "eta_seconds"),
-    *("goodput", "heard"),
-)
 SCHEMA = 1
-"""It grows when a field is renamed, removed or changes its meaning; new fields leave it as it is."""
+"""Version of the JSON. It grows when a field is renamed, removed or changes its meaning, not when one is added."""
+_ROW_FIELDS = (
+    "run",
+    "path",
+    "state",
+    "reason",
+    "step",
+    "steps",
+    "loss",
+    "tokens_per_second",
+    "mfu",
+    "eta_seconds",
+    "goodput",
+    "heard",
+)
 
 
-def row(run: Run | Unreadable) -> dict[str, Any]:
-    """A run in a line of `ls`; of one that cannot be read, the reason."""
+def row(run: RunView | Unreadable) -> dict[str, Any]:
+    """Summarize a run for a line of `ls`. The row of an unreadable run has the same fields, most of them None."""
     if isinstance(run, Unreadable):
-        unknown = dict.fromkeys(_ROW)
-        known = {"run": run.name, "path": str(run.path.absolute()), "state": "unreadable", "reason": run.reason}
-        return {**unknown, **known, "heard": _stamp(run.heard)}
+        return {
+            **dict.fromkeys(_ROW_FIELDS),
+            "run": run.name,
+            "path": str(run.path.absolute()),
+            "state": "unreadable",
+            "reason": run.reason,
+            "heard": _stamp(run.heard),
+        }
     return {
         "run": run.name,
         "path": str(run.path.resolve()),
@@ -39,9 +55,11 @@ def row(run: Run | Unreadable) -> dict[str, Any]:
     }
 
 
-def snapshot(run: Run) -> dict[str, Any]:
-    """All of a run at this moment, as `monitor` prints it."""
-    last, lost, ranks = run.last, run.lost, run.ranks()
+def snapshot(run: RunView) -> dict[str, Any]:
+    """Describe a run at this moment, as `monitor` prints it."""
+    last = run.last
+    lost = run.lost
+    ranks = run.ranks()
     evaluation = run.evaluations[-1] if run.evaluations else None
     warnings = [event for event in run.events if event.get("event") == "warning"]
     return {
@@ -49,7 +67,7 @@ def snapshot(run: Run) -> dict[str, Any]:
         "time": _stamp(time.time()),
         "id": run.id,
         **row(run),
-        "train": {name: last.get(name) for name in NUMBERS},
+        "train": {name: last.get(name) for name in STEP_METRIC_NAMES},
         "split_seconds": last.get("split_seconds"),
         "communication_bytes": last.get("communication_bytes"),
         "memory_bytes": last.get("memory_bytes"),

@@ -243,7 +243,7 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
 
 
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:
-    """The optimizer over data parallelism; gradients are summed, as the loss is already a global mean."""
+    """The optimizer over data parallelism."""
     settings = config.optimizer
     optimizer_class, options = _optimizer_class(config, mesh)
     return ZeroRedundancyOptimizer(
@@ -251,7 +251,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
         optimizer_class,
         mesh=mesh,
         shard=settings.zero == 1,
-        average=False,
+        average=False,  # the loss is already divided by the targets of the global batch
         max_norm=settings.max_norm,
         bucket_mib=settings.bucket_mib,
         optimizer_dtype=torch_dtype(precision.optimizer),

@@ -85,7 +85,7 @@ def evaluate_rounds(
     K = len(objectives)
     # Losses [K], numbers of targets [K]; if scored also right answers [K] and the number of tokens [1].
     sums = torch.zeros(3 * K + 1 if is_scored else 2 * K, dtype=widest_dtype(mesh.device), device=mesh.device)
-    # Between blocks, sequence parallelism leaves each rank a part of each sample.
+    # Sequence parallelism leaves each rank a part of each sample between blocks.
     sequence_parts = mesh.tp.size if parallel is not None and parallel.sequence else 1
     for micro_batches in rounds:
 
@@ -107,10 +107,8 @@ def evaluate_rounds(
 
         shapes = [batch.inputs["ids_SB"].shape for batch in micro_batches]
         relay(model, parallel, mesh, compute, [(length // sequence_parts, samples) for length, samples in shapes])
-    # Over the pipeline too, as only its last stage has losses.
-    collectives.all_reduce_(collectives.all_reduce_(sums, mesh.dp), mesh.pp)
-    # The division is in float64 on any device; one transfer brings all sums to the host.
-    sums = sums.cpu().double()
+    collectives.all_reduce_(collectives.all_reduce_(sums, mesh.dp), mesh.pp)  # only the last stage has losses
+    sums = sums.cpu().double()  # one transfer; the division is in float64 for any device
     counts_K = sums[K : 2 * K]
     accuracies: dict[str, float] = {}
     if is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert):

@@ -83,7 +83,7 @@ class Feed:
         At most `following` global batches after this one are read ahead.
 
         Raises:
-            DataError: on the rank that reads.
+            DataError: the data cannot be read; raised on the rank that reads.
         """
         train = self._config.train
         dp = self._mesh.dp
@@ -164,11 +164,11 @@ class Feed:
         collectives.broadcast_(numbers_MN, self._mesh.tp)
         samples_MB = to_device(torch.from_numpy(np.stack(samples)), self._mesh.device)
         micro_batches = []
-        for numbers_N, samples_of_batch, samples_B in zip(numbers_MN, samples, samples_MB, strict=True):
+        for numbers_N, sample_numbers, samples_B in zip(numbers_MN, samples, samples_MB, strict=True):
             inputs = {}
             for (name, array), part in zip(blank.items(), numbers_N.split(sizes), strict=True):
                 inputs[name] = part.view(array.shape)
-            micro_batches.append(MicroBatch(inputs, inputs.pop(_COUNTS), samples_of_batch, samples_B))
+            micro_batches.append(MicroBatch(inputs, inputs.pop(_COUNTS), sample_numbers, samples_B))
         return micro_batches
 
 

@@ -134,7 +134,8 @@ class _Uncached:
     @torch.no_grad()
     def next_logits(self, tokens: list[int]) -> Tensor:
         """Logits `[V]` of the token that follows."""
-        padding = [0] * (-len(tokens) % self._mesh.tp.size)  # sequence parallelism needs equal parts
+        # Sequence parallelism needs equal parts. A causal model does not see what follows a token.
+        padding = [0] * (-len(tokens) % self._mesh.tp.size)
         ids_S = to_device(torch.tensor(tokens + padding, device="cpu"), self._mesh.device)
         return self._model.logits(ids_S.unsqueeze(1))[len(tokens) - 1, 0].float()
 

@@ -33,7 +33,7 @@ def check_hooks(config: Config) -> None:
     """Import all hooks and check how they can be called, before ranks start.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: the text names every problem.
     """
     hooks = config.hooks
     problems: list[str] = []
@@ -133,6 +133,7 @@ def user_optimizer(config: Config) -> tuple[type[torch.optim.Optimizer], dict[st
     if problems:
         raise ConfigError(problems)
     options = {name: getattr(section, name) for name in _FROM_SECTION if name in names} | dict(user_options)
+    # Buckets hold parts of parameters: a class that needs a whole parameter would compute something else.
     try:
         require_elementwise(optimizer_class, options)
     except RAISED as error:

@@ -77,6 +77,7 @@ def run_evaluation(
         bytes do not match their checksums. RunError: memory ran out.
     """
     with _joined(config) as mesh:
+        # A part that is smaller than one training sample can be evaluated.
         data = prepare(config, any_size=True)
         batches = make_evaluation(config, data, part)
         if batches is None:

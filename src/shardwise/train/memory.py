@@ -16,6 +16,7 @@ from shardwise.train.memory_remedies import remedies_of_machine, remedies_of_ran
 from shardwise.train.step_record import Progress
 
 _ALLOCATOR_SETTINGS = "PYTORCH_ALLOC_CONF"
+"""The variable by which torch's allocator is set."""
 
 
 def out_of_memory_text(
@@ -48,9 +49,9 @@ def _allocator_line(device: torch.device) -> str:
     line = f"allocator: {size(allocator['allocated'])} in tensors, {size(unused)} more reserved"
     if total is not None:
         line += f", of {size(total)}"
-    if unused > allocator["reserved"] / 10 and "expandable_segments:True" not in os.environ.get(
-        _ALLOCATOR_SETTINGS, ""
-    ):
+    is_expandable = "expandable_segments:True" in os.environ.get(_ALLOCATOR_SETTINGS, "")
+    # A tenth is more than the usual rounding of sizes wastes: blocks are split so that no large tensor fits them.
+    if unused > allocator["reserved"] / 10 and not is_expandable:
         line += f"; {_ALLOCATOR_SETTINGS}=expandable_segments:True lets tensors use what is reserved in pieces"
     return f"{line}\n"
 
@@ -59,8 +60,8 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
     """Check before the start that this rank's device can train the model.
 
     Returns:
-        a warning where the estimate of the whole step exceeds the memory: of that a part is allocated and freed by
-        kernels, and the estimate of it is not exact for each device.
+        a warning where the estimate of the whole step exceeds the memory. A part of it is allocated and freed by
+        kernels, and that estimate is not exact for each device.
 
     Raises:
         ConfigError: parameters, gradients and optimizer state alone, which are exact, need more memory than the
@@ -100,6 +101,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
 
 def _require_host_memory(config: Config, layout: Layout, rank: int) -> str | None:
     """Do the work of `require_device` for the ranks of this machine together, since they share its memory."""
+    # Ranks of a machine have consecutive numbers.
     first = rank - int(os.environ.get("LOCAL_RANK", "0"))
     ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     needed = memory_of_machine(config, layout, ranks)
@@ -107,11 +109,11 @@ def _require_host_memory(config: Config, layout: Layout, rank: int) -> str | Non
     if needed is None or available is None or needed[1] <= available:
         return None
     state, expected = needed
-    of_ranks = f"of the {counted(len(ranks), 'rank')} on this machine"
+    whose = f"of the {counted(len(ranks), 'rank')} on this machine"
     limit = f"the {size(available)} that it has available: {remedies_of_machine(config, layout, ranks)}"
     if state > available:
         raise ConfigError(
-            f"memory of parameters, gradients and optimizer {of_ranks} ({size(state)}) must be at most {limit}"
+            f"memory of parameters, gradients and optimizer {whose} ({size(state)}) must be at most {limit}"
             f"{see('runs#model-does-not-fit')}"
         )
-    return f"the expected memory {of_ranks} ({size(expected)}) exceeds {limit}; the system may kill a rank"
+    return f"the expected memory {whose} ({size(expected)}) exceeds {limit}; the system may kill a rank"

@@ -74,6 +74,7 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     # A user's own model may have no recompute, and is never cut into stages.
     is_user_model = config.shapes is None
     if micro > 1:
+        # It must divide the present one, so that the global batch stays a multiple of it.
         smaller = max(part for part in range(1, micro // 2 + 1) if micro % part == 0)
         yield f"train.micro_batch={smaller}", changed("train", micro_batch=smaller), world
     if config.train.recompute != "full" and not is_user_model:
@@ -85,8 +86,8 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     if config.precision.resolved(accelerator).parameter == "float32":
         yield "precision.mode=mixed", changed("precision", mode="mixed"), world
     if pipeline > 1 and config.parallel.schedule != DEFAULT_SCHEDULE:
-        one_stage = changed("parallel", schedule=DEFAULT_SCHEDULE, virtual_stages=None, stages=None)
-        yield f"parallel.schedule={DEFAULT_SCHEDULE}", one_stage, world
+        plain_schedule = changed("parallel", schedule=DEFAULT_SCHEDULE, virtual_stages=None, stages=None)
+        yield f"parallel.schedule={DEFAULT_SCHEDULE}", plain_schedule, world
     if not is_user_model:
         deeper = changed("parallel", pipeline=2 * pipeline, stages=None)
         yield f"parallel.pipeline={2 * pipeline} on {2 * world} ranks", deeper, 2 * world

@@ -79,13 +79,13 @@ class ProgressLine:
         if numbers and bar + len(_GAP.join(lines[0])) > options.max_width:
             lines = [progress, numbers]
         for line in lines:
-            head, *numbers_of_line = line
+            head, *texts = line
             room = min(options.max_width - len(_GAP.join(line)) - len(_GAP), _BAR_MAXIMUM)
             row: list[Text | ProgressBar] = [Text(head, style="bold")]
             if line is lines[0] and room >= _BAR_MINIMUM:
                 done = self._record.step - self._first if self._record else 0
                 row.append(ProgressBar(total=max(self._end - self._first, 1), completed=done, width=room))
-            row.append(Text(_GAP.join(numbers_of_line), no_wrap=True, overflow="ellipsis"))
+            row.append(Text(_GAP.join(texts), no_wrap=True, overflow="ellipsis"))
             grid = Table.grid(padding=(0, len(_GAP)))
             grid.add_row(*row)
             yield grid

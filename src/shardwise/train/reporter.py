@@ -32,11 +32,12 @@ from shardwise.runs.folder import RunDirectory, now
 from shardwise.train.compile.run_graphs import CapturedGraphs
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
+from shardwise.train.pipeline_at_start import print_pipeline
 from shardwise.train.progress_line import ProgressLine, parts_of_loss
 from shardwise.train.rank_file import RankFile, place_of_rank, process_seconds
 from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
 from shardwise.train.straggler import Occurrence
-from shardwise.train.summary import print_pipeline, start_rows
+from shardwise.train.summary import start_rows
 from shardwise.train.trace import trace_text, traced_steps
 
 _SPIKE = 6.0
@@ -216,6 +217,7 @@ class Reporter:
         """Record a finished step; called after every step, of which those of `log.every` are written."""
         self._throughput.add(record.seconds)
         self._last = record
+        # Waits of all steps, also of those that are not logged.
         self._waited["data"] += record.split.get("data", record.input_seconds)
         self._waited["checkpoint"] += record.checkpoint_seconds
         self._warn(record)

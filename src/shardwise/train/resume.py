@@ -270,7 +270,7 @@ def set_later_aside(root: Root, saved: Sequence[StepFolder], step: int, mesh: Me
     If they were left out as `damaged`, the files of a killed save are no checkpoint and stay for the next save.
 
     Raises:
-        RunError: on every rank, one of them cannot be renamed.
+        RunError: one of them cannot be renamed; raised on every rank.
     """
     names: list[str] = []
     problem: str | None = None

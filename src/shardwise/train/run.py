@@ -49,6 +49,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     """
     join(timeout=config.launch.timeout)
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
+    # Before any rank reads or writes: ranks of several machines may differ in files and software.
     config = _with_one_batch(config, mesh)
     require_same(config, mesh, run_path)
     layout = check_layout(config, mesh.world.size)
@@ -77,6 +78,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
                 if resumed is not None and resumed.damage:
                     checkpoints.save_again(resumed.manifest)
                 checkpoints.follow()  # also tells the user
+                # Only now: a signal during the start ends the run at once, as there is nothing to save.
                 stop_requests.install()
                 stopped_by = trainer.run(checkpoints, graphs)
                 progress.phase = "wait for the checkpoint"

@@ -77,7 +77,7 @@ def require_same(config: Config, mesh: Mesh, run_path: Path | None = None) -> No
         run_path: folder that this rank was given; None accepts that of rank 0, whatever it is.
 
     Raises:
-        ConfigError: on every rank, with what differs and on which ranks.
+        ConfigError: ranks differ; raised on every rank, with the values and the ranks.
     """
     software = {"Python": platform.python_version()} | {name: versions()[name] for name in ("torch", "shardwise")}
     values = software | by_dotted_key(config.model_dump(mode="json"))
@@ -95,7 +95,7 @@ def require_same_run_dir(run_dir: Path | None, timeout: float) -> None:
         timeout: seconds, as in `join`.
 
     Raises:
-        ConfigError: on every rank, with the folders and the ranks.
+        ConfigError: folders differ; raised on every rank, with the folders and the ranks.
     """
     join(timeout=timeout)
     world = Group.world()
@@ -128,8 +128,8 @@ def _require_equal(values: Mapping[str, Any], first: Mapping[str, Any], world: G
     if not collectives.any_rank(bool(differences), world):
         return
     ranks_by_text: dict[str, list[int]] = {}
-    for rank, differences_of_rank in enumerate(collectives.all_gather_objects(differences, world)):
-        for name, first_value, value in differences_of_rank:
+    for rank, rank_differences in enumerate(collectives.all_gather_objects(differences, world)):
+        for name, first_value, value in rank_differences:
             text = f"{name} must be the same on all ranks: {first_value} on rank 0, and {value}"
             ranks_by_text.setdefault(text, []).append(rank)
     problems = [f"{text} on {_named(ranks)}" for text, ranks in ranks_by_text.items()]

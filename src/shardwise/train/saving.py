@@ -121,7 +121,7 @@ class Checkpoints:
             agreed_flags: largest of all ranks' `flags` during the step; None exchanges them now.
 
         Raises:
-            RunError: on every rank, something else has the name of the run's folder; a checkpoint is saved there.
+            RunError: something else has the name of the run's folder; raised on every rank, with a checkpoint saved.
         """
         self._report()
         if agreed_flags is None:
@@ -188,8 +188,8 @@ class Checkpoints:
         """Wait for the last save.
 
         Raises:
-            RunError: on every rank, it failed: this run's last steps are lost. LostPeerError: it failed because another
-            rank has ended.
+            RunError: the save failed, and this run's last steps are lost; raised on every rank.
+            LostPeerError: it failed because another rank has ended.
         """
         self.saver.wait()
         self.follow()

@@ -1,7 +1,7 @@
 """The summary of a run as rows of text, with its cost by the formulas of `planner`: in a dry run and at a run's start.
 
-The rows tell batch, layout, parameters, compute, memory, disk and communication; of a pipeline also its schedule as a
-picture, and each pipeline rank's part of the model. Imports no torch, which a dry run does without.
+The rows tell batch, layout, parameters, compute, memory, disk and communication. Imports no torch, which a dry run does
+without.
 """
 
 from __future__ import annotations
@@ -11,20 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
-
 from shardwise.base import units
 from shardwise.base.errors import listing
 from shardwise.base.hardware import available_memory, bfloat16_unit, peak_flops
 from shardwise.config import Config, Layout, Precision, dump_yaml
 from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import canonical_tensor_count, local_parameter_count, parameter_count
-from shardwise.pipeline import schedule_picture as picture
 from shardwise.pipeline.partition import compute_shares, stage_plan
-from shardwise.pipeline.schedule_picture import MOST_ROWS, ranks_left_out, shortened
 from shardwise.pipeline.timeline import bubble, simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.planner.memory import (
@@ -89,6 +82,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         most = units.count(max(count or 0 for _, count in stages_of_ranks(config, layout)))
         share = "held by each rank" if layout.pipeline == 1 else "held by a rank at most"
         shown_parameters = f"{units.count(parameters)} ({parameters:,}), {most} {share}"
+    # stop_after ends one run of a training that several jobs share.
     stop = f"; this run stops after {train.stop_after:,}" if train.stop_after is not None else ""
     precision = config.precision.resolved(accelerator)
     return [
@@ -216,7 +210,8 @@ def _named(stages: list[Stage]) -> str:
 
 def blocks_of(stage: Stage) -> str:
     """The blocks of a stage: `4-7`, or `4`."""
-    first, last = stage.layers[0], stage.layers[-1]
+    first = stage.layers[0]
+    last = stage.layers[-1]
     return f"{first}" if first == last else f"{first}-{last}"
 
 
@@ -416,40 +411,3 @@ def _utilization(config: Config, device_name: str, precision: Precision) -> str:
     peak = peak_flops(device_name, precision.parameter)
     over = "not known, as the peak of this device is not" if peak is None else f"over {peak / 1e12:,.1f} TFLOP/s"
     return f"{units.count(flops)} FLOPs a token, forward and backward, with {counted}; {over}"
-
-
-_PLAIN_WIDTH = 120
-"""Characters of a line of the picture where there is no terminal."""
-
-
-def schedule_picture(config: Config, layout: Layout, width: int) -> list[Text]:
-    """The picture of `pipeline/schedule_picture.py` of a run."""
-    return picture.schedule_picture(config.parallel, layout.accumulation(config.train), config.train.recompute, width)
-
-
-def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str, str, str, str]]:
-    """For each pipeline rank: its name, its global ranks, its blocks by stage, its parameters, its activations."""
-    memory = memory_by_rank(config, layout, accelerator) or []
-    rows = []
-    for rank, (estimate, (stages, parameters)) in enumerate(zip(memory, stages_of_ranks(config, layout), strict=True)):
-        blocks = "blocks " + " and ".join(map(blocks_of, stages))
-        shown_parameters = f"{units.count(parameters or 0)} parameters"
-        activations = f"{units.size(estimate.activations)} activations"
-        rows.append((f"pp {rank}", layout.ranks_of(rank), blocks, shown_parameters, activations))
-    return shortened(rows, MOST_ROWS, lambda count: (ranks_left_out(count), "", "", "", ""))
-
-
-def print_pipeline(console: Console, config: Config, layout: Layout, accelerator: bool) -> None:
-    """Print the picture and the table: in a box on a terminal, elsewhere as plain lines."""
-    rows = rank_table(config, layout, accelerator)
-    if not console.is_terminal:
-        for line in schedule_picture(config, layout, _PLAIN_WIDTH):
-            console.print(Text(line.plain.rstrip()), soft_wrap=True)
-        for row in rows:
-            console.print(Text("  ".join(row).rstrip()), soft_wrap=True)
-        return
-    columns = Table.grid(padding=(0, 2))
-    for row in rows:
-        columns.add_row(*row)
-    picture = Group(*schedule_picture(config, layout, console.width - 4), columns)
-    console.print(Panel(picture, title="pipeline", title_align="left", border_style="dim", expand=False))

@@ -262,13 +262,13 @@ class Trainer:
                 None reads neither.
         """
         flag_count = 0
-        numbers_of_rank: list[float] = []
+        rank_numbers: list[float] = []
         if flags is not None:
             flag_count = len(flags)
-            numbers_of_rank = [*flags, *self.stragglers.numbers()]
+            rank_numbers = [*flags, *self.stragglers.numbers()]
         largest = []
-        if numbers_of_rank:
-            largest = [largest_of_ranks(numbers_of_rank, self.mesh)]
+        if rank_numbers:
+            largest = [largest_of_ranks(rank_numbers, self.mesh)]
         with self.clock.phase(OPTIMIZER):
             norms = torch.stack(self.optimizer.norms())
         numbers = torch.cat((norms, global_losses_K, *largest)).tolist()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from shardwise.launch.environment import keep_own
-from shardwise.launch.rank import as_rank, enter_job
+from shardwise.launch.rank_process import as_rank, enter_job
 from shardwise.verify.rank_calls import CALL_FILE, RESULTS_FILE
 
 

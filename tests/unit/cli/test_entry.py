@@ -10,9 +10,9 @@ import pytest
 
 from shardwise import __version__
 from shardwise.cli import main
-from shardwise.launch import failure
+from shardwise.launch import first_failure
 from shardwise.launch.environment import ERROR_FILE
-from shardwise.launch.failure import read_failure
+from shardwise.launch.first_failure import read_failure
 
 
 def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -84,7 +84,7 @@ def test_inside_torchrun_rank_0_speaks_first(
 ) -> None:
     """torchrun ends the others once it has spoken and exited; one that lives on met what rank 0 did not."""
     waited: list[float] = []
-    monkeypatch.setattr(failure.time, "sleep", waited.append)
+    monkeypatch.setattr(first_failure.time, "sleep", waited.append)
     rank(monkeypatch, 0)
     assert main(arguments) == 2
     assert waited == []

@@ -9,12 +9,12 @@ import pytest
 
 from shardwise.cli import ls, main
 from shardwise.runs.folder import FORMAT, RunLock, json_text
-from shardwise.runs.local_devices import Device, Found, Process
+from shardwise.runs.local_devices import DeviceList, DeviceProcess, LocalDevice
 from tests.monitor_runs import FIRST, GIB, Mesh, Start, write_run
 
 LONG = "gpt3-tiny-with-a-long-name-20260101-000000"
 GPUS = [
-    Device(
+    LocalDevice(
         "nvidia",
         index,
         "NVIDIA H100 80GB HBM3",
@@ -22,7 +22,7 @@ GPUS = [
         memory_total_bytes=80 * GIB,
         utilization=0.931,
         links=("18 NVLinks to a switch",),
-        processes=(*(Process(10 + rank, LONG, rank) for rank in (0, 1, 2, 5)), Process(99)),
+        processes=(*(DeviceProcess(10 + rank, LONG, rank) for rank in (0, 1, 2, 5)), DeviceProcess(99)),
     )
     for index in range(2)
 ]
@@ -31,7 +31,7 @@ GPUS = [
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ls, "devices", lambda _: Found(list(GPUS)))
+    monkeypatch.setattr(ls, "devices", lambda _: DeviceList(list(GPUS)))
 
 
 def write_three() -> None:

@@ -206,7 +206,7 @@ def test_a_job_is_followed_though_slurm_does_not_answer_for_a_while(
 ) -> None:
     said = [RunError("squeue did not answer within 60 s"), None]
 
-    def jobs(**_options: object) -> list[commands.Job]:
+    def jobs(**_options: object) -> list[commands.SlurmJob]:
         problem = said.pop(0)
         if problem is not None:
             raise problem

@@ -13,27 +13,31 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import see
-from shardwise.launch.failure import Failure
-from shardwise.launch.node import Attempt, Control, Node, launch_on_node
+from shardwise.launch.first_failure import Failure
+from shardwise.launch.node import Attempt, Node, SupervisorConnection, launch_on_node
 from shardwise.launch.slurm import attempt as attempts
-from shardwise.launch.slurm.attempt import Outcome, Watch
+from shardwise.launch.slurm.attempt import AttemptOutcome, AttemptWatch
 
 Launcher = Callable[[Attempt, int], None]
 
 
 def joined(number: int, attempt: Attempt, **last: Any) -> None:
     """A launcher that joins, and tells how it ended."""
-    with Control(Node(attempt, number, f"n{number}"), lambda: {"training": False, "beats": []}) as control:
+    with SupervisorConnection(Node(attempt, number, f"n{number}"), lambda: {"training": False, "beats": []}) as control:
         if last:
             control.tell("ended", **last)
         while control.ended is None:
             time.sleep(0.01)
 
 
-def watched(tmp_path: Path, launcher: Launcher, program: tuple[str, ...] = ("sleep", "60"), **options: Any) -> Outcome:
+def watched(
+    tmp_path: Path, launcher: Launcher, program: tuple[str, ...] = ("sleep", "60"), **options: Any
+) -> AttemptOutcome:
     """The outcome of an attempt on two nodes of two ranks."""
     heard: list[str] = []
-    watch = Watch("127.0.0.1", 2, 2, tmp_path, **{"id": "7.0.0", "silence": 60.0, "heard": heard.append, **options})
+    watch = AttemptWatch(
+        "127.0.0.1", 2, 2, tmp_path, **{"id": "7.0.0", "silence": 60.0, "heard": heard.append, **options}
+    )
     threads: list[threading.Thread] = []
 
     def start(attempt: Attempt) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -100,7 +104,7 @@ def test_a_launcher_that_is_gone_is_a_lost_node(tmp_path: Path) -> None:
         if number == 0:
             joined(number, attempt)
         else:
-            with Control(Node(attempt, 1, "n1"), lambda: {"training": False, "beats": []}):
+            with SupervisorConnection(Node(attempt, 1, "n1"), lambda: {"training": False, "beats": []}):
                 time.sleep(0.2)
 
     outcome = watched(tmp_path, launcher)

@@ -16,16 +16,16 @@ import pytest
 from shardwise.base.errors import StoppedError
 from shardwise.config import load_config
 from shardwise.launch import stop_requests
-from shardwise.launch.failure import Failure
+from shardwise.launch.first_failure import Failure
 from shardwise.launch.local import LaunchError
 from shardwise.launch.restarts import history, record
 from shardwise.launch.slurm import commands, supervisor
-from shardwise.launch.slurm.attempt import Outcome
+from shardwise.launch.slurm.attempt import AttemptOutcome
 from shardwise.launch.slurm.commands import Allocation
-from shardwise.launch.slurm.supervisor import Place, Supervisor
+from shardwise.launch.slurm.supervisor import JobMachines, Supervisor
 from tests.unit.launch.test_restarts import CRASH
 
-DONE = Outcome(None, None, (), 9, 1.0, 2.0, 0.1, {})
+DONE = AttemptOutcome(None, None, (), 9, 1.0, 2.0, 0.1, {})
 KILLED = Failure(3, "rank 3 was killed by SIGKILL", 1)
 FAILED = replace(DONE, failure=KILLED)
 ABSENT = replace(FAILED, failure=Failure(0, "the launchers did not start", 1), until_joined=None, until_training=None)
@@ -55,11 +55,11 @@ class Job:
     def _requeue(self, _job: str) -> None:
         self.requeued += 1
 
-    def supervise(self, *outcomes: Outcome | int | None, ends: float | None = None, **options: Any) -> None:
+    def supervise(self, *outcomes: AttemptOutcome | int | None, ends: float | None = None, **options: Any) -> None:
         """Each attempt ends so; a number: after this signal. None: it goes on until it is ended."""
         job, left = self, list(outcomes)
 
-        class Watch:
+        class AttemptWatch:
             is_training = True
 
             def __init__(self, *_arguments: object, id: str, heard: Callable[[str], None], **_options: object) -> None:
@@ -69,7 +69,7 @@ class Job:
             def end(self, why: str) -> None:
                 self.ended = why
 
-            async def run(self, program: Callable[[object], tuple[list[str], object]]) -> Outcome:
+            async def run(self, program: Callable[[object], tuple[list[str], object]]) -> AttemptOutcome:
                 job.command = program(None)[0]
                 while isinstance(number := left.pop(0), int):
                     os.kill(os.getpid(), number)
@@ -78,9 +78,9 @@ class Job:
                     await asyncio.sleep(0.01)
                 return number or replace(FAILED, failure=Failure(0, self.ended or "", 1))
 
-        self._patch.setattr(supervisor, "Watch", Watch)
+        self._patch.setattr(supervisor, "AttemptWatch", AttemptWatch)
         config = load_config("llama2-tiny", ["launch.max_restarts=3"])
-        place = Place(Allocation("7", options.pop("requeues", 0), options.pop("nodes", 2), "n1", ends), 2, 2)
+        place = JobMachines(Allocation("7", options.pop("requeues", 0), options.pop("nodes", 2), "n1", ends), 2, 2)
         Supervisor(config, self.run, place, ["train"], self.told.append, **options).run()
 
 

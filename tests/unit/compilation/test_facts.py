@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+import shardwise
 from shardwise.config import check_layout, load_config
 from shardwise.train.compile.graph_cache import Facts
-from shardwise.train.compile.graph_facts import _user_sources, graph_facts
+from shardwise.train.compile.graph_facts import _SOURCES, _user_sources, graph_facts
 from shardwise.train.compile.units import BLOCK
 
 CPU = torch.device("cpu")
@@ -98,3 +99,9 @@ def test_facts_are_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found: dict[str, Any] = json.loads(json.dumps(facts()))
     assert found == facts()
+
+
+def test_the_sources_of_a_graph_exist() -> None:
+    """A folder that was renamed would leave the cached graphs of its former code in use."""
+    for pattern in _SOURCES:
+        assert list(Path(shardwise.__file__).parent.glob(pattern)), pattern

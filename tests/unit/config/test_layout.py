@@ -128,10 +128,24 @@ def test_which_ranks_are_a_pipeline_rank() -> None:
     """As `Mesh` orders them: pipeline, data, tensor."""
     assert [Layout(16, tensor=2, pipeline=2).ranks_of(rank) for rank in (0, 1)] == ["ranks 0-7", "ranks 8-15"]
     assert [Layout(3, pipeline=3).ranks_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
+    layout = Layout(16, tensor=2, pipeline=2)
+    assert [layout.coordinates(rank) for rank in (0, 1, 2, 15)] == [
+        {"pp": 0, "dp": 0, "tp": 0},
+        {"pp": 0, "dp": 0, "tp": 1},
+        {"pp": 0, "dp": 1, "tp": 0},
+        {"pp": 1, "dp": 3, "tp": 1},
+    ]
+
+
+@pytest.mark.parametrize(("sequence", "parts"), [(False, 1), (True, 4)])
+def test_a_sequence_is_cut_by_sequence_parallelism_alone(sequence: bool, parts: int) -> None:
+    assert Layout(8, tensor=4, sequence=sequence).sequence_parts == parts
 
 
 def test_a_layout_checks_itself() -> None:
     assert Layout(32, tensor=4, pipeline=2).data == 4
+    with pytest.raises(ConfigError, match=r"number of ranks \(2\) must be a multiple of .*\(2 × 2 = 4\): nearest 4"):
+        Layout(2, tensor=2, pipeline=2)
     with pytest.raises(ConfigError, match=r"number of ranks \(6\) must be a multiple of .*\(4 × 2 = 8\): nearest 8"):
         Layout(6, tensor=4, pipeline=2)
     with pytest.raises(ConfigError) as caught:

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.config import ParallelConfig, Recompute, Schedule
 from shardwise.config.rules import fits_schedule
-from shardwise.config.schedules import interleaving_rounds
+from shardwise.config.schedules import rounds_of_step
 from shardwise.config.stages import rank_of
 from shardwise.pipeline import makespan as levels
 from shardwise.pipeline.action_order import Action, ActionKind, action_order
@@ -28,7 +28,7 @@ def parallel_of(schedule: Schedule, degree: int, virtual: int) -> ParallelConfig
 
 def by_level(parallel: ParallelConfig, m: int) -> list[list[Action]]:
     """The passes of each rank in the order of their levels, without weights' gradients that are computed apart."""
-    found = pass_levels(parallel, m, m // interleaving_rounds(parallel.pipeline, m))
+    found = pass_levels(parallel, m, m // rounds_of_step(parallel.pipeline, m))
     placed: dict[int, dict[int, Action]] = defaultdict(dict)
     for stage in range(parallel.pipeline * parallel.stages_per_rank):
         row = placed[rank_of(parallel, stage)]

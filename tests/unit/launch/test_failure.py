@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.base.errors import see
 from shardwise.launch.environment import ERROR_FILE
-from shardwise.launch.failure import Failure, read_failure, report_failure, root_cause, signal_name
+from shardwise.launch.first_failure import Failure, read_failure, report_failure, root_cause, signal_name
 
 
 def test_the_first_report_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

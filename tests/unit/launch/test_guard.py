@@ -64,7 +64,7 @@ def test_elsewhere_a_thread_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_POLL_SECONDS", 0.0)
     monkeypatch.setattr(local.os, "getppid", lambda: next(parents))
     monkeypatch.setattr(local.os, "kill", lambda *call: killed.append(call))
-    watcher = threading.Thread(target=local._watch, args=(7,))
+    watcher = threading.Thread(target=local._end_after, args=(7,))
     watcher.start()
     watcher.join(SECONDS)
     assert killed == [(os.getpid(), signal.SIGKILL)]

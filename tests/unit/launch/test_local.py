@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.launch import local
 from shardwise.launch.environment import HEARTBEATS, Rank
-from shardwise.launch.failure import Failure, report_done
+from shardwise.launch.first_failure import Failure, report_done
 from shardwise.launch.local import LaunchError, launch
 from shardwise.launch.stop_requests import NOTICE
 from tests.e2e import processes
@@ -26,7 +26,7 @@ import os, signal, sys, time
 from pathlib import Path
 from shardwise.launch import local as guard
 from shardwise.launch.environment import joined
-from shardwise.launch.failure import Failure, report_done, report_failure
+from shardwise.launch.first_failure import Failure, report_done, report_failure
 guard.die_with_parent()
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -169,7 +169,7 @@ def test_a_stopped_launcher_says_so_in_one_sentence(tmp_path: Path, number: sign
 
 TRAINS = """
 from shardwise.launch import stop_requests as stopping
-from shardwise.launch.failure import report_stop
+from shardwise.launch.first_failure import report_stop
 stopping.install()
 (folder / f"hears-{{rank}}").touch()
 while not (by := stopping.requested(folder)): time.sleep(0.05)
@@ -271,13 +271,13 @@ def test_fault_23_no_stub_is_left_of_a_folder_that_was_removed_while_the_run_tra
 ) -> None:
     run = tmp_path / "run"
 
-    def remove(_command: object, _nproc: int, logs: Path, _watch: object) -> local.Ended:
+    def remove(_command: object, _nproc: int, logs: Path, _watch: object) -> local.LocalRanksEnd:
         run.rename(tmp_path / "moved")
         logs.mkdir(parents=True)
         written = [logs / name for name in ("error.json", "exit-codes.json", "rank-0001.log")]
         for path in (*written, *map(tmp_path.joinpath, left)):
             path.touch()
-        return local.Ended(1, None, Failure(0, "it was removed", 1), {}, ())
+        return local.LocalRanksEnd(1, None, Failure(0, "it was removed", 1), {}, ())
 
     monkeypatch.setattr(local, "run_ranks", remove)
     with pytest.raises(LaunchError, match="it was removed"):

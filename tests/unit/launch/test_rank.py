@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID
-from shardwise.launch.failure import Failure, read_failure, stop_record
+from shardwise.launch.first_failure import Failure, read_failure, stop_record
 from shardwise.launch.stop_requests import NOTICE, training_mark
 
 SCRIPT = """
@@ -18,7 +18,7 @@ from pathlib import Path
 from shardwise.base.errors import ConfigError, RunError, StoppedError
 from shardwise.launch import stop_requests as stopping
 from shardwise.launch.environment import joined
-from shardwise.launch.rank import as_rank
+from shardwise.launch.rank_process import as_rank
 
 def run():
 {body}

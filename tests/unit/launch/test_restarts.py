@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.restarts import Ending, decide, history, history_file, record
+from shardwise.launch.restarts import AttemptEnding, decide, history, history_file, record
 
-CRASH = Ending(
+CRASH = AttemptEnding(
     how="failed",
     job="7",
     requeues=0,
@@ -24,7 +24,7 @@ CRASH = Ending(
 )
 
 
-def crash(step: int, checkpoint: int = 0, text: str = CRASH.text, rank: int = 3) -> Ending:
+def crash(step: int, checkpoint: int = 0, text: str = CRASH.text, rank: int = 3) -> AttemptEnding:
     return replace(CRASH, step=step, checkpoint=checkpoint, text=text, rank=rank)
 
 
@@ -65,7 +65,7 @@ def test_what_slurm_ends_is_not_counted() -> None:
         (replace(CRASH, how="stopped"), ""),
     ],
 )
-def test_what_another_start_would_meet_again_is_not_started(ending: Ending, why: str) -> None:
+def test_what_another_start_would_meet_again_is_not_started(ending: AttemptEnding, why: str) -> None:
     decision = decide([ending], 100)
     assert not decision.again
     assert why in decision.why

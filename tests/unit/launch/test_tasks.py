@@ -5,7 +5,7 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.launch import tasks
 from shardwise.launch.environment import Rank, joined, may_be_a_task
-from shardwise.launch.failure import Failure
+from shardwise.launch.first_failure import Failure
 
 SRUN = {
     "SLURM_JOB_ID": "7",

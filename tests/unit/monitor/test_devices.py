@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from shardwise.runs.folder import RunLock
-from shardwise.runs.local_devices import Device, Process, devices, owners
-from shardwise.runs.run import Run
+from shardwise.runs.local_devices import DeviceProcess, LocalDevice, devices, owners
+from shardwise.runs.run import RunView
 from tests import monitor_runs
 from tests.monitor_runs import GIB, Mesh, Start, write_run
 
-RANKS = {4711: Process(4711, "gpt3", 0), 4712: Process(4712, "gpt3", 1)}
+RANKS = {4711: DeviceProcess(4711, "gpt3", 0), 4712: DeviceProcess(4712, "gpt3", 1)}
 NEURON_LS = """[
     {"instance_type": "trn2.48xlarge", "instance_id": "i-0dcf246b9a7d5f066", "neuron_device": 1, "bdf": "0000:e3:00.0",
      "cpu_affinity": "48-95,144-191", "numa_node": "1", "connected_to": [13, 0], "nc_count": 4,
@@ -112,7 +112,7 @@ def test_gpus_by_nvml(dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = devices(RANKS, dev=dev, sys_root=tmp_path)
     name = "NVIDIA H100 80GB HBM3"
     assert found.devices == [
-        Device(
+        LocalDevice(
             "nvidia",
             0,
             name,
@@ -120,9 +120,9 @@ def test_gpus_by_nvml(dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             memory_total_bytes=80 * GIB,
             utilization=0.93,
             links=("1 NVLink to GPU 1", "1 NVLink to a switch"),
-            processes=(RANKS[4712], Process(99)),
+            processes=(RANKS[4712], DeviceProcess(99)),
         ),
-        Device("nvidia", 1, name, memory_bytes=2 * GIB, memory_total_bytes=80 * GIB, links=("PCIe 5 x16",)),
+        LocalDevice("nvidia", 1, name, memory_bytes=2 * GIB, memory_total_bytes=80 * GIB, links=("PCIe 5 x16",)),
     ]
     assert found.problems == []
 
@@ -164,17 +164,17 @@ def test_chips_by_neuron_ls(tmp_path: Path) -> None:
     found = devices(RANKS, dev=tmp_path, sys_root=tmp_path)
     total = 96 * GIB
     link = ("NeuronLink to 12, 1",)
-    processes = (RANKS[4711], Process(99))
+    processes = (RANKS[4711], DeviceProcess(99))
     assert found.devices == [
-        Device("neuron", 0, "Trainium2", 2, 7 * GIB, total, None, link, processes),
-        Device("neuron", 1, "trn2.48xlarge", 2, None, total, None, ("NeuronLink to 13, 0",)),
+        LocalDevice("neuron", 0, "Trainium2", 2, 7 * GIB, total, None, link, processes),
+        LocalDevice("neuron", 1, "trn2.48xlarge", 2, None, total, None, ("NeuronLink to 13, 0",)),
     ]
 
 
 def test_an_older_neuron_ls(tmp_path: Path) -> None:
     neuron_ls(tmp_path, f"/bin/cat <<END\n{OLD_NEURON_LS}\nEND")
     assert devices({}, dev=tmp_path, sys_root=tmp_path).devices == [
-        Device("neuron", 0, "Neuron device", 2, None, 32 * GIB)
+        LocalDevice("neuron", 0, "Neuron device", 2, None, 32 * GIB)
     ]
 
 
@@ -201,7 +201,7 @@ def test_processes_are_ranks_of_runs_that_go_on_here(tmp_path: Path, monkeypatch
     monkeypatch.setattr(monitor_runs, "FIRST_PID", own)
     path = write_run(tmp_path / "run", [Start(0, 3, None)], mesh=Mesh(1, 2, 1, 2), steps=9)
     ended = write_run(tmp_path / "ended", [Start(0, 3)], mesh=Mesh(1, 2, 1, 2))
-    assert owners([Run(path, whole=False)]) == {}, "it was killed, and its process may be another program's"
+    assert owners([RunView(path, whole=False)]) == {}, "it was killed, and its process may be another program's"
     with RunLock(path):
-        found = owners([Run(path, whole=False), Run(ended, whole=False)])
-    assert found == {own: Process(own, "run", 0)}
+        found = owners([RunView(path, whole=False), RunView(ended, whole=False)])
+    assert found == {own: DeviceProcess(own, "run", 0)}

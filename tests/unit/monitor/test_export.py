@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shardwise.runs.lost_time import CAUSES
 from shardwise.runs.prometheus import RunCollector
-from shardwise.runs.run import Run
+from shardwise.runs.run import RunView
 from tests.monitor_runs import FIRST, GIB, Start, write_run
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 def registry_of(path: Path) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(RunCollector(Run(path, whole=False)))
+    registry.register(RunCollector(RunView(path, whole=False)))
     return registry
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.runs import json_lines
-from shardwise.runs.json_lines import Growing, last, last_of_rank
+from shardwise.runs.json_lines import GrowingFile, last_lines, last_lines_of_rank
 from tests import monitor_runs
 
 
@@ -30,7 +30,7 @@ def test_a_line_is_read_once_and_only_when_it_is_whole(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_lines, "_CHUNK_BYTES", chunk)
-    file = Growing(tmp_path / "metrics.jsonl", whole=True)
+    file = GrowingFile(tmp_path / "metrics.jsonl", whole=True)
     assert not file.was_replaced()
     assert list(file.new()) == []  # it is not there yet
     content, seen = text_of(START, step(1), step(2)), []
@@ -45,8 +45,8 @@ def test_a_line_is_read_once_and_only_when_it_is_whole(
 def test_what_is_no_object_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"event": "step", "step": 1\n[1]\nnull\n\xff\xfe\n\n' + text_of(step(2)).encode())
-    assert list(Growing(path, whole=True).new()) == [step(2)]
-    assert last(path, 1000) == [step(2)]
+    assert list(GrowingFile(path, whole=True).new()) == [step(2)]
+    assert last_lines(path, 1000) == [step(2)]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_is_no_object_is_left_out(tmp_path: Path) -> None:
 def test_a_file_that_is_another_one_is_read_from_its_beginning(other: str | None, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(text_of(START, step(1), step(2)))
-    file = Growing(path, whole=True)
+    file = GrowingFile(path, whole=True)
     assert len(list(file.new())) == 3
     assert not file.was_replaced()
     if other is None:
@@ -72,16 +72,16 @@ def test_of_many_steps_the_last_ones_are_read_and_the_last_before_each_start(tmp
     path = tmp_path / "metrics.jsonl"
     first, second = [step(number) for number in range(1, 101)], [step(number) for number in range(51, 201)]
     path.write_text(text_of(START, *first, EVAL, START, *second[:120], EVAL, *second[120:]))
-    found = list(Growing(path, whole=False).new())
+    found = list(GrowingFile(path, whole=False).new())
     assert found == [START, step(100), EVAL, START, *second[86:120], EVAL, *second[120:]]
 
 
 def test_the_end_of_a_file_begins_with_a_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "restarts.jsonl"
     path.write_text(text_of(*map(step, range(1, 10))) + '{"half')
-    assert last(path, 80) == [step(8), step(9)]
-    assert len(last(path, 10_000)) == 9
-    assert last(tmp_path / "none", 80) == []
+    assert last_lines(path, 80) == [step(8), step(9)]
+    assert len(last_lines(path, 10_000)) == 9
+    assert last_lines(tmp_path / "none", 80) == []
 
 
 @pytest.mark.parametrize("steps", [3, 40, 400])
@@ -93,18 +93,18 @@ def test_the_last_start_of_a_rank_is_found_wherever_it_is(steps: int, tmp_path: 
     records = [json.loads(line) for line in path.read_text().splitlines()]
     former, later = [record for record in records if record.get("event") == "start"]
     began = json_lines.seconds_of(later) - monitor_runs.BEFORE_TRAINING
-    assert last_of_rank(path, start=True, after=began) == (later, records[-1])
-    assert last_of_rank(path, start=True, after=None)[0] == (later if steps == 3 else former)
-    assert last_of_rank(path, start=False, after=began)[0] == (later if steps == 3 else {})
+    assert last_lines_of_rank(path, start=True, after=began) == (later, records[-1])
+    assert last_lines_of_rank(path, start=True, after=None)[0] == (later if steps == 3 else former)
+    assert last_lines_of_rank(path, start=False, after=began)[0] == (later if steps == 3 else {})
 
 
 def test_what_may_not_be_read_is_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "metrics.jsonl"
     folder.mkdir()
     with pytest.raises(OSError, match="directory"):
-        list(Growing(folder, whole=True).new())
+        list(GrowingFile(folder, whole=True).new())
     if os.geteuid():  # who may read everything is refused nothing
         file = tmp_path / "secret.jsonl"
         file.touch(mode=0)
         with pytest.raises(PermissionError):
-            list(Growing(file, whole=True).new())
+            list(GrowingFile(file, whole=True).new())

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
+from shardwise.runs.curves import Column, Curve
 from shardwise.runs.folder import json_text
-from shardwise.runs.json_lines import PARTS
-from shardwise.runs.report.chart import Curve, line_chart, short, stacked_chart, time_ticks
+from shardwise.runs.report.chart import line_chart, short, stacked_chart, time_ticks
 from shardwise.runs.report.numbers import columns
+from shardwise.runs.step_metrics import PARTS
 from tests.monitor_runs import FIRST, SPLIT, Mesh, Start, ending, loss_of, write_big, write_run
 
 HOSTILE = "<script>alert('x')</script>"
@@ -234,17 +235,19 @@ def test_a_long_curve_keeps_its_spikes() -> None:
     values[54_321] = 9.0
     rows = columns(range(1, 100_001), values)
     assert len(rows) <= 300
-    assert rows[-1] == [100_000, 1.0, 1.0, 1.0]
-    (spike,) = (row for row in rows if row[3] > 1.0)
-    assert spike[1:] == [1.0, pytest.approx(1 + 8 / (spike[0] - rows[rows.index(spike) - 1][0])), 9.0]
-    assert columns([1, 2, 3], [math.nan, 2.0, math.inf]) == [[2, 2.0, 2.0, 2.0]]
+    assert rows[-1] == (100_000, 1.0, 1.0, 1.0)
+    (spike,) = (row for row in rows if row.largest > 1.0)
+    assert spike[1:] == (1.0, pytest.approx(1 + 8 / (spike.step - rows[rows.index(spike) - 1].step)), 9.0)
+    assert columns([1, 2, 3], [math.nan, 2.0, math.inf]) == [(2, 2.0, 2.0, 2.0)]
 
 
 def test_axes_have_round_numbers() -> None:
-    chart = line_chart("x", {"a": Curve([[1, 2.13, 2.13, 2.13], [900, 5.9, 5.9, 5.9]])})
+    chart = line_chart("x", {"a": Curve([Column(1, 2.13, 2.13, 2.13), Column(900, 5.9, 5.9, 5.9)])})
     assert all(f">{tick}<" in chart for tick in ("step", "2", "3", "4", "5", "6", "250", "500", "750"))
     assert line_chart("x", {"a": Curve([])}) == ""
-    assert "circle" in line_chart("x", {"a": Curve([[1, 3.0, 3.0, 3.0]])}), "of a single step a line shows nothing"
+    assert "circle" in line_chart("x", {"a": Curve([Column(1, 3.0, 3.0, 3.0)])}), (
+        "of a single step a line shows nothing"
+    )
     assert short([0.0, 5_000.0, 10_000.0]) == ["0", "5,000", "10,000"]
     assert short([0.0, 500_000.0, 1e6]) == ["0", "0.5 M", "1 M"]
     assert short([3e-5]) == ["3e-05"]
@@ -255,12 +258,12 @@ def test_axes_have_round_numbers() -> None:
 
 def test_few_columns_do_not_flatten_the_rest() -> None:
     """The steep beginning leaves the chart, which says how far; a curve without one is shown whole."""
-    falling = [[step, value, value, value] for step in range(1, 101) for value in [2 + 9 / step**2]]
+    falling = [Column(step, value, value, value) for step in range(1, 101) for value in [2 + 9 / step**2]]
     chart = line_chart("x", {"a": Curve(falling)})
     assert "axis cut: values reach to 11<" in chart
     assert ">10<" not in chart
     assert "axis cut" not in line_chart("x", {"a": Curve(falling)}, is_cut=False)
-    straight = [[step, step / 10, step / 10, step / 10] for step in range(1, 101)]
+    straight = [Column(step, step / 10, step / 10, step / 10) for step in range(1, 101)]
     assert "axis cut" not in line_chart("x", {"a": Curve(straight)})
 
 

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.rules import fits_schedule
-from shardwise.config.schedules import SCHEDULES, interleaving_rounds
+from shardwise.config.schedules import SCHEDULES, rounds_of_step
 from shardwise.config.stages import rank_of
 from shardwise.pipeline.action_order import TIME, Action, action_order
 from shardwise.pipeline.timeline import simulate
@@ -140,7 +140,7 @@ def test_passes_in_flight(parallel: ParallelConfig) -> None:
     for m in MICRO_BATCHES:
         if not fits_schedule(parallel, m):
             continue
-        each = m // interleaving_rounds(p, m)
+        each = m // rounds_of_step(p, m)
         for r in range(p):
             expected = {
                 "gpipe": m,

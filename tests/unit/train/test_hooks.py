@@ -17,7 +17,7 @@ from shardwise.config import check_layout
 from shardwise.config.resume_rules import resume_problems
 from shardwise.data.opening import prepare
 from shardwise.launch import stop_requests
-from shardwise.runs.run import Run
+from shardwise.runs.run import RunView
 from shardwise.train.hooks import MetricsWithCallbacks, check_hooks, user_optimizer
 from tests import own_hooks
 from tests.dist.training import MODEL, make_config
@@ -88,7 +88,7 @@ def test_a_callback_stops_a_run_with_a_checkpoint(recipe: str) -> None:
     config = shardwise.load_recipe(recipe, train={"eval_every": 0})
     with pytest.raises(StoppedError, match=r"hooks\.callbacks \(tests\.own_hooks:stop_at_2\)"):
         shardwise.train(config, run_dir="runs/a", callbacks=[own_hooks.stop_at_2])
-    run = shardwise.Run("runs/a")
+    run = shardwise.RunView("runs/a")
     assert run.metrics()[-1]["step"] == 3  # the step after the one that it heard of
     assert [Path(path).name for path in run.checkpoints()] == ["step-00000003"]
     with pytest.raises(
@@ -126,7 +126,7 @@ def test_fault_19_a_run_that_a_hook_ends_has_failed(hook: str, told: str, recipe
     config = shardwise.load_recipe(recipe, train={"eval_every": 0})
     with pytest.raises(RunError, match=told):
         shardwise.train(config, run_dir="runs/a", callbacks=[hear], optimizer=Ends if hook == "optimizer" else None)
-    run = Run(Path("runs/a"), whole=False)
+    run = RunView(Path("runs/a"), whole=False)
     assert (run.state, run.results) == ("failed", {})
 
 

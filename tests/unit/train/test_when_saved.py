@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.saving import Checkpoints
 from shardwise.train.step_record import Progress
@@ -53,3 +54,13 @@ def test_a_stop_is_saved_and_told() -> None:
 def test_the_place_in_the_data_is_ahead_of_the_samples() -> None:
     found, _ = saved(0)
     assert (found[5]["samples"], found[5]["position"]) == (40, 64)
+
+
+def test_a_checkpoint_that_is_saved_again_has_all_progress() -> None:
+    """The losses too, by which a spike is noticed after the next resume."""
+    made: Any = Saves()
+    checkpoints = Checkpoints(made, make_config(), None, Mesh(), lambda: None, {})  # type: ignore[arg-type]
+    progress = {"samples": 40, "position": 64, "tokens": 640, "losses": (2.0, 1.5), "schedule": {}, "rng": {}}
+    unknown: dict[str, Any] = {"config": {}, "versions": {}, "created": "", "files": (), "tensors": {}}
+    checkpoints.save_again(Manifest(step=5, **progress, layout={}, data={}, optimizer={}, **unknown))  # type: ignore[arg-type]
+    assert made.saved == {5: progress}

@@ -113,6 +113,7 @@ class Export:
         entry = self._manifest.tensors[state][name]
         for box in segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize):
             values = self._stored.read(state, name, box)
+            # A value beyond the range would become infinite without a word.
             if target == "F16" and overflows(values, entry.dtype, target):
                 raise RunError(
                     f"{name} has values beyond the range of float16 (65,504): export to bfloat16 or float32 instead"
@@ -146,6 +147,7 @@ class Export:
     def _small_files(self, dtype: str) -> dict[str, bytes]:
         """Name → content of the other files; `config.json` names the dtype of the weights."""
         dtype_fields = [field for field in _DTYPE_FIELDS if field in self.described] or ["torch_dtype"]
+        # The index is left out: the export has other shards.
         files = {CONFIG: to_json({**self.described, **dict.fromkeys(dtype_fields, dtype)})}
         for entry in self._manifest.files:
             if not entry.path.endswith(".safetensors") and entry.path not in (CONFIG, INDEX):

@@ -70,6 +70,7 @@ class FilesBesideWeights:
         """The folder's tokenizer; None where it has none that can be opened."""
         if not holds_tokenizer(self.files):
             return None
+        # Tokenizers are read from a folder on this machine, and these files may come from a store.
         with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
             for name, content in self.files.items():
                 file = Path(folder, name)
@@ -123,6 +124,7 @@ def _vocabulary(tokenizer: Any) -> dict[str, int]:
     vocabulary = tokenizer["model"]["vocab"]
     if not isinstance(vocabulary, dict):
         vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    # Tokens that were added after the training of the tokenizer stand apart.
     return {**vocabulary, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
 
 

@@ -77,6 +77,7 @@ class ForeignModel:
 
 def canonical_shapes(model: FamilyConfig) -> dict[str, tuple[int, ...]]:
     """Every canonical tensor of a model, in its order; nothing is allocated."""
+    # The model needs a whole configuration; keys of the training have any valid value.
     sections = {
         "model": model.model_dump(),
         "train": {"steps": 1, "global_batch": 1, "sequence_length": 1},

@@ -36,6 +36,7 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
     shapes = canonical_shapes(config)
     sources, problems = find_sources(str(folder), config.family, shapes, stored)
     if not problems:
+        # Only tied weights have a second copy, whose values must be those of the first.
         boxes: list[tuple[str, Box]] = []
         for name, stored_names in sources.items():
             if len(stored_names) > 1:

@@ -363,7 +363,9 @@ def _query_key_value(shards: Shards, config: GPTConfig | LlamaConfig, version: i
     """Q, K and V, each with the rows of all heads in order."""
     if shards.has(name.replace("qkv", "query")):
         return _separate_queries(shards, config, name)
-    n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    n = config.num_attention_heads
+    g = config.num_key_value_heads
+    d = config.head_dim
     ranks = shards.ranks
     fused = shards.columns(name)
     if not fused.parts:
@@ -390,7 +392,8 @@ def _query_key_value(shards: Shards, config: GPTConfig | LlamaConfig, version: i
 
 def _separate_queries(shards: Shards, config: GPTConfig | LlamaConfig, name: str) -> list[Stacked]:
     """Q, K and V where the queries are a tensor of their own: K and V alternate head by head in another one."""
-    g, d = config.num_key_value_heads, config.head_dim
+    g = config.num_key_value_heads
+    d = config.head_dim
     key_value_name = name.replace("qkv", "key_value")
     key_value = shards.columns(key_value_name)
     if key_value.parts and key_value.shape[0] != 2 * g * d:

@@ -223,7 +223,9 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
     if not all(tensor.parts for tensor in (*qkv, out)):
         return noted
     q, k, v = qkv
-    n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    n = config.num_attention_heads
+    g = config.num_key_value_heads
+    d = config.head_dim
     # A slot is a key/value head that some rank holds: each of the g heads has one, or several copies.
     slots = k.shape[0] // d
     has_whole_slots = k.shape == v.shape and k.shape[0] == slots * d

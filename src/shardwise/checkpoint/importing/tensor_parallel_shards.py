@@ -104,6 +104,7 @@ def drift(tensor: Tensor, replica: Tensor) -> float:
         return 0.0
     if tensor.shape != replica.shape:
         return math.inf
+    # Relative to the larger norm the result is symmetric, and at most 2.
     norm = float(torch.maximum(tensor.float().norm(), replica.float().norm()))
     if norm == 0.0:  # 0 and -0 have other bits
         return 0.0
@@ -234,6 +235,7 @@ class Shards:
         dtype_line = f": dtype of {{}} ({{}}) must be {TRAINABLE}, {same}"
         self.problems += lines_of_layers(self.where, dtype_line, wrong_dtypes)
         self.problems += lines_of_layers(self.where, f": shape of {{}} must be {same}: it is {{}}", wrong_shapes)
+        # They count as used, so that no second line says that they are missing or unknown.
         for name, _ in wrong_dtypes + wrong_shapes:
             self.tensors.pop(name, None)
             self._used.add(name)

@@ -78,7 +78,7 @@ class ChunkedWriter:
 
     def write(self, data: Buffer) -> None:
         """Append any number of bytes."""
-        view = memoryview(data).cast("B")
+        view = memoryview(data).cast("B")  # of bytes, whatever the elements of the buffer are
         assert self._written + len(view) <= self._size, f"{self._path} gets more than {self._size} bytes"
         self._file.write(view)
         while len(view):
@@ -147,6 +147,7 @@ class ChunkedReader:
         first = start // entry.chunk_bytes
         last = (stop - 1) // entry.chunk_bytes
         at_once = max(1, READ_BYTES // entry.chunk_bytes)
+        # Few chunks need no copy; more of them are put together as they come.
         if last - first < at_once:
             begin = first * entry.chunk_bytes
             return self._chunks(first, last + 1)[start - begin : stop - begin]
@@ -167,6 +168,7 @@ class ChunkedReader:
             return last_data
         begin = first * entry.chunk_bytes
         stop = min(end * entry.chunk_bytes, entry.bytes)
+        # A read that goes on where the last one ended fetches only what follows.
         if first == last_number:
             fetched = self._fetch(begin + len(last_data), stop)
             data = memoryview(b"".join((last_data, fetched)))

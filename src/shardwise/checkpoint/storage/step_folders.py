@@ -70,6 +70,7 @@ def put_in_place(partial: Root, final: Root) -> None:
 
     At every moment one of the two is complete, and `survey` finds it, so a crash at any point loses nothing.
     """
+    # Between these lines the save lacks only its name, and `survey` finds it under that of the partial folder.
     remove_checkpoint(final)
     partial.rename(final, last=MANIFEST)
 
@@ -205,6 +206,7 @@ def prune(
         keep: as in `removable`.
         keep_every: as in `removable`.
     """
+    # Whole files are not read again: lengths show what a crash of a machine leaves behind.
     newest = max(saved)
     present = steps(root)
     intact = [newest]
@@ -233,6 +235,7 @@ def _steps_to_remove(
     """
     if keep is None:
         return []
+    # An unclear checkpoint may be the last good one: it goes only behind as many intact ones as are to stay.
     kept = intact[: max(keep, 1)]
     has_enough = len(kept) == max(keep, 1)
     steps_to_remove: list[int] = []

@@ -172,7 +172,8 @@ class SentencePairBatches(Batches):
         """Start and size of sentences of another document that have `room` tokens, or up to its end."""
         is_only_document = self.chunks.num_documents == 1
         if is_only_document:
-            first, stop = indices, indices + 1
+            first = indices
+            stop = indices + 1
         else:
             first, stop = self.chunks.siblings(document)
         # A number among all chunks but those of the document: the ones after it move down by their number.
@@ -208,7 +209,9 @@ def _heads(draws: Draws, site: int, tosses_B: IntArray) -> IntArray:
 
 
 # The `site` of each draw (`Draws`); those of `SentencePairBatches` are below 16.
-_PLACE, _KIND, _TOKEN = 16, 17, 18
+_PLACE = 16
+_KIND = 17
+_TOKEN = 18
 # Last bits of a hash that hold its position; the 48 bits before them decide the order.
 _POSITION_BITS = 16
 MAX_SEQUENCE_LENGTH = 1 << _POSITION_BITS

@@ -19,20 +19,28 @@ from typing import Any
 
 from shardwise.base.errors import listing
 from shardwise.launch import heartbeat
-from shardwise.launch.failure import Failure, root_cause, signal_name
+from shardwise.launch.first_failure import Failure, root_cause, signal_name
 from shardwise.launch.node import BEAT_SECONDS, Attempt, free_port
 
-_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.2, 5.0
+_POLL_SECONDS = 0.2
+_LONGEST_POLL_SECONDS = 5.0
+"""Longer pauses between two polls are a stop of this process, and no silence of the nodes."""
 _GRACE_SECONDS = 5.0
-"""In which the other nodes tell how they ended, once one has failed: the cause may be theirs."""
+"""Seconds in which the other nodes report their ends, once one has failed: the cause may be theirs."""
 _END_SECONDS = 10.0
-"""In which the launchers end once they are told to; a machine that does not answer cannot."""
+"""Seconds in which the launchers end once they are told to; a machine that does not answer cannot."""
 _LINE_BYTES = 2**24
+"""Longest message: the heartbeats of a node's ranks, and 4,000 characters of a log."""
 
 
 @dataclass
-class _Member:
-    """What is known of one node. `heard`: when it last told something, in seconds in which this process ran."""
+class _NodeLauncher:
+    """The launcher of one node.
+
+    Attributes:
+        heard: time of its last message, in seconds in which this process ran.
+        ended: last message, with the end of the ranks; None before it.
+    """
 
     number: int
     name: str
@@ -45,16 +53,16 @@ class _Member:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How an attempt ended.
+class AttemptOutcome:
+    """The end of an attempt.
 
     Attributes:
-        stopped: the text of ranks that stopped with a checkpoint, as they were asked to.
-        failure: why it failed; None where it did not.
-        lost: names of the nodes whose launcher did not tell how it ended.
+        stopped: text of ranks that stopped with a checkpoint, as they were asked to; None if they did not.
+        failure: cause of the failure; None without one.
+        lost: names of the nodes whose launcher did not report its end.
         step: steps done at the end, as far as heartbeats tell.
-        until_joined, until_training, after_last_step: seconds, as `restarts.Ending` has them.
-        logs: what torch's agents said, by node.
+        until_joined, until_training, after_last_step: seconds, as in `restarts.AttemptEnding`.
+        logs: texts of torch's agents, by node.
     """
 
     stopped: str | None
@@ -67,12 +75,12 @@ class Outcome:
     logs: Mapping[str, str]
 
 
-class Watch:
-    """Starts one attempt and watches it.
+class AttemptWatch:
+    """One attempt, which `run` starts and watches.
 
     Attributes:
-        is_training: whether a rank takes steps, so that a stop waits for a checkpoint.
-        heard: called with the name of a signal that a node's launcher has got.
+        is_training: True once a rank takes steps, so that a stop waits for a checkpoint.
+        heard: function that is called with the name of a signal that a node's launcher has got.
     """
 
     def __init__(
@@ -87,37 +95,42 @@ class Watch:
         heard: Callable[[str], None],
     ) -> None:
         """Args:
-        address: of this node, by which the others reach it.
-        logs: the folder of the ranks' logs.
-        id: of the attempt.
+        address: address by which the other nodes reach this one.
+        logs: folder of the ranks' logs.
+        id: id of the attempt.
         silence: seconds without a message after which a node is lost.
         """
         self.heard = heard
-        self._address, self._nodes, self._ranks_per_node = address, nodes, ranks_per_node
-        self._logs, self._id, self._silence = logs, id, silence
-        self._secret = secrets.token_hex(16)
-        self._members: dict[int, _Member] = {}
+        self._address = address
+        self._nodes = nodes
+        self._ranks_per_node = ranks_per_node
+        self._logs = logs
+        self._id = id
+        self._silence = silence
+        self._secret = secrets.token_hex(16)  # a launcher of an earlier attempt may still live, and knows another one
+        self._launchers: dict[int, _NodeLauncher] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._ending: str | None = None
         self._began = time.monotonic()
-        self._ran = 0.0
+        self._ran = 0.0  # seconds in which this process ran, without those for which the job was suspended
         self._until_joined: float | None = None
         self._until_training: float | None = None
-        self._step, self._stepped = 0, self._began
+        self._step = 0
+        self._stepped = self._began  # time of the last step
 
     @property
     def is_training(self) -> bool:
-        return any(member.is_training for member in self._members.values())
+        return any(launcher.is_training for launcher in self._launchers.values())
 
     def end(self, why: str) -> None:
         """End the attempt on all nodes at once."""
         self._ending = self._ending or why
 
-    async def run(self, program: Callable[[Attempt], tuple[Sequence[str], Mapping[str, str]]]) -> Outcome:
+    async def run(self, program: Callable[[Attempt], tuple[Sequence[str], Mapping[str, str]]]) -> AttemptOutcome:
         """Start the launchers and return when all have ended.
 
         Args:
-            program: the command that starts a launcher on each node, and its environment.
+            program: function that returns the command that starts a launcher on each node, and its environment.
         """
         server = await asyncio.start_server(self._serve, self._address, 0, limit=_LINE_BYTES)
         control = server.sockets[0].getsockname()[1]
@@ -130,9 +143,15 @@ class Watch:
         )
         try:
             problem = await self._watch(process)
-            lost = [one for one in self._members.values() if one.ended is None and not one.is_connected]
-            # What is told from here on follows from the end of the attempt.
-            told = {one.name: one.ended for one in self._members.values() if one.ended is not None}
+            lost = [
+                launcher
+                for launcher in self._launchers.values()
+                if launcher.ended is None and not launcher.is_connected
+            ]
+            # Taken before the launchers are told to end: later messages follow from that.
+            ends = {
+                launcher.name: launcher.ended for launcher in self._launchers.values() if launcher.ended is not None
+            }
         finally:
             self._tell_end()
             with contextlib.suppress(TimeoutError):
@@ -144,23 +163,26 @@ class Watch:
             for serving in self._serving:
                 serving.cancel()
             await asyncio.gather(*self._serving, return_exceptions=True)
+        # Where all are gone at once, no node is lost: srun, or the request to end, has ended them.
         if problem is not None and len(lost) == self._nodes:
             lost = []
-        return self._outcome(told, {one.name: self._ranks(one) for one in lost}, problem)
+        return self._outcome(ends, {launcher.name: self._ranks(launcher) for launcher in lost}, problem)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> str | None:
-        """Wait for the end; returns what is wrong beside what the launchers tell."""
+        """Wait for the end; returns a problem that no launcher reports, or None."""
         deadline: float | None = None
         before = time.monotonic()
         while True:
             await asyncio.sleep(_POLL_SECONDS)
-            now, members = time.monotonic(), self._members.values()
+            now = time.monotonic()
+            launchers = self._launchers.values()
             # The whole job may have been stopped in between, as by `scontrol suspend`.
-            self._ran, before = self._ran + min(now - before, _LONGEST_POLL_SECONDS), now
-            for member in members:
-                if member.ended is None and member.is_connected and self._ran - member.heard > self._silence:
-                    member.is_connected = False
-            if len(members) == self._nodes and all(member.ended is not None for member in members):
+            self._ran += min(now - before, _LONGEST_POLL_SECONDS)
+            before = now
+            for launcher in launchers:
+                if launcher.ended is None and launcher.is_connected and self._ran - launcher.heard > self._silence:
+                    launcher.is_connected = False
+            if len(launchers) == self._nodes and all(launcher.ended is not None for launcher in launchers):
                 return None
             if self._ending is not None:
                 return self._ending
@@ -168,26 +190,28 @@ class Watch:
                 code = process.returncode
                 ending = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
                 return f"srun {ending}{self._absent()}"
-            failed = any(member.ended["code"] != 0 if member.ended else not member.is_connected for member in members)
+            failed = any(
+                launcher.ended["code"] != 0 if launcher.ended else not launcher.is_connected for launcher in launchers
+            )
             if failed:
                 deadline = deadline or now + _GRACE_SECONDS
-            elif len(members) < self._nodes and self._ran > self._silence:
+            elif len(launchers) < self._nodes and self._ran > self._silence:
                 return f"the launchers of the nodes did not start within {self._silence:.0f} s{self._absent()}"
-            told = sum(member.ended is not None or not member.is_connected for member in members)
-            # Where no launcher is left, srun may be what has failed: it ends soon.
-            is_told = told == self._nodes and any(member.ended is not None for member in members)
-            if deadline is not None and (now > deadline or is_told):
+            over = sum(launcher.ended is not None or not launcher.is_connected for launcher in launchers)
+            # If all connections broke without a report, srun itself may have failed: wait for its exit code.
+            is_reported = over == self._nodes and any(launcher.ended is not None for launcher in launchers)
+            if deadline is not None and (now > deadline or is_reported):
                 return None
 
     def _absent(self) -> str:
-        """Which nodes have not joined."""
-        absent = [number for number in range(self._nodes) if number not in self._members]
+        """Name the nodes that have not joined, if some have."""
+        absent = [number for number in range(self._nodes) if number not in self._launchers]
         names = f"; of {self._nodes} nodes, the launcher of number {listing(absent, most=5)} has not joined"
         return names if absent and len(absent) < self._nodes else ""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hear one launcher."""
-        member: _Member | None = None
+        """Read the messages of one launcher."""
+        launcher: _NodeLauncher | None = None
         beat: asyncio.Task[None] | None = None
         task = asyncio.current_task()
         assert task is not None
@@ -196,64 +220,69 @@ class Watch:
             joined = json.loads(await asyncio.wait_for(reader.readline(), self._silence))
             if joined.get("kind") != "joined" or not secrets.compare_digest(str(joined.get("secret")), self._secret):
                 return  # another program, or an earlier attempt's
-            member = _Member(int(joined["node"]), str(joined["name"]), writer, self._ran)
-            self._members[member.number] = member
-            if len(self._members) == self._nodes:
+            launcher = _NodeLauncher(int(joined["node"]), str(joined["name"]), writer, self._ran)
+            self._launchers[launcher.number] = launcher
+            if len(self._launchers) == self._nodes:
                 self._until_joined = time.monotonic() - self._began
-            beat = asyncio.create_task(self._beat(member))
+            beat = asyncio.create_task(self._beat(launcher))
             while line := await reader.readline():
-                member.heard = self._ran
-                self._hear(member, json.loads(line))
+                launcher.heard = self._ran
+                self._hear(launcher, json.loads(line))
         except (OSError, ValueError, TimeoutError, AttributeError, KeyError, TypeError):
-            pass  # another program's message; or what a lost connection means is decided in `_watch`
+            pass  # another program's message, or a lost connection, of which `_watch` decides
         except asyncio.CancelledError:
             pass  # the attempt is over; Python 3.11 prints a traceback for a connection whose task was cancelled
         finally:
-            if member is not None:
-                member.is_connected = False
+            if launcher is not None:
+                launcher.is_connected = False
             if beat is not None:
                 beat.cancel()
             writer.close()
 
-    async def _beat(self, member: _Member) -> None:
-        """Show a launcher that this process lives."""
+    async def _beat(self, launcher: _NodeLauncher) -> None:
+        """Show a launcher every second that this process lives."""
         with contextlib.suppress(OSError):
-            while member.is_connected:
-                member.writer.write(b'{"kind": "beat"}\n')
-                await member.writer.drain()
+            while launcher.is_connected:
+                launcher.writer.write(b'{"kind": "beat"}\n')
+                await launcher.writer.drain()
                 await asyncio.sleep(BEAT_SECONDS)
 
-    def _hear(self, member: _Member, message: Mapping[str, Any]) -> None:
+    def _hear(self, launcher: _NodeLauncher, message: Mapping[str, Any]) -> None:
         if "beats" in message:
-            member.beats = [heartbeat.from_plain(beat) for beat in message["beats"]]
+            launcher.beats = [heartbeat.from_plain(beat) for beat in message["beats"]]
         if message["kind"] == "beat":
-            member.is_training = bool(message["training"])
-            if member.is_training and self._until_training is None:
+            launcher.is_training = bool(message["training"])
+            if launcher.is_training and self._until_training is None:
                 self._until_training = time.monotonic() - self._began
-            step = max((beat.step for beat in member.beats), default=0)
+            step = max((beat.step for beat in launcher.beats), default=0)
             if step > self._step:
-                self._step, self._stepped = step, time.monotonic()
+                self._step = step
+                self._stepped = time.monotonic()
         elif message["kind"] == "signal":
             self.heard(message["name"])
         elif message["kind"] == "ended":
-            member.ended = message
+            launcher.ended = message
 
     def _tell_end(self) -> None:
-        for member in self._members.values():
+        for launcher in self._launchers.values():
             with contextlib.suppress(OSError, RuntimeError):
-                member.writer.write(b'{"kind": "end"}\n')
+                launcher.writer.write(b'{"kind": "end"}\n')
 
     def _outcome(
-        self, told: Mapping[str, Mapping[str, Any]], lost: Mapping[str, range], problem: str | None
-    ) -> Outcome:
-        members = [self._members[number] for number in sorted(self._members)]
-        beats = [beat for member in members for beat in member.beats]
-        stopped = next((one["stopped"] for one in told.values() if one.get("stopped")), None)
+        self, ends: Mapping[str, Mapping[str, Any]], lost: Mapping[str, range], problem: str | None
+    ) -> AttemptOutcome:
+        launchers = [self._launchers[number] for number in sorted(self._launchers)]
+        beats = [beat for launcher in launchers for beat in launcher.beats]
+        stopped = next((end["stopped"] for end in ends.values() if end.get("stopped")), None)
         failure = None
-        is_whole = len(told) == self._nodes and all(one["code"] == 0 for one in told.values())
-        if stopped is None and not is_whole:
-            failure = self._failure(told, beats, lost, problem)
-        return Outcome(
+        is_done = len(ends) == self._nodes and all(end["code"] == 0 for end in ends.values())
+        if stopped is None and not is_done:
+            failure = self._failure(ends, beats, lost, problem)
+        logs = {}
+        for launcher in launchers:
+            if launcher.ended and launcher.ended.get("log"):
+                logs[launcher.name] = launcher.ended["log"]
+        return AttemptOutcome(
             stopped=stopped,
             failure=failure,
             lost=tuple(lost),
@@ -261,31 +290,38 @@ class Watch:
             until_joined=self._until_joined,
             until_training=self._until_training,
             after_last_step=time.monotonic() - self._stepped,
-            logs={member.name: member.ended["log"] for member in members if member.ended and member.ended.get("log")},
+            logs=logs,
         )
 
-    def _ranks(self, member: _Member) -> range:
-        return range(member.number * self._ranks_per_node, (member.number + 1) * self._ranks_per_node)
+    def _ranks(self, launcher: _NodeLauncher) -> range:
+        return range(launcher.number * self._ranks_per_node, (launcher.number + 1) * self._ranks_per_node)
 
     def _failure(
         self,
-        told: Mapping[str, Mapping[str, Any]],
+        ends: Mapping[str, Mapping[str, Any]],
         beats: Sequence[heartbeat.Beat],
         lost: Mapping[str, range],
         problem: str | None,
     ) -> Failure:
-        """The cause, before what followed from it."""
-        reports = [Failure(**one["reported"]) for one in told.values() if one.get("reported")]
-        reported = min(reports, key=lambda one: one.waited, default=None)
-        exit_codes = {int(rank): code for one in told.values() for rank, code in one.get("exit_codes", {}).items()}
+        """Choose the cause among the reports of all nodes: most of them follow from it.
+
+        In this order: a rank that failed by itself; a node that does not answer; an agent that was killed; a rank that
+        was killed, or for which the others waited; the problem of `srun`.
+        """
+        reports = [Failure(**end["reported"]) for end in ends.values() if end.get("reported")]
+        reported = min(reports, key=lambda report: report.waited, default=None)
+        exit_codes: dict[int, int] = {}
+        for end in ends.values():
+            exit_codes |= {int(rank): code for rank, code in end.get("exit_codes", {}).items()}
         if reported is None or reported.waited:
             missing = heartbeat.missing(beats, lost) if lost else None
             if missing is not None:
                 return Failure(min(min(ranks) for ranks in lost.values()), missing, 1)
-            killed = [name for name, one in told.items() if one["code"] < 0 and not one.get("reported")]
+            killed = [name for name, end in ends.items() if end["code"] < 0 and not end.get("reported")]
+            # Of a killed rank the agent ends by itself, so a rank's death by a signal comes before the agent's.
             if killed and not any(code < 0 for code in exit_codes.values()):
-                by = signal_name(-told[killed[0]]["code"])
+                by = signal_name(-ends[killed[0]]["code"])
                 return Failure(0, f"the agent that starts the ranks of node {killed[0]} was killed by {by}", 1)
         failure = root_cause(reported, exit_codes, self._logs, lambda: heartbeat.missing(beats))
-        failed = listing(f"logs/launcher-{name}.log" for name, one in told.items() if one["code"])
+        failed = listing(f"logs/launcher-{name}.log" for name, end in ends.items() if end["code"])
         return failure or Failure(0, problem or f"a launcher failed; its log is in {failed}", 1)

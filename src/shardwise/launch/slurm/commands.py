@@ -1,4 +1,4 @@
-"""SLURM's commands. Their output is parsed in the forms that are made for it."""
+"""The commands of SLURM. Their output is read in the formats that are made for programs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from dataclasses import dataclass
 from shardwise.base.errors import ConfigError, RunError, see
 
 _SECONDS = 60
-_REQUEUE_TRIES, _REQUEUE_PAUSE = 6, 10.0
+_REQUEUE_TRIES = 6
+_REQUEUE_PAUSE = 10.0
 """A controller that restarts, or ends many jobs at once, does not answer for a while."""
 _FIELDS = ("%i", "%T", "%r", "%D", "%N", "%M", "%l", "%P", "%S", "%V", "%k")
 MARK = "shardwise:"
-"""What the comment of a job begins with; the run's folder follows."""
+"""Beginning of the comment of a job; the run's folder follows."""
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A job as SLURM has it.
 
     Attributes:
         state: SLURM's word, such as PENDING or RUNNING.
-        reason: why it waits, in SLURM's word; empty where it does not.
-        nodes: their number.
-        node_list: their names, where it runs.
-        elapsed, limit: SLURM's texts of times.
-        starts: when SLURM expects to start it; empty where it does not know.
-        run: the run's folder; None: the job is not one of shardwise's.
+        reason: SLURM's word for the cause of the wait; empty for a job that does not wait.
+        nodes: number of nodes.
+        node_list: names of the nodes of a running job.
+        elapsed, limit: times as SLURM writes them.
+        starts: expected start; empty if SLURM does not know it.
+        run: the run's folder; None for a job that is not one of shardwise's.
     """
 
     id: str
@@ -71,19 +72,19 @@ def submit(script: str, options: Sequence[str] = ()) -> str:
 
 
 def own_words(said: str) -> str:
-    """What a command of SLURM says of its error, in one line: `sbatch: error: ` before each sentence is left out."""
+    """Join the sentences of a command's error in one line, without `sbatch: error: ` before each."""
     lines = [re.sub(r"^\w+: (?:error: |fatal: )?", "", line).strip() for line in said.splitlines()]
     return "; ".join(dict.fromkeys(line.rstrip(".") for line in lines if line)) or "it gives no reason"
 
 
-def jobs(*, user: bool = True, ids: Sequence[str] = ()) -> list[Job]:
-    """The jobs that wait or run: of this user, or those with given numbers; without those that SLURM has forgotten.
+def jobs(*, user: bool = True, ids: Sequence[str] = ()) -> list[SlurmJob]:
+    """Return the jobs that wait or run: this user's, or those with given numbers. SLURM forgets a job that has ended.
 
     Raises:
         RunError: SLURM does not answer.
     """
-    which = ["--me"] if user else [f"--jobs={','.join(ids)}"]
-    done = _run(["squeue", *which, "--noheader", f"--format={'|'.join(_FIELDS)}"])
+    choice = ["--me"] if user else [f"--jobs={','.join(ids)}"]
+    done = _run(["squeue", *choice, "--noheader", f"--format={'|'.join(_FIELDS)}"])
     if done.returncode != 0:
         if "Invalid job id" in done.stderr:
             return []
@@ -91,16 +92,16 @@ def jobs(*, user: bool = True, ids: Sequence[str] = ()) -> list[Job]:
     return [_job(line) for line in done.stdout.splitlines() if line.count("|") >= len(_FIELDS) - 1]
 
 
-def _job(line: str) -> Job:
+def _job(line: str) -> SlurmJob:
     fields = line.split("|", len(_FIELDS) - 1)
     number, state, reason, nodes, names, elapsed, limit, partition, starts, submitted, comment = fields
     run = comment.removeprefix(MARK) if comment.startswith(MARK) else None
     starts, reason = ("" if value in ("N/A", "None", "(null)") else value for value in (starts, reason))
-    return Job(number, state, reason, int(nodes), names, elapsed, limit, partition, starts, submitted, run)
+    return SlurmJob(number, state, reason, int(nodes), names, elapsed, limit, partition, starts, submitted, run)
 
 
 def cancel(job: str) -> None:
-    """Raises RunError: SLURM cannot."""
+    """Cancel a job. Raises RunError: SLURM cannot."""
     done = _run(["scancel", job])
     if done.returncode != 0:
         raise RunError(f"SLURM cannot cancel the job {job}: {own_words(done.stderr)}")
@@ -114,7 +115,7 @@ def warn(job: str) -> None:
 
 
 def requeue(job: str) -> str | None:
-    """Have SLURM end a job and queue it again; returns why it cannot, or None."""
+    """Have SLURM end a job and queue it again; returns the reason why it cannot, or None."""
     problem = ""
     for _ in range(_REQUEUE_TRIES):
         try:
@@ -135,20 +136,20 @@ def start_early(job: str) -> None:
 
 
 def restarts(job: str) -> int:
-    """How often SLURM has started a job again."""
-    found = re.search(r"\bRestarts=(\d+)", _run(["scontrol", "show", "job", job, "--oneliner"]).stdout)
-    return int(found[1]) if found else 0
+    """Return the number of times that SLURM has started a job again."""
+    count = re.search(r"\bRestarts=(\d+)", _run(["scontrol", "show", "job", job, "--oneliner"]).stdout)
+    return int(count[1]) if count else 0
 
 
 def configuration() -> str:
-    """What `scontrol show config` says; empty where it says nothing, or does not answer."""
+    """Return the output of `scontrol show config`; empty if SLURM does not answer."""
     with contextlib.suppress(RunError):
         return _run(["scontrol", "show", "config"]).stdout
     return ""
 
 
 def end_of(job: str) -> float | None:
-    """When the time limit of a job that runs is over, in seconds since the epoch; None without a limit."""
+    """Return the end of a running job's time limit, in seconds since the epoch; None without a limit."""
     with contextlib.suppress(RunError):
         left = _run(["squeue", "--noheader", f"--jobs={job}", "--format=%L"]).stdout.strip()
         return time.time() + seconds(left) if re.fullmatch(r"[\d:-]+", left) else None
@@ -156,21 +157,22 @@ def end_of(job: str) -> float | None:
 
 
 def seconds(text: str) -> int:
-    """Of SLURM's D-HH:MM:SS, D-HH:MM, D-HH, HH:MM:SS or MM:SS."""
-    days, dash, rest = text.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
+    """Read SLURM's D-HH:MM:SS, D-HH:MM, D-HH, HH:MM:SS or MM:SS."""
+    days, dash, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    # With days the first part is hours; without, the last one is seconds.
     parts = [*parts, 0, 0][:3] if dash else [0, 0, *parts][-3:]
     hours, minutes, seconds_ = parts
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds_
 
 
 def binds_nothing() -> bool:
-    """Whether the cluster binds no task to processors; then `srun` warns of options for it."""
+    """Return True if the cluster binds no task to processors; then `srun` warns of options for it."""
     return re.search(r"(?m)^TaskPlugin\s*=\s*(task/none|\(null\))\s*$", configuration()) is not None
 
 
 def gpus_per_node(partition: str | None) -> int:
-    """The fewest GPUs of a machine of the partition (None: the default one), as SLURM counts them; 0 without any."""
+    """Return the fewest GPUs of a machine of the partition (None: the default one), as SLURM counts them."""
     said = _run(["sinfo", "--noheader", "--format=%P|%G", *([f"--partition={partition}"] if partition else [])]).stdout
     rows = [line.split("|", 1) for line in said.splitlines() if "|" in line]
     if partition is None and any(name.endswith("*") for name, _ in rows):
@@ -179,10 +181,10 @@ def gpus_per_node(partition: str | None) -> int:
 
 
 def gpus_of(resources: str) -> int:
-    """The GPUs of SLURM's `gpu:h100:8(S:0-1),shard:4`: 8."""
+    """Return the number of GPUs of SLURM's `gpu:h100:8(S:0-1),shard:4`: 8."""
     a_gpu = r"gpu(?::[^:()]*[^:()\d][^:()]*)?(?::(\d+))?(?:\(.*\))?"
     counts = [re.fullmatch(a_gpu, kind) for kind in re.split(r",(?![^(]*\))", resources)]
-    return sum(int(found[1] or 1) for found in counts if found)
+    return sum(int(count[1] or 1) for count in counts if count)
 
 
 def _run(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -207,11 +209,11 @@ class Allocation:
     """The machines of the job that this process belongs to.
 
     Attributes:
-        job: SLURM's number.
-        requeues: how often SLURM has started the job again.
-        nodes: their number.
-        first: the name of the first one.
-        ends: seconds since the epoch; None without a limit.
+        job: number of the job in SLURM.
+        requeues: number of times that SLURM has started the job again.
+        nodes: number of nodes.
+        first: name of the first node.
+        ends: end of the time limit, in seconds since the epoch; None without a limit.
     """
 
     job: str
@@ -222,7 +224,7 @@ class Allocation:
 
 
 def allocation(variables: Mapping[str, str]) -> Allocation:
-    """The job as its environment describes it.
+    """Read the job from its environment.
 
     Raises:
         ConfigError: this process belongs to no job of SLURM.

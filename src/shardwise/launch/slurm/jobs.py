@@ -1,4 +1,4 @@
-"""How submitted jobs are doing: what SLURM says of them, and what their runs have recorded."""
+"""The state of submitted jobs, by the answers of SLURM and the records of their runs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base import units
-from shardwise.launch.restarts import Ending, history, last_step_event
+from shardwise.launch.restarts import AttemptEnding, history
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.submission import Submitted, submitted
 from shardwise.runs.folder import RunDirectory
+from shardwise.runs.last_events import last_step_event
 
 
 @dataclass(frozen=True)
 class JobState:
-    """One job, as the user reads it.
+    """The state of one job, as the user reads it.
 
     Attributes:
-        state: queued, requeued, starting, running, or how it ended.
-        reason: SLURM's, of a job that waits.
-        step: the last one that is recorded; None where none is.
-        job: SLURM's facts; None where SLURM has forgotten it.
+        state: queued, requeued, starting, running, or its end.
+        reason: SLURM's reason, for a job that waits.
+        step: last recorded step; None without one.
+        job: SLURM's facts; None if SLURM has forgotten the job.
     """
 
     id: str
@@ -35,44 +36,50 @@ class JobState:
     step: int | None
     loss: float | None
     seconds: float | None
-    job: commands.Job | None
+    job: commands.SlurmJob | None
 
 
 def states(runs: Path) -> list[JobState]:
-    """The user's jobs that wait or run, and those of the runs in a folder that have ended, newest last.
+    """Return the user's jobs that wait or run, and those of the runs in a folder that have ended, newest last.
 
     Raises:
         RunError: SLURM does not answer.
     """
     present = {job.id: job for job in commands.jobs() if job.run is not None}
-    folders = [path.parent for path in runs.glob("*/jobs.jsonl") if not path.parent.is_symlink()]
-    folders += [Path(job.run) for job in present.values() if job.run is not None]
-    found = [_without_folder(job, Path(job.run)) for job in present.values() if job.run and not Path(job.run).is_dir()]
-    found += [
-        state_of(job, folder, present.get(job.id))
-        for folder in {path.resolve(): path for path in folders}.values()
-        for job in submitted(folder)
-    ]
-    return sorted(found, key=lambda one: int(one.id) if one.id.isdecimal() else 0)
+    run_paths = [path.parent for path in runs.glob("*/jobs.jsonl") if not path.parent.is_symlink()]
+    job_states = []
+    for job in present.values():
+        if job.run is None:
+            continue
+        run_paths.append(Path(job.run))
+        if not Path(job.run).is_dir():
+            job_states.append(_without_folder(job, Path(job.run)))
+    # One folder may come twice, under the name below `runs` and under the absolute one that SLURM has.
+    unique_paths = {path.resolve(): path for path in run_paths}.values()
+    for path in unique_paths:
+        job_states += [state_of(job, path, present.get(job.id)) for job in submitted(path)]
+    return sorted(job_states, key=lambda state: int(state.id) if state.id.isdecimal() else 0)
 
 
-def _without_folder(job: commands.Job, run: Path) -> JobState:
-    """A job whose folder was removed: SLURM cannot write its log, so nothing else tells what is wrong."""
+def _without_folder(job: commands.SlurmJob, run: Path) -> JobState:
+    """Describe a job whose folder was removed: SLURM cannot write its log, so nothing else shows the problem."""
     reason = "its folder is gone"
     return JobState(job.id, "train", job.state.lower(), reason, run, step=None, loss=None, seconds=None, job=job)
 
 
-def state_of(job: Submitted, run: Path, present: commands.Job | None) -> JobState:
-    """`present`: what SLURM says of it; None where it has ended."""
+def state_of(job: Submitted, run: Path, present: commands.SlurmJob | None) -> JobState:
+    """Describe a job. `present`: SLURM's facts; None for a job that has ended."""
     step: dict[str, Any] = (last_step_event(run) or {}) if job.kind == "train" else {}
     endings = [ending for ending in history(run) if ending.job == job.id]
-    state, reason = _ended(run, job, endings), ""
+    state = _end_state(run, job, endings)
+    reason = ""
     if present is not None:
         reason = present.reason
         if present.state == "PENDING":
             state = "requeued" if endings or commands.restarts(job.id) else "queued"
         elif present.state == "RUNNING":
-            reason, state = "", "running" if _steps_since(run, commands.seconds(present.elapsed)) else "starting"
+            reason = ""
+            state = "running" if _steps_since(run, commands.seconds(present.elapsed)) else "starting"
         else:
             state = present.state.lower()
     loss = step.get("loss")
@@ -89,46 +96,50 @@ def state_of(job: Submitted, run: Path, present: commands.Job | None) -> JobStat
     )
 
 
-def goodput(endings: Sequence[Ending], loading: float = 0.0) -> list[tuple[str, str]]:
-    """Where the time of a job went: the share in which steps were taken that are part of the result, and the rest.
+def goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tuple[str, str]]:
+    """Divide the time of a job: the share in which steps were taken that are part of the result, and the losses.
 
     A step that is done again counts once. Between the starts the job waits in the queue, which is not counted.
 
     Args:
         loading: seconds in which checkpoints were loaded.
     """
-    whole = sum(ending.seconds for ending in endings)
-    if not whole:
+    total = sum(ending.seconds for ending in endings)
+    if not total:
         return []
     launch = sum(ending.until_joined or ending.seconds for ending in endings)
     start = sum(
         (ending.until_training or ending.seconds) - (ending.until_joined or ending.seconds) for ending in endings
     )
     trained = [ending for ending in endings if ending.until_training is not None]
-    lost_steps, lost, detection = 0, 0.0, 0.0
+    lost_steps = 0
+    lost = 0.0
+    detection = 0.0
     for ending, following in itertools.pairwise(trained):
         detection += ending.after_last_step
         taken = ending.seconds - (ending.until_training or 0.0) - ending.after_last_step
-        steps, kept = ending.step - (ending.first_step or 0), (following.first_step or 0)
-        if ending.step > kept:
-            lost_steps += ending.step - kept
-            lost += max(0.0, taken) * min(1.0, (ending.step - kept) / max(1, steps))
-    rest = max(0.0, start - loading)
-    useful = max(0.0, whole - launch - start - lost - detection)
+        steps = ending.step - (ending.first_step or 0)
+        undone = ending.step - (following.first_step or 0)
+        if undone > 0:
+            lost_steps += undone
+            # The undone steps took their share of the time in which this attempt trained.
+            lost += max(0.0, taken) * min(1.0, undone / max(1, steps))
+    first_step = max(0.0, start - loading)
+    useful = max(0.0, total - launch - start - lost - detection)
     return [
-        ("goodput", f"{100 * useful / whole:.1f} % of {whole:,.0f} s in {units.counted(len(endings), 'start')}"),
+        ("goodput", f"{100 * useful / total:.1f} % of {total:,.0f} s in {units.counted(len(endings), 'start')}"),
         ("  lost steps", f"{lost:,.0f} s: {lost_steps:,} steps were done again"),
         ("  detection", f"{detection:,.0f} s from the last step before a failure to the end of its start"),
         ("  restart", f"{launch:,.0f} s until the launchers of all nodes were there"),
         ("  load", f"{loading:,.1f} s in which checkpoints were loaded"),
         (
             "  first step",
-            f"{rest:,.0f} s more until the first step: Python, torch, data and the model",
+            f"{first_step:,.0f} s more until the first step: Python, torch, data and the model",
         ),
     ]
 
 
-def _ended(run: Path, job: Submitted, endings: list[Ending]) -> str:
+def _end_state(run: Path, job: Submitted, endings: list[AttemptEnding]) -> str:
     if job.kind == "compile":
         return "ended"
     if RunDirectory(run).finished_steps() is not None:
@@ -137,6 +148,6 @@ def _ended(run: Path, job: Submitted, endings: list[Ending]) -> str:
 
 
 def _steps_since(run: Path, seconds: float) -> bool:
-    """Whether the run has recorded a step within some seconds."""
+    """Return True if the run has recorded a step within some seconds."""
     metrics = RunDirectory(run).metrics
     return metrics.exists() and last_step_event(run) is not None and time.time() - metrics.stat().st_mtime < seconds

@@ -1,8 +1,7 @@
-"""The script of a job, for `sbatch`; each setting stands with its reason.
+"""The script of a job for `sbatch`, and a manifest for Kubernetes; each setting stands with its reason.
 
-How a text of the user's enters a job's script, its #SBATCH lines, a manifest, or the command line of a program.
-
-Each text passes through `in_one_line` where it could end the line that holds it, or be taken for an option.
+A text of the user's passes through `in_one_line`, `operand`, `shell` or `header` before it enters a script: it
+could end the line that holds it, or be taken for an option.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from shardwise.launch.slurm.commands import MARK, gpus_of
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What is submitted.
+    """The job to submit.
 
     Attributes:
         recipe: a shipped recipe's name, or the path of a file that stays as it is.
-        overrides: `key=value`, beside it.
-        run_path: the run's folder, absolute.
-        directory: where the job runs.
-        nodes: the fewest and the most.
-        gres: what SLURM reserves on each of them.
+        overrides: `key=value` words after the recipe.
+        run_path: absolute path of the run's folder.
+        directory: working directory of the job.
+        nodes: fewest and most nodes.
+        gres: resources that SLURM reserves on each node.
     """
 
     config: Config
@@ -51,12 +50,13 @@ class JobPlan:
     @property
     def where(self) -> str:
         """Nodes and ranks, as the user reads them."""
-        nodes, ranks = ("" if count == 1 else "s" for count in (self.nodes[1], self.ranks_per_node))
-        return f"{self.node_range} node{nodes} × {self.ranks_per_node} rank{ranks}"
+        node_plural = "" if self.nodes[1] == 1 else "s"
+        rank_plural = "" if self.ranks_per_node == 1 else "s"
+        return f"{self.node_range} node{node_plural} × {self.ranks_per_node} rank{rank_plural}"
 
 
 def job_script(job: JobPlan) -> str:
-    """The script that trains."""
+    """Write the script that trains."""
     launch = job.config.launch
     supervise = [*_PROGRAM, "supervise", job.recipe, *job.overrides, "--run-dir", str(job.run_path)]
     supervise += ["--ranks-per-node", str(job.ranks_per_node)]
@@ -90,7 +90,7 @@ def job_script(job: JobPlan) -> str:
 
 
 def compile_script(job: JobPlan) -> str:
-    """The script of the job that compiles all graphs on one node, before the training starts."""
+    """Write the script of the job that compiles all graphs on one node, before the training starts."""
     fewest, _ = job.nodes
     world = fewest * job.ranks_per_node
     command = [*_PROGRAM, "compile", job.recipe, *job.overrides, "--nproc", str(world)]
@@ -108,7 +108,7 @@ def compile_script(job: JobPlan) -> str:
 
 
 def job_log(run_path: Path, job: str = "%j") -> Path:
-    """The log of a job; SLURM puts its number for `%j`."""
+    """Return the path of a job's log; SLURM replaces `%j` by the job's number."""
     return run_path / "logs" / f"job-{job}.log"
 
 
@@ -169,7 +169,7 @@ def _options(job: JobPlan, log: Path) -> list[str]:
 
 
 def _shared(job: JobPlan) -> list[str]:
-    """What a job without whole machines asks for. With it, SLURM gives the fewest nodes of a range."""
+    """Return the lines of a job without whole machines. With them, SLURM gives the fewest nodes of a range."""
     return [
         "# One launcher starts all ranks of its node, so a node is one task; it has a processor for each rank.",
         f"#SBATCH --ntasks-per-node=1 --cpus-per-task={job.ranks_per_node}",
@@ -177,13 +177,13 @@ def _shared(job: JobPlan) -> list[str]:
 
 
 def _further(options: Sequence[str]) -> list[str]:
-    """The lines of `launch.sbatch`."""
+    """Return the lines of `launch.sbatch`."""
     parts = [option.partition("=") for option in options]
     return [header(name, value if sign else None, name="launch.sbatch") for name, sign, value in parts]
 
 
 def _exports(job: JobPlan) -> list[str]:
-    """The lines of `launch.environment`, whose names the configuration has checked."""
+    """Return the lines of `launch.environment`, whose names the configuration has checked."""
     return [f"export {name}={shell([value])}" for name, value in sorted(job.config.launch.environment.items())]
 
 
@@ -192,10 +192,12 @@ def _name(job: JobPlan) -> str:
 
 
 def job_set(job: JobPlan, image: str) -> str:
-    """A JobSet of Kubernetes (jobset.x-k8s.io/v1alpha2) with one pod a node, which torchrun joins to one job."""
+    """Write a JobSet of Kubernetes (jobset.x-k8s.io/v1alpha2) with one pod a node, which torchrun joins to one job."""
     import yaml
 
-    launch, name, nodes = job.config.launch, _dns_name(job.run_path.name), job.nodes[1]
+    launch = job.config.launch
+    name = _dns_name(job.run_path.name)
+    nodes = job.nodes[1]
     gpus = job.ranks_per_node if gpus_of(job.gres or "") else 0
     train = ["train", job.recipe, *job.overrides, "--run-dir", str(job.run_path)]
     torchrun = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={job.ranks_per_node}", "--rdzv-backend=c10d"]
@@ -234,7 +236,7 @@ def job_set(job: JobPlan, image: str) -> str:
 
 
 def _dns_name(name: str) -> str:
-    """A name as Kubernetes takes it: lower case letters, digits and hyphens, a letter first; the end of a long one."""
+    """Make a name for Kubernetes: lower case letters, digits and hyphens, a letter first; the end of a long one."""
     plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower())[-40:].strip("-")
     return plain if plain[:1].isalpha() else f"run-{plain}".rstrip("-")
 
@@ -244,13 +246,13 @@ _LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def in_one_line(name: str, text: str) -> str:
-    """A text without control characters.
+    """Return a text that has no control characters.
 
     Args:
-        name: what the user calls it, for the message.
+        name: the user's name of the text, for the message.
 
     Raises:
-        ConfigError: it has some.
+        ConfigError: the text has some.
     """
     if _LINE_ENDS.search(_in_utf8(text)):
         raise ConfigError(f"{name} ({text!r}) must be without line breaks and other control characters: rename it")
@@ -265,10 +267,10 @@ def _in_utf8(text: str) -> str:
 
 
 def operand(name: str, text: str) -> str:
-    """A text that another program must not take for an option.
+    """Return a text that another program cannot take for an option.
 
     Raises:
-        ConfigError: it is empty, begins with a hyphen, or has spaces or control characters.
+        ConfigError: the text is empty, begins with a hyphen, or has spaces or control characters.
     """
     if not text or text.startswith("-") or any(c.isspace() for c in in_one_line(name, text)):
         raise ConfigError(f"{name} ({text!r}) must be one word that does not begin with a hyphen")
@@ -276,16 +278,16 @@ def operand(name: str, text: str) -> str:
 
 
 def shell(words: Iterable[str]) -> str:
-    """Words as a shell reads them; a line break in one is part of it."""
+    """Quote words for a shell; a line break in a word is part of it."""
     return shlex.join(words)
 
 
 def header(option: str, text: str | None = None, *, name: str | None = None) -> str:
-    """A line of a script that gives sbatch an option, with its value as a text in quotes where it needs them.
+    """Return a line of a script that gives sbatch an option, with quotes around a value that needs them.
 
     Args:
-        option: with its hyphens.
-        name: what the user calls the value, for the message.
+        option: option with its hyphens.
+        name: the user's name of the value, for the message.
 
     Raises:
         ConfigError: the value does not fit in one line.
@@ -299,5 +301,5 @@ def header(option: str, text: str | None = None, *, name: str | None = None) -> 
 
 
 def container_argument(text: str) -> str:
-    """A text in a container's command or variables, where Kubernetes replaces `$(NAME)` and reads `$$` as one sign."""
+    """Escape a text for a container: Kubernetes replaces `$(NAME)` and reads `$$` as one sign."""
     return text.replace("$", "$$")

@@ -1,4 +1,4 @@
-"""What is checked before a job is submitted, and what the user reads of it."""
+"""The checks before a job is submitted, the text that the user reads of it, and the record of submitted jobs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 _JOBS = "jobs.jsonl"
 _SHOWN_COUNTS = 8
 _REPLACED = '%\\"'
+"""Characters that SLURM replaces in the path of a log."""
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that was submitted.
+    """The record of a submitted job.
 
     Attributes:
         kind: "train" or "compile".
-        commit: of the folder that it was submitted from, `+` where files differ from it; None outside of a repository.
+        commit: commit of the folder of the submission, with `+` if files differ from it; None outside of a repository.
     """
 
     id: str
@@ -50,13 +51,13 @@ def record(run_path: Path, job: str, kind: str) -> None:
 
 
 def submitted(run_path: Path) -> list[Submitted]:
-    """The jobs that were submitted for a run, in their order."""
-    found = []
+    """Read the jobs that were submitted for a run, in their order."""
+    jobs = []
     with contextlib.suppress(OSError):
         for line in read_plain(run_path / _JOBS).splitlines():
             with contextlib.suppress(ValueError):  # a crash cut the line short
-                found.append(instance(Submitted, record_of(line)))
-    return found
+                jobs.append(instance(Submitted, record_of(line)))
+    return jobs
 
 
 def commit_text() -> str | None:
@@ -65,9 +66,9 @@ def commit_text() -> str | None:
 
 
 def reserved(config: Config) -> str | None:
-    """What SLURM reserves on each node: `launch.gres`, else all GPUs of the partition's nodes.
+    """Return the resources that SLURM reserves on each node: `launch.gres`, else all GPUs of the partition's nodes.
 
-    A job that asks for none sees none, though it has the node for itself.
+    A job that asks for no GPU sees none, though it has the node for itself.
     """
     launch = config.launch
     if launch.gres is not None or shutil.which("sinfo") is None:
@@ -77,12 +78,13 @@ def reserved(config: Config) -> str | None:
 
 
 def ranks_per_node(config: Config, nodes: tuple[int, int], gres: str | None) -> int:
-    """The ranks on each node, of which SLURM reserves `gres`.
+    """Return the number of ranks on each node, on which SLURM reserves `gres`.
 
     Raises:
-        ConfigError: nothing tells them.
+        ConfigError: neither the configuration nor SLURM tells the number.
     """
-    launch, model_ranks = config.launch, config.parallel.ranks
+    launch = config.launch
+    model_ranks = config.parallel.ranks
     if launch.ranks_per_node is not None:
         return launch.ranks_per_node
     gpus = commands.gpus_of(gres or "")
@@ -101,7 +103,7 @@ def ranks_per_node(config: Config, nodes: tuple[int, int], gres: str | None) -> 
 def check_counts(
     config: Config, nodes: tuple[int, int], ranks: int, with_batch: Callable[[Config, int], Config]
 ) -> tuple[Layout, list[str]]:
-    """The layout on the most nodes; and notes on numbers of nodes that cannot be filled.
+    """Return the layout on the most nodes, and notes on numbers of nodes that cannot be filled.
 
     Raises:
         ConfigError: neither the fewest nor the most nodes can be filled; with every reason.
@@ -118,16 +120,17 @@ def check_counts(
         raise refused[fewest]
     if not refused:
         return layouts[most], []
-    good = listing(layouts, most=_SHOWN_COUNTS)
-    return layouts[max(layouts)], [f"of {fewest} to {most} nodes the layout fills {good}; of others a part is used"]
+    usable = listing(layouts, most=_SHOWN_COUNTS)
+    return layouts[max(layouts)], [f"of {fewest} to {most} nodes the layout fills {usable}; of others a part is used"]
 
 
 def check_run_folder(run_path: Path, config: Config) -> None:
-    """Raises ConfigError where a run is under way in the folder, or its disk lacks room for a checkpoint."""
+    """Refuse a folder in which a run is under way, or whose disk lacks room for a checkpoint, by a ConfigError."""
     directory = RunDirectory(run_path)
     directory.require_folder()
-    if found := {c for c in in_one_line("--run-dir", str(run_path)) if c in _REPLACED}:
-        signs = listing(repr(c) for c in sorted(found))
+    replaced = {sign for sign in in_one_line("--run-dir", str(run_path)) if sign in _REPLACED}
+    if replaced:
+        signs = listing(repr(sign) for sign in sorted(replaced))
         raise ConfigError(f"--run-dir ({run_path}) must be without {signs}: SLURM replaces them in the path of the log")
     if RunLock.is_held(run_path):
         holder = RunLock.holder(run_path) or {}
@@ -137,7 +140,8 @@ def check_run_folder(run_path: Path, config: Config) -> None:
             f"{see('runs#run-folder-in-use')}"
         )
     waiting = {job.id for job in submitted(run_path)}
-    for job in commands.jobs() if waiting and shutil.which("squeue") else []:
+    present = commands.jobs() if waiting and shutil.which("squeue") else []
+    for job in present:
         if job.id in waiting:
             raise ConfigError(
                 f"--run-dir ({run_path}) is that of job {job.id} ({job.state.lower()}): end it by `shardwise stop "
@@ -159,15 +163,20 @@ def _existing_parent(path: Path) -> Path:
 
 
 def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool | None = None) -> list[tuple[str, str]]:
-    """What the user reads before the job is submitted; `accelerator`: whether its ranks have one (None: by `gres`)."""
-    launch, fewest = job.config.launch, job.nodes[0]
+    """Return the lines that the user reads before the job is submitted.
+
+    Args:
+        accelerator: True if each rank has an accelerator; None to decide by `gres`.
+    """
+    launch = job.config.launch
     if accelerator is None:
         accelerator = commands.gpus_of(job.gres or "") > 0
     rank = neediest_rank(job.config, layout, accelerator)
     memory = expected_memory(job.config, layout, accelerator, pipeline_rank=rank)
-    found = [
+    partition = f", partition {launch.partition}" if launch.partition else ""
+    lines = [
         ("run", str(job.run_path)),
-        ("nodes", f"{job.where}{f', partition {launch.partition}' if launch.partition else ''}"),
+        ("nodes", f"{job.where}{partition}"),
         ("layout", f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {layout.world} ranks"),
         ("memory", "unknown: the model is your own" if memory is None else _memory(job, memory.total)),
         *_copies(job, layout, accelerator),
@@ -176,14 +185,15 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
     ]
     if job.ranks_per_node % layout.tensor:
         text = f"parallel.tensor ({layout.tensor}) does not divide the ranks of a node ({job.ranks_per_node})"
-        found.append(("warning", f"{text}: tensor parallelism crosses nodes in each layer, which is slow"))
+        lines.append(("warning", f"{text}: tensor parallelism crosses nodes in each layer, which is slow"))
     commit = commit_text()
     if commit is not None:
         modified = "; files differ from it, and the job runs what they are when it starts" if commit[-1] == "+" else ""
-        found.append(("commit", f"{commit.rstrip('+')}{modified}"))
-    if fewest != job.nodes[1]:
-        found.append(("batch", "the same at each number of nodes; the DP degree follows the nodes that SLURM gives"))
-    return [*found, *(("note", note) for note in (*notes, *_cluster_notes()))]
+        lines.append(("commit", f"{commit.rstrip('+')}{modified}"))
+    fewest, most = job.nodes
+    if fewest != most:
+        lines.append(("batch", "the same at each number of nodes; the DP degree follows the nodes that SLURM gives"))
+    return [*lines, *(("note", note) for note in (*notes, *_cluster_notes()))]
 
 
 def _memory(job: JobPlan, total: int) -> str:
@@ -203,7 +213,7 @@ def _memory(job: JobPlan, total: int) -> str:
 
 
 def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
-    """What copies of the state take of each node's memory, where some are made."""
+    """Return a line on the memory that copies of the state take on each node, if some are made."""
     keys = job.config.checkpoint
     every = keys.every if keys.memory_every is None else keys.memory_every
     taken = memory_copies_bytes(job.config, layout, job.ranks_per_node, accelerator)
@@ -214,10 +224,11 @@ def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, 
 
 
 def _node_hours(job: JobPlan) -> str:
-    limit, most = job.config.launch.time, job.nodes[1]
+    limit = job.config.launch.time
     if limit is None:
         return "the partition's limit (launch.time=null)"
-    warning, seconds = job.config.launch.warning_seconds, commands.seconds(limit)
+    warning = job.config.launch.warning_seconds
+    seconds = commands.seconds(limit)
     if warning >= seconds:
         raise ConfigError(
             f"launch.warning_seconds ({warning}) must be less than launch.time ({limit}, {seconds:,} s): SLURM would "
@@ -225,14 +236,16 @@ def _node_hours(job: JobPlan) -> str:
             f"{see('jobs#warning-before-the-limit')}"
         )
     hours = seconds / 3600
-    return f"{limit} for each start, {most * hours:,.1f} node-hours"
+    return f"{limit} for each start, {job.nodes[1] * hours:,.1f} node-hours"
 
 
 def _cluster_notes() -> list[str]:
-    """What of the cluster's configuration costs steps."""
-    said = commands.configuration() if shutil.which("scontrol") else ""
-    preempts = any(line.startswith("PreemptMode") and not line.rstrip().endswith("OFF") for line in said.splitlines())
-    if preempts and "preempt_send_user_signal" not in said:
+    """Return notes on settings of the cluster that cost steps."""
+    configuration = commands.configuration() if shutil.which("scontrol") else ""
+    preempts = any(
+        line.startswith("PreemptMode") and not line.rstrip().endswith("OFF") for line in configuration.splitlines()
+    )
+    if preempts and "preempt_send_user_signal" not in configuration:
         return [
             "this cluster preempts jobs, and its SlurmctldParameters lack preempt_send_user_signal: a preempted job "
             "gets SIGTERM and must save within the partition's GraceTime, else it goes on from its last checkpoint"
@@ -241,15 +254,15 @@ def _cluster_notes() -> list[str]:
 
 
 def ssh_command(host: str, arguments: Sequence[str], directory: Path) -> list[str]:
-    """The command that submits from another machine: the same one there, in the same folder.
+    """Return the command that submits from another machine: the same one there, in the same folder.
 
     Raises:
         ConfigError: the host, or the user before its `@`, would be an option of ssh.
     """
     for part in host.split("@"):
         operand("--ssh", part)
-    inner = f"{shell(['cd', '--', str(directory)])} && {shell(['shardwise', 'submit', *arguments])}"
-    return ["ssh", "-t", "--", host, inner]
+    remote_command = f"{shell(['cd', '--', str(directory)])} && {shell(['shardwise', 'submit', *arguments])}"
+    return ["ssh", "-t", "--", host, remote_command]
 
 
 def write_inputs(job: JobPlan, script: str, recipe: str) -> Path:

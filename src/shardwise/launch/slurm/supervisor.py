@@ -23,42 +23,36 @@ from shardwise.base.errors import ConfigError, RunError, StoppedError, see
 from shardwise.base.files import reason_of
 from shardwise.config import Config
 from shardwise.launch import stop_requests
-from shardwise.launch.failure import signal_name
+from shardwise.launch.first_failure import signal_name
 from shardwise.launch.local import LaunchError
 from shardwise.launch.node import BEAT_SECONDS, Attempt
-from shardwise.launch.restarts import (
-    Decision,
-    Ending,
-    How,
-    decide,
-    first_step,
-    history,
-    last_step,
-    newest_checkpoint,
-    record,
-)
+from shardwise.launch.restarts import AttemptEnding, Decision, How, decide, history, record
 from shardwise.launch.slurm import commands
-from shardwise.launch.slurm.attempt import Outcome, Watch
+from shardwise.launch.slurm.attempt import AttemptOutcome, AttemptWatch
 from shardwise.launch.tasks import address_of
+from shardwise.runs.last_events import first_step, last_step, newest_checkpoint
 
 _PAUSE_SECONDS = 1.0
-"""Before the next attempt: what caused the failure may go on for a moment."""
+"""Pause before the next attempt: the cause of the failure may last for a moment."""
 _LEAVE_SECONDS = 30.0
-"""Before the time limit: who has not saved by then goes back to the last checkpoint, but is still queued again."""
+"""Seconds before the time limit in which a run that has not saved is ended: it loses steps, but is queued again."""
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 _WARNING = signal_name(signal.SIGUSR1)
-"""Of the time limit, or of a preemption."""
+"""Signal before the time limit, or before a preemption."""
 _SRUN = ("srun", "--ntasks-per-node=1", "--whole", "--kill-on-bad-exit=0", "--wait=0")
-"""One launcher on each node, with all processors of the allocation there. It is this process that ends them."""
+"""One launcher on each node, with all processors of the allocation there.
+
+This process ends the launchers, and not srun: it waits for the reports of the others when one has failed.
+"""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a job runs.
+class JobMachines:
+    """The machines of a job.
 
     Attributes:
-        nodes: of the allocation, those that are used.
-        ranks_per_node: on each of them.
+        nodes: number of nodes of the allocation that are used.
+        ranks_per_node: number of ranks on each of them.
     """
 
     allocation: commands.Allocation
@@ -67,30 +61,34 @@ class Place:
 
 
 class Supervisor:
-    """Supervises one start of a job by SLURM.
+    """The supervisor of one start of a job by SLURM.
 
     Args:
         run_path: the run's folder, which is locked by this process.
-        command: of a node's launcher.
-        say: prints a line for the user.
-        killed_by: the signal that killed this job's supervisor before this one, if any.
+        command: command of a node's launcher.
+        say: function that prints a line for the user.
+        killed_by: signal that killed this job's supervisor before this one, if any.
     """
 
     def __init__(
         self,
         config: Config,
         run_path: Path,
-        place: Place,
+        machines: JobMachines,
         command: Sequence[str],
         say: Callable[[str], None],
         killed_by: int | None = None,
     ) -> None:
-        self._config, self._run_path, self._place, self._command, self._say = config, run_path, place, command, say
+        self._config = config
+        self._run_path = run_path
+        self._machines = machines
+        self._command = command
+        self._say = say
         self._killed_by = killed_by
         self._asked: str | None = None
-        self._watch: Watch | None = None
-        # Of this job alone: who submits a run again may have mended what ended the job before.
-        self._endings = [ending for ending in history(run_path) if ending.job == place.allocation.job]
+        self._watch: AttemptWatch | None = None
+        # Endings of this job alone: a user who submits a run again may have mended the cause of the former end.
+        self._endings = [ending for ending in history(run_path) if ending.job == machines.allocation.job]
 
     def run(self) -> None:
         """Make attempts until the training has ended, or cannot.
@@ -99,11 +97,11 @@ class Supervisor:
             StoppedError: the run stopped with a checkpoint, or is queued again.
             LaunchError: the run failed, and is not started again; the text says why.
         """
-        former = {number: signal.getsignal(number) for number in _SIGNALS}
+        former_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         try:
             asyncio.run(self._run())
         finally:
-            for number, handler in former.items():
+            for number, handler in former_handlers.items():
                 signal.signal(number, handler)
 
     async def _run(self) -> None:
@@ -116,30 +114,38 @@ class Supervisor:
         # The loop's own handlers would end with it by the signals' default, which is to kill this process.
         for number in _SIGNALS:
             signal.signal(number, hear)
-        logs, is_alone = self._run_path / "logs", self._place.nodes == 1
-        address = "127.0.0.1" if is_alone else address_of(self._place.allocation.first)
+        logs = self._run_path / "logs"
+        address = "127.0.0.1" if self._machines.nodes == 1 else address_of(self._machines.allocation.first)
         self._record_lost_start()
-        again = self._record_killed_supervisor()
-        while again:
+        goes_on = self._record_killed_supervisor()
+        while goes_on:
             began = time.time()
-            nodes, ranks, silence = self._place.nodes, self._place.ranks_per_node, self._config.launch.timeout
-            self._watch = Watch(address, nodes, ranks, logs, id=self._id(), silence=silence, heard=self._ask)
+            self._watch = AttemptWatch(
+                address,
+                self._machines.nodes,
+                self._machines.ranks_per_node,
+                logs,
+                id=self._id(),
+                silence=self._config.launch.timeout,
+                heard=self._ask,
+            )
             outcome = await self._watch.run(self._program)
             ending = self._ending(outcome, began)
+            # Recorded before the decision: the decision may have SLURM requeue the job, which kills this process.
             self._record(ending, {logs / f"launcher-{name}.log": text for name, text in outcome.logs.items()})
-            again = self._goes_on(ending, outcome)
-            if again:
+            goes_on = self._goes_on(ending, outcome)
+            if goes_on:
                 await asyncio.sleep(_PAUSE_SECONDS)
-            if again and self._asked is not None:  # a signal during the pause
+            if goes_on and self._asked is not None:  # a signal during the pause
                 self._leave(f"the job was stopped by {self._asked}; {_saved(ending)}", ending)
 
     def _id(self) -> str:
-        """The name of an attempt: what is left of an earlier one has another."""
-        allocation = self._place.allocation
+        """Return the id of an attempt; processes that are left of an earlier one have another id."""
+        allocation = self._machines.allocation
         number = sum(ending.requeues == allocation.requeues for ending in self._endings)
         return f"{allocation.job}.{allocation.requeues}.{number}"
 
-    def _record(self, ending: Ending, logs: Mapping[Path, str] | None = None) -> None:
+    def _record(self, ending: AttemptEnding, logs: Mapping[Path, str] | None = None) -> None:
         """Note an ending, also where the disk is full: it must not end the job."""
         self._endings.append(ending)
         try:
@@ -150,11 +156,11 @@ class Supervisor:
             self._say(f"the end of this start cannot be recorded: {self._run_path}: {reason_of(error)}")
 
     def _program(self, attempt: Attempt) -> tuple[list[str], dict[str, str]]:
-        nodes = str(self._place.nodes)
+        nodes = str(self._machines.nodes)
         # A launcher that was bound to some processors would bind all ranks of its node to them.
         unbound = [] if commands.binds_nothing() else ["--cpu-bind=none"]
-        # Of some of the nodes the first must be one: this process is there, whose address all are given.
-        first = ["--relative=0"] if self._place.nodes < self._place.allocation.nodes else []
+        # If fewer nodes are used, the first must be among them: all launchers connect to this process there.
+        first = ["--relative=0"] if self._machines.nodes < self._machines.allocation.nodes else []
         return [*_SRUN, *unbound, *first, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command], {}
 
     def _ask(self, by: str) -> None:
@@ -163,8 +169,8 @@ class Supervisor:
         Further requests are ignored: SLURM sends one signal to this process and to all launchers. So is a warning to a
         run that the user has stopped: it must not be queued again.
         """
-        is_stopped = by == _WARNING and (self._run_path / stop_requests.STOP_FILE).exists()
-        if self._asked is not None or is_stopped:
+        is_stopped_by_user = by == _WARNING and (self._run_path / stop_requests.STOP_FILE).exists()
+        if self._asked is not None or is_stopped_by_user:
             return
         self._asked = by
         try:
@@ -172,11 +178,13 @@ class Supervisor:
             self._say(f"{by}: {stop_requests.NOTICE.partition(' (')[0]}")
         except OSError as error:
             self._say(f"{by}: the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
-        # Heartbeats are late: the first step may have been taken just now.
-        loop, ends = asyncio.get_running_loop(), self._place.allocation.ends
+        loop = asyncio.get_running_loop()
+        ends = self._machines.allocation.ends
+        # Two beats later: heartbeats are late, and the first step may have been taken just now.
         loop.call_later(2 * BEAT_SECONDS, self._end_unless_training, by)
         if by == _WARNING and ends is not None:
             left = ends - time.time()
+            # Of a warning that comes late, four fifths of the time are left for the checkpoint.
             loop.call_later(max(left - _LEAVE_SECONDS, 0.8 * left), self._end_unsaved)
 
     def _end_unless_training(self, by: str) -> None:
@@ -192,13 +200,13 @@ class Supervisor:
                 f"the run did not save in time before the time limit ({warning}){see('jobs#did-not-save-in-time')}"
             )
 
-    def _ending(self, outcome: Outcome, began: float) -> Ending:
-        failure, how = outcome.failure, self._how(outcome)
-        return Ending(
-            how=how,
-            job=self._place.allocation.job,
-            requeues=self._place.allocation.requeues,
-            nodes=self._place.nodes,
+    def _ending(self, outcome: AttemptOutcome, began: float) -> AttemptEnding:
+        failure = outcome.failure
+        return AttemptEnding(
+            how=self._how(outcome),
+            job=self._machines.allocation.job,
+            requeues=self._machines.allocation.requeues,
+            nodes=self._machines.nodes,
             began=began,
             seconds=time.time() - began,
             until_joined=outcome.until_joined,
@@ -212,11 +220,12 @@ class Supervisor:
             exit_code=0 if failure is None else failure.exit_code,
         )
 
-    def _how(self, outcome: Outcome) -> How:
+    def _how(self, outcome: AttemptOutcome) -> How:
         if outcome.failure is None and outcome.stopped is None:
             return "finished"
         if self._asked == _WARNING:
-            ends, warning = self._place.allocation.ends, self._config.launch.warning_seconds
+            ends = self._machines.allocation.ends
+            warning = self._config.launch.warning_seconds
             is_near = ends is not None and ends - time.time() < warning + 120  # SLURM's signals may be a minute early
             return "time limit" if is_near else "preempted"
         if self._asked is not None:
@@ -225,20 +234,20 @@ class Supervisor:
             return "stopped"
         return "lost node" if outcome.lost else "failed"
 
-    def _goes_on(self, ending: Ending, outcome: Outcome) -> bool:
-        """Whether another attempt is to be made in this allocation. Raises where the job ends without success."""
+    def _goes_on(self, ending: AttemptEnding, outcome: AttemptOutcome) -> bool:
+        """Return True if another attempt is to be made in this allocation; raises if the job ends without success."""
         if ending.how == "finished":
             return False
         if ending.how == "stopped":
             raise StoppedError(outcome.stopped or "")
         if self._asked is not None:
             cause = f" ({outcome.failure.text})" if outcome.failure is not None else ""
-            told = f"the job was stopped by {self._asked}{cause}; {_saved(ending)}"
-            self._leave(outcome.stopped or told, ending)
+            text = f"the job was stopped by {self._asked}{cause}; {_saved(ending)}"
+            self._leave(outcome.stopped or text, ending)
         return self._starts_again(ending)
 
-    def _starts_again(self, ending: Ending) -> bool:
-        """After a failure: True where another attempt is to be made in this allocation. Raises where none is."""
+    def _starts_again(self, ending: AttemptEnding) -> bool:
+        """After a failure, return True if another attempt is to be made in this allocation; raises if none is."""
         decision = decide(self._endings, self._config.launch.max_restarts)
         text = f"{ending.text}; {_saved(ending)}"
         if not decision.again:
@@ -248,24 +257,24 @@ class Supervisor:
         self._say(f"{text}\n{decision.why}, in the same allocation")
         return True
 
-    def _leave(self, told: str, ending: Ending) -> NoReturn:
+    def _leave(self, text: str, ending: AttemptEnding) -> NoReturn:
         """End this start of the job; SLURM starts it again where it was the cluster that ended it."""
         if self._asked == _WARNING:
             decision = decide(self._endings, self._config.launch.max_restarts)
             if not decision.again:
-                raise StoppedError(f"{told}\n{decision.why}")
-            self._requeue(told, decision)
-        raise StoppedError(told)
+                raise StoppedError(f"{text}\n{decision.why}")
+            self._requeue(text, decision)
+        raise StoppedError(text)
 
-    def _requeue(self, told: str, decision: Decision) -> NoReturn:
+    def _requeue(self, text: str, decision: Decision) -> NoReturn:
         """Have SLURM queue the job again."""
-        problem = commands.requeue(self._place.allocation.job)
-        again = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"
-        raise StoppedError(f"{told}\n{again} ({decision.why})")
+        problem = commands.requeue(self._machines.allocation.job)
+        result = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"
+        raise StoppedError(f"{text}\n{result} ({decision.why})")
 
     def _record_lost_start(self) -> None:
-        """SLURM has started the job again, and the start before left no record: it lost a machine, or was killed."""
-        requeues = self._place.allocation.requeues
+        """Record the start before this one if it left no record: it lost a machine, or was killed."""
+        requeues = self._machines.allocation.requeues
         if requeues == 0 or requeues - 1 in [ending.requeues for ending in self._endings]:
             return
         lost = self._unwatched(
@@ -275,21 +284,21 @@ class Supervisor:
         self._say(f"SLURM has started the job again: {lost.text}; {_saved(lost)}")
 
     def _record_killed_supervisor(self) -> bool:
-        """Whether an attempt is to be made: also after a supervisor that was killed, unless this goes on and on."""
+        """Return True if an attempt is to be made, also after a supervisor that was killed; raises after too many."""
         if self._killed_by is None:
             return True
         text = f"the supervisor of the job was killed by {signal_name(self._killed_by)}"
-        killed = self._unwatched("failed", self._place.allocation.requeues, text)
+        killed = self._unwatched("failed", self._machines.allocation.requeues, text)
         self._record(killed)
         return self._starts_again(killed)
 
-    def _unwatched(self, how: How, requeues: int, text: str) -> Ending:
-        """An ending of which only the run's folder tells."""
-        return Ending(
+    def _unwatched(self, how: How, requeues: int, text: str) -> AttemptEnding:
+        """Make the record of an ending that no supervisor saw, from the run's folder."""
+        return AttemptEnding(
             how=how,
-            job=self._place.allocation.job,
+            job=self._machines.allocation.job,
             requeues=requeues,
-            nodes=self._place.nodes,
+            nodes=self._machines.nodes,
             began=time.time(),
             seconds=0.0,
             until_joined=None,
@@ -303,17 +312,17 @@ class Supervisor:
         )
 
 
-def _saved(ending: Ending) -> str:
+def _saved(ending: AttemptEnding) -> str:
     if not ending.checkpoint:
         return "no checkpoint was saved"
     return f"its newest checkpoint is of step {ending.checkpoint:,}"
 
 
 def usable_nodes(present: int, ranks_per_node: int, refusal: Callable[[int], str | None]) -> int:
-    """The most of the present machines that the layout can fill.
+    """Return the largest number of the present machines that the layout can fill.
 
     Args:
-        refusal: why so many ranks cannot train, or None.
+        refusal: function that returns the reason why so many ranks cannot train, or None.
 
     Raises:
         ConfigError: no number of machines can be filled.

@@ -13,36 +13,27 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from shardwise.runs.curves import Column, Curve
+
 WIDTH, HEIGHT = 420, 236
 LEFT, RIGHT, TOP, BOTTOM = 62, 10, 10, 26
-_STEPS = (1, 2, 2.5, 5, 10)
+_PLOT_WIDTH = WIDTH - LEFT - RIGHT
+_PLOT_HEIGHT = HEIGHT - TOP - BOTTOM
+_TICK_STEPS = (1, 2, 2.5, 5, 10)
 _FEW_COLUMNS = 40
-"""A curve with fewer shows all its values."""
-_DIGITS, _DIGITS_OF_ENDS = 5, 4
-"""Of a number in the page, and of the least and the largest of a column."""
+"""A curve with fewer columns shows all its values."""
+_DIGITS = 5
+"""Digits of a number in the page: a difference of a thousandth of a chart's height is seen in none."""
+_DIGITS_OF_ENDS = 4
+"""Digits of the least and the largest value of a column, which are two thirds of the page's numbers."""
 _UNITS = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e5, " k"))
 
 Rows = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A number over the steps.
-
-    Attributes:
-        rows: [step, least, mean, largest] of each column, by `numbers.columns`.
-        dots: [step, value] of single values, such as evaluations.
-        breaks: first and last step at which the number is not finite.
-    """
-
-    rows: Rows
-    dots: Rows = ()
-    breaks: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """The area of a chart: the numbers at its edges, and the places of numbers on it."""
+class _PlotArea:
+    """The area of a chart: the numbers at its edges, and the pixels of numbers on it."""
 
     low_x: float
     high_x: float
@@ -51,12 +42,12 @@ class _Frame:
 
     def x(self, value: float) -> float:
         share = (value - self.low_x) / (self.high_x - self.low_x) if self.high_x > self.low_x else 0.5
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
+        return LEFT + share * _PLOT_WIDTH
 
     def y(self, value: float) -> float:
-        """Of a value that is far outside, a place that is outside too."""
         share = (value - self.low_y) / (self.high_y - self.low_y) if self.high_y > self.low_y else 0.5
-        return HEIGHT - BOTTOM - max(-1.0, min(2.0, share)) * (HEIGHT - TOP - BOTTOM)
+        # A value far outside stays outside, without a coordinate that some browsers cannot draw.
+        return HEIGHT - BOTTOM - max(-1.0, min(2.0, share)) * _PLOT_HEIGHT
 
     def path(self, points: Sequence[tuple[float, float]]) -> str:
         return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
@@ -65,104 +56,132 @@ class _Frame:
 def line_chart(
     title: str, curves: Mapping[str, Curve], *, percent: bool = False, is_cut: bool = True, notes: Sequence[str] = ()
 ) -> str:
-    """Curves over the steps of a run, as a line of means in a band from the least to the largest value of a column.
+    """Draw curves over the steps of a run: a line of means in a band from the least to the largest value of a column.
 
-    Empty where nothing is known.
+    Returns an empty text if no curve has a value.
 
     Args:
-        curves: by name.
-        is_cut: whether few columns that would hide the rest, such as the steep beginning, may leave the chart; then the
+        curves: curves by name.
+        is_cut: True if few columns that would hide the rest, such as the steep beginning, may leave the chart; then the
             chart says so.
-        notes: what else is said under the title.
+        notes: sentences under the title.
     """
-    known = {name: curve for name, curve in curves.items() if curve.rows or curve.dots or curve.breaks}
-    rows = [row for curve in known.values() for row in [*curve.rows, *((x, y, y, y) for x, y in curve.dots)]]
-    steps = [*(row[0] for row in rows), *(step for curve in known.values() for step in curve.breaks or ())]
-    if not rows:
+    known = {name: curve for name, curve in curves.items() if curve.columns or curve.dots or curve.breaks}
+    columns = [column for curve in known.values() for column in _with_dots(curve)]
+    if not columns:
         return ""
-    least, most = min(row[1] for row in rows), max(row[3] for row in rows)
-    low, high = _middle(rows) if is_cut else (least, most)
+    steps = [column.step for column in columns]
+    for curve in known.values():
+        steps += curve.breaks or ()
+    least = min(column.least for column in columns)
+    largest = max(column.largest for column in columns)
+    low, high = _shown_range(columns) if is_cut else (least, largest)
     ticks = _ticks([low, high], 4)
-    frame = _Frame(min(steps), max(steps), min(ticks[0], low), max(ticks[-1], high))
-    drawn = [_y_axis(frame, ticks, percent=percent), _x_axis(frame, "step")]
-    drawn.append(f'<svg x="{LEFT}" y="{TOP}" width="{_WIDE}" height="{_HIGH}" viewBox="{LEFT} {TOP} {_WIDE} {_HIGH}">')
-    drawn += [_drawn(frame, curve, number) for number, curve in enumerate(known.values())]
+    area = _PlotArea(min(steps), max(steps), min(ticks[0], low), max(ticks[-1], high))
+    drawn = [_y_axis(area, ticks, percent=percent), _x_axis(area, "step")]
+    # The inner picture cuts off the lines that leave the chart. Dots at its edge would be cut too: they come after it.
+    drawn.append(
+        f'<svg x="{LEFT}" y="{TOP}" width="{_PLOT_WIDTH}" height="{_PLOT_HEIGHT}" '
+        f'viewBox="{LEFT} {TOP} {_PLOT_WIDTH} {_PLOT_HEIGHT}">'
+    )
+    drawn += [_curve(area, curve, number) for number, curve in enumerate(known.values())]
     drawn.append("</svg>")
-    dots = [(number, dot) for number, curve in enumerate(known.values()) for dot in curve.dots]
-    drawn += [_dot(frame, dot[0], dot[1], number) for number, dot in dots if frame.low_y <= dot[1] <= frame.high_y]
-    outside = [value for value in (least, most) if not frame.low_y <= value <= frame.high_y]
-    cut = " and ".join(_told(_rounded(value, _DIGITS_OF_ENDS), percent) for value in outside)
-    notes = [*notes, *([f"axis cut: values reach to {cut}"] if cut else [])]
-    columns = {name: _columns(curve.rows) for name, curve in known.items()}
-    shown: dict[str, Any] = {"curves": columns, "percent": percent}
+    for number, curve in enumerate(known.values()):
+        drawn += [_dot(area, x, y, number) for x, y in curve.dots if area.low_y <= y <= area.high_y]
+    outside = [value for value in (least, largest) if not area.low_y <= value <= area.high_y]
+    if outside:
+        cut = " and ".join(_tick_text(_rounded(value, _DIGITS_OF_ENDS), percent) for value in outside)
+        notes = [*notes, f"axis cut: values reach to {cut}"]
+    data: dict[str, Any] = {
+        "curves": {name: _column_data(_drawn_columns(curve)) for name, curve in known.items()},
+        "percent": percent,
+    }
     breaks = {name: curve.breaks for name, curve in known.items() if curve.breaks}
-    shown |= {"breaks": breaks} if breaks else {}
+    if breaks:
+        data["breaks"] = breaks
     legend = [(f"c{number}", name) for number, name in enumerate(known)] if len(known) > 1 else []
-    return _figure(title, legend, "".join(drawn), [frame.low_x, frame.high_x], shown, notes=notes)
+    return _figure(title, legend, "".join(drawn), [area.low_x, area.high_x], data, notes=notes)
 
 
-def stacked_chart(title: str, names: Sequence[str], rows: Rows) -> str:
-    """Seconds of parts over the steps, one on the other: [step, part, …] of each column. Empty where there is none."""
+def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[float]]) -> str:
+    """Draw the seconds of parts over the steps, one on the other; an empty text without rows.
+
+    Args:
+        rows: [step, seconds of each part …] for each column.
+    """
     if not rows:
         return ""
     ticks = _ticks([0.0, max(sum(row[1:]) for row in rows)], 4)
-    frame = _Frame(rows[0][0], max(rows[-1][0], rows[0][0] + 1), 0.0, ticks[-1])
+    area = _PlotArea(rows[0][0], max(rows[-1][0], rows[0][0] + 1), 0.0, ticks[-1])
+    used = [number for number in range(len(names)) if any(row[number + 1] for row in rows)]
     drawn = []
-    for number in reversed(range(len(names))):  # each part reaches down to 0, behind the parts below it
-        if any(row[number + 1] for row in rows):
-            tops = [(row[0], sum(row[1 : number + 2])) for row in rows]
-            ends = [(frame.high_x, tops[-1][1]), (frame.high_x, 0.0), (frame.low_x, 0.0), (frame.low_x, tops[0][1])]
-            drawn.append(f'<polygon class="f{number}" points="{frame.path([*tops, *ends])}"/>')
-    drawn += [_y_axis(frame, ticks, " s"), _x_axis(frame, "step")]
-    shown = {"names": list(names), "rows": _exact(rows)}
-    legend = [(f"b{number}", name) for number, name in enumerate(names) if any(row[number + 1] for row in rows)]
-    return _figure(title, legend, "".join(drawn), [frame.low_x, frame.high_x], shown)
+    for number in reversed(used):  # each part reaches down to 0, and the parts below it are drawn over it
+        tops = [(row[0], sum(row[1 : number + 2])) for row in rows]
+        # Along the bottom back to the beginning; one column alone is drawn over the whole width.
+        corners = [(area.high_x, tops[-1][1]), (area.high_x, 0.0), (area.low_x, 0.0), (area.low_x, tops[0][1])]
+        drawn.append(f'<polygon class="f{number}" points="{area.path([*tops, *corners])}"/>')
+    drawn += [_y_axis(area, ticks, " s"), _x_axis(area, "step")]
+    data = {"names": list(names), "rows": _exact(rows)}
+    legend = [(f"b{number}", names[number]) for number in used]
+    return _figure(title, legend, "".join(drawn), [area.low_x, area.high_x], data)
 
 
-def bar_chart(title: str, rows: Rows, axis: str, suffix: str, note: str) -> str:
-    """A bar for each column, [last, least, mean, largest]: up to the largest value, darker up to the least."""
-    if not rows:
+def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, note: str) -> str:
+    """Draw a bar for each column: up to its largest value, and darker up to its least.
+
+    Args:
+        columns: columns over consecutive numbers, such as ranks; `step` is the last of these.
+        axis: name of these numbers.
+        suffix: unit after each value.
+    """
+    if not columns:
         return ""
-    ticks = _ticks([0.0, max(row[3] for row in rows)], 4)
-    begins = [rows[0][0] - 0.5, *(row[0] + 0.5 for row in rows[:-1])]
-    frame = _Frame(begins[0], rows[-1][0] + 0.5, 0.0, ticks[-1])
-    gap = 1.5 if len(rows) <= _WIDE // 6 else 0.0
-    drawn = [_y_axis(frame, ticks, suffix)]
-    for style, at in (("most", 3), ("least", 1)):
-        bars = (
-            f"M{frame.x(begin) + gap / 2:.1f},{HEIGHT - BOTTOM}V{frame.y(row[at]):.1f}"
-            f"H{frame.x(row[0] + 0.5) - gap / 2:.1f}V{HEIGHT - BOTTOM}"
-            for begin, row in zip(begins, rows, strict=True)
-        )
+    ticks = _ticks([0.0, max(column.largest for column in columns)], 4)
+    begins = [columns[0].step - 0.5, *(column.step + 0.5 for column in columns[:-1])]
+    area = _PlotArea(begins[0], columns[-1].step + 0.5, 0.0, ticks[-1])
+    gap = 1.5 if len(columns) <= _PLOT_WIDTH // 6 else 0.0  # narrower bars would vanish in their gaps
+    drawn = [_y_axis(area, ticks, suffix)]
+    heights = {"most": [column.largest for column in columns], "least": [column.least for column in columns]}
+    for style, values in heights.items():
+        bars = []
+        for begin, column, value in zip(begins, columns, values, strict=True):
+            left = f"{area.x(begin) + gap / 2:.1f}"
+            right = f"{area.x(column.step + 0.5) - gap / 2:.1f}"
+            bars.append(f"M{left},{HEIGHT - BOTTOM}V{area.y(value):.1f}H{right}V{HEIGHT - BOTTOM}")
         drawn.append(f'<path class="{style}" d="{"".join(bars)}"/>')
-    drawn.append(_x_axis(frame, axis))
-    shown = {"curves": {"": _columns(rows)}, "suffix": suffix, "axis": axis}
-    return _figure(title, [], "".join(drawn), [frame.low_x, frame.high_x], shown, notes=[note] if note else [])
+    drawn.append(_x_axis(area, axis))
+    data = {"curves": {"": _column_data(columns)}, "suffix": suffix, "axis": axis}
+    return _figure(title, [], "".join(drawn), [area.low_x, area.high_x], data, notes=[note] if note else [])
 
 
-def timeline(told: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """What happened when, as rows: the spans of training, and marks of the kinds in `names`; below them the time."""
-    whole = told["seconds"]
+def timeline(facts: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """Draw the events of a run as rows over its time: the spans of training, and marks of the kinds in `names`.
+
+    Args:
+        facts: `timeline` of a report.
+    """
+    whole = facts["seconds"]
     if whole <= 0:
         return ""
     spans = "".join(
         f'<i class="span" style="left:{100 * begin / whole:.2f}%;width:{100 * (end - begin) / whole:.2f}%"></i>'
-        for begin, end in told["training"]
+        for begin, end in facts["training"]
     )
     rows = [("training", spans)]
     for kind, name in names.items():
-        places = dict.fromkeys(f"{100 * at / whole:.1f}" for at in told["marks"].get(kind, []))
+        # Thousands of checkpoints would fall on the same pixels: each place is drawn once.
+        places = dict.fromkeys(f"{100 * seconds / whole:.1f}" for seconds in facts["marks"].get(kind, []))
         if places:
             rows.append((name, "".join(f'<i class="{kind}" style="left:{place}%"></i>' for place in places)))
     ticks = time_ticks(whole)
-    lines = "".join(f'<u style="left:{100 * at / whole:.2f}%"></u>' for at, _ in ticks)
-    labels = "".join(f'<span style="left:{100 * at / whole:.2f}%">{text}</span>' for at, text in ticks)
+    lines = "".join(f'<u style="left:{100 * seconds / whole:.2f}%"></u>' for seconds, _ in ticks)
+    labels = "".join(f'<span style="left:{100 * seconds / whole:.2f}%">{text}</span>' for seconds, text in ticks)
     tracks = "".join(f"<b>{escape(name)}</b><div>{lines}{marks}</div>" for name, marks in rows)
     return f'<div class="timeline">{tracks}<b></b><div class="axis">{labels}</div></div>'
 
 
 def time_ticks(seconds: float) -> list[tuple[float, str]]:
-    """At most nine round times from 0 on within a duration, each as seconds and as text."""
+    """Return at most nine round times from 0 on within a duration, each as seconds and as text."""
     units = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
     steps = {"s": (1, 2, 5, 10, 15, 30), "min": (1, 2, 5, 10, 15, 30), "h": (1, 2, 3, 6, 12), "d": (1, 2, 5)}
     choices = [(count * units[unit], unit) for unit, counts in steps.items() for count in counts]
@@ -171,20 +190,21 @@ def time_ticks(seconds: float) -> list[tuple[float, str]]:
         choices.append((days * 86400.0, "d"))
         days *= 2
     step, unit = next(choice for choice in choices if choice[0] * 8 >= seconds)
-    return [(at * step, f"{at * step / units[unit]:g} {unit}") for at in range(int(seconds / step) + 1)]
+    return [(tick * step, f"{tick * step / units[unit]:g} {unit}") for tick in range(int(seconds / step) + 1)]
 
 
 def bar(parts: Mapping[str, float], label: Mapping[str, str], colours: Sequence[int] = range(8)) -> str:
-    """A bar of parts of a whole, with a legend.
+    """Draw a bar of parts of a whole, with a legend.
 
     Args:
-        label: of each part, its amount as the reader sees it.
-        colours: of each part, its number in the page.
+        label: amount of each part, as the reader sees it.
+        colours: number of each part's colour in the page.
     """
     whole = sum(parts.values())
     if whole <= 0:
         return ""
-    pieces, keys = [], []
+    pieces = []
+    keys = []
     for number, (name, amount) in zip(colours, parts.items(), strict=False):
         share = 100 * amount / whole
         text = f"{escape(name)} {escape(label[name])}, {share:.1f} %"
@@ -196,18 +216,15 @@ def bar(parts: Mapping[str, float], label: Mapping[str, str], colours: Sequence[
 
 
 def attribute(value: Any) -> str:
-    """JSON as the text of an attribute in single quotes, which takes less room than in double ones."""
+    """Return JSON as the text of an attribute in single quotes, which takes less room than in double ones."""
     return escape(json.dumps(value, allow_nan=False, separators=(",", ":")), quote=False).replace("'", "&#39;")
 
 
 def short(values: Sequence[float]) -> list[str]:
-    """Numbers of an axis in the unit of the largest: 0, 0.5 M, 1 M; 5,000 and 10,000; 3e-05."""
-    most = max(map(abs, values), default=0.0)
-    limit, suffix = next((pair for pair in _UNITS if most >= pair[0]), (1.0, ""))
+    """Write the numbers of an axis in the unit of the largest: 0, 0.5 M, 1 M; 5,000 and 10,000; 3e-05."""
+    largest = max(map(abs, values), default=0.0)
+    limit, suffix = next((unit for unit in _UNITS if largest >= unit[0]), (1.0, ""))
     return [f"{value / limit:,.6g}{suffix}" if value else "0" for value in values]
-
-
-_WIDE, _HIGH = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
 
 def _figure(
@@ -215,111 +232,142 @@ def _figure(
     legend: Sequence[tuple[str, str]],
     drawn: str,
     ends: Sequence[float],
-    shown: Mapping[str, Any],
+    data: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> str:
+    """Surround a chart with its title, its legend (style and name) and the data that the script shows at the cursor."""
     keys = "".join(f'<span class="key {style}">{escape(name)}</span>' for style, name in legend)
-    said = "".join(f"<small>{escape(note)}</small>" for note in notes)
+    small_print = "".join(f"<small>{escape(note)}</small>" for note in notes)
     return (
-        f"<figure class=\"chart\" data-chart='{attribute({'ends': ends, **shown})}'>"
-        f"<figcaption>{escape(title)}{keys}{said}</figcaption>"
+        f"<figure class=\"chart\" data-chart='{attribute({'ends': ends, **data})}'>"
+        f"<figcaption>{escape(title)}{keys}{small_print}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
         f'aria-label="{escape(title)}: arrow keys show values">{drawn}'
         f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/></svg><output></output></figure>'
     )
 
 
-def _drawn(frame: _Frame, curve: Curve, number: int) -> str:
+def _drawn_columns(curve: Curve) -> list[Column]:
+    return [column for column in curve.columns if column is not None]
+
+
+def _with_dots(curve: Curve) -> list[Column]:
+    """Return the columns of a curve and its dots, each of these as a column of one value."""
+    return [*_drawn_columns(curve), *(Column(step, value, value, value) for step, value in curve.dots)]
+
+
+def _curve(area: _PlotArea, curve: Curve, number: int) -> str:
+    """Draw the band, the line and the breaks of a curve. `number`: number of its colour."""
     parts = []
     if curve.breaks is not None:
-        begin, end = (frame.x(step) for step in curve.breaks)
-        size = f'width="{max(2.0, end - begin):.1f}" height="{_HIGH}"'
-        parts.append(f'<rect class="break" x="{begin:.1f}" y="{TOP}" {size}/>')
-    if any(row[1] < row[3] for row in curve.rows):
-        edge = [(row[0], row[3]) for row in curve.rows] + [(row[0], row[1]) for row in reversed(curve.rows)]
-        parts.append(f'<polygon class="band c{number}" points="{frame.path(edge)}"/>')
-    if len(curve.rows) == 1:
-        parts.append(_dot(frame, curve.rows[0][0], curve.rows[0][2], number))
-    elif curve.rows:
-        parts.append(
-            f'<polyline class="curve c{number}" points="{frame.path([(row[0], row[2]) for row in curve.rows])}"/>'
-        )
+        first, last = curve.breaks
+        left = area.x(first)
+        width = max(2.0, area.x(last) - left)
+        parts.append(f'<rect class="break" x="{left:.1f}" y="{TOP}" width="{width:.1f}" height="{_PLOT_HEIGHT}"/>')
+    columns = _drawn_columns(curve)
+    if any(column.least < column.largest for column in columns):
+        edge = [(column.step, column.largest) for column in columns]
+        edge += [(column.step, column.least) for column in reversed(columns)]
+        parts.append(f'<polygon class="band c{number}" points="{area.path(edge)}"/>')
+    if len(columns) == 1:
+        parts.append(_dot(area, columns[0].step, columns[0].mean, number))
+    elif columns:
+        line = area.path([(column.step, column.mean) for column in columns])
+        parts.append(f'<polyline class="curve c{number}" points="{line}"/>')
     return "".join(parts)
 
 
-def _dot(frame: _Frame, x: float, y: float, number: int) -> str:
-    return f'<circle class="dots c{number}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3"/>'
+def _dot(area: _PlotArea, x: float, y: float, number: int) -> str:
+    return f'<circle class="dots c{number}" cx="{area.x(x):.1f}" cy="{area.y(y):.1f}" r="3"/>'
 
 
-def _y_axis(frame: _Frame, ticks: Sequence[float], suffix: str = "", *, percent: bool = False) -> str:
+def _y_axis(area: _PlotArea, ticks: Sequence[float], suffix: str = "", *, percent: bool = False) -> str:
     parts = []
-    texts = [_told(tick, percent) for tick in ticks] if percent else short(ticks)
+    texts = [_tick_text(tick, percent) for tick in ticks] if percent else short(ticks)
     for tick, text in zip(ticks, texts, strict=True):
-        y = frame.y(tick)
+        y = area.y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}{suffix}</text>')
     return "".join(parts)
 
 
-def _x_axis(frame: _Frame, name: str) -> str:
+def _x_axis(area: _PlotArea, name: str) -> str:
     parts = [f'<text class="axis" x="{LEFT - 6}" y="{HEIGHT - 8}" text-anchor="end">{name}</text>']
-    ticks = [tick for tick in _ticks([frame.low_x, frame.high_x], 4, whole=True) if frame.low_x <= tick <= frame.high_x]
+    ticks = [tick for tick in _ticks([area.low_x, area.high_x], 4, whole=True) if area.low_x <= tick <= area.high_x]
     for tick, text in zip(ticks, short(ticks), strict=True):
-        x = frame.x(tick)
-        anchor = "end" if x > WIDTH - 3 * RIGHT else "start" if x < LEFT + 4 else "middle"
+        x = area.x(tick)
+        anchor = "middle"
+        if x > WIDTH - 3 * RIGHT:  # a text in the middle of its tick would leave the picture
+            anchor = "end"
+        elif x < LEFT + 4:
+            anchor = "start"
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{text}</text>')
     return "".join(parts)
 
 
-def _middle(rows: Rows) -> tuple[float, float]:
-    """The values to show: all, unless a tenth of the columns would hide the rest, as the steep beginning does."""
-    lows, highs = sorted(row[1] for row in rows), sorted(row[3] for row in rows)
-    least, most, few = lows[0], highs[-1], len(rows) // 10
-    if len(rows) < _FEW_COLUMNS:
-        return least, most
-    low, high = lows[few], highs[-1 - few]
+def _shown_range(columns: Sequence[Column]) -> tuple[float, float]:
+    """Return the values to show: all, unless a tenth of the columns would hide the rest, as a steep beginning does."""
+    lows = sorted(column.least for column in columns)
+    highs = sorted(column.largest for column in columns)
+    least = lows[0]
+    largest = highs[-1]
+    if len(columns) < _FEW_COLUMNS:
+        return least, largest
+    tenth = len(columns) // 10
+    low, high = lows[tenth], highs[-1 - tenth]
     margin = high - low
     if margin <= 0:
-        return least, most
-    return (
-        least if low - least <= margin else low - 0.1 * margin,
-        most if most - high <= margin else high + 0.1 * margin,
-    )
+        return least, largest
+    # An end is cut only if it would take more room than all that stays, which then has a little room to that side.
+    shown_low = least if low - least <= margin else low - 0.1 * margin
+    shown_high = largest if largest - high <= margin else high + 0.1 * margin
+    return shown_low, shown_high
 
 
-def _columns(rows: Rows) -> list[list[float]]:
-    """Columns for the script; where each is a single value, [step, value]."""
-    if all(row[1] == row[3] for row in rows):
-        return _exact([(row[0], row[2]) for row in rows])
+def _column_data(columns: Sequence[Column]) -> list[list[float]]:
+    """Return columns for the script: [step, value] if each is a single value, else [step, least, mean, largest]."""
+    if all(column.least == column.largest for column in columns):
+        return _exact([(column.step, column.mean) for column in columns])
     return [
-        [row[0], _rounded(row[1], _DIGITS_OF_ENDS), _rounded(row[2], _DIGITS), _rounded(row[3], _DIGITS_OF_ENDS)]
-        for row in rows
+        [
+            column.step,
+            _rounded(column.least, _DIGITS_OF_ENDS),
+            _rounded(column.mean, _DIGITS),
+            _rounded(column.largest, _DIGITS_OF_ENDS),
+        ]
+        for column in columns
     ]
 
 
-def _exact(rows: Rows) -> list[list[float]]:
-    """As exact as a reader needs it."""
+def _exact(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Round all numbers but the first of each row."""
     return [[row[0], *(_rounded(value, _DIGITS) for value in row[1:])] for row in rows]
 
 
 def _rounded(value: float, digits: int) -> float:
-    found = float(f"{value:.{digits}g}")
-    return int(found) if found.is_integer() and abs(found) < 1e15 else found
+    rounded = float(f"{value:.{digits}g}")
+    # `1` takes less room in the page than `1.0`; above 1e15 Python writes a float as the shorter `1e+16`.
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
-def _told(value: float, percent: bool) -> str:
+def _tick_text(value: float, percent: bool) -> str:
     return f"{100 * value:.4g} %" if percent else short([value])[0]
 
 
 def _ticks(values: Sequence[float], count: int, *, whole: bool = False) -> list[float]:
-    """About `count` round numbers that span the values."""
+    """Return about `count` round numbers that span the values; `whole`: whole numbers between them."""
     low, high = min(values), max(values)
-    if high <= low:
-        low, high = (low, low + 1) if whole else (low - abs(low) / 2 or -0.5, low + abs(low) / 2 or 0.5)
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in _STEPS if factor * power >= raw * 0.999)
-    step = max(1.0, round(step)) if whole else step
-    first = math.ceil(low / step) if whole else math.floor(low / step)
-    last = math.floor(high / step) if whole else math.ceil(high / step)
+    if high <= low and whole:
+        high = low + 1
+    elif high <= low:
+        low, high = (low - abs(low) / 2 or -0.5, low + abs(low) / 2 or 0.5)
+    raw_step = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw_step))
+    # A thousandth less: a step such as 2.5 must not become 5 by rounding.
+    step = next(factor * power for factor in _TICK_STEPS if factor * power >= raw_step * 0.999)
+    if whole:
+        step = max(1.0, round(step))
+        first, last = math.ceil(low / step), math.floor(high / step)
+    else:
+        first, last = math.floor(low / step), math.ceil(high / step)
     return [round(number * step, 12) for number in range(first, last + 1)] or [low]

@@ -1,13 +1,13 @@
-"""Every number of a report, as values of JSON: the page and the pictures draw these and derive nothing.
+"""The numbers of a report, as values of JSON: the page and the pictures draw these and derive nothing.
 
-The ranks of a run as a picture of their layout, and as a table of those that need a look.
+At the end, the ranks of a run for the page: as a picture of their layout, and as a table of those that need a look.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,39 +16,44 @@ from markupsafe import Markup
 from shardwise.base import units
 from shardwise.base.redaction import without_secrets
 from shardwise.config.schedules import DEFAULT_SCHEDULE
-from shardwise.runs.json_lines import PARTS
+from shardwise.runs.curves import Column, columns_of, equal_counts, finite_values
 from shardwise.runs.lost_time import CAUSES, number, seconds_of
+from shardwise.runs.rank_views import RankView
 from shardwise.runs.report.chart import attribute
-from shardwise.runs.run import RankView, Run
+from shardwise.runs.run import RunView
+from shardwise.runs.step_metrics import PARTS, REPORT_CURVES, STEP_METRICS
 from shardwise.runs.summary import row
 
 SCHEMA = 1
-CURVES = ("loss", "lr", "grad_norm", "param_norm", "tokens_per_second", "mfu", "step_seconds", "bubble", "loss_spike")
-_ALWAYS_KNOWN = ("loss", "grad_norm")
-"""Curves whose value every step records: one that is no finite number tells of a training that diverged."""
 _COLUMNS = 120
-"""Of a curve."""
-_MOST = {"checkpoint": 60, "eval": 60, "start": math.inf, "stop": math.inf, "ended": math.inf}
-_MOST_OF_OTHERS = 120
-"""Events of a kind that are told: the last ones."""
-_TOLD = ("start", "resume", "checkpoint", "warning", "compile", "stop", "ended", "eval")
+"""Columns of a curve: about three pixels of the page's charts each."""
+_MOST_EVENTS = {"checkpoint": 60, "eval": 60, "start": math.inf, "stop": math.inf, "ended": math.inf}
+"""Number of events of a kind that are listed, the last ones; starts and ends tell the story of the run."""
+_MOST_OTHER_EVENTS = 120
+_LISTED_EVENTS = ("start", "resume", "checkpoint", "warning", "compile", "stop", "ended", "eval")
 
 
-def report_of(run: Run) -> dict[str, Any]:
-    """All that a report tells of one run, read whole."""
-    series, happened = run.series, _happened(run)
-    told = _last_of_each_kind(happened)
+def report_of(run: RunView) -> dict[str, Any]:
+    """Collect the numbers of a report on one run, of which all steps were read."""
+    series = run.series
+    events = _events(run)
+    listed = _last_of_each_kind(events)
     is_timed = run.lost.whole > 0
+    diverged = {}
+    for metric in STEP_METRICS:
+        if metric.is_in_every_step:
+            not_finite = _not_finite(run, metric.name)
+            if not_finite:
+                diverged[metric.name] = not_finite
+    losses = [[event.get("step"), event["loss"]] for event in run.evaluations if _known(event.get("loss"))]
     return {
         "schema": SCHEMA,
         **row(run),
         "created": _stamp(time.time()),
         "numbers": _headline(run),
-        "curves": {name: columns(series.steps, series.numbers[name]) for name in CURVES},
-        "not_finite": {name: found for name in _ALWAYS_KNOWN if (found := _not_finite(run, name))},
-        "evaluations": _spread(
-            [[event.get("step"), event["loss"]] for event in run.evaluations if _known(event.get("loss"))]
-        ),
+        "curves": {metric.name: columns(series.steps, series.numbers[metric.name]) for metric in REPORT_CURVES},
+        "not_finite": diverged,
+        "evaluations": _spread(losses),
         "split_seconds": _split(run),
         "split_by_step": _split_by_step(run),
         "memory_bytes": _amounts(run.last.get("memory_bytes")),
@@ -59,9 +64,9 @@ def report_of(run: Run) -> dict[str, Any]:
         "useful_seconds": run.lost.useful if is_timed else None,
         "starts": run.lost.starts,
         "ranks": [_rank(view) for view in run.ranks()],
-        "events": told,
-        "events_left_out": len(happened) - len(told),
-        "timeline": _timeline(run, happened),
+        "events": listed,
+        "events_left_out": len(events) - len(listed),
+        "timeline": _timeline(run, events),
         "layout": run.start.get("layout") or {},
         "precision": run.start.get("precision") or {},
         "config": without_secrets(run.config),
@@ -69,74 +74,70 @@ def report_of(run: Run) -> dict[str, Any]:
     }
 
 
-def comparison(a: Run, b: Run) -> dict[str, Any]:
-    """How two runs differ: the largest difference of training loss, relative to B, and the keys of configuration.
+def comparison(a: RunView, b: RunView) -> dict[str, Any]:
+    """Compare two runs: the largest difference of training loss, relative to B, and the keys of configuration.
 
     Steps at which a loss is no finite number are counted by themselves.
     """
-    others = dict(zip(b.series.steps, b.series.numbers["loss"], strict=True))
-    both = [
-        {"step": step, "a": loss, "b": others[step]}
-        for step, loss in zip(a.series.steps, a.series.numbers["loss"], strict=True)
-        if step in others
-    ]
-    finite = [at for at in both if math.isfinite(at["a"]) and math.isfinite(at["b"])]
-    odd = [at for at in both if not (math.isfinite(at["a"]) and math.isfinite(at["b"]))]
-    found = [{"difference": difference(at["a"], at["b"]), **at} for at in finite]
-    mine, theirs = (dict(_flat(without_secrets(run.config))) for run in (a, b))
-    keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+    losses_of_b = dict(zip(b.series.steps, b.series.numbers["loss"], strict=True))
+    comparable = []
+    not_finite = []
+    common_steps = 0
+    for step, loss in zip(a.series.steps, a.series.numbers["loss"], strict=True):
+        if step not in losses_of_b:
+            continue
+        common_steps += 1
+        losses = {"step": step, "a": loss, "b": losses_of_b[step]}
+        if math.isfinite(losses["a"]) and math.isfinite(losses["b"]):
+            comparable.append({"difference": difference(losses["a"], losses["b"]), **losses})
+        else:
+            not_finite.append(losses)
+    config_of_a = dict(_flat(without_secrets(a.config)))
+    config_of_b = dict(_flat(without_secrets(b.config)))
+    keys = [key for key in {**config_of_a, **config_of_b} if config_of_a.get(key) != config_of_b.get(key)]
     return {
-        "steps": len(both),
-        "largest": max(found, key=lambda at: at["difference"], default=None),
-        "not_finite": {"steps": len(odd), **odd[0]} if odd else None,
-        "config": [[key, mine.get(key), theirs.get(key)] for key in keys],
+        "steps": common_steps,
+        "largest": max(comparable, key=lambda losses: losses["difference"], default=None),
+        "not_finite": {"steps": len(not_finite), **not_finite[0]} if not_finite else None,
+        "config": [[key, config_of_a.get(key), config_of_b.get(key)] for key in keys],
     }
 
 
 def difference(a: float, b: float) -> float:
-    """Of `a` from `b`, relative to `b`."""
-    return abs(a - b) / abs(b) if b else math.inf if a else 0.0
+    """Return the difference of `a` from `b`, relative to `b`."""
+    if b:
+        return abs(a - b) / abs(b)
+    return math.inf if a else 0.0
 
 
-def columns(steps: Sequence[int], values: Sequence[float], count: int = _COLUMNS) -> list[list[float]]:
-    """The curve in at most that many columns: the last step of each, and its least, mean and largest finite value."""
-    found = []
-    for begin, end in _cuts(len(steps), count):
-        inside = _finite_of(values[begin:end])
-        if inside:
-            least, largest = min(inside), max(inside)
-            mean = min(max(sum(inside) / len(inside), least), largest)  # rounding would put it outside
-            found.append([steps[end - 1], least, mean, largest])
-    return found
-
-
-def _cuts(length: int, count: int) -> Iterator[tuple[int, int]]:
-    count = min(length, count)
-    return ((at * length // count, (at + 1) * length // count) for at in range(count))
-
-
-def _finite_of(values: Sequence[float]) -> Sequence[float]:
-    return values if all(map(math.isfinite, values)) else [value for value in values if math.isfinite(value)]
+def columns(steps: Sequence[int], values: Sequence[float], count: int = _COLUMNS) -> list[Column]:
+    """Reduce a curve to at most `count` columns of equally many values; columns without a finite one are left out."""
+    all_columns = columns_of(steps, values, equal_counts(len(steps), count))
+    return [column for column in all_columns if column is not None]
 
 
 def _spread(points: Sequence[list[Any]]) -> list[list[Any]]:
-    """Of very many points some, evenly, with the last one."""
+    """Choose at most `_COLUMNS` of the points, evenly, with the last one."""
     every = -(-len(points) // _COLUMNS) or 1
     return [*points[::-1][::every]][::-1]
 
 
-def _not_finite(run: Run, name: str) -> dict[str, Any] | None:
-    """The steps at which a number is not finite; None without one, and where the run never recorded it."""
-    steps, values = run.series.steps, run.series.numbers[name]
-    found = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
-    if not found or (len(found) == len(steps) and run.last.get(name) is None):
+def _not_finite(run: RunView, name: str) -> dict[str, Any] | None:
+    """Return the steps at which a number is not finite; None without one, or if the run never recorded the number."""
+    steps = run.series.steps
+    values = run.series.numbers[name]
+    not_finite = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
+    if not not_finite:
         return None
-    return {"steps": len(found), "first": found[0], "last": found[-1]}
+    is_never_recorded = len(not_finite) == len(steps) and run.last.get(name) is None
+    if is_never_recorded:
+        return None
+    return {"steps": len(not_finite), "first": not_finite[0], "last": not_finite[-1]}
 
 
-def _headline(run: Run) -> dict[str, Any]:
-    """The numbers at the top."""
-    losses = _finite_of(run.series.numbers["loss"])
+def _headline(run: RunView) -> dict[str, Any]:
+    """Return the numbers at the top of the page."""
+    losses = finite_values(run.series.numbers["loss"])
     terms = run.start.get("mfu_terms") or {}
     return {
         "final_loss": _final_loss(run),
@@ -158,15 +159,15 @@ def _headline(run: Run) -> dict[str, Any]:
     }
 
 
-def _final_loss(run: Run) -> float | None:
-    """Of the last step, NaN too; None where no step recorded one."""
+def _final_loss(run: RunView) -> float | None:
+    """Return the loss of the last step, which may be NaN; None if no step recorded one."""
     values = run.series.numbers["loss"]
     is_known = bool(values) and (math.isfinite(values[-1]) or run.last.get("loss") is not None)
     return values[-1] if is_known else None
 
 
-def _split(run: Run) -> dict[str, float]:
-    """The mean seconds of each part of a step."""
+def _split(run: RunView) -> dict[str, float]:
+    """Return the mean seconds of each part of a step."""
     means = {}
     for name in PARTS:
         known = [value for value in run.series.parts[name] if math.isfinite(value)]
@@ -175,14 +176,15 @@ def _split(run: Run) -> dict[str, float]:
     return means
 
 
-def _split_by_step(run: Run) -> list[list[float]]:
-    """The step of each column, and the mean seconds of each of `PARTS` in it; [] where no step recorded them."""
-    found = []
-    for begin, end in _cuts(len(run.series.steps), _COLUMNS):
-        parts = [_finite_of(run.series.parts[name][begin:end]) for name in PARTS]
+def _split_by_step(run: RunView) -> list[list[float]]:
+    """Return [step, mean seconds of each of `PARTS` …] of each column; [] if no step recorded them."""
+    rows = []
+    for begin, stop in equal_counts(len(run.series.steps), _COLUMNS):
+        parts = [finite_values(run.series.parts[name][begin:stop]) for name in PARTS]
         if any(parts):
-            found.append([run.series.steps[end - 1], *(sum(part) / len(part) if part else 0.0 for part in parts)])
-    return found
+            means = [sum(part) / len(part) if part else 0.0 for part in parts]
+            rows.append([run.series.steps[stop - 1], *means])
+    return rows
 
 
 def _rank(view: RankView) -> dict[str, Any]:
@@ -196,42 +198,46 @@ def _rank(view: RankView) -> dict[str, Any]:
     }
 
 
-def _happened(run: Run) -> list[dict[str, Any]]:
-    """All that is told of a run's events, its evaluations and the ends of its job's starts, in the order of time."""
+def _events(run: RunView) -> list[dict[str, Any]]:
+    """Return a run's events, its evaluations and the ends of its job's starts, in the order of time."""
     ends = [{"event": "ended", **line} for line in run.restarts()]
     evaluations = [{**event, "event": "eval"} for event in run.evaluations]
-    found = [
+    events = [
         {"kind": event["event"], **_when(event), "text": _text(event)}
         for event in (*run.events, *evaluations, *ends)
-        if event.get("event") in _TOLD
+        if event.get("event") in _LISTED_EVENTS
     ]
-    return sorted(found, key=lambda event: event["at"] or 0.0)
+    return sorted(events, key=lambda event: event["at"] or 0.0)
 
 
 def _last_of_each_kind(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of very many events the last ones of each kind."""
-    left: dict[str, float] = {}
+    """Choose the last events of each kind."""
+    room: dict[str, float] = {}
     kept = []
     for event in reversed(events):
         kind = event["kind"]
-        left[kind] = left.get(kind, _MOST.get(kind, _MOST_OF_OTHERS)) - 1
-        if left[kind] >= 0:
+        room[kind] = room.get(kind, _MOST_EVENTS.get(kind, _MOST_OTHER_EVENTS)) - 1
+        if room[kind] >= 0:
             kept.append(event)
     return kept[::-1]
 
 
-def _timeline(run: Run, events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """When the run trained and when something happened, in seconds since its first event; None without any time."""
+def _timeline(run: RunView, events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the spans of training and the times of events, in seconds since the first event; None without a time."""
     timed = [event for event in events if event["at"] is not None]
     if not timed:
         return None
-    first, training = timed[0]["at"], []
+    first = timed[0]["at"]
+    training = []
     begins = [seconds_of(event) for event in run.events if event.get("event") == "start"]
+    next_begins = [*begins[1:], math.inf]
     last_steps = [*run.before_starts[1:], seconds_of(run.last)]
-    for begin, until, last_step in zip(begins, [*begins[1:], math.inf], last_steps, strict=False):  # there may be none
-        signs = [event["at"] for event in timed if begin <= event["at"] < until and event["kind"] != "ended"]
-        if signs:  # none where the start has no time
-            training.append([begin - first, max(*signs, begin, last_step if last_step >= begin else begin) - first])
+    for begin, next_begin, last_step in zip(begins, next_begins, last_steps, strict=False):  # there may be no start
+        signs = [event["at"] for event in timed if begin <= event["at"] < next_begin and event["kind"] != "ended"]
+        if signs:  # none if the start has no time
+            # A start that was killed wrote steps after its last event; before its first step `last_step` is older.
+            end = max(*signs, begin, last_step if last_step >= begin else begin)
+            training.append([begin - first, end - first])
     kinds = ("checkpoint", "eval", "warning", "ended")
     marks = {kind: [event["at"] - first for event in timed if event["kind"] == kind] for kind in kinds}
     last = max([timed[-1]["at"] - first, *(end for _, end in training)])
@@ -239,9 +245,10 @@ def _timeline(run: Run, events: Sequence[Mapping[str, Any]]) -> dict[str, Any] |
 
 
 def _when(event: Mapping[str, Any]) -> dict[str, Any]:
-    """When an event was recorded, as text and in seconds since the epoch, and after which step."""
-    at, step = seconds_of(event), event.get("step")
-    if event.get("event") == "ended":
+    """Return the time of an event, as text and in seconds since the epoch, and the step before it."""
+    at = seconds_of(event)
+    step = event.get("step")
+    if event.get("event") == "ended":  # the record of a start has the time of its beginning
         at = number(event.get("began")) + number(event.get("seconds"))
     return {
         "time": None if math.isnan(at) else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds"),
@@ -266,9 +273,9 @@ def _text(event: Mapping[str, Any]) -> str:
         case "eval":
             return f"evaluation loss {number(event.get('loss')):.4f}"
         case "ended":
-            told = [f"job {event['job']}" if event.get("job") else "", str(event.get("how", ""))]
-            told.append(str(event.get("text") or "").partition("\n")[0])
-            return ", ".join(filter(None, told))
+            job = f"job {event['job']}" if event.get("job") else ""
+            first_line = str(event.get("text") or "").partition("\n")[0]
+            return ", ".join(filter(None, [job, str(event.get("how", "")), first_line]))
     return _seconds("training began after {:.1f} s", event.get("seconds_before_training"))
 
 
@@ -277,7 +284,7 @@ def _seconds(text: str, value: Any) -> str:
 
 
 def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    """The keys of nested mappings with dots between."""
+    """Yield the keys of nested mappings with dots between, and their values."""
     if not isinstance(value, Mapping):
         yield path, value
         return
@@ -286,18 +293,20 @@ def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _finite(value: Any) -> Any:
-    """The value where it is a finite number, as it was recorded; else None."""
+    """Return a value as it was recorded if it is a finite number; else None."""
     return value if _known(value) else None
 
 
 def _number(value: Any) -> float | None:
-    """A number of the record, which may be NaN; None where there is none."""
+    """Return a number of the record, which may be NaN; None if there is none."""
     return None if value is None else number(value)
 
 
 def _amounts(value: Any) -> dict[str, Any]:
-    """The finite numbers of a mapping of the record."""
-    return {str(name): amount for name, amount in value.items() if _known(amount)} if isinstance(value, Mapping) else {}
+    """Return the finite numbers of a mapping of the record."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(name): amount for name, amount in value.items() if _known(amount)}
 
 
 def _known(value: Any) -> bool:
@@ -309,35 +318,36 @@ def _stamp(seconds: float) -> str:
 
 
 _MOST_LABELLED = 128
-"""Ranks up to which each has its number in the picture."""
+"""Largest number of ranks in which each has its number in the picture."""
 _MOST_LISTED = 32
 HEAT = (1.1, 1.2, 1.3, 1.4)
-"""A rank's work over that of the best rank of its stage, from which on it is redder."""
+"""Limits of a rank's work, relative to the best rank of its stage, from which on it is redder."""
 
 
 def layout_of(report: Mapping[str, Any]) -> str:
-    """The degrees of parallelism; empty where the run did not record them."""
-    layout, parallel = report["layout"], report["config"].get("parallel")
+    """Return the degrees of parallelism as text; empty if the run did not record them."""
+    layout = report["layout"]
+    parallel = report["config"].get("parallel")
     degrees = {"TP": "tensor", "PP": "pipeline", "DP": "data"}
     if not all(isinstance(layout.get(key), int) for key in degrees.values()):
         return ""
     sequence = {"TP": " with sequence parallelism" if layout.get("sequence") else ""}
     parts = [f"{name} {layout[key]}{sequence.get(name, '')}" for name, key in degrees.items()]
-    told = [" × ".join(parts)]
+    words = [" × ".join(parts)]
     if layout.get("zero"):
-        told.append(f"ZeRO-{layout['zero']}")
+        words.append(f"ZeRO-{layout['zero']}")
     if layout["pipeline"] > 1 and isinstance(parallel, Mapping):
         virtual = parallel.get("virtual_stages")
         stages = f" with {virtual} stages on each rank" if isinstance(virtual, int) and virtual > 1 else ""
-        told.append(f"schedule {parallel.get('schedule', DEFAULT_SCHEDULE)}{stages}")
-    return ", ".join(told)
+        words.append(f"schedule {parallel.get('schedule', DEFAULT_SCHEDULE)}{stages}")
+    return ", ".join(words)
 
 
 def ranks_picture(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The ranks by pipeline rank and by place in data parallelism, for the template.
+    """Arrange the ranks by pipeline rank and by place in data parallelism, for the template.
 
-    Each is a cell; what is known of it is in `data` in the order of the cells, as [rank, number of its host, work, GiB,
-    its place along each axis].
+    Each rank is a cell; its facts are in `data` in the order of the cells, as [rank, number of its host, work, GiB,
+    place along each axis …].
     """
     stages: dict[int, dict[int, list[Mapping[str, Any]]]] = {}
     for rank in ranks:

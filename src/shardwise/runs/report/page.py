@@ -13,38 +13,24 @@ import jinja2
 from markupsafe import Markup
 
 from shardwise.base import units
-from shardwise.runs.json_lines import PARTS
+from shardwise.runs.curves import Curve
 from shardwise.runs.report import chart
-from shardwise.runs.report.chart import Curve
 from shardwise.runs.report.numbers import columns, layout_of, ranks_picture
+from shardwise.runs.step_metrics import PARTS, REPORT_CURVES
 
-_TITLES = {
-    "loss": "Training loss",
-    "lr": "Learning rate",
-    "grad_norm": "Gradient norm",
-    "param_norm": "Parameter norm",
-    "tokens_per_second": "Tokens per second",
-    "mfu": "MFU",
-    "step_seconds": "Seconds of a step",
-    "bubble": "Pipeline bubble",
-    "loss_spike": "Loss spike score",
-}
-_PERCENT = ("mfu", "bubble")
-_WHOLE = ("lr", "param_norm", "loss_spike")
-"""Curves of which nothing is cut off: their beginning is as telling as the rest."""
-_LOST = (4, 1, 2, 0, 5, 7, 3, 6)
-"""Colours of the parts of a run's time: green for the steps that count."""
+# Numbers of the page's colours (page.css), in the order of the parts. Green stands for the steps that count.
+_TIME_COLOURS = (4, 1, 2, 0, 5, 7, 3, 6)
+_AXIS_COLOURS = (3, 1, 2, 7, 5, 0, 4, 6)
 _AXES = {"tp": "TP", "dp": "DP", "pp": "PP", "world": "all ranks"}
-_SENT = (3, 1, 2, 7, 5, 0, 4, 6)
 _MARKS = {"checkpoint": "checkpoints", "eval": "evaluations", "warning": "warnings", "ended": "ends of jobs"}
 
 
 def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> str:
-    """The page of one run, or of two that are laid over each other.
+    """Make the page of one run, or of two that are laid over each other.
 
     Args:
-        reports: by `report_of`.
-        compared: by `comparison`, of two runs.
+        reports: results of `report_of`.
+        compared: result of `comparison` for two runs.
     """
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
@@ -72,61 +58,79 @@ def _names(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
     charts = []
-    for key, title in _TITLES.items():
-        curves, notes = {}, []
+    is_comparison = len(reports) > 1
+    for metric in REPORT_CURVES:
+        curves: dict[str, Curve] = {}
+        notes = []
         for name, report in zip(names, reports, strict=True):
-            odd = report["not_finite"].get(key)
-            breaks = None if odd is None else (odd["first"], odd["last"])
-            curves[name[:1] if len(reports) > 1 else name] = Curve(
-                report["curves"][key], report["evaluations"] if key == "loss" else (), breaks
-            )
-            if odd is not None:
-                whose = f"{name[:1]}: " if len(reports) > 1 else ""
-                notes.append(f"{whose}not finite at {units.counted(odd['steps'], 'step')}, first {odd['first']:,}")
+            label = name[:1] if is_comparison else name
+            not_finite = report["not_finite"].get(metric.name)
+            dots = report["evaluations"] if metric.name == "loss" else ()
+            breaks = None
+            if not_finite is not None:
+                breaks = (not_finite["first"], not_finite["last"])
+                prefix = f"{label}: " if is_comparison else ""
+                steps = units.counted(not_finite["steps"], "step")
+                notes.append(f"{prefix}not finite at {steps}, first {not_finite['first']:,}")
+            curves[label] = Curve(report["curves"][metric.name], dots, breaks)
         has_dots = any(curve.dots for curve in curves.values())
-        title = f"{title}{', dots: evaluation' if has_dots else ''}"
-        charts.append(chart.line_chart(title, curves, percent=key in _PERCENT, is_cut=key not in _WHOLE, notes=notes))
+        title = f"{metric.title}, dots: evaluation" if has_dots else metric.title
+        charts.append(chart.line_chart(title, curves, percent=metric.is_share, is_cut=metric.is_cut, notes=notes))
     return charts
 
 
 def _counted(value: Any) -> Any:
-    """A record in which equal texts that follow each other, such as the names of a thousand devices, stand once."""
+    """Shorten a record: equal texts that follow each other, such as the names of a thousand devices, stand once."""
     if isinstance(value, dict):
         return {key: _counted(inner) for key, inner in value.items()}
     if not isinstance(value, list):
         return value
-    groups = [(one, len(list(group))) for one, group in itertools.groupby(value)]
-    return [f"{one} ({count:,} times)" if count > 1 and isinstance(one, str) else one for one, count in groups]
+    shortened = []
+    for entry, group in itertools.groupby(value):
+        count = len(list(group))
+        shortened.append(f"{entry} ({count:,} times)" if count > 1 and isinstance(entry, str) else entry)
+    return shortened
 
 
 def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What the template shows of one run."""
+    """Collect the texts and pictures that the template shows of one run."""
     split = report["split_seconds"]
     useful = report["useful_seconds"]
     lost = {} if useful is None else {"steps that count": useful, **report["lost_seconds"]}
-    memory, sent, told = report["memory_bytes"], report["communication_bytes"], report["timeline"]
-    sent = {_AXES.get(axis, axis): amount for axis, amount in sent.items() if amount}
+    memory = report["memory_bytes"]
+    sent = {_AXES.get(axis, axis): amount for axis, amount in report["communication_bytes"].items() if amount}
+    timeline = report["timeline"]
     return {
         "name": name,
         "report": report,
         "tiles": _tiles(report),
         "reason": "" if report["reason"] == report["state"] else str(report["reason"] or ""),
-        "split": Markup(chart.bar(split, {part: units.duration(seconds) for part, seconds in split.items()})),
+        "split": Markup(chart.bar(split, _durations(split))),
         "split_by_step": Markup(chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"])),
         "goodput": "–" if report["goodput"] is None else f"{report['goodput']:.1%}",
-        "lost": Markup(chart.bar(lost, {part: units.duration(seconds) for part, seconds in lost.items()}, _LOST)),
-        "memory": Markup(chart.bar(memory, {kind: units.size(amount) for kind, amount in memory.items()})),
+        "lost": Markup(
+            chart.bar(lost, {part: units.duration(seconds) for part, seconds in lost.items()}, _TIME_COLOURS)
+        ),
+        "memory": Markup(chart.bar(memory, _sizes(memory))),
         "memory_by_rank": Markup(_memory_by_rank(report["ranks"])),
-        "sent": Markup(chart.bar(sent, {axis: units.size(amount) for axis, amount in sent.items()}, _SENT)),
+        "sent": Markup(chart.bar(sent, _sizes(sent), _AXIS_COLOURS)),
         "layout": layout_of(report),
         "ranks": ranks_picture(report["ranks"]),
         "events": report["events"][::-1],
-        "timeline": Markup("" if told is None else chart.timeline(told, _MARKS)),
+        "timeline": Markup("" if timeline is None else chart.timeline(timeline, _MARKS)),
     }
 
 
+def _durations(parts: Mapping[str, float]) -> dict[str, str]:
+    return {name: units.duration(seconds) for name, seconds in parts.items()}
+
+
+def _sizes(parts: Mapping[str, float]) -> dict[str, str]:
+    return {name: units.size(amount) for name, amount in parts.items()}
+
+
 def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """The memory of every rank as bars, in the unit of the largest."""
+    """Draw the memory of every rank as bars, in the unit of the largest."""
     known = [(rank["rank"], rank["memory_bytes"]) for rank in ranks if rank["memory_bytes"] is not None]
     most = max(known, key=lambda pair: pair[1], default=None)
     if most is None:
@@ -140,16 +144,22 @@ def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """The numbers at the top: name, value, a note, and the style of a value that tells of a fault."""
+    """Return the numbers at the top: name, value, note, and style, which is "bad" for a value that tells of a fault."""
     numbers = report["numbers"]
     total = "" if report["steps"] is None else f"of {report['steps']:,}"
-    final, evaluated, odd = numbers["final_loss"], numbers["final_eval_loss"], report["not_finite"].get("loss")
-    said = [] if evaluated is None else [f"evaluation {_number(evaluated)}"]
-    said += [] if odd is None else [f"first not finite at step {odd['first']:,}"]
+    final = numbers["final_loss"]
+    evaluated = numbers["final_eval_loss"]
+    not_finite = report["not_finite"].get("loss")
+    loss_notes = []
+    if evaluated is not None:
+        loss_notes.append(f"evaluation {_number(evaluated)}")
+    if not_finite is not None:
+        loss_notes.append(f"first not finite at step {not_finite['first']:,}")
+    is_loss_bad = _is_not_finite(final) or _is_not_finite(evaluated)
     tiles = [
         ("state", str(report["state"]), "", "bad" if report["state"] in ("failed", "killed") else ""),
         ("steps", f"{report['step']:,}", total, ""),
-        ("loss", _number(final), ", ".join(said), "bad" if _is_odd(final) or _is_odd(evaluated) else ""),
+        ("loss", _number(final), ", ".join(loss_notes), "bad" if is_loss_bad else ""),
         ("tokens/s", _count(numbers["tokens_per_second"]), f"at most {_count(numbers['peak_tokens_per_second'])}", ""),
         ("MFU", _share(numbers["mfu"]), _mfu_note(numbers), ""),
         ("a step", _seconds(numbers["step_seconds"]), "mean of the last 20", ""),
@@ -170,12 +180,14 @@ def _mfu_note(numbers: Mapping[str, Any]) -> str:
     return f"of {peak / 1e12:,.1f} TFLOP/s, {numbers['mfu_attention']} attention"
 
 
-def _is_odd(value: float | None) -> bool:
+def _is_not_finite(value: float | None) -> bool:
     return value is not None and not math.isfinite(value)
 
 
 def _number(value: float | None, form: str = ".4f") -> str:
-    return "–" if value is None else "NaN" if math.isnan(value) else format(value, form)
+    if value is None:
+        return "–"
+    return "NaN" if math.isnan(value) else format(value, form)
 
 
 def _share(value: float | None) -> str:

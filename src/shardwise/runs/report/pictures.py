@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError
-from shardwise.runs.report.numbers import CURVES
-
-_LABELS = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm", "param_norm": "parameter norm"}
+from shardwise.runs.step_metrics import REPORT_CURVES
 
 
 def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
@@ -25,7 +23,8 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         raise ConfigError("--png needs matplotlib, which is not installed: pip install 'shardwise[plot]'") from None
     folder.mkdir(parents=True, exist_ok=True)
     files = []
-    for name in CURVES:
+    for metric in REPORT_CURVES:
+        name = metric.name
         curves = {str(report["run"]): report["curves"][name] for report in reports if report["curves"][name]}
         if not curves:
             continue
@@ -36,7 +35,7 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
             (line,) = axes.plot(steps, mean, label=label, lw=1.2, marker="." if len(rows) == 1 else "")
             axes.fill_between(steps, least, largest, color=line.get_color(), alpha=0.2, lw=0)
         axes.set_xlabel("step")
-        axes.set_ylabel(_LABELS.get(name, name.replace("_", " ")))
+        axes.set_ylabel(metric.axis_label)
         axes.grid(alpha=0.25)
         if len(curves) > 1:
             axes.legend()

@@ -15,7 +15,6 @@ from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
 from shardwise.runs.screen import drawing, panels, views
-from shardwise.runs.screen import views as ranks
 from shardwise.runs.screen.frame import SPANS, UNEXPECTED, Frame, Span
 
 VIEWS = ("overview", "ranks", "pipeline", "nodes", "events")
@@ -32,14 +31,15 @@ class Panel(Widget):
         self._draw = draw
 
     def render(self) -> Text:
-        frame, (width, height) = self.top.frame, self.content_size
+        frame = self.top.frame
+        width, height = self.content_size
         if frame is None:
             return Text(" reading the run…", drawing.FAINT)
         try:
             lines = list(self._draw(frame, width, height))[:height]
         except UNEXPECTED as error:  # a value of another type in a file of the run
-            told = f"a file of the run is not as expected ({type(error).__name__}: {error})"
-            lines = drawing.sentences(width, told, drawing.WARN)[:height]
+            text = f"a file of the run is not as expected ({type(error).__name__}: {error})"
+            lines = drawing.sentences(width, text, drawing.WARN)[:height]
         for line in lines:
             line.truncate(width)
             line.plain = panels.clean(line.plain)
@@ -55,8 +55,8 @@ class Top(App[None]):
     """The screen of one run.
 
     Args:
-        read: gives the newest frame, or, where its last argument says so, the one before with other curves; called in a
-            thread, never twice at once.
+        read: function that returns the newest frame, or, if its last argument is True, the last one with other curves;
+            called in a thread, never twice at once.
         interval: seconds from one reading to the next; 0: it is read once.
     """
 
@@ -83,11 +83,14 @@ class Top(App[None]):
     def __init__(self, read: Callable[[int, Span, bool], Frame], interval: float) -> None:
         super().__init__()
         self.frame: Frame | None = None
-        self._read, self._interval = read, interval
+        self._read = read
+        self._interval = interval
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-low"), (36, "-high")]
         self._is_reading = self._is_paused = False
-        self._view, self._metric, self._span = 0, 0, 0
+        self._view = 0  # indices in VIEWS, METRICS and SPANS
+        self._metric = 0
+        self._span = 0
         self._moved = [0] * len(VIEWS)
 
     def compose(self) -> ComposeResult:
@@ -104,7 +107,7 @@ class Top(App[None]):
                         yield Panel(lambda f, w, h: panels.gradient(f, w, h, span()))
                     yield Panel(panels.speed, id="speed")
                 yield Panel(panels.split, id="split")
-                yield Panel(ranks.strips, id="strips")
+                yield Panel(views.strips, id="strips")
                 with Horizontal(id="ending"):
                     yield Panel(panels.lost, id="lost")
                     yield Panel(panels.events, id="newest")
@@ -146,51 +149,53 @@ class Top(App[None]):
             Thread(target=self._read_frame, daemon=True).start()
 
     def _read_frame(self) -> None:
-        is_first, wanted = self.frame is None, self._wanted
-        frame = self._read(*wanted, self._is_paused and not is_first)
+        is_first = self.frame is None
+        curve_size = self._curve_size
+        frame = self._read(*curve_size, self._is_paused and not is_first)
         if self.is_running:
-            self.call_from_thread(self._show, frame, wanted, is_first)
+            self.call_from_thread(self._show, frame, curve_size, is_first)
 
     @property
-    def _wanted(self) -> tuple[int, Span]:
-        """How many columns the curves need at most, and how much of the run they show."""
+    def _curve_size(self) -> tuple[int, Span]:
+        """Number of columns that the curves need at most, and the part of the run that they show."""
         return max(1, self.size.width) * 2, SPANS[self._span]
 
-    def _show(self, frame: Frame, wanted: tuple[int, Span], is_first: bool) -> None:
-        self.frame, self._is_reading = frame, False
+    def _show(self, frame: Frame, curve_size: tuple[int, Span], is_first: bool) -> None:
+        self.frame = frame
+        self._is_reading = False
         self._redraw()
-        # The first frame came from the ends of the files: now all steps. Others may show what was wanted before.
-        if is_first or wanted != self._wanted:
+        # The first frame came from the ends of the files: now all steps. A later one may have the curves of a size or
+        # zoom that was changed while it was read.
+        if is_first or curve_size != self._curve_size:
             self._refresh_frame()
 
     def _redraw(self) -> None:
         if self.frame is not None:
             is_high = self.size.height >= 36
-            self.query_one("#grid").styles.height = ranks.grid_height(self.frame, 18 if is_high else 11)
+            self.query_one("#grid").styles.height = views.grid_height(self.frame, 18 if is_high else 11)
             room = self.size.height - 3 - 10  # header and footer; eight pipeline ranks with their headings
             self.query_one("#schedule").styles.height = max(6, min(room, views.schedule_height(self.frame)))
         for panel in self.query(Panel):
             panel.refresh()
 
     def _grid(self, frame: Frame, width: int, height: int) -> list[Text]:
-        metric = ranks.METRICS[self._metric]
-        ordered = ranks.ordered(frame, metric)
+        metric = views.METRICS[self._metric]
+        ordered = views.ordered(frame, metric)
         chosen = ordered[min(self._moved[1], len(ordered) - 1)] if ordered else None
-        return ranks.grid(frame, width, height, metric, chosen)
+        return views.grid(frame, width, height, metric, chosen)
 
     def _listing(self, frame: Frame, width: int, height: int) -> list[Text]:
-        metric = ranks.METRICS[self._metric]
-        return ranks.listing(frame, width, height, ranks.ordered(frame, metric), self._moved[1], metric)
+        metric = views.METRICS[self._metric]
+        return views.listing(frame, width, height, views.ordered(frame, metric), self._moved[1], metric)
 
     def _footer(self, width: int) -> Text:
         line = Text(" ")
         shown = self.query_one("#views", ContentSwitcher).current
         for number, name in enumerate(VIEWS, 1):
-            is_here = name == shown
-            line.append(
-                f" {number} ", f"bold {drawing.ACCENT}" if not is_here else f"bold {drawing.GROUND} on {drawing.ACCENT}"
-            )
-            line.append(f"{name} ", drawing.FAINT if not is_here else f"bold {drawing.GROUND} on {drawing.ACCENT}")
+            chosen_style = f"bold {drawing.GROUND} on {drawing.ACCENT}"
+            is_chosen = name == shown
+            line.append(f" {number} ", chosen_style if is_chosen else f"bold {drawing.ACCENT}")
+            line.append(f"{name} ", chosen_style if is_chosen else drawing.FAINT)
         keys = Text()
         for key, name in (("z", "zoom"), ("p", "pause"), ("?", "help"), ("q", "quit")):
             if width >= 90 or key != "z":
@@ -199,10 +204,10 @@ class Top(App[None]):
         return line.append_text(keys)
 
     def _too_small(self, width: int) -> list[Text]:
-        have, need = f"{self.size.width} × {self.size.height}", f"{LEAST[0]} × {LEAST[1]}"
-        text = (
-            f"the terminal ({have}) must have at least {need} characters: make it larger, or use `shardwise top --once`"
-        )
+        size = f"{self.size.width} × {self.size.height}"
+        least = f"{LEAST[0]} × {LEAST[1]}"
+        text = f"the terminal ({size}) must have at least {least} characters: make it larger, "
+        text += "or use `shardwise top --once`"
         return drawing.sentences(width, text, drawing.TEXT)
 
     def action_view(self, number: int) -> None:
@@ -223,7 +228,7 @@ class Top(App[None]):
             self._redraw()
 
     def action_metric(self, by: int) -> None:
-        self._metric = (self._metric + by) % len(ranks.METRICS)
+        self._metric = (self._metric + by) % len(views.METRICS)
         self._redraw()
 
     def action_span(self) -> None:

@@ -1,7 +1,4 @@
-"""How the screen writes: its colours, bars, heat strips, and numbers in few characters.
-
-A curve drawn with braille dots: two columns and four rows of them in a cell.
-"""
+"""Drawing for the screen: its colours, bars, heat strips, curves of braille dots, and numbers in few characters."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from itertools import pairwise
 from rich.text import Text
 
 from shardwise.base import units
+from shardwise.runs.curves import Curve, column_width
 from shardwise.runs.run import State
-from shardwise.runs.screen.frame import Curve
 
 GROUND, RAISED, TEXT, FAINT, RULE = "#12161c", "#1b212a", "#c9d1d9", "#7d8896", "#39424e"
 ACCENT, GOOD, WARN, BAD = "#6cb6d9", "#8cc084", "#e3b25f", "#ef6f6c"
@@ -38,17 +35,18 @@ STATE_COLOURS: Mapping[State, str] = {
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 NOTHING, SILENT = "·", "×"
-"""Of a rank that recorded no such number, and of one that has written nothing for long."""
+"""Marks of a rank that recorded no such number, and of one that has written nothing for long."""
 
 
-def heading(width: int, title: str, told: Text | str = "", right: Text | str = "") -> Text:
-    """The line above a panel: ` title  told ───── right `, cut to `width`."""
-    line = Text.assemble((f" {title} ", f"bold {TEXT}"), told if isinstance(told, Text) else (told, TEXT))
+def heading(width: int, title: str, summary: Text | str = "", right: Text | str = "") -> Text:
+    """Write the line above a panel: ` title  summary ───── right `, cut to `width`."""
+    line = Text.assemble((f" {title} ", f"bold {TEXT}"), summary if isinstance(summary, Text) else (summary, TEXT))
     line.append(" " if line.plain[-1:] != " " else "")
     ending = right if isinstance(right, Text) else Text(right, style=FAINT)
     room = width - line.cell_len - ending.cell_len - 2
     if room < 2:
-        ending, room = Text(), width - line.cell_len
+        ending = Text()
+        room = width - line.cell_len
     line.append("─" * max(0, room), RULE)
     if ending:
         line.append(" ")
@@ -59,14 +57,14 @@ def heading(width: int, title: str, told: Text | str = "", right: Text | str = "
 
 
 def fitted(line: Text, width: int) -> Text:
-    """`line` in exactly `width` cells."""
+    """Cut or fill a copy of `line` to exactly `width` cells."""
     line = line.copy()
     line.truncate(width, overflow="ellipsis", pad=True)
     return line
 
 
 def sentences(width: int, text: str, style: str = FAINT) -> list[Text]:
-    """A text in lines that fit, set in by a space."""
+    """Break a text into lines that fit, set in by a space."""
     lines = [""]
     for word in text.split():
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width - 2:
@@ -76,24 +74,24 @@ def sentences(width: int, text: str, style: str = FAINT) -> list[Text]:
 
 
 def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[int] = (), gap: int = 2) -> list[Text]:
-    """Rows of (text, style) as aligned columns; `right`: the numbers of those that are set flush right."""
+    """Align rows of (text, style) in columns. `right`: indices of the columns that are set flush right."""
     if not rows:
         return []
-    widths = [max(len(row[at][0]) for row in rows) for at in range(len(rows[0]))]
+    widths = [max(len(row[column][0]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
         line = Text(" ")
-        for at, (text, style) in enumerate(row):
-            space = " " * (gap if at else 0)
-            padded = text.rjust(widths[at]) if at in right else text.ljust(widths[at])
-            line.append(space)
+        for column, (text, style) in enumerate(row):
+            padded = text.rjust(widths[column]) if column in right else text.ljust(widths[column])
+            if column:
+                line.append(" " * gap)
             line.append(padded, style)
         lines.append(line)
     return lines
 
 
 def meter(share: float, width: int, style: str, ground: str = RULE) -> Text:
-    """A share of 1 as a bar of `width` cells, exact to an eighth of a cell."""
+    """Draw a share of 1 as a bar of `width` cells, exact to an eighth of a cell."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     full, part = divmod(eighths, 8)
     bar = "█" * full + (_EIGHTHS[part] if part else "")
@@ -101,19 +99,22 @@ def meter(share: float, width: int, style: str, ground: str = RULE) -> Text:
 
 
 def progress(share: float, width: int, style: str) -> Text:
-    """A share of 1 as a thin line."""
+    """Draw a share of 1 as a thin line, exact to half a cell."""
     halves = round(max(0.0, min(1.0, share)) * width * 2)
     bar = "━" * (halves // 2) + "╸" * (halves % 2)
     return Text.assemble((bar, style), ("─" * (width - len(bar)), RULE))
 
 
 def segments(parts: Mapping[str, float], width: int, *, are_named: bool = True) -> Text:
-    """Parts of a step side by side in proportion, each with its name where that fits."""
+    """Draw parts of a step side by side in proportion, each with its name if that fits."""
     whole = sum(parts.values())
-    line, before, begin = Text(), 0.0, 0
+    line = Text()
+    total = 0.0
+    begin = 0
     for name, amount in parts.items():
-        before += amount
-        end = round(before / whole * width) if whole > 0 else 0
+        total += amount
+        # The sum is rounded, not the part: otherwise the roundings of many parts would add up.
+        end = round(total / whole * width) if whole > 0 else 0
         room = end - begin
         if room > 0:
             label = f" {name}" if are_named and room >= len(name) + 2 else ""
@@ -131,7 +132,7 @@ def heat(
     silent: frozenset[int] = frozenset(),
     worst: Callable[[Sequence[float]], float] = max,
 ) -> Text:
-    """Numbers of consecutive ranks as a strip of `width` cells.
+    """Draw numbers of consecutive ranks as a strip of `width` cells.
 
     A cell that stands for several ranks shows the worst of their numbers; few ranks are spread over the width. The
     height of a cell tells its number where there are no colours.
@@ -141,15 +142,17 @@ def heat(
         worst: chooses one of several numbers.
         silent: indices in `values` of the ranks that are marked as silent.
     """
-    line, count = Text(), len(values)
+    line = Text()
+    count = len(values)
     if not count:
         return line
-    cells, wide = min(count, width), max(1, min(8, width // count))
-    body = wide - (1 if wide > 2 else 0)
+    cells = min(count, width)
+    cell_width = max(1, min(8, width // count))
+    body = cell_width - 1 if cell_width > 2 else cell_width  # wide cells have a gap between them
     for cell in range(cells):
         group = range(cell * count // cells, (cell + 1) * count // cells)
-        known = [value for value in (values[at] for at in group) if value is not None]
-        if any(at in silent for at in group):
+        known = [value for value in values[group.start : group.stop] if value is not None]
+        if any(index in silent for index in group):
             line.append(SILENT * body, f"bold {BAD}")
         elif known:
             value = worst(known)
@@ -157,15 +160,17 @@ def heat(
             line.append(_HEIGHTS[max(0, min(7, int(share * 8)))] * body, style(value))
         else:
             line.append(NOTHING * body, RULE)
-        line.append(" " * (wide - body))
+        line.append(" " * (cell_width - body))
     return line
 
 
 def work_style(relative: float) -> str:
-    """The colour of a rank's work over that of the best rank."""
+    """Return the colour of a rank's work, relative to that of the best rank."""
     if relative >= 1.4:
         return f"bold {BAD}"
-    return WARN if relative >= 1.15 else "#5f9db8" if relative >= 1.05 else "#46708a"
+    if relative >= 1.15:
+        return WARN
+    return "#5f9db8" if relative >= 1.05 else "#46708a"
 
 
 def memory_style(_: float) -> str:
@@ -173,17 +178,18 @@ def memory_style(_: float) -> str:
 
 
 def use_style(share: float) -> str:
-    """The colour of a share of the device's time in which it was busy."""
+    """Return the colour of the share of a device's time in which it was busy."""
     return WARN if share < 0.7 else "#3f5d47"
 
 
 def rate(value: object) -> str:
-    """A number with three digits, such as `1.25 M`, or a dash."""
+    """Write a number with three digits, such as `1.25 M`, or a dash."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "–"
     power = 0
     while abs(value) >= 999.5 and power < 5:
-        value, power = value / 1000, power + 1
+        value /= 1000
+        power += 1
     return f"{value:.3g}{('', ' k', ' M', ' G', ' T', ' P')[power]}"
 
 
@@ -192,7 +198,7 @@ def percent(value: object, digits: int = 1) -> str:
 
 
 def plain(value: object, form: str = ".4g") -> str:
-    """A number in the given form; the texts "nan" and "inf" as they are; else a dash."""
+    """Write a number in the given form, the texts "nan" and "inf" as they are, and a dash for all else."""
     if isinstance(value, str):
         return value
     return format(value, form) if isinstance(value, int | float) else "–"
@@ -207,7 +213,7 @@ def seconds(value: object) -> str:
 
 
 def model(device: str) -> str:
-    """The word of a device's name that tells most: that of its model, such as `H100`, or its only one."""
+    """Return the word of a device's name that names its model, such as `H100`; the first word if none has a digit."""
     words = device.partition(":")[0].split()
     return next((word for word in words if any(letter.isdigit() for letter in word)), "".join(words[:1])) or "–"
 
@@ -219,88 +225,105 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def plot(curve: Curve, width: int, height: int, style: str, shown: Callable[[float], str]) -> list[Text]:
-    """A curve with its scale in `height` lines, of which the last names the steps.
+    """Draw a curve with its scale in `height` lines, the last of which names the steps.
 
-    A column of dots reaches from the least to the largest value in it, and to the values beside it. Evaluations are
-    marked by `◆`.
+    Lines are made of braille characters, each with two columns and four rows of dots. A column of dots reaches from the
+    least to the largest value in it, and to the values of the column before. Evaluations are marked by `◆`.
     """
     rows = height - 1
     low, high = _range(curve)
     if math.isnan(low) or rows < 2:
         return []
-    if high - low < 1e-9 * max(1.0, abs(high)):
-        low, high = low - max(1e-9, abs(low) * 0.05), high + max(1e-9, abs(high) * 0.05)
+    if high - low < 1e-9 * max(1.0, abs(high)):  # a constant: give it some room, so that nothing divides by zero
+        low, high = (low - max(1e-9, abs(low) * 0.05), high + max(1e-9, abs(high) * 0.05))
     labels = {row: shown(high - (high - low) * row / (rows - 1)) for row in {0, (rows - 1) // 2, rows - 1}}
     gutter = max(map(len, labels.values())) + 1
     cells = max(4, width - gutter - 2)
     bits = _drawn(_resampled(curve, cells * 2), cells, rows, low, high)
-    distance = max(1, math.ceil(len(curve.points) * _MARK_DISTANCE / cells))
-    marks = {
-        (int((high - value) / (high - low) * (rows - 1) + 0.5), min(cells - 1, at * cells // max(1, len(curve.lows))))
-        for at, value in curve.points[::-1][::distance]
-        if low <= value <= high
-    }
+    marks = _marks(curve, cells, rows, low, high)
     lines = []
     for row in range(rows):
         line = Text.assemble((labels.get(row, "").rjust(gutter), FAINT), ("┤" if row in labels else "│", RULE))
         for cell, dots in enumerate(bits[row]):
-            line.append("◆" if (row, cell) in marks else chr(0x2800 + dots), WARN if (row, cell) in marks else style)
+            is_mark = (row, cell) in marks
+            line.append("◆" if is_mark else chr(0x2800 + dots), WARN if is_mark else style)
         lines.append(line)
-    first, last = f"{curve.first:,}", f"step {curve.last:,}"
+    first, last = f"{curve.span[0]:,}", f"step {curve.span[1]:,}"
     lines.append(Text(f"{' ' * gutter}└{first}{last.rjust(cells - len(first))}", FAINT))
     return lines
 
 
+def _marks(curve: Curve, cells: int, rows: int, low: float, high: float) -> set[tuple[int, int]]:
+    """Return (row, cell) of the evaluations that are shown, so few that marks do not hide the curve."""
+    distance = max(1, math.ceil(len(curve.dots) * _MARK_DISTANCE / cells))
+    count = len(curve.columns)
+    marks = set()
+    for step, value in curve.dots[::-1][::distance]:  # from the end, so that the newest is among them
+        if low <= value <= high:
+            column = int((step - curve.span[0]) / column_width(curve.span, count))
+            row = int((high - value) / (high - low) * (rows - 1) + 0.5)
+            marks.add((row, min(cells - 1, column * cells // max(1, count))))
+    return marks
+
+
 def _range(curve: Curve) -> tuple[float, float]:
-    """The least and the largest value to show: those of the first columns are cut off where they would hide the rest.
+    """Return the least and the largest value to show; those of the first columns are cut off if they hide the rest.
 
     A training begins with a steep loss, and with steps that compile.
     """
-    pairs = [(low, high) for low, high in zip(curve.lows, curve.highs, strict=True) if math.isfinite(low)]
-    if not pairs:
+    columns = [column for column in curve.columns if column is not None]
+    if not columns:
         return math.nan, math.nan
-    begin = len(pairs) // 20
-    low, high = min(low for low, _ in pairs[begin:]), max(high for _, high in pairs[begin:])
-    least, largest = min(low for low, _ in pairs), max(high for _, high in pairs)
+    later = columns[len(columns) // 20 :]
+    low = min(column.least for column in later)
+    high = max(column.largest for column in later)
+    least = min(column.least for column in columns)
+    largest = max(column.largest for column in columns)
     margin = 0.25 * (high - low)
-    return least if low - least < margin else low, largest if largest - high < margin else high
+    return (least if low - least < margin else low, largest if largest - high < margin else high)
 
 
-def _resampled(curve: Curve, columns: int) -> list[tuple[float, float]]:
-    """(least, largest) by column of dots; columns between two known ones lie on the line between these."""
-    count = len(curve.lows)
-    found: list[tuple[float, float] | None] = []
-    for column in range(columns):
-        begin = column * count // columns
-        group = range(begin, max(begin + 1, (column + 1) * count // columns))
-        inside = [(curve.lows[at], curve.highs[at]) for at in group if math.isfinite(curve.lows[at])]
-        found.append((min(low for low, _ in inside), max(high for _, high in inside)) if inside else None)
-    places = [at for at, pair in enumerate(found) if pair is not None]
-    for left, right in pairwise(places):
-        (a, b), (c, d) = found[left] or (0.0, 0.0), found[right] or (0.0, 0.0)
-        for at in range(left + 1, right):
-            value = (a + b) / 2 + ((c + d) - (a + b)) / 2 * (at - left) / (right - left)
-            found[at] = (value, value)
-    return [pair or (math.nan, math.nan) for pair in found]
+def _resampled(curve: Curve, dot_columns: int) -> list[tuple[float, float]]:
+    """Return (least, largest) of each column of dots; columns between two known ones lie on the line between these."""
+    count = len(curve.columns)
+    pairs: list[tuple[float, float] | None] = []
+    for dot_column in range(dot_columns):
+        begin = dot_column * count // dot_columns
+        stop = max(begin + 1, (dot_column + 1) * count // dot_columns)
+        columns = [column for column in curve.columns[begin:stop] if column is not None]
+        if columns:
+            pairs.append((min(column.least for column in columns), max(column.largest for column in columns)))
+        else:
+            pairs.append(None)
+    known = [index for index, pair in enumerate(pairs) if pair is not None]
+    for left, right in pairwise(known):
+        left_middle = sum(pairs[left] or ()) / 2
+        right_middle = sum(pairs[right] or ()) / 2
+        for index in range(left + 1, right):
+            value = left_middle + (right_middle - left_middle) * (index - left) / (right - left)
+            pairs[index] = (value, value)
+    return [pair or (math.nan, math.nan) for pair in pairs]
 
 
 def _drawn(columns: Sequence[tuple[float, float]], cells: int, rows: int, low: float, high: float) -> list[list[int]]:
-    """The bits of each cell."""
+    """Return the bits of the dots of each cell, by row and cell."""
     bits = [[0] * cells for _ in range(rows)]
-    top, before = rows * 4 - 1, (math.nan, math.nan)
+    lowest_dot = rows * 4 - 1
+    before = (math.nan, math.nan)  # values of the column before
     for column, (least, largest) in enumerate(columns):
         if math.isfinite(least):
             if math.isfinite(before[0]):  # up or down to the column before
-                least, largest = min(least, before[1]), max(largest, before[0])
+                least = min(least, before[1])
+                largest = max(largest, before[0])
             if least > high or largest < low:
                 before = columns[column]
                 continue
-            for dot in range(_dot(largest, low, high, top), _dot(least, low, high, top) + 1):
+            for dot in range(_dot(largest, low, high, lowest_dot), _dot(least, low, high, lowest_dot) + 1):
                 bits[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
         before = columns[column]
     return bits
 
 
-def _dot(value: float, low: float, high: float, top: int) -> int:
-    """The row of dots of a value, counted from above."""
-    return max(0, min(top, round((high - value) / (high - low) * top)))
+def _dot(value: float, low: float, high: float, lowest_dot: int) -> int:
+    """Return the row of dots of a value, counted from above."""
+    return max(0, min(lowest_dot, round((high - value) / (high - low) * lowest_dot)))

@@ -1,4 +1,4 @@
-"""What the screen shows at one moment, read from a run's folder in a thread of its own."""
+"""The contents of the screen at one moment, read from a run's folder in a thread of its own."""
 
 from __future__ import annotations
 
@@ -6,55 +6,39 @@ import contextlib
 import copy
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.files import reason_of
 from shardwise.base.redaction import redacted
-from shardwise.runs.json_lines import Series
+from shardwise.runs.curves import Curve, columns_of, equal_widths
 from shardwise.runs.lost_time import LostTime, number
-from shardwise.runs.rank_groups import PipelineView, graphs, pipeline, silent, split_seconds
-from shardwise.runs.run import NodeView, RankView, Run, State, open_run
+from shardwise.runs.rank_views import NodeView, PipelineView, RankView, pipeline_views, silent_ranks
+from shardwise.runs.run import RunView, State, open_run
+from shardwise.runs.step_metrics import SCREEN_CURVES, StepSeries
 
 Span = Literal["whole", "tenth", "hundredth"]
-"""How much of the run a curve shows, from its end."""
+"""Part of the run that a curve shows, counted from its end."""
 SPANS: tuple[Span, ...] = ("whole", "tenth", "hundredth")
 _PART: dict[Span, int] = {"whole": 1, "tenth": 10, "hundredth": 100}
 UNEXPECTED = (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError)
-"""What values of other types in the files of a run lead to: another program may have written them."""
-CURVES = ("loss", "tokens_per_second", "grad_norm")
-
-
-class Curve(NamedTuple):
-    """A number over the steps, in columns that each hold its least and largest value; NaN where a column has none.
-
-    Attributes:
-        first, last: steps that the columns span.
-        points: (column, value) of the evaluations.
-    """
-
-    first: int
-    last: int
-    lows: Sequence[float]
-    highs: Sequence[float]
-    points: Sequence[tuple[int, float]] = ()
+"""Errors that values of other types in the files of a run lead to: another program may have written them."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A run at the moment `now` (seconds since the epoch), as `Run` tells it.
+    """A run at the moment `now` (seconds since the epoch), with the facts of `RunView`.
 
     Attributes:
-        curves: by name of `CURVES`.
+        curves: curves by the names of `SCREEN_CURVES`.
         silent: ranks that have written nothing for long.
-        events: as recorded, with an event "ended" for each line of `restarts.jsonl`.
-        has_history: whether all steps were read; otherwise the curves show the last ones.
-        problem: why what is shown is old; empty where it is not.
+        events: recorded events, with an event "ended" for each line of `restarts.jsonl`.
+        has_history: True if all steps were read; otherwise the curves show the last ones.
+        problem: sentence that says why the frame is old; empty for a fresh one.
     """
 
     path: Path
@@ -84,25 +68,28 @@ class Frame:
 
     @property
     def slowest(self) -> RankView | None:
-        """The rank with the longest own work; None where ranks recorded none."""
+        """Rank with the most work of its own; None if ranks recorded none."""
         known = [view for view in self.ranks if view.relative is not None]
         return max(known, key=lambda view: view.relative or 0.0, default=None)
 
 
 class Reader:
-    """Reads frames of one run: the first from the ends of its files, the later ones with the curve of all steps."""
+    """Reader of frames of one run.
+
+    The first frame comes from the ends of the run's files, so that the screen is there at once; the later ones have the
+    curves of all steps.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._run = open_run(path, whole=False)
-        self._path = path
         self._has_history = False
         self._frame: Frame | None = None
 
     def read(self, columns: int = 0, span: Span = "whole", still: bool = False) -> Frame:
-        """The run now, with curves of that many columns; the frame before with a `problem` where it cannot be read.
+        """Read the run, with curves of that many columns; if it cannot be read, return the last frame with a `problem`.
 
         Args:
-            still: read nothing, and only cut the curves of the frame before anew.
+            still: True to read nothing, and only cut the curves of the last frame anew.
         """
         if still and self._frame is not None:
             return replace(self._frame, curves=_curves(self._run, columns, span))
@@ -120,17 +107,18 @@ class Reader:
         return self._frame
 
     def _read_history(self) -> None:
-        # `read` tells why it fails: it meets the same.
+        # An error is shown by `read`, which meets the same one.
         with contextlib.suppress(ShardwiseError, OSError, *UNEXPECTED):
-            self._run, self._has_history = open_run(self._run.path, whole=True), True
+            self._run = open_run(self._run.path, whole=True)
+            self._has_history = True
 
     def _old(self, problem: str) -> Frame:
         old = self._frame or Frame(self._run.path, self._run.name, time.time())
         return replace(old, now=time.time(), problem=redacted(problem))
 
 
-def frame_of(run: Run, columns: int = 0, span: Span = "whole", *, has_history: bool = False) -> Frame:
-    """What a run tells now."""
+def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_history: bool = False) -> Frame:
+    """Make the frame of a run as it is now."""
     ranks = run.ranks()
     return Frame(
         path=run.path,
@@ -146,59 +134,59 @@ def frame_of(run: Run, columns: int = 0, span: Span = "whole", *, has_history: b
         last=run.last,
         start=run.start,
         config=run.config,
-        split=split_seconds(run),
-        graphs=graphs(run),
+        split=run.split_seconds(),
+        graphs=run.graphs(),
         curves=_curves(run, columns, span),
         ranks=ranks,
         nodes=run.nodes(ranks),
-        pipeline=pipeline(ranks),
-        silent=silent(ranks, run.step_seconds),
+        pipeline=pipeline_views(ranks),
+        silent=silent_ranks(ranks, run.step_seconds),
         events=_events(run),
         lost=copy.deepcopy(run.lost),  # the run goes on counting in another thread
         has_history=has_history,
     )
 
 
-def _curves(run: Run, columns: int, span: Span) -> dict[str, Curve]:
-    return {name: curve(run.series, name, columns, span, _points(run, name)) for name in CURVES if columns}
+def _curves(run: RunView, columns: int, span: Span) -> dict[str, Curve]:
+    if not columns:
+        return {}
+    return {name: _curve(run.series, name, columns, span, _points(run, name)) for name in SCREEN_CURVES}
 
 
-def curve(series: Series, name: str, columns: int, span: Span, points: Sequence[tuple[int, float]] = ()) -> Curve:
-    """A number of `series` in that many columns: spikes stay visible however many steps there are.
+def _curve(series: StepSeries, name: str, count: int, span: Span, points: Sequence[tuple[int, float]]) -> Curve:
+    """Cut a number of `series` into `count` columns.
 
     Args:
-        points: (step, value) of other values to show.
+        points: (step, value) of single values to show.
     """
-    steps, values = series.steps, series.numbers[name]
-    if not steps:
-        return Curve(0, 0, (), ())
-    first, last = steps[0], steps[-1]
-    first = max(first, last - (last - first) // _PART[span])
-    width = max(1, last - first + 1) / columns
-    lows, highs, begin = [], [], bisect_left(steps, first)
-    for column in range(columns):
-        end = bisect_left(steps, first + (column + 1) * width, begin) if column + 1 < columns else len(steps)
-        inside = values[begin:end]
-        if not all(map(math.isfinite, inside)):
-            inside = type(inside)("d", filter(math.isfinite, inside))
-        lows.append(min(inside, default=math.nan))
-        highs.append(max(inside, default=math.nan))
-        begin = end
-    shown = [(int((step - first) / width), value) for step, value in points if first <= step <= last]
-    return Curve(first, last, lows, highs, shown)
+    if not series.steps:
+        return Curve(())
+    last = series.steps[-1]
+    first = max(series.steps[0], last - (last - series.steps[0]) // _PART[span])
+    columns = columns_of(series.steps, series.numbers[name], equal_widths(series.steps, first, count))
+    return Curve(
+        columns,
+        dots=[(step, value) for step, value in points if first <= step <= last],
+        span=(first, last),
+    )
 
 
-def _events(run: Run) -> list[Mapping[str, Any]]:
-    """The events of the run and the ends of its job's starts, in their order."""
-    ends = [
-        {"event": "ended", "time": datetime.fromtimestamp(ended, UTC).isoformat(), **one}
-        for one in run.restarts()
-        if math.isfinite(ended := number(one.get("began")) + number(one.get("seconds")))
+def _events(run: RunView) -> list[Mapping[str, Any]]:
+    """Return the events of the run and the ends of its job's starts, in their order."""
+    ends = []
+    for line in run.restarts():
+        seconds = number(line.get("began")) + number(line.get("seconds"))
+        if math.isfinite(seconds):
+            ends.append({"event": "ended", "time": datetime.fromtimestamp(seconds, UTC).isoformat(), **line})
+    if not ends:
+        return [*run.events]  # a copy: the run adds events in another thread
+    return sorted([*run.events, *ends], key=lambda event: str(event.get("time", "")))
+
+
+def _points(run: RunView, name: str) -> list[tuple[int, float]]:
+    """Return (step, loss) of the evaluations for the curve of the loss, nothing for other curves."""
+    if name != "loss":
+        return []
+    return [
+        (event["step"], number(event.get("loss"))) for event in run.evaluations if isinstance(event.get("step"), int)
     ]
-    return sorted([*run.events, *ends], key=lambda event: str(event.get("time", ""))) if ends else [*run.events]
-
-
-def _points(run: Run, name: str) -> list[tuple[int, float]]:
-    """The evaluations, where `name` is the loss."""
-    found = run.evaluations if name == "loss" else []
-    return [(one["step"], number(one.get("loss"))) for one in found if isinstance(one.get("step"), int)]

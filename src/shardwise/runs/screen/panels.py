@@ -22,7 +22,7 @@ _LOST = "#a9834d"
 
 
 def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
-    """Which run this is, how it is doing, and how far it is."""
+    """Write the name, the state and the progress of the run."""
     colour = drawing.STATE_COLOURS[frame.state]
     name = Text.assemble((f" {frame.name}", f"bold {TEXT}"))
     state = Text.assemble(("● ", colour), (frame.state, f"bold {colour}"))
@@ -38,14 +38,14 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
         return [first, drawing.fitted(Text(f" {frame.problem}", f"bold {BAD}"), width)]
     done = frame.step / frame.steps if frame.steps else 0.0
     total = f" of {frame.steps:,}" if frame.steps else ""
-    told = Text.assemble((f"step {frame.step:,}", f"bold {TEXT}"), (total, TEXT))
-    told.append(f"  {drawing.percent(done)}" if frame.steps else "", TEXT)
-    told.append("" if frame.step_seconds is None else f"  {drawing.seconds(frame.step_seconds)}/step", FAINT)
+    progress = Text.assemble((f"step {frame.step:,}", f"bold {TEXT}"), (total, TEXT))
+    progress.append(f"  {drawing.percent(done)}" if frame.steps else "", TEXT)
+    progress.append("" if frame.step_seconds is None else f"  {drawing.seconds(frame.step_seconds)}/step", FAINT)
     if frame.eta_seconds is not None:
-        told.append("  ETA ", FAINT)
-        told.append(drawing.seconds(frame.eta_seconds), f"bold {ACCENT}")
-    room = max(4, width - told.cell_len - 4)
-    return [first, Text.assemble(" ", drawing.progress(done, room, colour), "  ", told)]
+        progress.append("  ETA ", FAINT)
+        progress.append(drawing.seconds(frame.eta_seconds), f"bold {ACCENT}")
+    room = max(4, width - progress.cell_len - 4)
+    return [first, Text.assemble(" ", drawing.progress(done, room, colour), "  ", progress)]
 
 
 def loss(frame: Frame, width: int, height: int, span: Span = "whole") -> list[Text]:
@@ -70,8 +70,9 @@ def gradient(frame: Frame, width: int, height: int, span: Span = "whole") -> lis
 
 
 def speed(frame: Frame, width: int, height: int) -> list[Text]:
-    """The numbers of the last step."""
-    last, terms = frame.last, frame.start.get("mfu_terms") or {}
+    """List the numbers of the last step."""
+    last = frame.last
+    terms = frame.start.get("mfu_terms") or {}
     kind = f" {terms['attention']}" if last.get("mfu") is not None and "attention" in terms else ""
     memory: Mapping[str, Any] = last.get("memory_bytes") or {}
     used = sum(memory.values()) if memory else last.get("peak_memory_bytes")
@@ -97,9 +98,9 @@ def speed(frame: Frame, width: int, height: int) -> list[Text]:
 
 
 def split(frame: Frame, width: int, height: int) -> list[Text]:
-    """Where the time of a step goes, on rank 0: a bar, and what its parts are."""
-    told = "" if frame.step_seconds is None else drawing.seconds(frame.step_seconds)
-    head = drawing.heading(width, "step", Text(told, f"bold {TEXT}"), "rank 0, mean of 20 steps")
+    """Draw the parts of a step on rank 0 as a bar, with a legend."""
+    duration = "" if frame.step_seconds is None else drawing.seconds(frame.step_seconds)
+    head = drawing.heading(width, "step", Text(duration, f"bold {TEXT}"), "rank 0, mean of 20 steps")
     if not frame.split:
         return [head, Text(" this run has not recorded where the time of a step goes", FAINT)]
     whole = sum(frame.split.values()) or 1.0
@@ -121,11 +122,10 @@ def _legend(shares: Mapping[str, float], gap: str) -> Text:
 
 
 def lost(frame: Frame, width: int, height: int) -> list[Text]:
-    """The share of the run's time in which steps were taken that count, and the causes of the rest, largest first."""
+    """List the goodput and the causes of lost time: all in their order if they fit, else the largest first."""
     goodput = frame.lost.goodput
-    colour = FAINT if goodput is None else GOOD if goodput >= 0.9 else WARN if goodput >= 0.7 else BAD
-    told = Text.assemble(("goodput ", FAINT), (drawing.percent(goodput), f"bold {colour}"))
-    head = drawing.heading(width, "lost time", told)
+    summary = Text.assemble(("goodput ", FAINT), (drawing.percent(goodput), f"bold {_goodput_colour(goodput)}"))
+    head = drawing.heading(width, "lost time", summary)
     causes = sorted(frame.lost.by_cause.items(), key=lambda pair: -pair[1])
     if height - 1 >= len(causes):
         causes = list(frame.lost.by_cause.items())
@@ -134,16 +134,24 @@ def lost(frame: Frame, width: int, height: int) -> list[Text]:
     rows = []
     for cause, seconds in causes[: height - 1]:
         count = f" ({frame.lost.steps:,})" if cause == "lost steps" and frame.lost.steps and width >= 50 else ""
-        told = Text(f"{drawing.seconds(seconds) if seconds else '–'} ", TEXT if seconds else FAINT)
+        amount = Text(f"{drawing.seconds(seconds)} ", TEXT) if seconds else Text("– ", FAINT)
         name = Text(f" {cause}{count}".ljust(longest + 2), FAINT)
         bar = width - name.cell_len - 15
         line = Text.assemble(name, drawing.meter(seconds / most, bar, _LOST, "") if bar > 3 else "")
-        rows.append(_between(width, line, told))
+        rows.append(_between(width, line, amount))
     return [head, *rows]
 
 
+def _goodput_colour(goodput: float | None) -> str:
+    if goodput is None:
+        return FAINT
+    if goodput >= 0.9:
+        return GOOD
+    return WARN if goodput >= 0.7 else BAD
+
+
 def events(frame: Frame, width: int, height: int) -> list[Text]:
-    """The newest events, the newest last; of checkpoints that follow each other only the last."""
+    """List the newest events, the newest last; of checkpoints that follow each other only the last."""
     kept: list[Mapping[str, Any]] = []
     for event in frame.events:
         if kept and kept[-1].get("event") == event.get("event") == "checkpoint":
@@ -154,13 +162,14 @@ def events(frame: Frame, width: int, height: int) -> list[Text]:
 
 
 def all_events(frame: Frame, width: int, height: int, skip: int = 0) -> list[Text]:
-    """The same in lines that are long enough, without the newest `skip` events."""
-    room, lines = height - 1, list[Text]()
+    """List the events without the newest `skip` ones; long texts are wrapped."""
+    room = height - 1
+    lines: list[Text] = []
     for event in reversed(frame.events[: len(frame.events) - skip]):
-        begin, told = told_event(event, None).divide([_BEGIN])
-        first, *rest = told.wrap(_PLAIN, width - _BEGIN - 1)
-        own = [Text.assemble(begin, first), *(Text.assemble(" " * _BEGIN, line) for line in rest)]
-        lines = own + lines
+        begin, text = told_event(event, None).divide([_BEGIN])
+        first, *following = text.wrap(_PLAIN, width - _BEGIN - 1)
+        indented = [Text.assemble(" " * _BEGIN, line) for line in following]
+        lines = [Text.assemble(begin, first), *indented, *lines]
         if len(lines) >= room:
             break
     lines = [drawing.fitted(line, width) for line in lines[-room:]]
@@ -174,44 +183,52 @@ _PLAIN = Console(file=io.StringIO(), width=200)
 
 def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:
     warnings = sum(event.get("event") == "warning" for event in frame.events)
-    told = [units.counted(warnings, "warning")] if warnings else []
-    told += [units.counted(frame.lost.starts - 1, "restart")] if frame.lost.starts > 1 else []
+    counts = []
+    if warnings:
+        counts.append(units.counted(warnings, "warning"))
+    if frame.lost.starts > 1:
+        counts.append(units.counted(frame.lost.starts - 1, "restart"))
     return drawing.heading(
-        width, "events", right=Text(", ".join(told), WARN).append(f"  {keys}" if keys else "", FAINT)
+        width, "events", right=Text(", ".join(counts), WARN).append(f"  {keys}" if keys else "", FAINT)
     )
 
 
 def told_event(event: Mapping[str, Any], now: float | None, width: int | None = None) -> Text:
-    """An event in a line; with a `now` its day or its time are left out."""
-    kind, step = str(event.get("event")), event.get("step")
+    """Write an event in a line. With a `now` the line has the time of an event of that day, else the day."""
+    kind = str(event.get("event"))
+    step = event.get("step")
     style = {"warning": WARN, "resume": ACCENT, "start": TEXT, "checkpoint": TEXT}.get(kind, TEXT)
     match kind:
         case "warning":
-            what = str(event.get("text", ""))
+            text = str(event.get("text", ""))
         case "start":
             ranks = (event.get("layout") or {}).get("ranks")
-            what = "start" if ranks is None else f"start on {units.counted(ranks, 'rank')}"
+            text = "start" if ranks is None else f"start on {units.counted(ranks, 'rank')}"
         case "resume":
-            what = f"resumed from step {step or 0:,}"
+            text = f"resumed from step {step or 0:,}"
         case "checkpoint":
-            what = f"checkpoint of step {step or 0:,}, {drawing.size(event.get('bytes'))}"
-            what += f", training waited {drawing.seconds(event.get('blocked_seconds'))}"
+            text = f"checkpoint of step {step or 0:,}, {drawing.size(event.get('bytes'))}"
+            text += f", training waited {drawing.seconds(event.get('blocked_seconds'))}"
         case "compile":
-            what = f"{event.get('graphs', 0)} graphs: {event.get('hits', 0)} from the cache"
-            what += f", {event.get('misses', 0)} compiled in {drawing.seconds(event.get('seconds'))}"
+            text = f"{event.get('graphs', 0)} graphs: {event.get('hits', 0)} from the cache"
+            text += f", {event.get('misses', 0)} compiled in {drawing.seconds(event.get('seconds'))}"
         case "ended":
             style = BAD if event.get("how") == "failed" else WARN
-            text = str(event.get("text") or "").partition("\n")[0]
-            what = f"job {event.get('job', '')} ended at step {step or 0:,}: {event.get('how', '')}"
-            what += f", {text}" if text else ""
+            first_line = str(event.get("text") or "").partition("\n")[0]
+            text = f"job {event.get('job', '')} ended at step {step or 0:,}: {event.get('how', '')}"
+            text += f", {first_line}" if first_line else ""
         case "stop":
             reason = str(event.get("reason", ""))
-            style = BAD if reason.startswith("failed") else GOOD if reason == "finished" else WARN
-            what = reason if reason == "finished" else f"stopped: {reason.removeprefix('failed: ')}"
+            style = WARN
+            if reason.startswith("failed"):
+                style = BAD
+            elif reason == "finished":
+                style = GOOD
+            text = reason if reason == "finished" else f"stopped: {reason.removeprefix('failed: ')}"
         case _:
-            what = " ".join([kind, *(f"{name} {value}" for name, value in event.items() if name not in _KNOWN)])
+            text = " ".join([kind, *(f"{name} {value}" for name, value in event.items() if name not in _KNOWN)])
     line = Text.assemble((f" {_moment(event, now)} ", FAINT), ("▌", style if style != TEXT else RULE))
-    line.append(clean(what), style)
+    line.append(clean(text), style)
     if width is not None:
         line.truncate(width, overflow="ellipsis")
     return line
@@ -221,7 +238,7 @@ _KNOWN = ("event", "time")
 
 
 def clean(text: str) -> str:
-    """`text` in one line, without characters that a terminal would obey."""
+    """Return `text` in one line, without characters that a terminal would obey."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
@@ -232,7 +249,7 @@ def _curve(frame: Frame, name: str, width: int, height: int, style: str, shown: 
 
 
 def _between(width: int, left: Text, right: Text) -> Text:
-    """Two texts at both ends of a line; the left one is cut where they do not fit."""
+    """Put two texts at both ends of a line; the left one is cut if they do not fit."""
     left = drawing.fitted(left, max(0, width - right.cell_len))
     left.append_text(right)
     return left
@@ -243,7 +260,7 @@ def _clock(now: float) -> str:
 
 
 def _moment(event: Mapping[str, Any], now: float | None) -> str:
-    """When an event was recorded, in local time; with a `now` the time of that day, or the day."""
+    """Write the local time of an event; with a `now`, the time of an event of that day, else the day."""
     seconds = seconds_of(event)
     if math.isnan(seconds):
         return "–".rjust(5 if now is not None else 11)

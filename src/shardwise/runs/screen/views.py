@@ -1,6 +1,6 @@
-"""The views of the pipeline, of the nodes and of the keys, as lines.
+"""The views of the pipeline, of the nodes, of the keys and of the ranks, as lines.
 
-Heat strips of all ranks, in which a slow, a full or a silent one is seen, and the list of the ranks.
+Heat strips show all ranks at once, so that a slow, a full or a silent one is seen.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from shardwise.base import units
 from shardwise.config import ParallelConfig
 from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.pipeline.schedule_picture import MOST_ROWS, schedule_picture
-from shardwise.runs.json_lines import PARTS
-from shardwise.runs.rank_groups import PipelineView
-from shardwise.runs.run import NodeView, RankView
+from shardwise.runs.rank_views import NodeView, PipelineView, RankView
 from shardwise.runs.screen import drawing
 from shardwise.runs.screen.drawing import ACCENT, BAD, FAINT, GOOD, PART_COLOURS, RAISED, RULE, TEXT, WARN
 from shardwise.runs.screen.frame import Frame
+from shardwise.runs.step_metrics import PARTS
 
 KEYS = (
     ("1 … 5, tab", "overview, ranks, pipeline, nodes, events; tab: the next one"),
@@ -35,16 +34,17 @@ KEYS = (
 
 
 def schedule(frame: Frame, width: int, height: int) -> list[Text]:
-    """The planned order of a step, as the dry run prints it."""
+    """Draw the planned order of a step, as the dry run prints it."""
     parallel = _section(frame, "parallel")
     degree = parallel.get("pipeline", 1)
     head = drawing.heading(width, "schedule", "" if degree == 1 else str(parallel.get("schedule", DEFAULT_SCHEDULE)))
     if degree == 1:
         return [head, Text(" this run has no pipeline: all its ranks hold the whole depth of the model", FAINT)]
-    train, data = _section(frame, "train"), (frame.start.get("layout") or {}).get("data")
+    train = _section(frame, "train")
+    data = (frame.start.get("layout") or {}).get("data")
     try:
         micro_batches = train["global_batch"] // (train["micro_batch"] * data)
-        *picture, told = _picture(
+        *picture, caption = _picture(
             repr(parallel), micro_batches, train.get("recompute", "none"), width - 2, max(2, height - 2)
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AssertionError):
@@ -52,8 +52,8 @@ def schedule(frame: Frame, width: int, height: int) -> list[Text]:
     lines = [Text.assemble(" ", line) for line in picture]
     for line in lines:
         line.truncate(width)
-    numbers, with_, assumed = told.plain.partition(" with ")
-    return [drawing.heading(width, "schedule", numbers, f"{with_}{assumed}".strip()), *lines][:height]
+    numbers, separator, assumptions = caption.plain.partition(" with ")
+    return [drawing.heading(width, "schedule", numbers, f"{separator}{assumptions}".strip()), *lines][:height]
 
 
 def _section(frame: Frame, name: str) -> Mapping[str, Any]:
@@ -62,13 +62,13 @@ def _section(frame: Frame, name: str) -> Mapping[str, Any]:
 
 
 def schedule_height(frame: Frame) -> int:
-    """The lines that `schedule` needs."""
+    """Return the number of lines that `schedule` needs."""
     return min(MOST_ROWS + 1, len(frame.pipeline)) + 4
 
 
 @lru_cache(maxsize=4)
 def _picture(parallel: str, micro_batches: int, recompute: str, width: int, most_rows: int) -> list[Text]:
-    """The picture of a schedule, whose section is given by its text: to simulate one takes time."""
+    """Draw a schedule. The section is given by its text, which can be a key of the cache: a simulation takes time."""
     import ast
 
     section = ParallelConfig.model_validate(ast.literal_eval(parallel))
@@ -76,12 +76,12 @@ def _picture(parallel: str, micro_batches: int, recompute: str, width: int, most
 
 
 def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
-    """What each pipeline rank does in a step and how long it waits, as measured."""
+    """List the measured work and waits of each pipeline rank in a step."""
     measured = frame.last.get("bubble")
-    told = (
-        Text.assemble(("bubble ", FAINT), (drawing.percent(measured), f"bold {ACCENT}")) if measured is not None else ""
-    )
-    head = drawing.heading(width, "measured", told, "means over the ranks of a pipeline rank")
+    bubble: Text | str = ""
+    if measured is not None:
+        bubble = Text.assemble(("bubble ", FAINT), (drawing.percent(measured), f"bold {ACCENT}"))
+    head = drawing.heading(width, "measured", bubble, "means over the ranks of a pipeline rank")
     views = [view for view in frame.pipeline if view.bubble is not None or view.work_seconds is not None]
     if not views:
         return [head, Text(" no rank has recorded the seconds of its stages", FAINT)]
@@ -99,7 +99,7 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
     shown = views[: len(views) - left_out - 1] if left_out else views
     for view in shown:
         first, last = min(view.ranks), max(view.ranks)
-        style = BAD if (view.bubble or 0) > 0.3 else WARN if (view.bubble or 0) > 0.15 else TEXT
+        style = _bubble_style(view.bubble or 0.0)
         rows.append(
             (
                 (f"pp {view.rank}", TEXT),
@@ -120,9 +120,16 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
     return [head, *lines][:height]
 
 
+def _bubble_style(bubble: float) -> str:
+    if bubble > 0.3:
+        return BAD
+    return WARN if bubble > 0.15 else TEXT
+
+
 def _work_and_wait(view: PipelineView, width: int) -> Text:
-    """The step of a pipeline rank as a bar: forward, backward, and points where it waits."""
-    forward, backward = view.forward_seconds or 0.0, view.backward_seconds or 0.0
+    """Draw the step of a pipeline rank as a bar: forward, backward, and points for its waits."""
+    forward = view.forward_seconds or 0.0
+    backward = view.backward_seconds or 0.0
     busy = round((1 - (view.bubble or 0.0)) * width)
     worked = {"forward": forward, "backward": backward}
     line = drawing.segments(worked, busy, are_named=False) if forward + backward else Text()
@@ -130,63 +137,75 @@ def _work_and_wait(view: PipelineView, width: int) -> Text:
 
 
 def graphs(frame: Frame, width: int) -> Text:
-    """The heading that tells of compiled graphs."""
-    found = frame.graphs
-    if not found:
+    """Write the heading with the numbers of compiled graphs."""
+    counts = frame.graphs
+    if not counts:
         return drawing.heading(width, "compiled graphs", Text("none", FAINT))
-    missed = int(found["misses"])
-    told = Text.assemble((f"{found['graphs']:.0f}", f"bold {TEXT}"), ("  hits ", FAINT), (f"{found['hits']:.0f}", GOOD))
-    told.append("  misses ", FAINT)
-    told.append(f"{missed}", WARN if missed else TEXT)
-    told.append(f"  {drawing.seconds(found['seconds'])}", FAINT)
-    return drawing.heading(width, "compiled graphs", told)
+    missed = int(counts["misses"])
+    summary = Text.assemble((f"{counts['graphs']:.0f}", f"bold {TEXT}"), ("  hits ", FAINT))
+    summary.append(f"{counts['hits']:.0f}", GOOD)
+    summary.append("  misses ", FAINT)
+    summary.append(f"{missed}", WARN if missed else TEXT)
+    summary.append(f"  {drawing.seconds(counts['seconds'])}", FAINT)
+    return drawing.heading(width, "compiled graphs", summary)
+
+
+class _NodeRow(NamedTuple):
+    """A machine in the list, with its slowest rank and the number of its silent ones."""
+
+    node: NodeView
+    slowest: RankView | None
+    silent: int
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Key that sorts the machines with problems first: silent ranks, then slow ones, then by name."""
+        relative = (self.slowest.relative or 0.0) if self.slowest is not None else 0.0
+        return (-self.silent, -relative if relative >= 1.15 else 0.0, self.node.host)
 
 
 def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
-    """Each machine of the run: its processors, its memory, its devices, and its slowest rank."""
+    """List the machines of the run: their processors, memory, devices, and slowest ranks."""
     head = drawing.heading(
         width, units.counted(len(frame.nodes), "node"), right="↑↓" if len(frame.nodes) > height else ""
     )
     if not frame.nodes:
         return [head, Text(" no rank has a file yet", FAINT), Text(), graphs(frame, width)]
     views = {view.rank: view for view in frame.ranks}
-    found = sorted((_need(views, frame.silent, node) for node in frame.nodes), key=lambda need: (need[0], need[1].host))
-    rows = height - 5
-    begin = max(0, min(cursor - rows // 2, len(found) - rows))
-    wide = 24 if width >= 120 else 7
-    name = max(4, min(24 if width >= 120 else 12, max(len(node.host) for node in frame.nodes)))
-    titles = Text(
-        f" {'host':<{name}}  {'ranks':<10}  {'CPU':<{wide + 5}}  {'RAM':<{wide + (14 if width >= 100 else 5)}}", FAINT
-    )
+    node_rows = sorted((_node_row(views, frame.silent, node) for node in frame.nodes), key=lambda row: row.order)
+    visible = height - 5
+    begin = max(0, min(cursor - visible // 2, len(node_rows) - visible))
+    gauge_width = 24 if width >= 120 else 7
+    longest_name = max(len(node.host) for node in frame.nodes)
+    name_width = max(4, min(24 if width >= 120 else 12, longest_name))
+    memory_width = gauge_width + (14 if width >= 100 else 5)
+    titles = Text(f" {'host':<{name_width}}  {'ranks':<10}  {'CPU':<{gauge_width + 5}}  {'RAM':<{memory_width}}", FAINT)
     titles.append("  devices      slowest work", FAINT)
-    lines = [_node(*need, width, name, wide) for need in found[begin : begin + rows]]
+    lines = [_node(row, width, name_width, gauge_width) for row in node_rows[begin : begin + visible]]
     return [head, titles, *lines, Text(), graphs(frame, width), *_host_note(frame)]
 
 
-def _need(
-    views: Mapping[int, RankView], silent_ranks: frozenset[int], node: NodeView
-) -> tuple[tuple[int, float], NodeView, RankView | None, int]:
-    """Its place in the list, by how much it needs a look; itself, its slowest rank, and how many are silent."""
-    own = [views[rank] for rank in node.ranks if rank in views]
-    slowest = max((view for view in own if view.relative), key=lambda view: view.relative or 0.0, default=None)
-    relative = slowest.relative if slowest is not None and slowest.relative else 0.0
-    silent = len(silent_ranks.intersection(node.ranks))
-    return (-silent, -relative if relative >= 1.15 else 0.0), node, slowest, silent
+def _node_row(views: Mapping[int, RankView], silent: frozenset[int], node: NodeView) -> _NodeRow:
+    compared = [views[rank] for rank in node.ranks if rank in views and views[rank].relative]
+    slowest = max(compared, key=lambda view: view.relative or 0.0, default=None)
+    return _NodeRow(node, slowest, len(silent.intersection(node.ranks)))
 
 
-def _node(_: object, node: NodeView, slowest: RankView | None, silent: int, width: int, name: int, wide: int) -> Text:
+def _node(row: _NodeRow, width: int, name_width: int, gauge_width: int) -> Text:
+    node = row.node
     total = node.memory_total_bytes
-    ram = node.memory_bytes / total if node.memory_bytes is not None and total else None
-    line = Text.assemble((f" {(node.host or '–')[:name]:<{name}}", f"bold {TEXT}"), (f"  {_ranks(node.ranks)}", FAINT))
-    line.append("  ").append_text(_gauge(node.cpu, wide))
-    line.append("  ").append_text(_gauge(ram, wide))
+    memory = node.memory_bytes / total if node.memory_bytes is not None and total else None
+    name = (node.host or "–")[:name_width]
+    line = Text.assemble((f" {name:<{name_width}}", f"bold {TEXT}"), (f"  {_ranks(node.ranks)}", FAINT))
+    line.append("  ").append_text(_gauge(node.cpu, gauge_width))
+    line.append("  ").append_text(_gauge(memory, gauge_width))
     line.append(f" {drawing.size(node.memory_bytes):>8}" if width >= 100 else "", FAINT)
     line.append(f"  {f'{len(node.devices)} × {_device(node.devices)}':<11.11}", TEXT)
-    if slowest is not None and slowest.relative is not None:
-        style = drawing.work_style(slowest.relative)
-        line.append(f"  ×{slowest.relative:.2f}", style)
-        line.append(f" rank {slowest.rank}" if slowest.relative >= 1.15 else "", style)
-    line.append(f"  {drawing.SILENT} {silent} silent" if silent else "", f"bold {BAD}")
+    if row.slowest is not None and row.slowest.relative is not None:
+        style = drawing.work_style(row.slowest.relative)
+        line.append(f"  ×{row.slowest.relative:.2f}", style)
+        line.append(f" rank {row.slowest.rank}" if row.slowest.relative >= 1.15 else "", style)
+    line.append(f"  {drawing.SILENT} {row.silent} silent" if row.silent else "", f"bold {BAD}")
     return drawing.fitted(line, width)
 
 
@@ -195,17 +214,21 @@ def _host_note(frame: Frame) -> list[Text]:
     return [Text(f" device {device}", FAINT)] if device else []
 
 
-def _gauge(share: float | None, wide: int) -> Text:
+def _gauge(share: float | None, width: int) -> Text:
     if share is None:
-        return Text("–".ljust(wide + 5), RULE)
-    style = BAD if share > 0.95 else WARN if share > 0.8 else "#5f9db8"
-    return drawing.progress(share, wide, style).append(f" {share:>4.0%}", TEXT)
+        return Text("–".ljust(width + 5), RULE)
+    style = "#5f9db8"
+    if share > 0.95:
+        style = BAD
+    elif share > 0.8:
+        style = WARN
+    return drawing.progress(share, width, style).append(f" {share:>4.0%}", TEXT)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     first, last = min(ranks), max(ranks)
-    is_row = last - first + 1 == len(ranks) and len(ranks) > 1
-    return (f"{first}–{last}" if is_row else ", ".join(map(str, ranks)))[:10].ljust(10)
+    is_consecutive = last - first + 1 == len(ranks) and len(ranks) > 1
+    return (f"{first}–{last}" if is_consecutive else ", ".join(map(str, ranks)))[:10].ljust(10)
 
 
 def _device(devices: tuple[str, ...]) -> str:
@@ -213,10 +236,10 @@ def _device(devices: tuple[str, ...]) -> str:
 
 
 def keys(width: int, height: int) -> list[Text]:
-    """What the keys do, and what the screen shows."""
+    """Explain the keys and the screen."""
     lines = [drawing.heading(width, "keys"), Text()]
-    for key, what in KEYS:
-        lines.append(drawing.fitted(Text.assemble((f"  {key:<14}", ACCENT), (what, TEXT)), width))
+    for key, effect in KEYS:
+        lines.append(drawing.fitted(Text.assemble((f"  {key:<14}", ACCENT), (effect, TEXT)), width))
     lines += [Text(), drawing.heading(width, "reading the screen"), Text()]
     for sentence in (
         "A cell of a heat strip stands for one rank or for several, of which it shows the worst; its height tells the "
@@ -234,12 +257,16 @@ Metric = Literal["work", "memory", "use"]
 METRICS: tuple[Metric, ...] = ("work", "memory", "use")
 
 
-class _Look(NamedTuple):
-    """How a number of the ranks is shown.
+class _MetricStyle(NamedTuple):
+    """The way in which a number of the ranks is shown.
 
     Attributes:
-        value: of a rank.
-        least_high: the number of the highest cell is at least this one, so that small differences stay small.
+        value: function that returns the number of a rank.
+        style: function that returns the colour of a value.
+        shown: function that writes a value.
+        low: number of the lowest cell.
+        least_high: lower bound for the number of the highest cell, so that small differences stay small.
+        worst: function that chooses the number of a cell of several ranks.
     """
 
     title: str
@@ -251,8 +278,8 @@ class _Look(NamedTuple):
     worst: Callable[[Sequence[float]], float] = max
 
 
-_LOOKS: Mapping[Metric, _Look] = {
-    "work": _Look(
+_METRIC_STYLES: Mapping[Metric, _MetricStyle] = {
+    "work": _MetricStyle(
         "work over the best",
         lambda view: view.relative,
         drawing.work_style,
@@ -260,8 +287,8 @@ _LOOKS: Mapping[Metric, _Look] = {
         1.0,
         1.5,
     ),
-    "memory": _Look("memory", lambda view: view.memory_bytes, drawing.memory_style, units.size, 0.0, 1.0),
-    "use": _Look(
+    "memory": _MetricStyle("memory", lambda view: view.memory_bytes, drawing.memory_style, units.size, 0.0, 1.0),
+    "use": _MetricStyle(
         "busy devices",
         lambda view: view.utilization,
         drawing.use_style,
@@ -275,44 +302,45 @@ _LABEL = 8
 
 
 def strips(frame: Frame, width: int, height: int) -> list[Text]:
-    """The panel of the overview: a strip for each number; work has the lines that are left."""
+    """Draw the panel of the overview: a strip for each number; work has the remaining lines."""
     lines = [drawing.heading(width, f"{units.counted(len(frame.ranks), 'rank')}", worst(frame))]
-    known = [name for name in METRICS if any(_LOOKS[name].value(view) is not None for view in frame.ranks)]
+    known = [name for name in METRICS if any(_METRIC_STYLES[name].value(view) is not None for view in frame.ranks)]
     if not known:
         return [*lines, Text(" no rank has recorded a step yet", FAINT)]
     rows = height - 1
     for name in known:
-        others = len(known) - 1
-        share = max(1, rows - others) if name == known[0] else 1
-        lines += _strip(frame, name, width, share)
+        strip_rows = max(1, rows - len(known) + 1) if name == known[0] else 1
+        lines += _strip(frame, name, width, strip_rows)
     return lines[:height]
 
 
 def worst(frame: Frame) -> Text:
-    """The slowest rank, and those that are silent."""
-    told, slowest, silent = Text(), frame.slowest, sorted(frame.silent)
+    """Name the slowest rank, and the silent ones."""
+    summary = Text()
+    slowest = frame.slowest
+    silent = sorted(frame.silent)
     if slowest is not None and slowest.relative is not None:
         style = drawing.work_style(slowest.relative)
         is_slow = style.endswith((BAD, WARN))
-        told.append("slowest ", FAINT)
-        told.append(f"rank {slowest.rank} ×{slowest.relative:.2f}", f"bold {style}" if is_slow else TEXT)
-        told.append(f"{' on ' if slowest.host else ''}{slowest.host}", TEXT if is_slow else FAINT)
+        summary.append("slowest ", FAINT)
+        summary.append(f"rank {slowest.rank} ×{slowest.relative:.2f}", f"bold {style}" if is_slow else TEXT)
+        summary.append(f"{' on ' if slowest.host else ''}{slowest.host}", TEXT if is_slow else FAINT)
     if silent:
-        told.append("  " if told else "")
+        summary.append("  " if summary else "")
         named = ", ".join(map(str, silent[:4])) + ("…" if len(silent) > 4 else "")
-        told.append(f"{drawing.SILENT} silent: {named}", f"bold {BAD}")
-    return told
+        summary.append(f"{drawing.SILENT} silent: {named}", f"bold {BAD}")
+    return summary
 
 
 def _strip(frame: Frame, name: Metric, width: int, rows: int) -> list[Text]:
-    """Ranks in their order, in `rows` lines, with what the number ranges over at the right of the first."""
-    look = _LOOKS[name]
-    values = [look.value(view) for view in frame.ranks]
+    """Draw the ranks in their order, in `rows` lines, with the range of the number at the right of the first."""
+    metric_style = _METRIC_STYLES[name]
+    values = [metric_style.value(view) for view in frame.ranks]
     known = [value for value in values if value is not None]
-    high = max(look.least_high, *known)
-    span = f"{look.shown(min(known))} – {look.shown(max(known))}"
+    high = max(metric_style.least_high, *known)
+    span = f"{metric_style.shown(min(known))} – {metric_style.shown(max(known))}"
     if name == "work":
-        span = f"max {look.shown(max(known))}"
+        span = f"max {metric_style.shown(max(known))}"
     ending = 22 if width > 60 else 0
     room = width - _LABEL - ending
     rows = min(rows, -(-len(values) // room))
@@ -322,7 +350,9 @@ def _strip(frame: Frame, name: Metric, width: int, rows: int) -> list[Text]:
     for row, (label, ranks) in enumerate(parts):
         part = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].rank in frame.silent)
         numbers = [values[at] for at in ranks]
-        cells = drawing.heat(numbers, width - gutter - ending, look.low, high, look.style, part, look.worst)
+        cells = drawing.heat(
+            numbers, width - gutter - ending, metric_style.low, high, metric_style.style, part, metric_style.worst
+        )
         begin = f" {name if row == 0 else '':<7}{label}".ljust(gutter)
         line = Text.assemble((begin, FAINT), drawing.fitted(cells, width - gutter - ending))
         line.append((span if row == 0 else "").rjust(ending - 1), FAINT)
@@ -331,40 +361,43 @@ def _strip(frame: Frame, name: Metric, width: int, rows: int) -> list[Text]:
 
 
 def grid(frame: Frame, width: int, height: int, metric: Metric, cursor: RankView | None) -> list[Text]:
-    """All ranks by one number: a line for each pipeline rank, or several ranks in each line and cell."""
-    look = _LOOKS[metric]
+    """Draw all ranks by one number: a line for each pipeline rank, or several ranks in each line and cell."""
+    metric_style = _METRIC_STYLES[metric]
     names = Text("←→", FAINT)
     for name in METRICS:
         names.append(f" {name}", f"bold {ACCENT}" if name == metric else FAINT)
-    lines = [drawing.heading(width, look.title, worst(frame) if metric == "work" else "", names)]
-    values = [look.value(view) for view in frame.ranks]
+    lines = [drawing.heading(width, metric_style.title, worst(frame) if metric == "work" else "", names)]
+    values = [metric_style.value(view) for view in frame.ranks]
     known = [value for value in values if value is not None]
     if not known:
         return [*lines, Text(" no rank has recorded this", FAINT)]
-    high, rows = max(look.least_high, *known), _rows(frame, height - 2)
+    high = max(metric_style.least_high, *known)
+    rows = _rows(frame, height - 2)
     for label, ranks in rows:
         room = width - _LABEL - 1
         silent = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].rank in frame.silent)
-        cells = drawing.heat([values[at] for at in ranks], room, look.low, high, look.style, silent, look.worst)
+        cells = drawing.heat(
+            [values[at] for at in ranks], room, metric_style.low, high, metric_style.style, silent, metric_style.worst
+        )
         line = Text.assemble((f" {label}".ljust(_LABEL), FAINT), cells)
         is_here = cursor is not None and any(frame.ranks[at].rank == cursor.rank for at in ranks)
         line.append(" ◂" if is_here and line.cell_len + 2 <= width else "", ACCENT)
         lines.append(line)
     per_cell = -(-max(len(ranks) for _, ranks in rows) // (width - _LABEL - 1))
-    which = "lowest" if look.worst is min else "highest"
+    which = "lowest" if metric_style.worst is min else "highest"
     meaning = f"a cell: the {which} of up to {per_cell} ranks" if per_cell > 1 else "a cell: a rank"
-    span = f"{look.shown(min(known))} to {look.shown(max(known))}"
+    span = f"{metric_style.shown(min(known))} to {metric_style.shown(max(known))}"
     lines.append(Text(f" {meaning}; {span}; {drawing.SILENT} silent, {drawing.NOTHING} not recorded", FAINT))
     return lines
 
 
 def grid_height(frame: Frame, most: int) -> int:
-    """The lines that `grid` needs."""
+    """Return the number of lines that `grid` needs."""
     return min(most, len(_rows(frame, most - 2)) + 2)
 
 
 def _rows(frame: Frame, most: int) -> list[tuple[str, list[int]]]:
-    """Labels and indices of ranks in at most that many lines, by pipeline rank where these are several and fit."""
+    """Divide the ranks into at most `most` lines of label and indices, by pipeline rank if several of these fit."""
     stages: dict[int, list[int]] = {}
     for at, view in enumerate(frame.ranks):
         stages.setdefault(view.place.get("pp", 0), []).append(at)
@@ -378,11 +411,12 @@ def _rows(frame: Frame, most: int) -> list[tuple[str, list[int]]]:
 
 
 def ordered(frame: Frame, metric: Metric) -> list[RankView]:
-    """The ranks, those first that need a look: silent ones, then by the number, the worst first."""
-    look, sign = _LOOKS[metric], 1 if metric == "use" else -1
+    """Sort the ranks by need of attention: silent ones, then by the number, the worst first."""
+    metric_style = _METRIC_STYLES[metric]
+    sign = 1 if metric == "use" else -1  # a device with little use is the worst
 
     def place(view: RankView) -> tuple[bool, float, int]:
-        value = look.value(view)
+        value = metric_style.value(view)
         return (view.rank not in frame.silent, float("inf") if value is None else sign * value, view.rank)
 
     return sorted(frame.ranks, key=place)
@@ -391,7 +425,7 @@ def ordered(frame: Frame, metric: Metric) -> list[RankView]:
 def listing(
     frame: Frame, width: int, height: int, views: Sequence[RankView], cursor: int, metric: Metric
 ) -> list[Text]:
-    """The ranks in order of need, with that at `cursor` marked."""
+    """List `views` in their order, with the rank at `cursor` marked."""
     head = drawing.heading(width, "ranks", right=f"{'least' if metric == 'use' else 'most'} {metric} first, ↑↓ choose")
     if not views:
         return [head, Text(" no rank has a file yet", FAINT)]
@@ -412,7 +446,7 @@ def listing(
 
 
 def _parts(view: RankView, names: Sequence[str]) -> list[tuple[str, str]]:
-    """The parts of the rank's last step."""
+    """Return the cells with the parts of the rank's last step."""
     split = view.last.get("split_seconds") or {}
     return [(drawing.seconds(split.get(name)), FAINT) for name in names]
 

@@ -88,7 +88,7 @@ def compile_graphs(
     remove_left_over()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
     try:
-        futures = [pool.submit(_compile, plan, facts_of_graph, cache, workers) for facts_of_graph in facts]
+        futures = [pool.submit(_compile, plan, each_facts, cache, workers) for each_facts in facts]
         for future in as_completed(futures):
             yield future.result()
     finally:

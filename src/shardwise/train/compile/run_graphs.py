@@ -60,8 +60,8 @@ class RunGraphs:
         announce: shows the user a line; called on the first rank.
 
     Raises:
-        ConfigError: on every rank: with `compile.require_cached` a graph is not in the cache, and what differs; or
-            there is no C++ compiler.
+        ConfigError: a graph is not in the cache, with `compile.require_cached`; or there is no C++ compiler. Raised on
+            every rank.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class RunGraphs:
                 problems += missing
             agree(problems, mesh.world)
             path = None if self._folder is None else self._folder.path
-            of_ranks = collectives.all_gather_objects((path, missing), mesh.world)
+            rank_answers = collectives.all_gather_objects((path, missing), mesh.world)
         except BaseException:
             self._remove()
             raise
-        for line in dict.fromkeys(line for _, lines in of_ranks for line in lines):
+        for line in dict.fromkeys(line for _, lines in rank_answers for line in lines):
             announce(line)
-        work_path = of_ranks[self._machine][0]
+        work_path = rank_answers[self._machine][0]
         assert work_path is not None, "the first rank of each machine has made it"
         self._work_path: Path = work_path
         self._former = os.environ.get(_VARIABLE)
@@ -151,15 +151,15 @@ class RunGraphs:
         """Add graphs that were compiled since the last call to the cache; returns all that were captured.
 
         Raises:
-            ConfigError: with `compile.require_cached`, on every rank: a graph was compiled.
+            ConfigError: a graph was compiled, with `compile.require_cached`; raised on every rank.
         """
         graphs = self._compilation.graphs[self._reported :]
         self._reported += len(graphs)
         captured: list[CapturedGraph] = []
         compiled: set[tuple[int, tuple[str, bool]]] = set()
-        for machine, graphs_of_rank in collectives.all_gather_objects((self._machine, graphs), self._mesh.world):
-            captured += graphs_of_rank
-            compiled |= {(machine, (graph.unit, graph.training)) for graph in graphs_of_rank if not graph.is_hit}
+        for machine, rank_graphs in collectives.all_gather_objects((self._machine, graphs), self._mesh.world):
+            captured += rank_graphs
+            compiled |= {(machine, (graph.unit, graph.training)) for graph in rank_graphs if not graph.is_hit}
         problem = None
         if compiled and self._config.compile.require_cached:
             keys = {key for _, key in compiled}

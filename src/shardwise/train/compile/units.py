@@ -107,7 +107,7 @@ def check_backend(settings: CompileConfig, device: torch.device) -> None:
     """Refuse a backend, or options of the default one, that torch does not know.
 
     Raises:
-        ConfigError: with the nearest name.
+        ConfigError: the text has the nearest name.
     """
     backend = backend_of(settings, device)
     valid = torch.compiler.list_backends(())

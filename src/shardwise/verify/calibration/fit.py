@@ -89,7 +89,8 @@ def _values(figures: Mapping[str, float], source: str, measurements: Measurement
         bandwidth, latency = link
         link_source = f"{source}; all-reduces of {len(measurements.sums)} sizes"
     else:
-        bandwidth, latency = (1.0, 100.0)
+        bandwidth = 1.0
+        latency = 100.0
         link_source = "assumption: not measured, as there was one rank"
     network_source = "assumption: as within the machine; not measured, as there was one"
     return {

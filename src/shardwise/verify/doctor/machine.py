@@ -19,7 +19,7 @@ from shardwise.launch.tasks import task_of
 from shardwise.verify.doctor.check import Check, ok
 
 if TYPE_CHECKING:
-    from shardwise.runs.local_devices import Device
+    from shardwise.runs.local_devices import LocalDevice
 
 _LITTLE_DISK = 2 * 2**30
 _LITTLE_MEMORY = 2**30
@@ -67,7 +67,7 @@ def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
         yield ok("devices", f"{shown}: {usable}")
 
 
-def _described(device: Device) -> str:
+def _described(device: LocalDevice) -> str:
     facts = [device.name]
     if device.memory_total_bytes is not None:
         facts.append(size(device.memory_total_bytes))

@@ -1,4 +1,8 @@
-"""One rank's work: how it joins a job, and how whatever ends it becomes a text for the user and an exit code."""
+"""The process of one rank, from joining its job to its exit code.
+
+Whatever ends the rank's work, an error, a signal or the end of the training, becomes a text for the user and an exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -17,35 +21,44 @@ from shardwise.base.errors import ConfigError, LostPeerError, RunError, Shardwis
 from shardwise.base.redaction import redacted
 from shardwise.launch import local, output, stop_requests
 from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
-from shardwise.launch.failure import Failure, complain, error_text, report_done, report_stop, show_failure, signal_name
-from shardwise.launch.restarts import what_is_saved
+from shardwise.launch.first_failure import (
+    Failure,
+    complain,
+    error_text,
+    report_done,
+    report_stop,
+    show_failure,
+    signal_name,
+)
 from shardwise.launch.tasks import end_step
 from shardwise.runs.folder import RunDirectory
+from shardwise.runs.last_events import what_is_saved
 
 
 @dataclass
-class Ending:
-    """How a rank's work ended.
+class RankExit:
+    """The end of a rank's work, filled in when the `with` statement of `as_rank` is left.
 
     Attributes:
-        code: the exit code of its process.
+        code: exit code for the process.
     """
 
     code: int = 0
 
 
 def enter_job(nproc: int | None) -> Rank | None:
-    """The place of this process in a launched job, and from here on it ends with its parent; None where it is alone.
+    """Find the place of this process in a launched job, and have it end with its parent; None if it is alone.
 
     Args:
-        nproc: the number of ranks that the user gave by `--nproc`, if any.
+        nproc: number of ranks that the user gave by `--nproc`, if any.
 
     Raises:
         ConfigError: a launcher started several processes that cannot join, or `nproc` is not their number.
     """
-    place, problem = joined(), unjoined()
+    problem = unjoined()
     if problem is not None:
         raise ConfigError(problem)
+    place = joined()
     if place is None:
         return None
     if nproc is not None and nproc != place.world:
@@ -58,10 +71,10 @@ def enter_job(nproc: int | None) -> Rank | None:
 
 
 def check_accelerators(nproc: int, accelerators: int) -> None:
-    """Refuse more local ranks than there are accelerators, where there are any.
+    """Refuse more local ranks than there are accelerators, if there are any.
 
     Raises:
-        ConfigError: with both numbers.
+        ConfigError: the text has both numbers.
     """
     if 0 < accelerators < nproc:
         raise ConfigError(
@@ -71,17 +84,18 @@ def check_accelerators(nproc: int, accelerators: int) -> None:
 
 
 @contextmanager
-def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[Ending]:
+def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[RankExit]:
     """Run the body of the `with` statement as the work of one rank, and catch whatever it raises.
 
     The user reads why the work failed, once for all ranks. In a job the process of the rank ends here, at once, whether
     the work failed or not: its peers may never answer again, and connections to them need not be closed.
 
     Args:
-        place: of this process in a launched job; None where it is the only rank.
-        run_path: the folder of the run that is trained. Its logs get the traceback of an unexpected error.
+        place: place of this process in a launched job; None if it is the only rank.
+        run_path: folder of the run that is trained. Its logs get the traceback of an unexpected error.
     """
-    ending, rank = Ending(), 0 if place is None else place.rank
+    rank_exit = RankExit()
+    rank = 0 if place is None else place.rank
     log = None
     if run_path is not None:
         log = RunDirectory(run_path).log(rank)
@@ -92,28 +106,30 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[Ending
     if place is not None and log is not None and is_launched():
         output.redirect(rank, log)
     try:
-        yield ending
+        yield rank_exit
     except StoppedError as error:
+        # First of all: another signal would turn a stop with all saved into a failure.
         stop_requests.ignore()
-        ending.code = _report_stop(place, str(error))
+        rank_exit.code = _report_stop(place, str(error))
         if place is not None:
-            _leave(place, ending.code)
-    except BaseException as error:  # SystemExit too: code of the user's own may end nothing
+            _leave(place, rank_exit.code)
+    except BaseException as error:  # SystemExit too: the user's own code must not end a rank as if it were done
         if isinstance(error, BrokenPipeError) and place is None and run_path is None:
-            raise  # the reader of the output, such as `head`, has what it wanted
+            raise  # the reader of the output, such as `head`, has read enough
         failure = _failure(error, rank, run_path, log)
+        # The text before the end of the other tasks: they may be killed as soon as srun is asked to.
         show_failure(failure, place)
-        ending.code = failure.exit_code
+        rank_exit.code = failure.exit_code
         end_step(failure)
         if place is not None or isinstance(error, KeyboardInterrupt):
-            _leave(place, ending.code)  # without waiting for threads that still write
+            _leave(place, rank_exit.code)  # without waiting for threads that still write
     else:
         if place is not None:
-            _leave(place, ending.code)
+            _leave(place, rank_exit.code)
 
 
 def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> Failure:
-    """What the user reads of an error. The traceback of an error that is not explained goes to the log."""
+    """Describe an error for the user. The traceback of an error that is not explained goes to the log."""
     if isinstance(error, ShardwiseError):
         waited = isinstance(error, LostPeerError)
         if waited:
@@ -125,13 +141,14 @@ def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path |
     elif isinstance(error, BrokenPipeError) and run_path is None:
         text = "the reader of the output has closed it"
     else:
-        where = f"traceback: {log}" if _write_traceback(error, log) else "".join(traceback.format_exception(error))
-        text = f"rank {rank} failed: {user_code.error_text(error)}\n{where}"
+        is_logged = _write_traceback(error, log)
+        details = f"traceback: {log}" if is_logged else "".join(traceback.format_exception(error))
+        text = f"rank {rank} failed: {user_code.error_text(error)}\n{details}"
     return Failure(rank, text, RunError.exit_code)
 
 
 def _write_traceback(error: BaseException, log: Path | None) -> bool:
-    """Add a traceback to the rank's log; False where it has none."""
+    """Add a traceback to the rank's log; returns False if it has none."""
     if log is None:
         return False
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +169,9 @@ def _report_stop(place: Rank | None, text: str) -> int:
 
 
 def _leave(place: Rank | None, code: int) -> NoReturn:
+    """End this process without the cleanup of Python: threads of gloo and NCCL could wait there for other ranks."""
     if place is not None and code == 0:
+        # Before the exit: the launcher takes exit code 0 without this mark for user code that called `os._exit(0)`.
         report_done(place)
     sys.stdout.flush()
     sys.stderr.flush()

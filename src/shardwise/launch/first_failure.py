@@ -35,13 +35,13 @@ _OWN_DEATHS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job failed.
+    """The cause of a failed job.
 
     Attributes:
-        rank: the one at fault.
-        text: for the user.
-        exit_code: of the command.
-        waited: this rank lost another one, and the text says only what it was doing then.
+        rank: rank at fault.
+        text: text for the user.
+        exit_code: exit code of the command.
+        waited: True if the rank lost another one: the text says only what it was doing then, and is no cause.
     """
 
     rank: int
@@ -58,7 +58,7 @@ def complain(text: str) -> None:
 
 
 def error_text(error: ShardwiseError) -> str:
-    """The text of an error; above several problems stands their number."""
+    """Return the text of an error, with the number of its problems above them if there are several."""
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         return f"{len(error.problems)} errors\n{error}"
     return str(error)
@@ -68,7 +68,7 @@ def show_failure(failure: Failure, place: Rank | None) -> None:
     """Show a failure once for the whole job: through the launcher, else from the first rank that meets it.
 
     Args:
-        place: of this process in a job; None where it is alone.
+        place: place of this process in a job; None if it is alone.
     """
     text = failure.text
     if place is not None:
@@ -86,21 +86,24 @@ def show_failure(failure: Failure, place: Rank | None) -> None:
 
 
 def report_failure(failure: Failure) -> bool:
-    """Record why a rank fails, unless another rank was first.
+    """Record the failure of a rank, unless another rank was first.
 
-    True where a launcher reads the record and shows it; False without one, where the caller must show it itself.
+    Returns:
+        True if a launcher reads the record and shows it; False without one, so that the caller must show it itself.
     """
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
     Path(path).parent.mkdir(parents=True, exist_ok=True)  # it may have been removed with the run's folder
+    # "x": of ranks that fail at once, the file system lets one alone make the file. One write without a buffer: the
+    # launcher may kill this process at any moment after the file is there.
     with contextlib.suppress(FileExistsError), Path(path).open("xb", buffering=0) as file:
         file.write(json.dumps(asdict(failure)).encode())
     return True
 
 
 def read_failure(path: Path) -> Failure | None:
-    """The failure that `path` records; None where there is none, or its writer was killed before it had finished."""
+    """Read a recorded failure; None if there is none, or its writer was killed before it had finished."""
     try:
         return Failure(**json_value(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
@@ -108,7 +111,7 @@ def read_failure(path: Path) -> Failure | None:
 
 
 def report_stop(rank: int, text: str) -> bool:
-    """Record that the run stopped as it was asked to, and all is saved. True where a launcher shows it."""
+    """Record that the run stopped as it was asked to, and all is saved; returns True if a launcher shows it."""
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
@@ -125,11 +128,11 @@ def report_done(place: Rank) -> None:
 
 
 def ended_early(folder: Path, ranks: Iterable[int], logs: Path) -> Failure | None:
-    """The failure of the first of these ranks, all of which ended with exit code 0, that had not done its work.
+    """Find the first of these ranks, all of which ended with exit code 0, that had not done its work; None without one.
 
     Args:
-        folder: of the heartbeats.
-        logs: the folder of the ranks' logs.
+        folder: folder of the heartbeats.
+        logs: folder of the ranks' logs.
     """
     rank = next((rank for rank in ranks if not _done_mark(folder, rank).exists()), None)
     if rank is None:
@@ -143,17 +146,17 @@ def _done_mark(folder: Path, rank: int) -> Path:
 
 
 def stop_record(logs: Path) -> Path:
-    """Where `report_stop` writes. It is not the file of failures: a rank may still fail while it ends."""
+    """Path of the file of `report_stop`. It is not the file of failures: a rank may still fail while it ends."""
     return logs / "stopped.json"
 
 
 def exit_codes_file(logs: Path) -> Path:
-    """Where the agent writes how the failed ranks of its node ended: rank → exit code, or minus the signal."""
+    """Path of the agent's file on the failed ranks of its node: rank → exit code, or minus the signal."""
     return logs / "exit-codes.json"
 
 
 def read_exit_codes(logs: Path) -> dict[int, int]:
-    """Of the failed ranks of this node; empty where their agent could not write them."""
+    """Read the exit codes of this node's failed ranks; {} if their agent could not write them."""
     try:
         codes = json_value(exit_codes_file(logs).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -164,22 +167,24 @@ def read_exit_codes(logs: Path) -> dict[int, int]:
 def root_cause(
     reported: Failure | None, exit_codes: Mapping[int, int], logs: Path, awaited: Callable[[], str | None] | None = None
 ) -> Failure | None:
-    """The failure to show; None where nothing tells it.
+    """Choose the failure to show; None if nothing is known of it.
 
     The connections of a rank that was killed close, so another rank may have reported the consequence before the cause
     was seen. The launcher ends ranks by SIGTERM only, so a death by SIGKILL or a crash is a cause.
 
     Args:
-        reported: by a rank.
-        exit_codes: of the failed ranks (exit code, or minus the signal).
-        logs: the folder of the ranks' logs.
-        awaited: names the ranks for which the others waited, where no rank has died and none says why it failed.
+        reported: first failure that a rank reported.
+        exit_codes: ends of the failed ranks (exit code, or minus the signal).
+        logs: folder of the ranks' logs.
+        awaited: function that names the ranks for which the others waited. It is asked if no rank has died, and none
+            says why it failed.
     """
     own_deaths = [rank for rank, code in exit_codes.items() if -code in _OWN_DEATHS]
     suspects = own_deaths
     if reported is None:
         suspects = own_deaths or list(exit_codes)
-    elif reported.waited:  # others that lost a rank end with 1, and those that the launcher ends by SIGTERM
+    elif reported.waited:
+        # Ranks that lost another one end with 1 too, and those that the launcher ends by SIGTERM.
         suspects = own_deaths or [rank for rank, code in exit_codes.items() if code not in (1, -signal.SIGTERM)]
     if reported is not None and reported.waited and not suspects:
         missing = None if awaited is None else awaited()
@@ -187,11 +192,13 @@ def root_cause(
     if not suspects or (reported is not None and reported.rank in suspects):
         return reported
     rank = suspects[0]
-    then = f"; {reported.text}" if reported is not None and reported.waited else ""
-    return Failure(rank, _ending(rank, exit_codes[rank], logs) + then, RunError.exit_code)
+    text = _death_text(rank, exit_codes[rank], logs)
+    if reported is not None and reported.waited:
+        text += f"; {reported.text}"
+    return Failure(rank, text, RunError.exit_code)
 
 
-def _ending(rank: int, code: int, logs: Path) -> str:
+def _death_text(rank: int, code: int, logs: Path) -> str:
     where = _log_of(rank, logs)
     if code >= 0:
         return f"rank {rank} ended with exit code {code} and named no reason{where}"
@@ -206,7 +213,7 @@ def _log_of(rank: int, logs: Path) -> str:
 
 
 def signal_name(number: int) -> str:
-    """A signal as a user knows it: `SIGTERM` of 15; real-time signals have numbers alone."""
+    """Name a signal as a user knows it: 15 is `SIGTERM`; real-time signals have numbers alone."""
     if number == signal.SIGINT:
         return "Ctrl-C (SIGINT)"
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

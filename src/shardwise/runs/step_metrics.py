@@ -1,0 +1,167 @@
+"""The metrics of a training step: one table that all readers of a run ask, and the steps as columns of numbers.
+
+reader                      metrics
+`monitor`, Prometheus       all of them, in the order of the table
+`report`, its pictures      those with a `title`
+`top`                       those of `SCREEN_CURVES`
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.runs.lost_time import number, seconds_of
+
+
+@dataclass(frozen=True)
+class StepMetric:
+    """A number that a "step" event of `metrics.jsonl` may have.
+
+    Attributes:
+        name: key in the event and in the JSON of `monitor`; Prometheus puts `shardwise_train_` before it.
+        unit: unit of the recorded number; charts show a "share" in percent.
+        help: sentence that Prometheus shows.
+        title: heading of the chart in the report; empty for a metric that has no chart.
+        axis_label: label of the vertical axis in the picture of `report --png`.
+        is_cut: True if the chart may leave out a steep beginning that would hide the rest of the curve.
+        is_in_every_step: True if each step records the metric, so that a number that is not finite tells of a training
+            that diverged. A metric that is None or NaN in a healthy run has False.
+        is_on_screen: True if `top` draws its curve.
+    """
+
+    name: str
+    unit: str
+    help: str
+    title: str = ""
+    axis_label: str = ""
+    is_cut: bool = True
+    is_in_every_step: bool = False
+    is_on_screen: bool = False
+
+    @property
+    def is_share(self) -> bool:
+        return self.unit == "share"
+
+
+STEP_METRICS = (
+    StepMetric(
+        name="loss",
+        unit="nats",
+        help="Loss of the last step.",
+        title="Training loss",
+        axis_label="training loss",
+        is_in_every_step=True,
+        is_on_screen=True,
+    ),
+    # The beginning of the next one is its warm-up, which is as telling as the rest.
+    StepMetric(
+        name="lr",
+        unit="",
+        help="Learning rate.",
+        title="Learning rate",
+        axis_label="learning rate",
+        is_cut=False,
+    ),
+    StepMetric(
+        name="grad_norm",
+        unit="",
+        help="Norm of the gradient, before it is clipped.",
+        title="Gradient norm",
+        axis_label="gradient norm",
+        is_in_every_step=True,
+        is_on_screen=True,
+    ),
+    StepMetric(
+        name="param_norm",
+        unit="",
+        help="Norm of the parameters.",
+        title="Parameter norm",
+        axis_label="parameter norm",
+        is_cut=False,
+    ),
+    StepMetric("tokens", "tokens", "Tokens that have been consumed."),
+    StepMetric("samples", "samples", "Samples that have been consumed."),
+    StepMetric(
+        name="tokens_per_second",
+        unit="tokens/s",
+        help="Tokens a second, over the last steps.",
+        title="Tokens per second",
+        axis_label="tokens per second",
+        is_on_screen=True,
+    ),
+    StepMetric("samples_per_second", "samples/s", "Samples a second, over the last steps."),
+    StepMetric("tokens_per_second_per_device", "tokens/s", "Tokens a second on each device."),
+    StepMetric("peak_tokens_per_second", "tokens/s", "The most tokens a second so far."),
+    StepMetric("mfu", "share", "Model FLOPs utilization, from 0 to 1.", title="MFU", axis_label="mfu"),
+    StepMetric("step_seconds", "s", "Seconds of the last step.", title="Seconds of a step", axis_label="step seconds"),
+    StepMetric("peak_memory_bytes", "bytes", "The most memory of rank 0 so far."),
+    StepMetric(
+        name="bubble",
+        unit="share",
+        help="The share of the step in which pipeline ranks waited for others.",
+        title="Pipeline bubble",
+        axis_label="bubble",
+    ),
+    StepMetric(
+        name="loss_spike",
+        unit="standard deviations",
+        help="Standard deviations of the loss above the mean of the last steps.",
+        title="Loss spike score",
+        axis_label="loss spike",
+        is_cut=False,
+    ),
+)
+"""The order is that of the JSON of `monitor`, of Prometheus, and of the charts in the report."""
+STEP_METRIC_NAMES = tuple(metric.name for metric in STEP_METRICS)
+REPORT_CURVES = tuple(metric for metric in STEP_METRICS if metric.title)
+SCREEN_CURVES = tuple(metric.name for metric in STEP_METRICS if metric.is_on_screen)
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
+"""Parts of a step's time (`split_seconds`), in the order in which they are shown."""
+
+
+@dataclass
+class StepSeries:
+    """The steps of a run as columns, which take little memory; steps that were undone are left out.
+
+    Attributes:
+        steps: numbers of the steps, growing.
+        seconds: time at which each step was recorded, in seconds since the epoch; NaN if it is unknown.
+        numbers: values of each metric of `STEP_METRICS` by its name, one for each step; NaN if a step has none.
+        parts: seconds of each of `PARTS`, one for each step; NaN if a step has none.
+    """
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    numbers: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in STEP_METRIC_NAMES})
+    parts: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in PARTS})
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Add a "step" event; known steps from its number on are undone."""
+        step = event["step"]
+        if self.steps and self.steps[-1] >= step:
+            self.undo_after(step - 1)
+        self.steps.append(step)
+        self.seconds.append(seconds_of(event))
+        _append_fields(self.numbers, event)
+        split = event.get("split_seconds")
+        _append_fields(self.parts, split if isinstance(split, dict) else {})
+
+    def undo_after(self, step: int) -> None:
+        """Forget the steps after `step`: the run went back to it."""
+        kept_count = len(self.steps)
+        while kept_count and self.steps[kept_count - 1] > step:
+            kept_count -= 1
+        if kept_count < len(self.steps):
+            del self.steps[kept_count:]
+            for values in (self.seconds, *self.numbers.values(), *self.parts.values()):
+                del values[kept_count:]
+
+
+def _append_fields(columns: Mapping[str, array[float]], fields: Mapping[str, Any]) -> None:
+    for name, values in columns.items():
+        value = fields.get(name)
+        # A long run has millions of values, nearly all of them floats: these skip the call of a function.
+        values.append(value if type(value) is float else number(value))
