@@ -50,7 +50,7 @@ package, and the tests that concern it were run. Seconds include the start of py
 Verdict = Literal["caught", "timed out", "survived", "broken"]
 # By pytest's exit code, None where the time was over. With any other code the tests did not run.
 _VERDICTS: Mapping[int | None, Verdict] = {0: "survived", 1: "caught", None: "timed out"}
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::\w+|\S+)", re.MULTILINE)
 
 
@@ -94,11 +94,10 @@ class Mutant:
         tree = ast.parse(source)
         scopes: list[ast.AST] = [tree]
         for name in filter(None, self.at.partition(":")[2].split(".")):
-            inner = [node for scope in scopes for node in ast.walk(scope)]
-            scopes = [node for node in inner if isinstance(node, _DEFINITIONS) and node.name == name]
+            scopes = [node for scope in scopes for node in _definitions(scope) if node.name == name]
         find, replace = _parse(self.find, self.replace)
         places = [place for scope in scopes for place in _places(scope, find)]
-        spans = [] if places else [span for scope in scopes for span in _spans(source, scope, self.find)]
+        spans = [] if find else [span for scope in scopes for span in _spans(source, scope, self.find)]
         if len(places) + len(spans) != 1:
             raise ValueError(f"its piece must occur once in {self.at}, and does {len(places) + len(spans)} times")
         if spans:
@@ -125,6 +124,15 @@ def _parse(*texts: str) -> list[list[ast.AST]]:
     values = [node.value for body in bodies for node in body if isinstance(node, ast.Expr)]
     is_expression = len(values) == len(texts) == sum(map(len, bodies))
     return [[value] for value in values] if is_expression else bodies
+
+
+def _definitions(scope: ast.AST) -> Iterator[_Definition]:
+    """Yield the functions and classes of a scope, without those inside them."""
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, _Definition):
+            yield node
+        else:
+            yield from _definitions(node)
 
 
 def _places(scope: ast.AST, find: Sequence[ast.AST]) -> Iterator[tuple[ast.AST, str, int]]:

@@ -42,7 +42,7 @@ MUTANT = Mutant("id", "meter:Meter.read", "value and scale", "value", "It breaks
         ("meter:Meter.read", "value > LIMIT", "False", "elif False:"),
         ("meter:Meter.read", "self.value = f'{value}'\nreturn None", "return 1", "scale:\n            return 1\n"),
         ("meter:Meter.read", "self.value", "self.other", "self.other = f'{value}'"),
-        ("meter:Meter.read", "value, scale=2", "value, scale=2, offset=0", "scale=2, offset=0):"),
+        ("meter:Meter.read", "scale=2):", "scale=2, offset=0):", "scale=2, offset=0):"),
         ("meter:Meter.read", "if value and ( scale", "if ( value", "if ( value\n"),
         ("meter:Meter", "unit: str = 's'", "pass", "class Meter:\n    pass\n"),
         ("meter:read", 'value = "a b"', "value = 0", "def read(value):\n    value = 0\n"),
