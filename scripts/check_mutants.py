@@ -85,12 +85,7 @@ class Mutant:
         return Path(self.at.partition(":")[0].replace(".", "/") + ".py")
 
     def apply(self, source: str) -> str:
-        """Return this source of the module with the fault in it.
-
-        Raises:
-            ValueError: the mutant is stale.
-            SyntaxError: the source with the fault is no Python.
-        """
+        """Return this source of the module with the fault in it; ValueError if the mutant is stale."""
         tree = ast.parse(source)
         scopes: list[ast.AST] = [tree]
         for name in filter(None, self.at.partition(":")[2].split(".")):
@@ -100,19 +95,15 @@ class Mutant:
         spans = [] if find else [span for scope in scopes for span in _spans(source, scope, self.find)]
         if len(places) + len(spans) != 1:
             raise ValueError(f"its piece must occur once in {self.at}, and does {len(places) + len(spans)} times")
-        if spans:
-            start, end = spans[0]
-            changed = source[:start] + self.replace + source[end:]
+        for start, end in spans:
+            return source[:start] + self.replace + source[end:]
+        node, field, index = places[0]
+        children = getattr(node, field)
+        if isinstance(children, list):
+            children[index : index + len(find)] = replace
         else:
-            node, field, index = places[0]
-            children = getattr(node, field)
-            if isinstance(children, list):
-                children[index : index + len(find)] = replace
-            else:
-                setattr(node, field, replace[0])
-            changed = ast.unparse(tree)
-        compile(changed, str(self.file), "exec")
-        return changed
+            setattr(node, field, replace[0])
+        return ast.unparse(tree)
 
 
 def _parse(*texts: str) -> list[list[ast.AST]]:
@@ -182,15 +173,15 @@ def load_mutants() -> list[Mutant]:
     return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for text in texts for entry in yaml.safe_load(text)]
 
 
-def stale_mutants(mutants: Iterable[Mutant]) -> list[str]:
-    """Return a message for each mutant that does not fit the source."""
-    problems = []
+def stale_mutants(mutants: Iterable[Mutant]) -> dict[str, str]:
+    """Return the reason, by its id, of each mutant that does not fit the source or leaves no Python."""
+    reasons = {}
     for mutant in mutants:
         try:
-            mutant.apply((ROOT / PACKAGE / mutant.file).read_text("utf-8"))
+            compile(mutant.apply((ROOT / PACKAGE / mutant.file).read_text("utf-8")), str(mutant.file), "exec")
         except (OSError, ValueError, SyntaxError) as error:
-            problems.append(f"mutant {mutant.id}: {error}")
-    return problems
+            reasons[mutant.id] = str(error)
+    return reasons
 
 
 def copy_tracked_files(target: Path) -> None:
@@ -258,9 +249,8 @@ def table(results: Sequence[Result], mutants: Sequence[Mutant], before: str) -> 
         rows[mutant.id] = f"| {' | '.join(cells)} |"
     kept = [rows[mutant.id] for mutant in mutants if mutant.id in rows]
     caught = sum("| **" not in row for row in kept)
-    return _HEAD.format(date=time.strftime("%Y-%m-%d"), caught=caught, all=len(kept)) + "".join(
-        f"{row}\n" for row in kept
-    )
+    head = _HEAD.format(date=time.strftime("%Y-%m-%d"), caught=caught, all=len(kept))
+    return head + "".join(f"{row}\n" for row in kept)
 
 
 def main() -> int:
@@ -276,9 +266,11 @@ def main() -> int:
         parser.error(f"no mutants of these names: {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in everything if not options.only or mutant.id in options.only]
     stale = stale_mutants(chosen)
-    if stale or options.stale:
-        print(*stale, f"{len(stale)} of {len(chosen)} mutants are stale", sep="\n")
+    for name, reason in stale.items():
+        print(f"    stale {name}: {reason}", flush=True)
+    if options.stale:
         return 1 if stale else 0
+    chosen = [mutant for mutant in chosen if mutant.id not in stale]
     chosen.sort(key=lambda mutant: mutant.tests)  # what runs one after the other is in the disk's cache
     copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="shardwise-mutants-") as folder:
@@ -301,7 +293,9 @@ def main() -> int:
     if options.write_table:
         TABLE.write_text(table(results, everything, TABLE.read_text("utf-8") if TABLE.exists() else ""), "utf-8")
     missed = [result.mutant.id for result in results if not result.is_caught]
-    print(f"{len(results) - len(missed)} of {len(results)} are caught{'; not: ' if missed else ''}{', '.join(missed)}")
+    missed += stale
+    caught = len(results) + len(stale) - len(missed)
+    print(f"{caught} of {caught + len(missed)} are caught{'; not: ' if missed else ''}{', '.join(missed)}")
     return 1 if missed else 0
 
 

@@ -73,9 +73,14 @@ def test_a_stale_fault_is_an_error(at: str, find: str, times: int) -> None:
 
 def test_stale_faults_are_listed() -> None:
     fits = replace(MUTANT, at="base.units:size", find="value")
-    gone, moved = stale_mutants([fits, replace(fits, find="values"), MUTANT])
-    assert gone == "mutant id: its piece must occur once in base.units:size, and does 0 times"
-    assert "meter.py" in moved
+    gone = replace(fits, id="gone", find="values")
+    moved = replace(fits, id="moved", at="base.meter:size")
+    broken = replace(fits, id="broken", find="return _scaled(value, 1024.0, _SIZE_SUFFIXES)", replace="break")
+    reasons = stale_mutants([fits, gone, moved, broken])
+    assert list(reasons) == ["gone", "moved", "broken"]
+    assert reasons["gone"] == "its piece must occur once in base.units:size, and does 0 times"
+    assert "meter.py" in reasons["moved"]
+    assert "'break' outside loop" in reasons["broken"]
 
 
 def test_each_fault_has_a_name_of_its_own_a_sentence_and_tests() -> None:
