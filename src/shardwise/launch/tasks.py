@@ -151,9 +151,11 @@ def _of_srun(variables: Mapping[str, str]) -> LauncherTask | None:
     if in_script and is_first:
         return None  # this is the script of a job itself, which has the variables of a task but for those of the step
     if has_step or in_script:
-        size, per_node = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"
+        size = "SLURM_STEP_NUM_TASKS"
+        per_node = "SLURM_STEP_TASKS_PER_NODE"
     else:
-        size, per_node = "SLURM_NTASKS", "SLURM_TASKS_PER_NODE"
+        size = "SLURM_NTASKS"
+        per_node = "SLURM_TASKS_PER_NODE"
     if is_first and variables.get(size, "1") == "1":
         return None
     names = ("SLURM_PROCID", "SLURM_LOCALID", size, "SLURM_NODEID")

@@ -127,7 +127,8 @@ def _position_of_time(file: int, size: int, after: float) -> int:
 
     Lines are in the order of time, and reading a file of gigabytes from its beginning would take minutes.
     """
-    low, high = 0, size
+    low = 0
+    high = size
     while high - low > _BLOCK_BYTES:
         middle = (low + high) // 2
         _, _, text = os.pread(file, _BLOCK_BYTES // 2, middle).partition(_TIME)

@@ -15,8 +15,12 @@ from typing import Any
 
 from shardwise.runs.curves import Column, Curve
 
-WIDTH, HEIGHT = 420, 236
-LEFT, RIGHT, TOP, BOTTOM = 62, 10, 10, 26
+WIDTH = 420
+HEIGHT = 236
+LEFT = 62
+RIGHT = 10
+TOP = 10
+BOTTOM = 26
 _PLOT_WIDTH = WIDTH - LEFT - RIGHT
 _PLOT_HEIGHT = HEIGHT - TOP - BOTTOM
 _TICK_STEPS = (1, 2, 2.5, 5, 10)
@@ -314,7 +318,8 @@ def _shown_range(columns: Sequence[Column]) -> tuple[float, float]:
     if len(columns) < _FEW_COLUMNS:
         return least, largest
     tenth = len(columns) // 10
-    low, high = lows[tenth], highs[-1 - tenth]
+    low = lows[tenth]
+    high = highs[-1 - tenth]
     margin = high - low
     if margin <= 0:
         return least, largest
@@ -356,7 +361,8 @@ def _tick_text(value: float, percent: bool) -> str:
 
 def _ticks(values: Sequence[float], count: int, *, whole: bool = False) -> list[float]:
     """Return about `count` round numbers that span the values; `whole`: whole numbers between them."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if high <= low and whole:
         high = low + 1
     elif high <= low:
@@ -367,7 +373,9 @@ def _ticks(values: Sequence[float], count: int, *, whole: bool = False) -> list[
     step = next(factor * power for factor in _TICK_STEPS if factor * power >= raw_step * 0.999)
     if whole:
         step = max(1.0, round(step))
-        first, last = math.ceil(low / step), math.floor(high / step)
+        first = math.ceil(low / step)
+        last = math.floor(high / step)
     else:
-        first, last = math.floor(low / step), math.ceil(high / step)
+        first = math.floor(low / step)
+        last = math.ceil(high / step)
     return [round(number * step, 12) for number in range(first, last + 1)] or [low]

@@ -12,8 +12,15 @@ from shardwise.base import units
 from shardwise.runs.curves import Curve, column_width
 from shardwise.runs.run import State
 
-GROUND, RAISED, TEXT, FAINT, RULE = "#12161c", "#1b212a", "#c9d1d9", "#7d8896", "#39424e"
-ACCENT, GOOD, WARN, BAD = "#6cb6d9", "#8cc084", "#e3b25f", "#ef6f6c"
+GROUND = "#12161c"
+RAISED = "#1b212a"
+TEXT = "#c9d1d9"
+FAINT = "#7d8896"
+RULE = "#39424e"
+ACCENT = "#6cb6d9"
+GOOD = "#8cc084"
+WARN = "#e3b25f"
+BAD = "#ef6f6c"
 PART_COLOURS = {
     "data": "#c9a26d",
     "forward": "#6cb6d9",
@@ -34,7 +41,8 @@ STATE_COLOURS: Mapping[State, str] = {
 }
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-NOTHING, SILENT = "·", "×"
+NOTHING = "·"
+SILENT = "×"
 """Marks of a rank that recorded no such number, and of one that has written nothing for long."""
 
 
@@ -235,7 +243,8 @@ def plot(curve: Curve, width: int, height: int, style: str, shown: Callable[[flo
     if math.isnan(low) or rows < 2:
         return []
     if high - low < 1e-9 * max(1.0, abs(high)):  # a constant: give it some room, so that nothing divides by zero
-        low, high = (low - max(1e-9, abs(low) * 0.05), high + max(1e-9, abs(high) * 0.05))
+        low = low - max(1e-9, abs(low) * 0.05)
+        high = high + max(1e-9, abs(high) * 0.05)
     labels = {row: shown(high - (high - low) * row / (rows - 1)) for row in {0, (rows - 1) // 2, rows - 1}}
     gutter = max(map(len, labels.values())) + 1
     cells = max(4, width - gutter - 2)
@@ -248,7 +257,8 @@ def plot(curve: Curve, width: int, height: int, style: str, shown: Callable[[flo
             is_mark = (row, cell) in marks
             line.append("◆" if is_mark else chr(0x2800 + dots), WARN if is_mark else style)
         lines.append(line)
-    first, last = f"{curve.span[0]:,}", f"step {curve.span[1]:,}"
+    first = f"{curve.span[0]:,}"
+    last = f"step {curve.span[1]:,}"
     lines.append(Text(f"{' ' * gutter}└{first}{last.rjust(cells - len(first))}", FAINT))
     return lines
 

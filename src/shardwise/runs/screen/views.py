@@ -98,7 +98,8 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
     left_out = max(0, len(views) - (height - 2))
     shown = views[: len(views) - left_out - 1] if left_out else views
     for view in shown:
-        first, last = min(view.ranks), max(view.ranks)
+        first = min(view.ranks)
+        last = max(view.ranks)
         style = _bubble_style(view.bubble or 0.0)
         rows.append(
             (
@@ -226,7 +227,8 @@ def _gauge(share: float | None, width: int) -> Text:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    first, last = min(ranks), max(ranks)
+    first = min(ranks)
+    last = max(ranks)
     is_consecutive = last - first + 1 == len(ranks) and len(ranks) > 1
     return (f"{first}–{last}" if is_consecutive else ", ".join(map(str, ranks)))[:10].ljust(10)
 
