@@ -17,9 +17,8 @@ query groups, d head size; the fused Q, K and V have, by checkpoint version,
 NeMo's models have the names of `megatron.legacy` after the prefix `model.`. Where g < n, their queries are a tensor
 of their own, and another one has keys and values as [g, 2, d].
 
-The arguments describe the model. Their names and defaults are those of megatron/training/arguments.py, older
-spellings included. An argument that would make another model is an error, and all such errors are reported at once;
-arguments that only concern training are ignored.
+The arguments describe the model, by the names and defaults of megatron/training/arguments.py, older spellings
+included. All that would make another model are reported at once; those that only concern training are ignored.
 """
 
 from __future__ import annotations
@@ -579,7 +578,6 @@ def choose_vocabulary(args: Mapping[str, Any], padded: int, vocab_size: int | No
     """The number of tokens: the embedding has more rows, so that all ranks have equally many.
 
     Args:
-        args: the arguments.
         padded: rows of the embedding.
         vocab_size: number of tokens that the user gives, if any.
         where: subject of the messages.
