@@ -1,7 +1,7 @@
 """The model that the arguments of Megatron-LM describe: they are saved in every file of a checkpoint, under "args".
 
-Their names and defaults are those of megatron/training/arguments.py. Older spellings are
-read too. All arguments that would make another model are reported at once; those that only concern training are ignored.
+Their names and defaults are those of megatron/training/arguments.py. Older spellings are read too. All arguments that
+would make another model are reported at once; those that only concern training are ignored.
 """
 
 from __future__ import annotations
