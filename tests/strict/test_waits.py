@@ -12,7 +12,7 @@ from tests.dist.training import make_config
 from tests.strict import device
 from tests.strict.ranks import default_device
 
-WAITS = {"Trainer._numbers": 1}
+WAITS = {"Trainer._read_numbers": 1}
 """By the function that makes the host wait."""
 
 

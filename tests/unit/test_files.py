@@ -93,7 +93,10 @@ def test_no_lock_of_the_cache_is_a_link(tmp_path: Path, plant: Callable[[Path], 
 
 def test_no_lock_of_a_preparation_is_a_link(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
     victim = plant(tmp_path / ".out.preparing" / "lock")
-    with pytest.raises(DataError, match=r"out cannot be written: lock is a link"), WorkFolder(tmp_path / "out").held():
+    with (
+        pytest.raises(DataError, match=r"out cannot be written: lock is a link"),
+        WorkFolder(tmp_path / "out").locked(),
+    ):
         pass
     assert untouched(victim)
 

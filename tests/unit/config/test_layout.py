@@ -139,7 +139,7 @@ def test_which_ranks_are_a_pipeline_rank() -> None:
 
 @pytest.mark.parametrize(("sequence", "parts"), [(False, 1), (True, 4)])
 def test_a_sequence_is_cut_by_sequence_parallelism_alone(sequence: bool, parts: int) -> None:
-    assert Layout(8, tensor=4, sequence=sequence).sequence_parts == parts
+    assert Layout(8, tensor=4, sequence_parallel=sequence).sequence_parts == parts
 
 
 def test_a_layout_checks_itself() -> None:

@@ -88,7 +88,7 @@ def test_a_callback_stops_a_run_with_a_checkpoint(recipe: str) -> None:
     config = shardwise.load_recipe(recipe, train={"eval_every": 0})
     with pytest.raises(StoppedError, match=r"hooks\.callbacks \(tests\.own_hooks:stop_at_2\)"):
         shardwise.train(config, run_dir="runs/a", callbacks=[own_hooks.stop_at_2])
-    run = shardwise.RunView("runs/a")
+    run = shardwise.Run("runs/a")
     assert run.metrics()[-1]["step"] == 3  # the step after the one that it heard of
     assert [Path(path).name for path in run.checkpoints()] == ["step-00000003"]
     with pytest.raises(

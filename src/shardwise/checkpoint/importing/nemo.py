@@ -25,7 +25,8 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel
-from shardwise.checkpoint.importing.megatron import SIZES, combined
+from shardwise.checkpoint.importing.megatron import combined
+from shardwise.checkpoint.importing.megatron_arguments import SIZES
 
 _RANK = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})(?:_pp_rank_(\d{3,}))?")
 _RANK_NAMES = ("mp_rank_{:02d}", "tp_rank_{:02d}_pp_rank_{:03d}")

@@ -1,0 +1,212 @@
+"""The model that the arguments of Megatron-LM describe: they are saved in every file of a checkpoint, under "args".
+
+Their names and defaults are those of megatron/training/arguments.py. Older spellings are read too. All arguments that
+would make another model are reported at once; those that only concern training are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from shardwise.base.errors import ConfigError, listing
+from shardwise.checkpoint.format.config_json import validated
+from shardwise.config import GPTConfig, LlamaConfig
+
+RankStates: TypeAlias = Mapping[tuple[int, int], Mapping[str, Any]]
+"""(tensor-parallel rank, pipeline stage) → content of its file."""
+
+# ---- the arguments
+_UNSET: tuple[Any, ...] = (None, False, 0, 0.0, (), [])
+# Each of these, where it is set, makes a model that no family here covers; the value beside it changes nothing.
+_MUST_BE_UNSET: dict[str, Any] = {
+    "num_experts": None, "expert_model_parallel_size": 1, "multi_latent_attention": None, "mtp_num_layers": None,
+    "qk_layernorm": None, "qk_l2_norm": None, "attention_output_gate": None, "window_size": None,
+    "softmax_type": "vanilla", "softmax_scale": None, "experimental_attention_variant": None,
+    "linear_attention_freq": None, "no_rope_freq": None, "rotary_interleaved": None,
+    "rotary_seq_len_interpolation_factor": 1, "apply_layernorm_1p": None, "layernorm_zero_centered_gamma": None,
+    "apply_residual_connection_post_layernorm": None, "squared_relu": None, "quick_geglu": None, "geglu": None,
+    "activation_func_clamp_value": None, "glu_linear_offset": None, "add_qkv_bias": None, "use_mup": None,
+    "hybrid_layer_pattern": None, "hybrid_override_pattern": None, "is_hybrid_model": None, "spec": None,
+    "heterogeneous_layers_config_path": None, "heterogeneous_layers_config_encoded_json": None,
+    "retro_add_retriever": None, "enable_mhc_connections": None,
+}  # fmt: skip
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "num_query_groups")
+# The arguments by which Megatron-LM's models are told apart.
+_KIND = ("position_embedding_type", "normalization", "swiglu")
+_GPT = ("learned_absolute", "LayerNorm", False)
+"""Values of `_KIND` in a GPT-2."""
+_LLAMA = ("rope", "RMSNorm", True)
+"""Values of `_KIND` in a Llama."""
+_LARGEST = 10**9
+# Megatron's own llama3 scaling has these numbers in its code (rotary_pos_embedding.py); only the factor is an argument.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def read_args(
+    args: Mapping[str, Any], vocab_size: int, where: str, *, legacy: bool
+) -> tuple[GPTConfig | LlamaConfig, list[str]]:
+    """The model, and notes on arguments that have no counterpart.
+
+    Args:
+        args: the arguments.
+        vocab_size: number of tokens without padding.
+        where: subject of the messages.
+        legacy: the model is one of `megatron.legacy`, which chooses its activation by other arguments.
+
+    Raises:
+        ConfigError: every argument that makes another model, and every one that is missing.
+    """
+    problems = [
+        f"{where}: its argument {name} ({args[name]!r}) must be {'unset' if neutral is None else repr(neutral)}: it "
+        "makes a model that no family here has"
+        for name, neutral in _MUST_BE_UNSET.items()
+        if name in args and args[name] not in _UNSET and args[name] != neutral
+    ]
+    problems += [f"{where}: its arguments must have {name}: it is missing" for name in SIZES if args.get(name) is None]
+    problems += [
+        f"{where}: its argument {name} ({args[name]!r}) must be a whole number from 1 on"
+        for name in (*SIZES, *_DERIVED_SIZES)
+        if args.get(name) is not None and not is_count(args[name])
+    ]
+    if problems:
+        raise ConfigError(problems)
+    section, notes = _section(args, vocab_size, where, legacy)
+    config = validated(section, where)
+    assert isinstance(config, GPTConfig | LlamaConfig)
+    return config, notes
+
+
+def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool) -> tuple[dict[str, Any], list[str]]:
+    """The configuration's `model` section, and notes on arguments that have no counterpart."""
+    positions = args.get("position_embedding_type") or "learned_absolute"
+    if args.get("use_rotary_position_embeddings"):
+        positions = "rope"
+    kind = (positions, args.get("normalization") or "LayerNorm", bool(args.get("swiglu")))
+    hidden = args["hidden_size"]
+    section = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": args.get("ffn_hidden_size") or 4 * hidden,
+        "num_hidden_layers": args["num_layers"],
+        "num_attention_heads": args["num_attention_heads"],
+        "max_position_embeddings": args["max_position_embeddings"],
+        "initializer_range": args.get("init_method_std") or 0.02,
+        "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+    }
+    if kind == _LLAMA:
+        llama_section, notes = _llama_section(args, where)
+        return section | llama_section, notes
+    if kind == _GPT:
+        return section | _gpt_section(args, where, legacy), []
+    settings = listing(f"{name} ({value})" for name, value in zip(_KIND, kind, strict=True))
+    raise ConfigError(
+        f"{where}: its arguments {settings} must be {listing(_GPT)}, a GPT-2, or {listing(_LLAMA)}, a Llama: no other "
+        "models are imported from Megatron-LM"
+    )
+
+
+def _llama_section(args: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """The keys of a Llama that a GPT-2 lacks, and notes."""
+    rotary = args.get("rotary_percent")
+    _require(where, "Llama", ("rotary_percent", 1.0 if rotary is None else rotary, 1.0))
+    is_biased = _is_biased(args)
+    section: dict[str, Any] = {
+        "family": "llama",
+        "num_key_value_heads": _key_value_heads(args),
+        "head_dim": _head_dim(args),
+        "rms_norm_eps": _norm_epsilon(args),
+        "rope_theta": float(args.get("rotary_base") or 10000),
+        "attention_bias": is_biased,
+        "mlp_bias": is_biased,
+        "attention_dropout": args.get("attention_dropout", 0.0),
+    }
+    if args.get("use_rope_scaling"):
+        factor = float(args.get("rope_scaling_factor") or 8.0)
+        section["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    dropout = args.get("hidden_dropout")
+    notes = [f"hidden_dropout ({dropout}) is left out: a Llama has none"] if dropout else []
+    return section, notes
+
+
+def _gpt_section(args: Mapping[str, Any], where: str, legacy: bool) -> dict[str, Any]:
+    """The keys of a GPT-2 that a Llama lacks."""
+    heads = args["num_attention_heads"]
+    groups = ("num_query_groups", _key_value_heads(args), heads)
+    channels = ("kv_channels", _head_dim(args) * heads, args["hidden_size"])
+    _require(where, "GPT-2", ("add_bias_linear", _is_biased(args), True), groups, channels)
+    has_tanh = args.get("bias_gelu_fusion") or (legacy and args.get("openai_gelu"))
+    hidden_dropout = args.get("hidden_dropout", 0.1)
+    return {
+        "family": "gpt",
+        "layer_norm_epsilon": _norm_epsilon(args),
+        "activation_function": "gelu_new" if has_tanh else "gelu",
+        "embd_pdrop": hidden_dropout,
+        "resid_pdrop": hidden_dropout,
+        "attn_pdrop": args.get("attention_dropout", 0.1),
+        "ffn_dropout": args.get("ffn_dropout", 0.0),
+    }
+
+
+def _key_value_heads(args: Mapping[str, Any]) -> int:
+    heads: int = args["num_attention_heads"]
+    if args.get("group_query_attention"):
+        heads = args.get("num_query_groups") or heads
+    return heads
+
+
+def _head_dim(args: Mapping[str, Any]) -> int:
+    head_dim: int = args.get("kv_channels") or args["hidden_size"] // args["num_attention_heads"]
+    return head_dim
+
+
+def _norm_epsilon(args: Mapping[str, Any]) -> float:
+    epsilon: float = args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5
+    return epsilon
+
+
+def _is_biased(args: Mapping[str, Any]) -> bool:
+    return bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
+
+
+def _require(where: str, model: str, *requirements: tuple[str, object, object]) -> None:
+    """Raise ConfigError where an argument (its name, its value, the value that the model needs) does not fit."""
+    problems = [
+        f"{where}: its argument {name} ({value!r}) must be {needed!r} for a {model}"
+        for name, value, needed in requirements
+        if value != needed
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def is_count(value: object) -> bool:
+    return type(value) is int and 0 < value <= _LARGEST
+
+
+def choose_vocabulary(args: Mapping[str, Any], padded: int, vocab_size: int | None, where: str) -> int:
+    """The number of tokens: the embedding has more rows, so that all ranks have equally many.
+
+    Args:
+        padded: rows of the embedding.
+        vocab_size: number of tokens that the user gives, if any.
+        where: subject of the messages.
+
+    Raises:
+        ConfigError: the size of the vocabulary is not known.
+    """
+    # NullTokenizer adds a token to the size that it is given.
+    if vocab_size is None and args.get("tokenizer_type") != "NullTokenizer":
+        vocab_size = args.get("vocab_size")
+    if vocab_size is None or not is_count(vocab_size):
+        raise ConfigError(
+            f"{where} must say how many of the {padded:,} rows of its embedding are tokens and how many are padding: "
+            f"its arguments do not, so give --vocab-size N or --tokenizer (--vocab-size {padded} keeps all rows)"
+        )
+    if vocab_size > padded:
+        raise ConfigError(
+            f"{where}: the vocabulary ({vocab_size:,}) must be at most the rows of its embedding ({padded:,}): give "
+            "--vocab-size N"
+        )
+    return vocab_size
