@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shardwise.api.arguments import require_path
@@ -76,7 +75,7 @@ def save_checkpoint(
     optimizer.gathers.wait()
     check_replicas(model, mesh, int(step))
     arguments.on_first_rank(root.make, mesh.world)
-    layout = asdict(Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size)) | {"data": mesh.dp.size}
+    layout = Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size).recorded()
     described = {"layout": layout, "data": {}, "versions": versions()}
     saver = Saver(root, model, optimizer, config, mesh, mesh.host_group("checkpoint"), described=described)
     saver.save(int(step), {"samples": 0, "position": 0, "tokens": 0, "schedule": {}, "rng": {}})

@@ -55,6 +55,8 @@ def model_tensors(
     """
     local: list[ParameterTensors] = []
     for key, (parameter, record) in _by_key(model).items():
+        if not record.pieces:
+            continue
         dtype = take(parameter).dtype
         tensors = dict.fromkeys(CanonicalTensor(piece.name, piece.shape, dtype) for piece in record.pieces)
         local.append(ParameterTensors(key, pipeline.rank, tuple(tensors)))

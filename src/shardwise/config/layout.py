@@ -102,6 +102,17 @@ class Layout:
         degrees[0] += after_tensor
         return f"{' × '.join(degrees)} = {counted(self.world, 'rank')}"
 
+    def recorded(self) -> dict[str, int]:
+        """The fields as the manifests of checkpoints record them: `sequence` is the name of the file format."""
+        return {
+            "world": self.world,
+            "tensor": self.tensor,
+            "sequence": self.sequence_parallel,
+            "pipeline": self.pipeline,
+            "virtual": self.virtual,
+            "data": self.data,
+        }
+
     def facts(self) -> dict[str, int]:
         """The degrees, as the files of a run and the results of an evaluation record them."""
         return {

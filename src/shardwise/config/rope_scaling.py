@@ -122,7 +122,7 @@ def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
         return [f"{shown} must be a number"]
     if key == "factor" and value < 1:
         return [f"{shown} must be at least 1"]
-    if value <= 0:
+    if not value > 0:  # a NaN is not above 0 either
         return [f"{shown} must be greater than 0"]
     return []
 

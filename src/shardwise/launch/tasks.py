@@ -118,7 +118,7 @@ def end_step(failure: Failure, variables: Mapping[str, str] = os.environ) -> Non
     """End the other tasks of the step that this task of `srun` belongs to: it has failed, and they may wait for it.
 
     torchrun and mpirun do so themselves, and srun only with --kill-on-bad-exit. Tasks with the same wrong input wait
-    for their turn to say so (`failure.show_failure`), and end by SIGTERM with its exit code; others are killed.
+    for their turn to say so (`first_failure.show_failure`), and end by SIGTERM with its exit code; others are killed.
 
     Args:
         failure: failure of this task. One that lost another task waits until that one has told why.

@@ -107,7 +107,7 @@ class LAMB(SliceOptimizer):
         """
         for group, buckets in zip(self.param_groups, groups, strict=True):
             for bucket in buckets:
-                self.direction(bucket.master, group, out=_gradient(bucket))
+                self.direction(bucket.master, group, _gradient(bucket))
         adapted = self.adapted_groups()
         ratios = self.trust_ratio(*norms.measure(adapted, ElementRun.master, _direction))
         for i, (group, buckets) in enumerate(zip(self.param_groups, groups, strict=True)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,7 +221,7 @@ def _described(opened: OpenedRun) -> dict[str, Any]:
 
 def _layout_facts(layout: Layout, config: Config) -> dict[str, Any]:
     """The layout as the run's manifests record it; of a pipeline also its schedule and each stage's blocks."""
-    facts = {**asdict(layout), "data": layout.data, "zero": config.optimizer.zero}
+    facts = {**layout.recorded(), "zero": config.optimizer.zero}
     if layout.pipeline == 1:
         del facts["virtual"]
         return facts

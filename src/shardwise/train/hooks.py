@@ -1,6 +1,6 @@
 """Loss, optimizer and callbacks of the user (`hooks.*`): the checks of each, and its calls from a run.
 
-The samples of `hooks.data` are read in `data/formats/own.py`.
+The samples of `hooks.data` are read in `data/formats/user_samples.py`.
 """
 
 from __future__ import annotations

@@ -156,3 +156,8 @@ def test_a_layout_checks_itself() -> None:
 def test_accumulation_must_be_whole() -> None:
     with pytest.raises(ConfigError, match="nearest 6 or 12"):
         Layout(3).accumulation(load_config("llama2-tiny").train)
+
+
+def test_a_manifest_records_a_layout_under_the_names_of_its_format() -> None:
+    recorded = Layout(8, tensor=2, sequence_parallel=True, pipeline=2).recorded()
+    assert recorded == {"world": 8, "tensor": 2, "sequence": True, "pipeline": 2, "virtual": 1, "data": 2}

@@ -369,18 +369,20 @@ def _is_piece(entry: object, dims: int) -> bool:
 
 def _require_disjoint(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
     """Raise ValueError where two tensors share a byte: to read all tensors is to read no more than the files hold."""
-    entries = {f"{state}/{name}": tensor for state, named in tensors.items() for name, tensor in named.items()}
+    # Pairs: a state `a/b` with a tensor `c` has the label of a state `a` with a tensor `b/c`.
+    entries = [(f"{state}/{name}", tensor) for state, named in tensors.items() for name, tensor in named.items()]
     if not entries:
         return
-    labels = sorted(entries)
-    tables = [entries[label].table for label in labels]
+    entries.sort(key=lambda entry: entry[0])
+    labels = [label for label, _ in entries]
+    tables = [tensor.table for _, tensor in entries]
     # One row for each piece of all tensors, sorted by its bytes: only neighbours can overlap first.
     tensor_of_piece = np.repeat(np.arange(len(labels)), [len(table) for table in tables])
     files = np.concatenate([table.files for table in tables])
     starts = np.concatenate([table.offsets for table in tables])
     lengths = [
-        table.sizes.prod(axis=1) * DTYPES[entries[label].dtype].itemsize
-        for label, table in zip(labels, tables, strict=True)
+        table.sizes.prod(axis=1) * DTYPES[tensor.dtype].itemsize
+        for (_, tensor), table in zip(entries, tables, strict=True)
     ]
     stops = starts + np.concatenate(lengths)
     order = np.lexsort((stops, starts, files))
