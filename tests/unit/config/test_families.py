@@ -122,6 +122,11 @@ def test_gpt_neox_accepts_the_older_name_of_its_base() -> None:
         ("gpt_neox", {"rotary_pct": 0.2}, "model.rotary_pct (0.2) × head width (16) = 3 must be even and at least 2"),
         ("gpt_neox", {"rotary_pct": 1.5}, "model.rotary_pct (1.5) must be at most 1"),
         ("gpt_neox", {"rope_scaling": {"rope_type": "x"}}, "model.rope_scaling.rope_type ('x') must be one of"),
+        (
+            "gpt_neox",
+            {"rope_scaling": {"rope_type": "linear", "factor": float("nan")}},
+            "model.rope_scaling.factor (nan) must be greater than 0",
+        ),
         ("gpt", {"activation_function": "silu"}, "model.activation_function ('silu') must be gelu, gelu_new,"),
         ("gpt", {"resid_pdrop": 1.0}, "model.resid_pdrop (1.0) must be less than 1"),
         ("llama", {"attention_dropout": -0.1}, "model.attention_dropout (-0.1) must be at least 0"),
