@@ -57,7 +57,7 @@ class ModelFolder:
         weights: the folder itself.
         path: folder on this machine that holds its `files`; those of a checkpoint are verified.
         files: names of the files that describe the model and the tokenizer.
-        model: its `model` section.
+        model: the `model` section of the folder.
         run: configuration of the run that wrote it; empty where it is not known.
         is_checkpoint: it is a checkpoint of shardwise.
     """
@@ -102,7 +102,7 @@ def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: s
     Args:
         overrides: the arguments.
         allowed: the keys that the command reads; one that ends in a dot stands for a section.
-        command: its name, for messages.
+        command: name of the command, for messages.
 
     Raises:
         ConfigError: another key, or no `key=value`.
@@ -247,7 +247,7 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
         part: `all` puts every document into one part, the training one.
 
     Raises:
-        ConfigError: with every problem of the values.
+        ConfigError: every problem of the values.
     """
     sections = _sections(folder, values)
     train = sections["train"]
@@ -284,7 +284,7 @@ def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
     """The configuration of a generation: the model, its layout, its dtype and its tokenizer.
 
     Raises:
-        ConfigError: with every problem of the values.
+        ConfigError: every problem of the values.
     """
     sections = _sections(folder, values)
     sections["train"] |= {"sequence_length": 1, "global_batch": _micro_batches(sections["parallel"]), "micro_batch": 1}

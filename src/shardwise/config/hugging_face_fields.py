@@ -141,7 +141,7 @@ _INERT = frozenset({
 
 
 def is_inert(name: str) -> bool:
-    """Whether a field changes nothing that is trained, in a file of any family.
+    """Return whether a field changes nothing that is trained, in a file of any family.
 
     The name of a program's own note begins with `_`, and ids of special tokens, which only a tokenizer and text
     generation read, end in `_token_id`.

@@ -98,7 +98,7 @@ def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group, devi
         device: device on which the ranks compute.
 
     Raises:
-        ConfigError: on every rank, with the first parameter that differs.
+        ConfigError: the parameters differ; raised on every rank, with the first one that does.
     """
     if group.size == 1:
         return

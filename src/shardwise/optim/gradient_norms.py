@@ -200,7 +200,7 @@ class CanonicalNorms:
         count: T, the number of canonical tensors of the model.
 
     Raises:
-        ValueError: on every rank, all ranks together do not hold each canonical tensor exactly once.
+        ValueError: the ranks do not hold each canonical tensor exactly once; raised on every rank.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ def take_first_values(groups: Sequence[dict[str, Any]], tensor: Group, data: Gro
         device: device on which the ranks compute.
 
     Raises:
-        ConfigError: on every rank of `tensor`, the ranks hold other uncut parameters.
+        ConfigError: the ranks hold different uncut parameters; raised on every rank of `tensor`.
     """
     uncut = uncut_of(groups)
     changed: list[int] = []
@@ -112,7 +112,7 @@ class UncutGradients:
         """Give this rank the first one's gradients, unless they differ by more than rounding. Collective over a stage.
 
         Raises:
-            ConfigError: on every rank, with the parameters' names.
+            ConfigError: the gradients differ; raised on every rank, with the parameters' names.
         """
         if not self._parameters:
             return

@@ -1,1 +1,1 @@
-"""What `shardwise doctor` examines: this machine, its software, and what a run needs of them."""
+"""The examinations of `shardwise doctor`: this machine, its software, and the needs of a run."""
