@@ -138,7 +138,7 @@ def _timed(recipe: str, keys: dict[str, Any], text: str, seconds: list[float]) -
     from shardwise.config import check_layout, load_config
     from shardwise.planner.device_specs import Cluster, parse_device
     from shardwise.planner.step_time import step_time
-    from shardwise.verify.calibration.probes import undisturbed
+    from shardwise.verify.calibration.fit import undisturbed
 
     config = load_config(recipe, _overrides(keys))
     time = step_time(config, check_layout(config, 2), Cluster(parse_device("here", text, "here.yaml"), 1, 2))
@@ -155,7 +155,7 @@ def _held(recipe: str, world: int, keys: dict[str, Any]) -> dict[str, Any]:
 
 def _trainer(recipe: str, overrides: list[str]) -> Any:
     from shardwise.config import load_config
-    from shardwise.data.random_text import random_text
+    from shardwise.data.formats.text import random_text
     from shardwise.distributed.mesh import Mesh
     from shardwise.train.build import build_trainer
 

@@ -142,7 +142,7 @@ def shards(folder: Path) -> dict[str, float]:
     """Rows a second of one thread from shards that were compressed, once they are unpacked."""
     from shardwise.config import load_config
     from shardwise.data.formats.common import make_batches
-    from shardwise.data.opening import prepare
+    from shardwise.data.open_data import prepare
 
     keys = (f"data.path={folder / 'shards'}", "model.vocab_size=30522", "train.sequence_length=128")
     config = load_config("bert-tiny", [*keys, "model.max_position_embeddings=128"])

@@ -36,7 +36,7 @@ def train(tensor: int, rounds: int, shapes: Sequence[str] = (), device: str | No
     import torch
 
     from shardwise.base.hardware import peak_flops
-    from shardwise.data.random_text import random_text
+    from shardwise.data.formats.text import random_text
     from shardwise.distributed import devices
     from shardwise.distributed.mesh import Mesh, join
     from shardwise.planner.rank_case import flops_per_token

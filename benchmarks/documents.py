@@ -38,7 +38,7 @@ def steps(apart: str, compiled: bool) -> Any:
     import torch
 
     from shardwise.config import CompileConfig, LlamaConfig
-    from shardwise.models.documents import dense_mask
+    from shardwise.models.attention import dense_mask
     from shardwise.models.llama import Llama
     from shardwise.train.compile.units import compile_units
 

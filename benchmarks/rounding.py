@@ -26,7 +26,7 @@ def train(recipe: str, cache: str, mode: str, rounding: str | None = None) -> An
     import torch
 
     from shardwise.config import load_config
-    from shardwise.data.opening import prepare
+    from shardwise.data.open_data import prepare
     from shardwise.distributed.mesh import Mesh
     from shardwise.train.build import build_trainer
 

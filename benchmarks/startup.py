@@ -212,7 +212,7 @@ class _SimulatedJob:
         import torch
 
         from shardwise.optim.state import begin_restoring
-        from shardwise.pipeline.build import build_stages
+        from shardwise.pipeline.stages import build_stages
         from shardwise.train.build import build_optimizer
 
         mesh = self.groups(rank)
@@ -255,7 +255,7 @@ class _SimulatedJob:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
-        from shardwise.train.same_on_ranks import raised_on_every_rank, require_same, while_others_wait
+        from shardwise.train.rank_agreement import raised_on_every_rank, require_same, while_others_wait
 
         received = 0
 

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, header
+from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Root
-from shardwise.checkpoint.storage.step_folders import step_name
 
 Tensor = tuple[str, npt.NDArray[Any]]
 """(dtype of the format, values or their bits)."""

@@ -13,7 +13,7 @@ from shardwise.base.errors import ShardwiseError
 from shardwise.checkpoint.collective_reading import CheckpointReader
 from shardwise.checkpoint.format.manifest import Manifest, TensorEntry
 from shardwise.checkpoint.format.verify import verify
-from shardwise.checkpoint.load_weights import load_checkpoint
+from shardwise.checkpoint.restore import load_checkpoint
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
 from shardwise.verify.testing.canonical import canonical_weights
@@ -306,7 +306,7 @@ class Counted(CheckpointReader):
 def load_weights(config: Config, folder: str) -> Result:
     trainer = make_trainer(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.checkpoint.load_weights.CheckpointReader", Counted)
+        patch.setattr("shardwise.checkpoint.restore.CheckpointReader", Counted)
         load_checkpoint(trainer.model, config.model.family, trainer.mesh, Root.of(folder))
     weights = canonical_weights(trainer.model, trainer.mesh.pp)
     return Result(state={"model": {name: t.cpu() for name, t in weights.items()}}, bytes_read=Counted.last.bytes_read)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.config import Config
-from shardwise.models.key_value_cache import KeyValueCache
+from shardwise.models.blocks import KeyValueCache
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run as on_ranks

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models
 
 from shardwise.base.errors import ShardwiseError
 from shardwise.checkpoint.format.verify import verify
-from shardwise.checkpoint.load_weights import load_checkpoint
+from shardwise.checkpoint.restore import load_checkpoint
+from shardwise.checkpoint.storage.checkpoint_folders import survey
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.step_folders import survey
 from shardwise.config import Config
 from shardwise.train.resume import restore_first
 from tests.dist.checkpoints import Result, State, canonical_state, make_trainer, run, step_folder

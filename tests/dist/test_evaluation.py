@@ -14,7 +14,7 @@ from shardwise.config import Config, check_layout
 from shardwise.data.formats.common import PreparedText, make_evaluation
 from shardwise.models.build import build_model
 from shardwise.models.causal import CausalLM
-from shardwise.pipeline.build import build_stages
+from shardwise.pipeline.stages import build_stages
 from shardwise.train.evaluation import Evaluation, evaluate
 from tests.dist.dense import fill, mesh, run
 from tests.dist.own_models import Dropping

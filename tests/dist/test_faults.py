@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.load_weights import load_hugging_face
+from shardwise.checkpoint.restore import load_hugging_face
 from shardwise.checkpoint.storage.chunks import ChunkedWriter
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, check_layout, config_from, load_config
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import parameter_count
@@ -275,7 +275,7 @@ def save_together(root: str, meeting: str) -> list[tuple[str, int]]:
         patch.setattr(ChunkedWriter, "__init__", begin_together)
         patch.setattr(ChunkedWriter, "write", counting)
         patch.setattr(ChunkedWriter, "close", closing)
-        patch.setattr("shardwise.checkpoint.weight_writers._BYTES_WORTH_A_FILE", 1)
+        patch.setattr("shardwise.checkpoint.canonical_tensors._BYTES_WORTH_A_FILE", 1)
         (saved,) = save_checkpoint(trainer, root)
     assert saved.problem is None, saved.problem
     return done

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint.load_weights import load_hugging_face
+from shardwise.checkpoint.restore import load_hugging_face
 from shardwise.config import LlamaConfig, check_layout
+from shardwise.models.blocks import KeyValueCache
 from shardwise.models.build import build_model
 from shardwise.models.causal import CausalLM
-from shardwise.models.key_value_cache import KeyValueCache
 from shardwise.models.llama import Llama
-from shardwise.pipeline.build import build_stages
+from shardwise.pipeline.stages import build_stages
 from shardwise.train.generation import Sampler, generate
 from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config

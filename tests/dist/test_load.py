@@ -12,13 +12,13 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.checkpoint.export_model import export_hugging_face
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
-from shardwise.checkpoint.load_weights import load_hugging_face
+from shardwise.checkpoint.restore import load_hugging_face
 from shardwise.config import Config, check_layout, config_from
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import Box, placements
 from shardwise.models.build import build_model
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.pipeline.build import build_stages
+from shardwise.pipeline.stages import build_stages
 from tests.dist.dense import mesh as shared_mesh
 from tests.hugging_face import CASES, LIKE_LLAMA, described, open_folder, save
 

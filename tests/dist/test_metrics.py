@@ -11,8 +11,7 @@ import torch
 from shardwise.config import check_layout
 from shardwise.distributed import collectives
 from shardwise.planner.communication import step_transfers, wire_bytes
-from shardwise.train.step_record import StepRecord
-from shardwise.train.straggler import WINDOW
+from shardwise.train.step_record import WINDOW, StepRecord
 from tests.dist.checkpoints import make_trainer
 from tests.dist.test_checkpoint import config_of
 

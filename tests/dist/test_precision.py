@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.config import Config, load_config
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.distributed import collectives
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh

@@ -8,18 +8,18 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
-from shardwise.distributed.agreement import agree
+from shardwise.distributed.collectives import agree
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.train import same_on_ranks
+from shardwise.train import rank_agreement
 
 
 def compared(overrides: dict[int, list[str]], torches: dict[int, str]) -> list[str]:
     rank = Group.world().rank
     config = load_config("llama2-tiny", overrides.get(rank, []))
-    found = {**same_on_ranks.versions(), **({"torch": torches[rank]} if rank in torches else {})}
-    with mock.patch.object(same_on_ranks, "versions", return_value=found):
+    found = {**rank_agreement.versions(), **({"torch": torches[rank]} if rank in torches else {})}
+    with mock.patch.object(rank_agreement, "versions", return_value=found):
         try:
-            same_on_ranks.require_same(config, Mesh())
+            rank_agreement.require_same(config, Mesh())
         except ConfigError as error:
             return error.problems
     return []
@@ -41,7 +41,7 @@ def test_what_differs_is_told_on_every_rank_with_the_ranks(ranks: Any) -> None:
 def of_folders(*folders: str | None) -> list[str]:
     folder = folders[Group.world().rank]
     try:
-        same_on_ranks.require_same(load_config("llama2-tiny"), Mesh(), None if folder is None else Path(folder))
+        rank_agreement.require_same(load_config("llama2-tiny"), Mesh(), None if folder is None else Path(folder))
     except ConfigError as error:
         return error.problems
     return []
@@ -62,7 +62,7 @@ def test_one_folder_may_be_written_in_two_ways(ranks: Any) -> None:
 def of_run_dirs(*folders: str | None) -> list[str]:
     folder = folders[Group.world().rank]
     try:
-        same_on_ranks.require_same_run_dir(None if folder is None else Path(folder), 60.0)
+        rank_agreement.require_same_run_dir(None if folder is None else Path(folder), 60.0)
     except ConfigError as error:
         return error.problems
     return []

@@ -11,9 +11,9 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.save import Keeping
+from shardwise.checkpoint.storage.checkpoint_folders import checkpoints, partial_name, survey
 from shardwise.checkpoint.storage.chunks import ChunkedWriter
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.step_folders import checkpoints, partial_name, survey
 from shardwise.config import Config
 from shardwise.distributed.mesh import Group
 from tests.dist.checkpoints import (

@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from shardwise.checkpoint.format.manifest import MANIFEST
+from shardwise.checkpoint.storage.checkpoint_folders import partial_name, step_name
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import Owner, record_owner
-from shardwise.checkpoint.storage.step_folders import partial_name, step_name
 from shardwise.runs.folder import RunDirectory, RunLock
 from tests.e2e.command import environment, shardwise, within
 from tests.stored import small_tensors, write_checkpoint

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.storage.checkpoint_folders import checkpoints
 from shardwise.checkpoint.storage.root import Root
-from shardwise.checkpoint.storage.step_folders import checkpoints
 from tests.e2e.command import ALONE, Outcome, metrics, miniature, shardwise
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts a small disk")

@@ -11,11 +11,11 @@ import torch
 import transformers
 from torch import nn
 
-from shardwise.cli.folder import open_folder
+from shardwise.cli.model_argument import open_folder
 from shardwise.config import Config, load_config
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.formats.common import PreparedData
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.tokens.tokenizer import Tokenizer

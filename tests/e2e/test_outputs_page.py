@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-from shardwise.cli.curve import LOSSES
+from shardwise.cli.compare import LOSSES
 from tests.arch.source import ROOT
 from tests.e2e.command import metrics, miniature, shardwise, within
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
-from shardwise.checkpoint.load_weights import load_hugging_face
+from shardwise.checkpoint.restore import load_hugging_face
 from shardwise.config import Config, load_config
 from shardwise.data.formats.common import make_batches
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.distributed import collectives
 from shardwise.models.build import build_model
 from tests.arch.source import ROOT, config_fields

@@ -16,9 +16,9 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.restore import read_manifest
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, load_config
-from shardwise.distributed.agreement import agree
+from shardwise.distributed.collectives import agree
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.same_on_ranks import raised_on_every_rank, require_same, while_others_wait
+from shardwise.train.rank_agreement import raised_on_every_rank, require_same, while_others_wait
 from tests.stored import small_tensors, write_checkpoint
 
 
@@ -66,7 +66,7 @@ def test_messages_of_a_healthy_start_do_not_grow_with_the_ranks(
     messages: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # How often a rank asks the others while they prepare data depends on how long that takes: not at all here.
-    monkeypatch.setattr("shardwise.train.same_on_ranks.ThreadPoolExecutor", _AtOnce)
+    monkeypatch.setattr("shardwise.train.rank_agreement.ThreadPoolExecutor", _AtOnce)
     config, checkpoint = load_config("gpt-neox-tiny"), write_checkpoint(tmp_path, 100, small_tensors(), ranks=3)
     told = []
     for world in (16, 4096):

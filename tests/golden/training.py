@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from shardwise.config import load_config
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 

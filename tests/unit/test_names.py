@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.base.names import name_problem
+from shardwise.base.files import name_problem
 
 
 @pytest.mark.parametrize("name", ["a", "a.txt", ".hidden", "...", "a..b", "~", "a b", "ü", "part-?.txt"])

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import MOST_LEVELS, json_value
-from shardwise.base.run_records import instance, record_of, typed
+from shardwise.base.parsing import MOST_LEVELS, instance, json_value, record_of, typed
 from shardwise.launch.restarts import AttemptEnding
 from tests.monitor_runs import ending
 

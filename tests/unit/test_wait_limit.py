@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from shardwise.distributed import wait_limit
-from shardwise.distributed.wait_limit import Watch, close_connections
+from shardwise.distributed import rendezvous
+from shardwise.distributed.rendezvous import Watch, close_connections
 
 
 def test_fault_23_a_wait_is_over_after_its_seconds_of_running_time() -> None:
@@ -28,10 +28,10 @@ def test_fault_23_a_thread_that_does_something_waits_anew(second: dict[int, int]
 def test_fault_23_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock goes on by 100 s in each pause of a tenth of the limit."""
     times = iter(range(0, 10**6, 100))
-    monkeypatch.setattr(wait_limit.time, "monotonic", lambda: float(next(times)))
-    monkeypatch.setattr(wait_limit.time, "sleep", lambda _: None)
-    monkeypatch.setattr(wait_limit, "_waiting", lambda: {1: 1})
-    wait_limit._run(6.0, lambda: None)
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: float(next(times)))
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda _: None)
+    monkeypatch.setattr(rendezvous, "_waiting", lambda: {1: 1})
+    rendezvous._run(6.0, lambda: None)
     assert next(times) // 200 == 6, "six pauses of at most 1.2 s each"
 
 
@@ -42,8 +42,8 @@ def test_fault_23_what_waits_on_a_connection_goes_on_when_it_is_closed(monkeypat
     client = socket.create_connection(server.getsockname())
     accepted, _ = server.accept()
     with server, client, accepted:
-        ours = [wait_limit.Path(f"/proc/self/fd/{one.fileno()}") for one in (server, client)]
-        monkeypatch.setattr(wait_limit.Path, "iterdir", lambda _: iter(ours))
+        ours = [rendezvous.Path(f"/proc/self/fd/{one.fileno()}") for one in (server, client)]
+        monkeypatch.setattr(rendezvous.Path, "iterdir", lambda _: iter(ours))
         heard: list[bytes] = []
         waiting = threading.Thread(target=lambda: heard.append(client.recv(1)))
         waiting.start()

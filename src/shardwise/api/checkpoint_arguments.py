@@ -19,18 +19,18 @@ from shardwise.base.units import counted
 from shardwise.checkpoint.collective_reading import other_ends
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.stored_tensors import mismatches
-from shardwise.checkpoint.importing.foreign_model import canonical_shapes
-from shardwise.checkpoint.load_weights import tensor_shapes
+from shardwise.checkpoint.importing.hugging_face import canonical_shapes
+from shardwise.checkpoint.restore import tensor_shapes
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, weight_names
 from shardwise.distributed import collectives
-from shardwise.distributed.agreement import agree
+from shardwise.distributed.collectives import agree
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements, unplaced_state
 from shardwise.models.user_model import storage_problems
 from shardwise.optim.state import unstorable_states
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.train.same_on_ranks import require_equal
+from shardwise.train.rank_agreement import require_equal
 
 _Result = TypeVar("_Result")
 _world_meshes: list[Mesh] = []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.api.arguments import require_path
 from shardwise.base.errors import ConfigError, RunError, keys_renamed, renamed, see
-from shardwise.checkpoint.storage.find_checkpoint import weights_folder
+from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.checkpoint.storage.root import Root
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def save_checkpoint(
     from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
-    from shardwise.train.replica_check import check_replicas
-    from shardwise.train.same_on_ranks import raised_on_every_rank, versions
+    from shardwise.train.rank_agreement import check_replicas, raised_on_every_rank, versions
 
     mesh = arguments.mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
@@ -115,9 +114,9 @@ def load_checkpoint(
         DamageError: bytes do not match their checksums. The model is then not to be used.
     """
     from shardwise.api import checkpoint_arguments as arguments
-    from shardwise.checkpoint.load_weights import load_checkpoint as load_weights
+    from shardwise.checkpoint.restore import load_checkpoint as load_weights
     from shardwise.checkpoint.restore import read_manifest, restore
-    from shardwise.train.same_on_ranks import raised_on_every_rank, require_equal
+    from shardwise.train.rank_agreement import raised_on_every_rank, require_equal
 
     mesh = arguments.mesh_of(mesh)
     with raised_on_every_rank(mesh.world):

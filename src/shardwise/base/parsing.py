@@ -1,18 +1,24 @@
-"""Reads JSON and YAML from files that anybody may have written.
+"""Reads JSON and YAML from files that anybody may have written, and the JSON records of a run's folder.
 
 The levels and the number of the values are bounded before any code walks through them: a file of a few bytes can
 describe more of both than Python's recursion or the memory takes.
 
 YAML is read by the core schema of YAML 1.2, in which `1e-4` is a number and `no` is a word.
+
+A record in a run's folder is a mapping whose fields have the types that a run writes, or are missing. A crash, another
+program or another version may have left anything in these files. A field of another type counts as one that was never
+recorded, which every reader of an older run's folder has to bear anyway.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 
@@ -196,3 +202,148 @@ def _reason(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
     return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else problem
+
+
+_T = TypeVar("_T")
+# Beyond any step, byte or FLOP; arithmetic with them stays exact, and finite.
+_LARGEST_COUNT = 10**18
+_LARGEST_AMOUNT = 1e30
+_NOT_FINITE = ("nan", "inf", "-inf")
+
+
+def record_of(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:
+    """The record in a text, which is a file or a line, by a parser such as Python's.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    value = json_value(text, loads)
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return typed(value)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record that is a file's whole content.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it is no JSON object.
+    """
+    return record_of(read_plain(path))
+
+
+def typed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without the fields that have another type than a run writes; unknown fields stay as they are."""
+    kept = {}
+    for name, value in record.items():
+        kind = _KINDS.get(name)
+        if kind is None or value is None:
+            kept[name] = value
+        elif (known := kind(value)) is not None:
+            kept[name] = known
+    return kept
+
+
+# ---- the types of fields: each function gives the value, or None where it is of another type
+
+
+def count_of(value: Any) -> int | None:
+    """A whole number from 0 on; None for anything else."""
+    return value if type(value) is int and 0 <= value <= _LARGEST_COUNT else None
+
+
+def _amount(value: Any) -> float | None:
+    """A finite number from 0 on: seconds, bytes, a share."""
+    return value if type(value) in (int, float) and 0 <= value <= _LARGEST_AMOUNT else None
+
+
+def _number(value: Any) -> float | str | None:
+    """Any number of a training, which may be NaN or infinite, also as the texts that stand for these."""
+    if type(value) is float or (type(value) is int and abs(value) <= _LARGEST_AMOUNT):
+        return value
+    return value if value in _NOT_FINITE else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _mapping_of(kind: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any] | None]:
+    """The type of mappings with values of a type; entries with values of another type are left out."""
+
+    def mapping(value: Any) -> dict[str, Any] | None:
+        if not isinstance(value, Mapping):
+            return None
+        return {str(name): inner for name, inner in value.items() if kind(inner) is not None}
+
+    return mapping
+
+
+def _stages(value: Any) -> list[dict[str, Any]] | None:
+    """Seconds of the passes of each pipeline stage."""
+    if not isinstance(value, list):
+        return None
+    stages = [_mapping_of(_amount)(stage) or {} for stage in value]
+    return stages if stages and all({"forward", "backward"} <= stage.keys() for stage in stages) else None
+
+
+def _record(value: Any) -> dict[str, Any] | None:
+    return typed(value) if isinstance(value, Mapping) else None
+
+
+_FIELDS: dict[Callable[[Any], Any], str] = {
+    count_of: """
+        bytes cores data devices format graphs hits host_memory_bytes local_rank memory_in_use_bytes memory_total_bytes
+        misses nodes parameters peak_memory_bytes pid pipeline rank ranks step steps steps_before tensor zero
+    """,
+    _amount: """
+        began blocked_seconds bubble device_utilization flops_per_token host_cpu input_seconds load_seconds own
+        peak_flops_per_device relative seconds seconds_before_training step_seconds time_to_train_seconds work_seconds
+    """,
+    _number: """
+        grad_norm loss loss_spike lr mfu param_norm peak_tokens_per_second perplexity samples samples_per_second tokens
+        tokens_per_second tokens_per_second_per_device
+    """,
+    _text: "attention by device event host how id job kind path reason started text time",
+    _mapping_of(_amount): """
+        allocator_bytes communication_bytes memory_bytes memory_expected_bytes split_seconds waited_seconds
+    """,
+    _mapping_of(count_of): "place",
+    _mapping_of(_text): "precision",
+    _record: "layout mfu_terms straggler",
+    _stages: "stage_seconds",
+}
+_KINDS = {name: kind for kind, names in _FIELDS.items() for name in names.split()}
+"""The type of each field by its name. A name means the same in all files of a run's folder."""
+
+
+# ---- records as dataclasses
+
+
+def instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
+    """A dataclass whose fields are those of a record.
+
+    Raises:
+        ValueError: a field is missing, or has another type than the class says.
+    """
+    hints = get_type_hints(cls)
+    values = {}
+    for field in fields(cls):  # type: ignore[arg-type]
+        if field.name in record and _matches(record[field.name], hints[field.name]):
+            values[field.name] = record[field.name]
+        elif field.name in record or field.default is MISSING:
+            raise ValueError(f"{field.name} must be {hints[field.name]}")
+    return cls(**values)
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    """True if a value has the type of an annotation."""
+    if isinstance(hint, UnionType):
+        return any(_matches(value, member) for member in get_args(hint))
+    if hint is int:
+        return count_of(value) is not None
+    if hint is float:
+        return _amount(value) is not None
+    if get_args(hint):  # a Literal
+        return value in get_args(hint)
+    return type(value) is (NoneType if hint is None else hint)

@@ -1,16 +1,12 @@
-"""State of a model and its optimizer: to the disk by weight_writers, host_buffer, save; back by restore, load_weights.
+"""State of a model and its optimizer: to the disk by canonical_tensors, host_buffer, save; back by restore.
 
-weight_writers        the rank that writes each canonical weight, and its parts from other ranks
+canonical_tensors     whole tensors, put together from the ranks' parts; the rank that writes each of them
 host_buffer           host memory between the training thread and the one that writes
 save                  a checkpoint, written while training continues
 format/, storage/     its files and their places, without torch
 collective_reading    stored tensors into a layout's parts, each byte read by one rank
-restore               a checkpoint into a model and its optimizer
-load_weights          weights alone: of a checkpoint or of a Hugging Face folder
+restore               a checkpoint into a model and its optimizer, or weights alone
 
-canonical_tensors     whole tensors, put together from the ranks' parts
-export_model          a model as a Hugging Face folder
-companion_files       token ids and files that a run's checkpoints take over from the weights that it starts from
+export_model          a model as a Hugging Face folder, with the token ids and files of the weights that it starts from
 importing/            models of other programs
-torch_dtypes          names of dtypes in files, and torch's
 """

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.canonical_tensors import TORCH_DTYPES
 from shardwise.checkpoint.format.manifest import Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.verify import consecutive
+from shardwise.checkpoint.storage.checkpoint_folders import is_damage
 from shardwise.checkpoint.storage.chunks import READ_BYTES, require_size
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
-from shardwise.checkpoint.storage.step_folders import is_damage
-from shardwise.checkpoint.torch_dtypes import TORCH_DTYPES
 from shardwise.distributed import collectives
-from shardwise.distributed.agreement import union
+from shardwise.distributed.collectives import union
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import Piece
 

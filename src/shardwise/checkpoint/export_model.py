@@ -1,8 +1,14 @@
-"""A model as a Hugging Face folder, which `transformers` loads as it is: `safetensors`, `config.json`, tokenizer."""
+"""A model as a Hugging Face folder, which `transformers` loads as it is: weights, configuration, companions.
+
+Companions come from the weights that a run starts from, and its checkpoints have them too. They are the ids of special
+tokens in `config.json`, `generation_config.json`, and the tokenizer where the data have none. An id means a token, so
+ids are kept only where the tokenizer of the data has the same tokens at them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.canonical_tensors import canonical_tensors, model_tensors
-from shardwise.checkpoint.companion_files import Companions
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES, canonical_tensors, model_tensors
+from shardwise.checkpoint.format.model_files import END_ID, FilesBesideWeights, flat_ids
 from shardwise.checkpoint.format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
-from shardwise.checkpoint.storage.root import Buffer, Root
-from shardwise.checkpoint.torch_dtypes import DTYPE_NAMES
-from shardwise.config import ModelConfig, shapes_of
+from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
+from shardwise.checkpoint.storage.root import Buffer, Root, StoreError
+from shardwise.config import Config, ModelConfig, shapes_of
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.data.tokens.tokenizer import special_token_ids
+from shardwise.data.hub import GENERATION
+from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 
@@ -100,3 +108,117 @@ def _read(tensors: Iterator[tuple[str, Tensor]], name: str) -> Iterator[Buffer]:
     next_name, tensor = next(tensors)
     assert next_name == name
     yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The token ids and files that go into each checkpoint of a run.
+
+    Attributes:
+        ids: fields of `config.json`, such as `eos_token_id`, each with one id or several.
+        files: name → content.
+        notes: sentences for the user, on what is left out or replaced.
+    """
+
+    ids: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def find_companions(config: Config, weights: Root | None, tokenizer: Path | None) -> Companions:
+    """The companions from the first place that describes text of the same tokens as the data.
+
+    The places are that of `checkpoint.companions`, that of the loaded weights or the file of `model.config`, and the
+    folder of `data.tokenizer`.
+
+    Args:
+        config: the run's configuration.
+        weights: the folder of `checkpoint.load`; None where it names none.
+        tokenizer: the folder of the data's tokenizer; None where it is not known.
+
+    Raises:
+        ConfigError: a file cannot be read, or is missing.
+    """
+    try:
+        sources = [FilesBesideWeights.read(place) for place in _places(config, weights)]
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
+    named = config.checkpoint.companions
+    if named is not None and not (sources[0].ids or sources[0].files):
+        raise ConfigError(
+            f"checkpoint.companions ({named}) must hold a config.json with ids of special tokens, or a "
+            "generation_config.json or tokenizer, and it holds none of them: name a model's folder, or a run's"
+        )
+    return _first_fitting(sources, tokenizer)
+
+
+def resumed_companions(checkpoint: Root, tokenizer: Path | None) -> Companions:
+    """The companions that a checkpoint of the run has already.
+
+    Raises:
+        ConfigError: a file is damaged. StoreError: it cannot be read.
+    """
+    return _first_fitting([FilesBesideWeights.read(checkpoint)], tokenizer)
+
+
+def _places(config: Config, weights: Root | None) -> list[Root]:
+    """The folders and files that may have companions, in the order in which they count."""
+    places: list[Root] = []
+    if config.checkpoint.companions is not None:
+        places.append(companions_folder(config.checkpoint.companions))
+    elif config.companions is not None and Path(config.companions).expanduser().exists():
+        places.append(Root.of(Path(config.companions).expanduser()))
+    if weights is not None:
+        places.append(weights)
+    if config.data.tokenizer is not None:
+        tokenizer = Path(config.data.tokenizer).expanduser()
+        if tokenizer.exists():  # else it is a hub id
+            places.append(Root.of(tokenizer if tokenizer.is_dir() else tokenizer.parent))
+    return places
+
+
+def _first_fitting(sources: Sequence[FilesBesideWeights], tokenizer: Path | None) -> Companions:
+    """The companions from the first source that fits the data's tokenizer."""
+    notes: list[str] = []
+    for source in sources:
+        # Data of tokens name no tokenizer, so nothing contradicts the source.
+        if tokenizer is None and source.files:
+            return Companions(source.ids, source.files)
+        if not source.ids and GENERATION not in source.files:
+            continue
+        companions = Companions(source.ids) if tokenizer is None else _fitting(source, tokenizer)
+        if companions is not None:
+            return companions
+        if source.names_ends_of_texts:  # a BERT names padding alone, which generates nothing: no note
+            notes.append(
+                "the checkpoints have the special tokens of the data's tokenizer, and not those of "
+                f"{source.place}, whose ids mean other tokens"
+            )
+    return Companions(notes=tuple(notes))
+
+
+def _fitting(source: FilesBesideWeights, tokenizer_folder: Path) -> Companions | None:
+    """The companions from a source beside the data's tokenizer; None where its ids mean other tokens there.
+
+    A source without a tokenizer fits where one of its ends of a text is the tokenizer's. Where the two tokenizers end a
+    document by different tokens, the data's is the user's choice.
+    """
+    # Ids are compared by their tokens: the same number may be another token in the data's tokenizer.
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    end = tokenizer.end_of_document_id
+    generation_file = {name: content for name, content in source.files.items() if name == GENERATION}
+    source_tokenizer = source.tokenizer()
+    if source_tokenizer is None:
+        return Companions(source.ids, generation_file) if end in source.end_ids else None
+    for token_id in [*flat_ids(source.ids), *flat_ids(source.generation)]:
+        if tokenizer.token_of(token_id) != source_tokenizer.token_of(token_id):
+            return None
+    if end in source.end_ids or end in (None, source_tokenizer.end_of_document_id):
+        return Companions(source.ids, generation_file)
+    note = (
+        f"the checkpoints end a text with {tokenizer.end_of_document}, as the data's tokenizer does, and not with "
+        f"{source_tokenizer.end_of_document}, as in {source.place}"
+    )
+    # transformers prefers the ids of generation_config.json, so the end is replaced in both files.
+    replaced = {name: to_json({**source.generation, END_ID: end}) for name in generation_file}
+    return Companions({**source.ids, END_ID: end}, replaced, (note,))

@@ -3,7 +3,7 @@
     training thread    collect weights, take slices of optimizer state → host buffer
     writing thread     host buffer → files with checksums → all ranks agree → manifest → the folder's name
 
-Every byte is written once: a canonical weight by its owner (`weight_writers.py`), a slice of optimizer state by the
+Every byte is written once: a canonical weight by its owner (`canonical_tensors.py`), a slice of optimizer state by the
 rank that answers for it (`optim/state.py`). A checkpoint is complete with its manifest or not there.
 """
 
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ShardwiseError, listing, see
 from shardwise.base.hardware import available_memory
-from shardwise.checkpoint.companion_files import Companions
-from shardwise.checkpoint.export_model import model_files
+from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES, TORCH_DTYPES, WeightPlan
+from shardwise.checkpoint.export_model import Companions, model_files
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, too_large
 from shardwise.checkpoint.format.verify import untiled
 from shardwise.checkpoint.format.writing import (
@@ -38,14 +38,18 @@ from shardwise.checkpoint.format.writing import (
     write_small,
 )
 from shardwise.checkpoint.host_buffer import Aborted, HostBuffer
+from shardwise.checkpoint.storage.checkpoint_folders import (
+    partial_name,
+    prune,
+    put_in_place,
+    remove_checkpoint,
+    step_name,
+)
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.step_folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
-from shardwise.checkpoint.torch_dtypes import DTYPE_NAMES, TORCH_DTYPES
-from shardwise.checkpoint.weight_writers import WeightPlan
 from shardwise.config import Config
 from shardwise.distributed import collectives
-from shardwise.distributed.agreement import union
+from shardwise.distributed.collectives import union
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.optim.state import Number, StateSlice, names_by_bucket, state_numbers, state_slices, state_tensors
 from shardwise.optim.zero import ZeroRedundancyOptimizer

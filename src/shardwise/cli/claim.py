@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from shardwise.checkpoint.storage.find_checkpoint import load_location
+from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.cli import output
 from shardwise.config import Config
 from shardwise.data import hub
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_own()
     try:
         if may_be_a_task() and arguments[:1] in _JOINING:
-            from shardwise.launch.tasks import adopt_task  # costly to import, for a few starts alone
+            from shardwise.launch.external_launchers import adopt_task  # costly to import, for a few starts alone
 
             adopt_task()
         code = _dispatch(arguments)
@@ -91,17 +91,13 @@ def take_any_character() -> None:
 
 def _fail(error: ShardwiseError) -> int:
     """Show an error and return its exit code."""
-    from shardwise.launch.first_failure import (  # costly to import, for a failure alone
-        Failure,
-        error_text,
-        show_failure,
-    )
+    from shardwise.launch.first_failure import Failure, error_text, show_failure
 
     place = joined()
     failure = Failure(place.rank if place is not None else 0, error_text(error), error.exit_code)
     show_failure(failure, place)
     if place is not None:
-        from shardwise.launch.tasks import end_step
+        from shardwise.launch.external_launchers import end_step
 
         end_step(failure)
     return error.exit_code

@@ -20,7 +20,7 @@ from shardwise.base.errors import ConfigError, keys_renamed
 from shardwise.base.hardware import accelerators
 from shardwise.base.units import count
 from shardwise.cli import output
-from shardwise.cli.folder import (
+from shardwise.cli.model_argument import (
     ARGUMENTS,
     HELP,
     ModelFolder,
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = evaluation_config(folder, values, max(1, world // degree), part)
         layout = check_layout(config, world)
         if not is_launched():
-            from shardwise.data.opening import prepare
+            from shardwise.data.open_data import prepare
             from shardwise.data.reading.dataset_tables import fetch_dataset
 
             if config.data.tokenizer is not None:

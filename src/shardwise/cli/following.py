@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.base.errors import RunError
 from shardwise.cli import output
 from shardwise.launch.slurm import commands
-from shardwise.runs.last_events import how_it_ended
+from shardwise.runs.summary import how_it_ended
 
 _POLL_SECONDS = 0.5
 _ASK_SLURM_SECONDS = 5.0

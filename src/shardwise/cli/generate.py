@@ -23,7 +23,7 @@ from shardwise.base.files import reason_of
 from shardwise.base.hardware import accelerators
 from shardwise.base.units import count
 from shardwise.cli import output
-from shardwise.cli.folder import (
+from shardwise.cli.model_argument import (
     ARGUMENTS,
     HELP,
     ModelFolder,

@@ -15,7 +15,7 @@ from shardwise.cli import output
 from shardwise.cli.following import follow
 from shardwise.launch.restarts import AttemptEnding, history
 from shardwise.launch.slurm import commands, jobs
-from shardwise.launch.slurm.script import job_log
+from shardwise.launch.slurm.submission import job_log
 from shardwise.runs.folder import RUNS, RunDirectory
 from shardwise.runs.lost_time import seconds_of
 

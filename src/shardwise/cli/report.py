@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--output ({file}) must be a file, it is a folder: name a file in it")
     try:
         if arguments.png is not None:
-            from shardwise.runs.report.pictures import draw  # costly to import, for pictures alone
+            from shardwise.runs.report.page import draw  # costly to import, for pictures alone
 
             files = draw(reports, arguments.png)
             if not arguments.json:

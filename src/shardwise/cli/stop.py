@@ -18,7 +18,7 @@ from shardwise.launch import stop_requests
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.submission import submitted
 from shardwise.runs.folder import RUNS, RunLock
-from shardwise.runs.last_events import how_it_ended
+from shardwise.runs.summary import how_it_ended
 
 _POLL_SECONDS = 0.2
 

@@ -13,6 +13,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +25,10 @@ from shardwise.cli.following import follow
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.config import Layout, load_config, recipe_name, recipe_text, require_data
 from shardwise.launch.slurm import commands, submission
-from shardwise.launch.slurm.script import JobPlan, compile_script, job_log, job_script, job_set
+from shardwise.launch.slurm.submission import JobPlan, compile_script, job_log, job_script, job_set
 from shardwise.planner.device_specs import Cluster, cluster
 from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
+from shardwise.runs.summary import last_step, newest_checkpoint
 
 _KEYS = ("partition", "account", "time", "constraint", "gres")
 
@@ -166,8 +169,6 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
     log = job_log(job.run_path, number)
     output.line(f"job {number}; its log: {log}")
     if arguments.rehearse_preemption:
-        from shardwise.cli.rehearsal import rehearse
-
         return rehearse(number, job.run_path)
     if not arguments.detach:
         follow(log, number, job.run_path)
@@ -190,3 +191,50 @@ def _by_ssh(where: str) -> int:
         return subprocess.run(command, check=False, env=os.environ).returncode
     except FileNotFoundError:
         raise ConfigError("ssh must be on the PATH for --ssh") from None
+
+
+_POLL_SECONDS = 0.5
+_TRAIN_SECONDS = 3600.0
+_QUEUE_SECONDS = 3600.0
+_ASK_SECONDS = 5.0
+
+
+def rehearse(job: str, run_path: Path) -> int:
+    """Interrupt a job after its first steps, wait until it has resumed, end it, and tell what was seen.
+
+    Raises:
+        RunError: the job did not train, was not queued again, or did not resume.
+    """
+    _await(lambda: last_step(run_path) > 0, job, _TRAIN_SECONDS, "take a first step")
+    output.line(f"job {job} trains; now it gets SIGUSR1, as before a preemption")
+    commands.warn(job)
+    _await(lambda: commands.restarts(job) > 0, job, _TRAIN_SECONDS, "be queued again")
+    saved = newest_checkpoint(run_path)
+    output.line(f"it saved step {saved:,} and was queued again")
+    resumed = RunDirectory(run_path)
+    asked = time.monotonic()
+
+    def has_resumed() -> bool:
+        nonlocal asked
+        if time.monotonic() - asked > _ASK_SECONDS:
+            commands.start_early(job)
+            asked = time.monotonic()
+        return any(True for _ in resumed.events("resume"))
+
+    _await(has_resumed, job, _QUEUE_SECONDS, "resume")
+    event = list(resumed.events("resume"))[-1]
+    commands.cancel(job)
+    if event["step"] != saved:
+        raise RunError(f"job {job} resumed after step {event['step']:,}, and had saved step {saved:,}")
+    output.line(f"it resumed after step {saved:,}: a preemption costs this run no step. The job was ended")
+    return 0
+
+
+def _await(condition: Callable[[], bool], job: str, seconds: float, action: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise RunError(f"job {job} did not {action} within {seconds:,.0f} s; it goes on")
+        if not commands.jobs(user=False, ids=[job]):
+            raise RunError(f"job {job} ended before it could {action}; `shardwise jobs log {job}` says why")
+        time.sleep(_POLL_SECONDS)

@@ -160,13 +160,13 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
     is_built_in = is_built_in and config.hooks.data is None
     # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
     if not is_built_in or data.tokenizer is not None or config.model.vocab_size < _ANY_TOKENIZER:
-        from shardwise.data import opening
+        from shardwise.data import open_data
 
-        glance = opening.glance(config)
+        glance = open_data.glance(config)
         rows += glance.rows
         problems += glance.problems
     if config.companions is not None:
-        from shardwise.checkpoint.storage.find_checkpoint import companions_folder
+        from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 
         try:
             rows.append(("special tokens", f"those of {companions_folder(config.companions)}"))
@@ -183,8 +183,8 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
 
 def _glance_at_weights(load: str, config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     """Rows on the weights that a run would load, with changes of their model by the recipe; and problems of loading."""
-    from shardwise.checkpoint.format.config_json import differences
-    from shardwise.checkpoint.storage.find_checkpoint import glance_at_weights
+    from shardwise.checkpoint.format.model_files import differences
+    from shardwise.checkpoint.storage.checkpoint_folders import glance_at_weights
     from shardwise.checkpoint.storage.root import StoreError
 
     try:
@@ -270,7 +270,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 def _launch(arguments: argparse.Namespace, world: int) -> int:
     """Train on several local ranks."""
     from shardwise.launch.local import EndedError, launch
-    from shardwise.runs.last_events import what_is_saved
+    from shardwise.runs.summary import what_is_saved
 
     try:
         launch(_command_of_rank(arguments, world), world, arguments.run_dir)

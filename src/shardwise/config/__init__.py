@@ -8,17 +8,18 @@ from shardwise.config.load import (
     apply_overrides,
     config_from,
     data_from,
+    dump_yaml,
     load_config,
     load_with,
     model_from,
+    parse_yaml,
     recipe_name,
     recipe_names,
     recipe_text,
     require_data,
 )
 from shardwise.config.model import ModelConfig, UserModelConfig, shapes_of, weight_names
-from shardwise.config.resume_rules import kept_batch, kept_batch_note, resume_changes, resume_problems
-from shardwise.config.rules import check_layout
+from shardwise.config.rules import check_layout, kept_batch, kept_batch_note, resume_changes, resume_problems
 from shardwise.config.schedules import Schedule
 from shardwise.config.sections import (
     DTYPE_BYTES,
@@ -36,7 +37,6 @@ from shardwise.config.sections import (
     Rounding,
     TrainConfig,
 )
-from shardwise.config.yaml import dump_yaml, parse_yaml
 
 __all__ = [
     "BUILT_IN_TEXTS",

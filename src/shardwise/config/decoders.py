@@ -21,8 +21,7 @@ from shardwise.config.families import (
     RotaryBase,
     Tied,
 )
-from shardwise.config.hugging_face_fields import ConfigFile
-from shardwise.config.weight_names import WeightNames
+from shardwise.config.hugging_face_names import ConfigFile, WeightNames
 
 _MLPBias: TypeAlias = Annotated[bool, Field(description="biases in the feed-forward layer")]
 _Epsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the mean square in RMSNorm")]

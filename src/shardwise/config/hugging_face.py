@@ -19,7 +19,7 @@ from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_value, scalar
 from shardwise.config.decoders import every_nth_without_rope
 from shardwise.config.families import FamilyConfig
-from shardwise.config.hugging_face_fields import ABSENT_IF_EMPTY, ONLY, is_inert
+from shardwise.config.hugging_face_names import ABSENT_IF_EMPTY, ONLY, is_inert
 from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH, effective_scaling, unknown_fields, with_one_type
 

@@ -9,8 +9,7 @@ In the order in which data flow:
     cache.py                tokens that were made once, with their tokenizer
     samples/                tokens → samples → batches; `samples/order.py` decides the order of the data
     formats/                a module for each format of data, which puts these steps together for a run
-    opening.py              `FORMATS`, a record for each format; the entry of every command that opens data
-    random_text.py          data for measurements, which need no files
+    open_data.py            `FORMATS`, a record for each format; the entry of every command that opens data
     prepare/                `shardwise data prepare`: text → files of tokens that runs read as they are
 
 Nothing here imports torch. The pages for users import `IndexedFile`, `IndexedWriter` and `train_tokenizer` from here.

@@ -19,8 +19,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
-from shardwise.base.files import reason_of
-from shardwise.base.names import name_problem
+from shardwise.base.files import name_problem, reason_of
 from shardwise.base.parsing import json_value
 
 SINGLE = "model.safetensors"

@@ -5,11 +5,13 @@ identity, so a model without parallelism runs the same code. The autograd functi
 stay native operators, which lets `torch.compile`, recompute and zero-bubble schedules take a model apart.
 
 Shapes: `dim 0` is the one that is gathered and scattered (activations are sequence-first, `x_SBH`).
+
+At the end, the agreement of ranks on an error: all know the problems of any of them, so that all raise or none does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.base.errors import ConfigError
 from shardwise.distributed.devices import mark
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import (
@@ -454,3 +457,24 @@ def gather_last(x: Tensor, group: Group) -> Tensor:
 def split_last(x: Tensor, group: Group) -> Tensor:
     """`[…, N]`, equal on all ranks → this rank's `[…, N/g]`; the gradient is gathered."""
     return _apply(_Split, x, group, -1)
+
+
+_Item = TypeVar("_Item")
+
+
+def union(items: Iterable[_Item], group: Group) -> list[_Item]:
+    """The items of all ranks of a group, each once, in the same order on every rank.
+
+    Where no rank has one, as in a healthy job, the ranks exchange a flag and no more.
+    """
+    local_items = list(items)
+    if not any_rank(bool(local_items), group):
+        return []
+    by_rank = all_gather_objects(local_items, group)
+    return list(dict.fromkeys(chain.from_iterable(by_rank)))  # not a set: its order may differ from rank to rank
+
+
+def agree(problems: list[str], group: Group) -> None:
+    """Raise on every rank, as one ConfigError, the problems of all ranks of the group, or on none."""
+    if all_problems := union(problems, group):
+        raise ConfigError(all_problems)

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.base.errors import ArgumentError, count_problems
 from shardwise.base.mesh_axes import AXES, PIPELINE, Axis
-from shardwise.distributed import devices, wait_limit
+from shardwise.distributed import devices, rendezvous
 from shardwise.distributed.rendezvous import meet
 from shardwise.distributed.torch_private import register_group_name, set_timeout
 
@@ -92,8 +92,8 @@ class Group:
         self._shares_graphs = process_group is None
         self._subgroups: dict[int | tuple[int, ...], Group] = {}
         _open_groups.add(self)
-        if process_group is not None and wait_limit.is_watching():
-            set_timeout(process_group, wait_limit.NEVER)
+        if process_group is not None and rendezvous.is_watching():
+            set_timeout(process_group, rendezvous.NEVER)
         # gloo's own reduce-scatter is an all-reduce and a copy; an all-to-all summed in rank order takes a third of its
         # time (benchmarks/collectives.py). Other backends have a native one. The configuration is a text such as
         # "cpu:gloo,cuda:nccl"; after a bare init_process_group() torch's `get_backend` says "undefined".
@@ -402,8 +402,8 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     limit = timedelta(seconds=timeout)
     store = meet(job_rank(), job_size(), limit)
     backend = devices.backend(device)
-    if backend == dist.Backend.GLOO and wait_limit.start_watch(timeout):
-        limit = wait_limit.NEVER
+    if backend == dist.Backend.GLOO and rendezvous.start_watch(timeout):
+        limit = rendezvous.NEVER
     options: dict[str, Any] = {}
     if store is not None:
         options = {"store": store, "rank": job_rank(), "world_size": job_size()}

@@ -11,7 +11,7 @@
     stop_requests   signals and stop.json, which ask for a stop with a checkpoint
     heartbeat       the doings of each rank, by which the missing one of a job that hangs is named
     restarts        the history of a submitted job, and the decision about its next attempt
-    tasks           ranks that `srun` or `mpirun` started one by one
+    external_launchers  ranks that `srun` or `mpirun` started one by one
     environment     the variables between a launcher and its ranks
 
 Only `agent`, which runs in a process of its own, imports torch.

@@ -21,6 +21,7 @@ from shardwise.base.errors import ConfigError, LostPeerError, RunError, Shardwis
 from shardwise.base.redaction import redacted
 from shardwise.launch import local, output, stop_requests
 from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
+from shardwise.launch.external_launchers import end_step
 from shardwise.launch.first_failure import (
     Failure,
     complain,
@@ -30,9 +31,8 @@ from shardwise.launch.first_failure import (
     show_failure,
     signal_name,
 )
-from shardwise.launch.tasks import end_step
 from shardwise.runs.folder import RunDirectory
-from shardwise.runs.last_events import what_is_saved
+from shardwise.runs.summary import what_is_saved
 
 
 @dataclass

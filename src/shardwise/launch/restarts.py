@@ -17,7 +17,7 @@ from typing import Literal
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import read_plain
-from shardwise.base.run_records import instance, record_of
+from shardwise.base.parsing import instance, record_of
 from shardwise.runs.folder import JsonLines
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed"]

@@ -22,7 +22,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import reason_of, write_atomic
-from shardwise.base.run_records import read_record
+from shardwise.base.parsing import read_record
 from shardwise.launch.environment import ERROR_FILE, is_launched, joined
 from shardwise.launch.first_failure import signal_name
 from shardwise.runs.folder import json_text

@@ -1,7 +1,9 @@
-"""The parts that families share, except attention: layers made from a configuration, the plain MLP, model and stages.
+"""The parts that families share, except attention: layers made from a configuration, MLP, stages, key-value cache.
 
 Legend, per rank: S sequence, B batch, H hidden, V vocabulary, g tensor-parallel ranks, n local heads, d head width.
 Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
+
+Of the key-value cache: L tokens for which there is room, S new tokens, m key and value heads of the rank.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import FamilyConfig, Recompute
-from shardwise.config.stages import Stage
+from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, share
 from shardwise.layers.arguments import sharing_group
@@ -31,7 +33,6 @@ from shardwise.layers.linear import (
     RowParallelLinear,
 )
 from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
-from shardwise.models.key_value_cache import KeyValueCache
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -381,3 +382,49 @@ def _parameters_outside(module: nn.Module, excluded: set[nn.Module]) -> Iterator
     for child in module.children():
         if child not in excluded:
             yield from _parameters_outside(child, excluded)
+
+
+class KeyValueCache:
+    """Keys and values of the first `length` tokens, so that a forward pass computes only those of new tokens.
+
+    A rank keeps the m key and value heads that it holds: 2 · layers · L · B · m · d elements in the dtype of the
+    activations. They are allocated once, by the first forward pass, and never grow.
+
+    Args:
+        room: L, the largest number of tokens.
+
+    Attributes:
+        length: number of tokens in the cache.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.length = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep a layer's k and v `[S, B, m, d]` of the next S tokens; returns all of them, `[length + S, B, m, d]`.
+
+        `length` stays: call `advance` once all layers have the new tokens.
+
+        Raises:
+            ValueError: there is no room for the tokens.
+        """
+        end = self.length + k.shape[0]
+        if end > self.room:
+            raise ValueError(f"the tokens ({end}) must be at most those that the cache has room for ({self.room})")
+        if layer not in self._layers:
+            self._layers[layer] = (k.new_empty(self.room, *k.shape[1:]), v.new_empty(self.room, *v.shape[1:]))
+        keys, values = self._layers[layer]
+        keys[self.length : end] = k
+        values[self.length : end] = v
+        return keys[:end], values[:end]  # views: nothing is copied
+
+    def advance(self, count: int) -> None:
+        """Count `count` new tokens."""
+        self.length += count
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are allocated on this rank, unused room included; 0 before the first forward pass."""
+        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)

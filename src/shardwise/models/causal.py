@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from shardwise.config import FamilyConfig
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
-from shardwise.models.blocks import Context, Family, run_blocks
-from shardwise.models.documents import block_mask, define_document_attention, dense_mask
-from shardwise.models.key_value_cache import KeyValueCache
+from shardwise.models.attention import block_mask, define_document_attention, dense_mask
+from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
 from shardwise.models.rotary import Rotary
 
 _Config = TypeVar("_Config", bound=FamilyConfig)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from shardwise.config import FamilyConfig, ModelConfig, shapes_of
 from shardwise.config.data import MASKED_FRACTION
-from shardwise.config.stages import Stage
+from shardwise.config.layout import Stage
 from shardwise.layers.chunks import vocabulary_rows
 
 Per = Literal["token", "prediction", "sequence"]

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
-from shardwise.base.names import SAFETENSORS_METADATA, is_tensor_name
+from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
 from shardwise.base.user_code import RAISED, error_text, load
 from shardwise.config import Config, UserModelConfig
 from shardwise.distributed import devices

@@ -7,7 +7,7 @@ Gradients and parameters lie in flat `buckets.py`, cut evenly over the ranks; th
 masters the update runs in float32 and is rounded at random so that its mean is kept (`stochastic_rounding.py`). An
 elementwise class needs nothing more; a class that needs whole tensors says how it updates slices
 (`slice_optimizer.py`), as `lamb.py` does. Parameters that no group cuts are kept equal on all tensor-parallel ranks
-(`uncut_parameters.py`). `state.py` gives a checkpoint the state by canonical tensor, and `checks.py` refuses wrong
+(`unsharded_parameters.py`). `state.py` gives a checkpoint the state by canonical tensor, and `checks.py` refuses wrong
 parameters, arguments and states. `learning_rate.py` is the rate of each step. The record of each optimizer, with its
 state tensors, is in `config/optimizers.py`.
 """

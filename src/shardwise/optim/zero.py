@@ -39,7 +39,7 @@ from shardwise.optim.gradient_norms import CanonicalNorms, ElementRun, ModelNorm
 from shardwise.optim.master_update import Update, options_of, require_elementwise
 from shardwise.optim.slice_optimizer import updates_slices
 from shardwise.optim.stochastic_rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
-from shardwise.optim.uncut_parameters import UncutGradients, take_first_values
+from shardwise.optim.unsharded_parameters import UncutGradients, take_first_values
 
 
 class ZeroRedundancyOptimizer(WithoutCompiler):

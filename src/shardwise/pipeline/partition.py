@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from shardwise.config import Config, FamilyConfig, Layout
-from shardwise.config.stages import Stage, rank_of
+from shardwise.config.layout import Stage, rank_of
 from shardwise.models.parameter_counts import block_work, head_work
 
 

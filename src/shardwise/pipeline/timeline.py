@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.config import ParallelConfig, Recompute
+from shardwise.config.layout import rank_of
 from shardwise.config.schedules import SCHEDULES
-from shardwise.config.stages import rank_of
 from shardwise.pipeline.action_order import TIME, Action, ActionKind, action_order
 
 

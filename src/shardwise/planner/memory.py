@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from shardwise.config import DTYPE_BYTES, Config, Layout
+from shardwise.config.layout import Stage, rank_of
 from shardwise.config.schedules import SCHEDULES
-from shardwise.config.stages import Stage, rank_of
 from shardwise.layers.chunks import loss_chunk_elements, rounding_chunk_elements
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.pipeline.action_order import action_order
@@ -24,7 +24,7 @@ from shardwise.planner.activations import (
     split_peak,
     waiting_bytes,
 )
-from shardwise.planner.buckets import bucket_shapes
+from shardwise.planner.communication import bucket_shapes
 from shardwise.planner.rank_case import RankCase
 
 _FLOAT32 = 4

@@ -18,17 +18,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from shardwise.config import (
-    DTYPE_BYTES,
-    Config,
-    FamilyConfig,
-    Layout,
-    ModelConfig,
-    Precision,
-    Recompute,
-    shapes_of,
-)
-from shardwise.config.stages import Stage
+from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, ModelConfig, Precision, Recompute, shapes_of
+from shardwise.config.layout import Stage
 from shardwise.models.parameter_counts import LocalWidths, attention_work, block_work, head_work, matmul_parameter_count
 from shardwise.pipeline.partition import stage_plan
 
@@ -173,7 +164,7 @@ class RankCase:
 
     @property
     def masks_documents(self) -> bool:
-        """True if a mask [B, S, S] keeps documents within a sample apart: see `models/documents.py`."""
+        """True if a mask [B, S, S] keeps documents within a sample apart: see `models/attention.py`."""
         eager = self.accelerator and not self.config.compile.enabled
         return self.config.data.reset_attention_mask and (eager or self.model.attention_dropout_p > 0)
 

@@ -18,9 +18,9 @@ from typing import get_args
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, check_layout
+from shardwise.config.layout import Stage
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 from shardwise.config.sections import Recompute
-from shardwise.config.stages import Stage
 from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.pipeline.partition import stage_plan
 from shardwise.planner.device_specs import Cluster

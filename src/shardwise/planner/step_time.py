@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, Precision
-from shardwise.config.stages import Stage
+from shardwise.config.layout import Stage
 from shardwise.models.parameter_counts import LocalWidths, local_parameter_count
 from shardwise.optim.bucket_layout import bucket_bytes
 from shardwise.pipeline.makespan import makespan

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from shardwise.base.files import open_plain
-from shardwise.base.run_records import record_of
+from shardwise.base.parsing import record_of
 from shardwise.runs.lost_time import seconds_of
 
 # `folder.JsonLines` writes the kind of an event first, so that a line is known by its beginning without parsing it.

@@ -16,20 +16,12 @@ from typing import Any, Literal, get_args
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import reason_of
-from shardwise.base.parsing import read_mapping
+from shardwise.base.parsing import count_of, read_mapping, read_record
 from shardwise.base.redaction import without_secrets
-from shardwise.base.run_records import count_of, read_record
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
 from shardwise.runs.json_lines import GrowingFile, last_lines, last_lines_of_rank
 from shardwise.runs.lost_time import LostTime, number, seconds_of
-from shardwise.runs.rank_views import (
-    SILENT_SECONDS,
-    SILENT_STEPS,
-    NodeView,
-    RankView,
-    node_views,
-    with_relative_work,
-)
+from shardwise.runs.rank_views import SILENT_SECONDS, SILENT_STEPS, NodeView, RankView, node_views, with_relative_work
 from shardwise.runs.step_metrics import StepSeries
 
 State = Literal["starting", "running", "silent", "finished", "stopped", "failed", "killed"]

@@ -11,11 +11,10 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
-from shardwise.checkpoint.load_weights import load_hugging_face, require_finite, require_model
-from shardwise.checkpoint.restore import read_manifest, restore
+from shardwise.checkpoint.restore import load_hugging_face, read_manifest, require_finite, require_model, restore
 from shardwise.checkpoint.save import Keeping, Saver
+from shardwise.checkpoint.storage.checkpoint_folders import is_damage
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.step_folders import is_damage
 from shardwise.config import Config, Layout, Precision, check_layout
 from shardwise.config.optimizers import OptimizerSpec
 from shardwise.data.formats.common import PreparedData
@@ -25,18 +24,17 @@ from shardwise.distributed.placement import of_or_whole, placements
 from shardwise.models.blocks import Stages
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.pipeline.build import build_stages
 from shardwise.pipeline.partition import stage_plan
+from shardwise.pipeline.stages import build_stages
 from shardwise.planner.memory import expected_memory
 from shardwise.train.compile.units import compile_units
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import use_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
+from shardwise.train.rank_agreement import raised_on_every_rank, versions
 from shardwise.train.reporter import Reporter
-from shardwise.train.resume import Resumed, went_back
-from shardwise.train.same_on_ranks import raised_on_every_rank, versions
+from shardwise.train.resume import OpenedRun, Resumed, went_back
 from shardwise.train.saving import Checkpoints, make_stop_check
-from shardwise.train.start import OpenedRun
 from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
 

@@ -20,9 +20,8 @@ from shardwise.distributed.devices import widest_dtype
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Stages, gives_losses
-from shardwise.pipeline.forward import relay
-from shardwise.train.loss import mean_over_targets, perplexity
-from shardwise.train.micro_batch import MicroBatch
+from shardwise.pipeline.stages import relay
+from shardwise.train.loss import MicroBatch, mean_over_targets, perplexity
 
 _REPORT_SECONDS = 10.0
 

@@ -26,7 +26,7 @@ from shardwise.data.samples.streaming import StreamBatches
 from shardwise.distributed import collectives
 from shardwise.distributed.devices import to_device
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.micro_batch import MicroBatch
+from shardwise.train.loss import MicroBatch
 
 _IntArray = npt.NDArray[np.int64]
 _COUNTS = "counts"

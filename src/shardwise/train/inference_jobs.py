@@ -12,17 +12,17 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, DataError, RunError
 from shardwise.checkpoint.format.manifest import MANIFEST
-from shardwise.checkpoint.load_weights import load_checkpoint, load_hugging_face
+from shardwise.checkpoint.restore import load_checkpoint, load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, check_layout
 from shardwise.data.formats.common import make_evaluation
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.split import Part
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, join, leave
 from shardwise.models.blocks import Stages
-from shardwise.pipeline.build import build_stages
+from shardwise.pipeline.stages import build_stages
 from shardwise.train.evaluation import Evaluation, evaluate
 from shardwise.train.generation import Detokenizer, Generator, Sampler, generate
 

@@ -1,19 +1,119 @@
-"""The loss of a batch: the division by its targets, for training and evaluation alike; and perplexity.
+"""The loss of a batch: a micro-batch on the device, its result, and the division by the targets of the batch.
 
-Shapes: K = objectives of the loss.
+Shapes: B = samples, K = objectives of the loss.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardwise.base.errors import ConfigError
+from shardwise.data.samples.batch import Batch
 from shardwise.distributed import collectives
+from shardwise.distributed.devices import to_device
 from shardwise.distributed.mesh import Group
-from shardwise.train.micro_batch import MicroBatch
+from shardwise.layers.dropout import DropoutKey
+from shardwise.models.blocks import gives_losses
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A `Batch` on this rank's device.
+
+    Attributes:
+        inputs: tensors by the keywords of the model's forward.
+        counts_K: counted targets of each objective.
+        samples: each sample's number in the run, [B], on the host.
+        samples_B: the same numbers on the device.
+        lengths_B: tokens of each sequence before its padding; None where no sequence is padded.
+    """
+
+    inputs: dict[str, Tensor]
+    counts_K: Tensor
+    samples: npt.NDArray[np.int64]
+    samples_B: Tensor
+    lengths_B: Tensor | None = None
+
+    @staticmethod
+    def on(device: torch.device, batch: Batch) -> MicroBatch:
+        """Copy a batch to a device."""
+
+        def copied(array: npt.NDArray[np.int64]) -> Tensor:
+            return to_device(torch.from_numpy(array), device)
+
+        inputs = {name: copied(array) for name, array in batch.inputs.items()}
+        lengths_B = None
+        if batch.lengths is not None and (batch.lengths < len(inputs["ids_SB"])).any():
+            lengths_B = copied(batch.lengths)
+        return MicroBatch(inputs, copied(batch.counts), batch.samples, copied(batch.samples), lengths_B)
+
+    def empty_on(self, device: torch.device) -> MicroBatch:
+        """A micro-batch of the same shapes on another device, with any numbers."""
+
+        def empty(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device=device)
+
+        inputs = {name: empty(tensor) for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, counts_K=empty(self.counts_K), samples_B=empty(self.samples_B))
+
+    def arguments(self, part: nn.Module, x: Tensor | None = None, dropout: DropoutKey | None = None) -> dict[str, Any]:
+        """The keyword arguments for a part of a model; `dropout` and `lengths_B` only if its forward names them.
+
+        Args:
+            x: output of the part before; None for the first part.
+            dropout: key of the step; None in an evaluation.
+        """
+        parameters = _signature(type(part).forward).parameters
+        arguments: dict[str, Any] = dict(self.inputs)
+        if "dropout" in parameters:
+            arguments["dropout"] = dropout
+        if "lengths_B" in parameters and self.lengths_B is not None:
+            arguments["lengths_B"] = self.lengths_B
+        if x is not None:
+            arguments["x"] = x
+        return arguments
+
+    def result(self, part: nn.Module, returned: object) -> Tensor:
+        """The output of a part of a model, checked: x for the next part, or sums of losses `[K]` of the last part.
+
+        Raises:
+            ConfigError: a model of the user's own returned something else.
+        """
+        if not gives_losses(part):
+            assert isinstance(returned, Tensor), "only a family's model is cut into parts"
+            return returned
+        if isinstance(returned, Tensor) and returned.numel() == len(self.counts_K):
+            return returned.reshape(-1)
+        shown = f"a {type(returned).__name__}"
+        if isinstance(returned, Tensor):
+            shown = f"a tensor of shape {tuple(returned.shape)}"
+        raise ConfigError(
+            f"model.family ({type(part).__name__}): forward must return the sum of its targets' losses "
+            f"({len(self.counts_K)} in all), not {shown}"
+        )
+
+    def tokens(self) -> Tensor:
+        """The number of tokens that are not padding."""
+        if "mask_SB" not in self.inputs:
+            return self.counts_K.sum()
+        # Samples that only fill up a micro-batch have no label, and their special tokens do not count.
+        is_real_B = self.inputs["next_sentence_B"] >= 0
+        return (self.inputs["mask_SB"].sum(dim=0) * is_real_B).sum()
+
+
+# A signature takes tens of microseconds, and is asked for each micro-batch and stage.
+_signature = functools.cache(inspect.signature)
+
 
 _LARGEST_EXPONENT = 700
 """Losses from here on give no perplexity: exp(710) exceeds the largest float, 1.8e308."""

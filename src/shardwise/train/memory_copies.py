@@ -34,7 +34,7 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import local_pieces
 from shardwise.config import Config
 from shardwise.distributed import collectives
-from shardwise.distributed.agreement import union
+from shardwise.distributed.collectives import union
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.launch.environment import NODE
 from shardwise.optim.buckets import Bucket

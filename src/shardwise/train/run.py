@@ -11,24 +11,31 @@ from typing import Any, NoReturn
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, LostPeerError, RunError, StoppedError, listing, see
 from shardwise.base.user_code import error_text
-from shardwise.checkpoint.format.config_json import differences
-from shardwise.checkpoint.format.files_beside_weights import differ_in_tokens
+from shardwise.checkpoint.format.model_files import differ_in_tokens, differences
+from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
-from shardwise.checkpoint.storage.step_folders import step_name
 from shardwise.config import Config, Layout, check_layout
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
 from shardwise.train.compile.run_graphs import RunGraphs
+from shardwise.train.generation import draw_sample
 from shardwise.train.memory import out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
+from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
-from shardwise.train.resume import Resumed, continue_from, goes_back, require_same_data, restore_first, set_later_aside
-from shardwise.train.same_on_ranks import require_same
-from shardwise.train.sample_text import draw_sample
+from shardwise.train.resume import (
+    OpenedRun,
+    Resumed,
+    continue_from,
+    goes_back,
+    open_run,
+    require_same_data,
+    restore_first,
+    set_later_aside,
+)
 from shardwise.train.saving import STREAM, make_stop_check
-from shardwise.train.start import OpenedRun, open_run
 from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
 

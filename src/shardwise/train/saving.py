@@ -26,8 +26,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import joined
 from shardwise.optim.learning_rate import learning_rate
-from shardwise.runs.folder import RunDirectory
-from shardwise.train.followed_folder import FollowedFolder
+from shardwise.runs.folder import FollowedFolder, RunDirectory
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import Progress

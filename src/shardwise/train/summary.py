@@ -15,7 +15,7 @@ from shardwise.base import units
 from shardwise.base.errors import listing
 from shardwise.base.hardware import available_memory, bfloat16_unit, peak_flops
 from shardwise.config import Config, Layout, Precision, dump_yaml
-from shardwise.config.stages import Stage
+from shardwise.config.layout import Stage
 from shardwise.models.parameter_counts import canonical_tensor_count, local_parameter_count, parameter_count
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import bubble, simulate

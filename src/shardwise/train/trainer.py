@@ -28,20 +28,17 @@ from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import Stages, gives_losses, units
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.pipeline.clock import BACKWARD, FORWARD
+from shardwise.pipeline.schedule import BACKWARD, FORWARD
 from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.compile.units import Compilation
 from shardwise.train.evaluation import evaluate_rounds
 from shardwise.train.feed import Feed
-from shardwise.train.loss import count_targets, mean_over_targets, perplexity
-from shardwise.train.micro_batch import MicroBatch
-from shardwise.train.replica_check import check_replicas
+from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets, perplexity
+from shardwise.train.rank_agreement import check_replicas
 from shardwise.train.reporter import Reporter
 from shardwise.train.saving import Checkpoints, largest_of_ranks
-from shardwise.train.step_clock import DATA, OPTIMIZER, StepClock, memory_by_kind, state_by_kind
-from shardwise.train.step_record import Progress, StepRecord, end_of_run, loss_spike
-from shardwise.train.straggler import Straggler, Stragglers
-from shardwise.train.trace import Trace
+from shardwise.train.step_clock import DATA, OPTIMIZER, StepClock, Trace, memory_by_kind, state_by_kind
+from shardwise.train.step_record import Progress, StepRecord, Straggler, Stragglers, end_of_run, loss_spike
 
 if TYPE_CHECKING:
     from shardwise.pipeline.schedule import Pipeline  # imports torch's compiler, which is slow

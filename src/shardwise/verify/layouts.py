@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_name
 from shardwise.config import Config, Recompute, Schedule
+from shardwise.config.load import parse_value
 from shardwise.config.schedules import SCHEDULES
-from shardwise.config.yaml import parse_value
 
 ALL = "all"
 AXES: Mapping[str, tuple[Any, ...]] = {

@@ -16,14 +16,14 @@ from torch import Tensor
 from shardwise.base.errors import RunError, listing
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Saver
+from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
-from shardwise.checkpoint.storage.step_folders import step_name
 from shardwise.config import Config
-from shardwise.data.random_text import random_text
+from shardwise.data.formats.text import random_text
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.build import build_trainer
-from shardwise.train.replica_check import check_replicas
+from shardwise.train.rank_agreement import check_replicas
 from shardwise.train.trainer import Trainer
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import at

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.distributed.mesh import Group
 from shardwise.verify.calibration import measure
-from shardwise.verify.calibration.probes import Probe
+from shardwise.verify.calibration.fit import Probe
 
 MANY = 24  # steps of each miniature where there is time
 

@@ -10,9 +10,8 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.companion_files import Companions, find_companions
-from shardwise.checkpoint.export_model import model_files
-from shardwise.checkpoint.format.files_beside_weights import files_beside_weights
+from shardwise.checkpoint.export_model import Companions, find_companions, model_files
+from shardwise.checkpoint.format.model_files import files_beside_weights
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, UserModelConfig, load_config
 from shardwise.data import hub
@@ -144,7 +143,7 @@ def test_fault_09_a_runs_folder_means_its_newest_checkpoint(tmp_path: Path, monk
     (run / "checkpoints").mkdir(parents=True)
     newest = SimpleNamespace(location=str(weights))
     monkeypatch.setattr(
-        "shardwise.checkpoint.storage.find_checkpoint.weights_folder", lambda location, announce: newest
+        "shardwise.checkpoint.storage.checkpoint_folders.weights_folder", lambda location, announce: newest
     )
     assert find_companions(run_of(companions=run), None, weights).ids == IDS
 

@@ -15,8 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.storage import root as places
-from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.step_folders import (
+from shardwise.checkpoint.storage.checkpoint_folders import (
     abandon,
     abandoned,
     checkpoints,
@@ -28,6 +27,7 @@ from shardwise.checkpoint.storage.step_folders import (
     step_name,
     survey,
 )
+from shardwise.checkpoint.storage.root import Root, StoreError
 from tests.stored import bfloat16, write_checkpoint
 
 TENSORS = {"model": {"w": bfloat16(0, 4, 4)}}

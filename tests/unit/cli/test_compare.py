@@ -13,7 +13,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from shardwise.cli import main
-from shardwise.cli.curve import read_curve
+from shardwise.cli.compare import read_curve
 
 LOSSES = {1: 4.0, 2: 3.0, 3: 2.0}
 EVENTS = [{"event": "start"}, *({"event": "step", "step": step, "loss": loss} for step, loss in LOSSES.items())]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError, RunError
-from shardwise.cli import following, main, rehearsal, submit
+from shardwise.cli import following, main, submit
 from shardwise.launch.slurm import commands
 from shardwise.runs.folder import RunDirectory
 
@@ -125,32 +125,32 @@ def test_another_machine_needs_ssh(
 
 
 def test_a_rehearsal_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "_TRAIN_SECONDS", 0.0)
-    monkeypatch.setattr(rehearsal, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(submit, "_TRAIN_SECONDS", 0.0)
+    monkeypatch.setattr(submit, "_POLL_SECONDS", 0.0)
     waiting = commands._job("7|PENDING||1||0:00|1:00|gpu||T|shardwise:/x")
     monkeypatch.setattr(commands, "jobs", lambda **_: [waiting])
     with pytest.raises(RunError, match="job 7 did not take a first step within 0 s; it goes on"):
-        rehearsal.rehearse("7", RunDirectory(tmp_path / "run").create().path)
+        submit.rehearse("7", RunDirectory(tmp_path / "run").create().path)
     monkeypatch.setattr(commands, "jobs", lambda **_: [])
-    monkeypatch.setattr(rehearsal, "_TRAIN_SECONDS", 60.0)
+    monkeypatch.setattr(submit, "_TRAIN_SECONDS", 60.0)
     with pytest.raises(
         RunError, match=r"job 7 ended before it could take a first step; `shardwise jobs log 7` says why"
     ):
-        rehearsal.rehearse("7", tmp_path / "run")
+        submit.rehearse("7", tmp_path / "run")
 
 
 def test_a_rehearsal_that_resumes_before_what_it_had_saved_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, cancelled = RunDirectory(tmp_path / "run").create(), list[str]()
-    monkeypatch.setattr(rehearsal, "last_step", lambda _: 12)
-    monkeypatch.setattr(rehearsal, "newest_checkpoint", lambda _: 10)
+    monkeypatch.setattr(submit, "last_step", lambda _: 12)
+    monkeypatch.setattr(submit, "newest_checkpoint", lambda _: 10)
     monkeypatch.setattr(commands, "warn", lambda _: None)
     monkeypatch.setattr(commands, "restarts", lambda _: 1)
     monkeypatch.setattr(commands, "cancel", cancelled.append)
     directory.metrics.write_text('{"event": "resume", "step": 5}\n')
     with pytest.raises(RunError, match="job 7 resumed after step 5, and had saved step 10"):
-        rehearsal.rehearse("7", directory.path)
+        submit.rehearse("7", directory.path)
     assert cancelled == ["7"]
 
 

@@ -122,7 +122,7 @@ def test_a_dry_run_refuses_weights_that_are_not_there(
     )
     assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=memory://none/run"]) == 2
     assert "checkpoint.load (memory://none/run) must be a checkpoint or hold checkpoints" in capsys.readouterr().err
-    monkeypatch.setattr("shardwise.checkpoint.storage.find_checkpoint.find", lambda wanted: "hub")
+    monkeypatch.setattr("shardwise.checkpoint.storage.checkpoint_folders.find", lambda wanted: "hub")
     assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=owner/name"]) == 0
     assert "\n# weights        owner/name: on the hub, fetched when the run starts\n" in capsys.readouterr().out
     Path("mine.yaml").write_text(recipe_text("bert-large-phase2"))

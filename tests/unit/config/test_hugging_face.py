@@ -11,12 +11,7 @@ import transformers
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.config import FamilyConfig, UserModelConfig, config_from, load_config
-from shardwise.config.hugging_face import (
-    families_by_model_type,
-    from_hugging_face,
-    read_hugging_face,
-    to_hugging_face,
-)
+from shardwise.config.hugging_face import families_by_model_type, from_hugging_face, read_hugging_face, to_hugging_face
 from shardwise.config.load import apply_overrides
 from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, LLAMA3_1_8B, MISTRAL_7B, PYTHIA_6_9B, QWEN2_5_7B, SMOLLM3_3B
 

@@ -10,8 +10,7 @@ from shardwise.config import Config, Layout, config_from
 from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 from shardwise.optim.buckets import Dtypes, make_buckets
-from shardwise.planner.buckets import bucket_shapes
-from shardwise.planner.communication import Transfer, evaluation_transfers, step_transfers, wire_bytes
+from shardwise.planner.communication import Transfer, bucket_shapes, evaluation_transfers, step_transfers, wire_bytes
 from shardwise.planner.rank_case import RankCase
 from shardwise.train.build import decay_groups
 from tests.unit.cost.families import MODELS, make_config, section

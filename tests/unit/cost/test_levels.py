@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from shardwise.config import ParallelConfig, Recompute, Schedule
+from shardwise.config.layout import rank_of
 from shardwise.config.rules import fits_schedule
 from shardwise.config.schedules import rounds_of_step
-from shardwise.config.stages import rank_of
 from shardwise.pipeline import makespan as levels
 from shardwise.pipeline.action_order import Action, ActionKind, action_order
 from shardwise.pipeline.makespan import makespan, pass_levels, program

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.config import Config, Layout, check_layout, load_config
-from shardwise.config.stages import Stage
+from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
 from shardwise.models.blocks import Part

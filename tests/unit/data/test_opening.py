@@ -9,11 +9,11 @@ import pytest
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, config_from
-from shardwise.data import hub, opening
+from shardwise.data import hub
 from shardwise.data.formats import stream as stream_data
-from shardwise.data.formats.inspection import Inspection
-from shardwise.data.opening import FORMATS, DataFormat, Glance, format_of, glance, inspect, prepare
-from shardwise.data.random_text import random_text
+from shardwise.data.formats.common import Inspection
+from shardwise.data.formats.text import random_text
+from shardwise.data.open_data import FORMATS, DataFormat, Glance, format_of, glance, inspect, prepare
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.reading.text_sources import open_source
 from shardwise.data.tokens.tokenizer import train_tokenizer
@@ -216,7 +216,7 @@ def test_a_new_format_is_one_record(at: Path, monkeypatch: pytest.MonkeyPatch) -
         glance=lambda config: "a dummy",
         inspect=lambda data, samples: Inspection(str(data.path), "dummy", 0, [], {}),
     )
-    monkeypatch.setattr(opening, "FORMATS", {"dummy": dummy, **FORMATS})
+    monkeypatch.setattr(open_data, "FORMATS", {"dummy": dummy, **FORMATS})
     config = chosen(path="some.dummy")
     assert format_of(config.data) is dummy
     assert prepare(config, at).count("train") == random_text().count("train")

@@ -14,8 +14,7 @@ from shardwise.cli import doctor, main
 from shardwise.launch.environment import RANK_PROCESS
 from shardwise.verify.doctor import collective as ranks
 from shardwise.verify.doctor import machine
-from shardwise.verify.doctor.check import Check, ok
-from shardwise.verify.doctor.software import software
+from shardwise.verify.doctor.machine import Check, ok, software
 
 REQUIRES = ["torch>=2.11", "numpy>=1.26", 'h5py>=3.11; extra == "hdf5"', 'pytest; extra == "dev"']
 VERSIONS = {"torch": "2.13.0+cpu", "numpy": "2.4.6", "h5py": "3.16.0"}

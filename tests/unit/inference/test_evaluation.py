@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from shardwise.data.samples.batch import IGNORE, Batch
-from shardwise.train.micro_batch import MicroBatch
+from shardwise.train.loss import MicroBatch
 
 
 def tokens(batch: Batch) -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.launch import tasks
+from shardwise.launch import external_launchers
 from shardwise.launch.environment import Rank, joined, may_be_a_task
 from shardwise.launch.first_failure import Failure
 
@@ -23,14 +23,14 @@ MPIRUN = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(("RANK", "LOCA
 @pytest.fixture(autouse=True)
 def _known_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {"gpu3": "10.0.0.3"}
-    monkeypatch.setattr(tasks, "_node_address", addresses.get)
-    monkeypatch.setattr(tasks, "_resolves", lambda name: name in addresses.values())
+    monkeypatch.setattr(external_launchers, "_node_address", addresses.get)
+    monkeypatch.setattr(external_launchers, "_resolves", lambda name: name in addresses.values())
 
 
 def test_a_task_of_srun_has_its_place_and_the_steps_first_host() -> None:
     variables = dict(SRUN)
     assert may_be_a_task(variables)
-    tasks.adopt_task(variables)
+    external_launchers.adopt_task(variables)
     assert joined(variables) == Rank(rank=3, local_rank=0, world=5)
     assert (variables["LOCAL_WORLD_SIZE"], variables["MASTER_ADDR"]) == ("1", "10.0.0.3")
     assert not may_be_a_task(variables), "its children would join too"
@@ -39,7 +39,7 @@ def test_a_task_of_srun_has_its_place_and_the_steps_first_host() -> None:
 def test_all_tasks_of_a_job_and_no_other_job_meet_at_a_port() -> None:
     def port(**changed: str) -> int:
         variables = {**SRUN, **changed}
-        tasks.adopt_task(variables)
+        external_launchers.adopt_task(variables)
         return int(variables["MASTER_PORT"])
 
     assert port(SLURM_PROCID="0") == port()
@@ -51,22 +51,22 @@ def test_all_tasks_of_a_job_and_no_other_job_meet_at_a_port() -> None:
 
 def test_on_one_node_the_tasks_meet_on_the_loopback_interface() -> None:
     variables = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"}
-    tasks.adopt_task(variables)
+    external_launchers.adopt_task(variables)
     assert variables["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_a_host_that_cannot_be_known_is_refused_and_never_guessed() -> None:
     variables = {**SRUN, "SLURM_STEP_NODELIST": "cpu[1-4]"}
     with pytest.raises(ConfigError, match=r"MASTER_ADDR must be set .* its name \(cpu1\) does not resolve"):
-        tasks.adopt_task(variables)
+        external_launchers.adopt_task(variables)
     assert joined(variables) == Rank(rank=3, local_rank=0, world=5), "all tasks would tell it at once"
     with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR="):
-        tasks.adopt_task({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+        external_launchers.adopt_task({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
 
 
 def test_processes_of_mpirun_on_one_machine() -> None:
     variables = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "1234"}
-    tasks.adopt_task(variables)
+    external_launchers.adopt_task(variables)
     assert joined(variables) == Rank(rank=1, local_rank=1, world=2)
     assert variables["MASTER_ADDR"] == "127.0.0.1"
 
@@ -90,7 +90,7 @@ JOB["SLURM_JOB_NODELIST"] = SRUN["SLURM_STEP_NODELIST"]
 )  # fmt: skip
 def test_fault_14_a_task_of_each_launcher_joins(variables: dict[str, str], place: tuple[int, int, int]) -> None:
     own = dict(variables)
-    tasks.adopt_task(own)
+    external_launchers.adopt_task(own)
     assert joined(own) == Rank(*place)
 
 
@@ -122,11 +122,11 @@ def test_fault_14_a_task_of_each_launcher_joins(variables: dict[str, str], place
 def test_fault_14_a_task_that_cannot_know_its_place_is_told_what_to_set(variables: dict[str, str], told: str) -> None:
     own = dict(variables)
     with pytest.raises(ConfigError) as caught:
-        tasks.adopt_task(own)
+        external_launchers.adopt_task(own)
     assert str(caught.value).startswith(told)
     assert "or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does" in str(caught.value)
     assert joined(own) is not None, "all tasks would tell it at once"
-    tasks.end_step(Failure(0, "", 2), {**variables, "SLURM_JOB_ID": ""})
+    external_launchers.end_step(Failure(0, "", 2), {**variables, "SLURM_JOB_ID": ""})
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_fault_14_a_task_that_cannot_know_its_place_is_told_what_to_set(variable
 )
 def test_fault_14_a_process_that_is_alone_stays_so(variables: dict[str, str]) -> None:
     own = dict(variables)
-    tasks.adopt_task(own)
+    external_launchers.adopt_task(own)
     assert own == variables
 
 
 @pytest.mark.parametrize("kept", [{"RANK": "0"}, {"WORLD_SIZE": "4"}, {"WORLD_SIZE": "1"}])
 def test_who_is_placed_already_or_alone_stays_so(kept: dict[str, str]) -> None:
     variables = {**SRUN, **kept}
-    tasks.adopt_task(variables)
+    external_launchers.adopt_task(variables)
     assert variables == {**SRUN, **kept}
 
 
@@ -163,11 +163,11 @@ def test_who_is_placed_already_or_alone_stays_so(kept: dict[str, str]) -> None:
     ],
 )
 def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
-    assert tasks.first_name(nodes) == first
+    assert external_launchers.first_name(nodes) == first
 
 
 def test_the_tasks_of_each_node() -> None:
-    assert tasks.tasks_of_nodes("2(x3),1") == [2, 2, 2, 1]
+    assert external_launchers.tasks_of_nodes("2(x3),1") == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize(("further", "ended"), [({}, 1), ({"TORCHELASTIC_RUN_ID": "7"}, 0)])
@@ -176,7 +176,7 @@ def test_fault_19_a_rank_of_an_agent_does_not_end_the_step_of_all_agents(
 ) -> None:
     """Else the launcher of a submitted job is killed before it can tell why the rank failed."""
     started: list[list[str]] = []
-    monkeypatch.setattr(tasks.shutil, "which", lambda name: name)
-    monkeypatch.setattr(tasks.subprocess, "Popen", lambda command, **_: started.append(command))
-    tasks.end_step(Failure(0, "", 1), {**SRUN, **further})
+    monkeypatch.setattr(external_launchers.shutil, "which", lambda name: name)
+    monkeypatch.setattr(external_launchers.subprocess, "Popen", lambda command, **_: started.append(command))
+    external_launchers.end_step(Failure(0, "", 1), {**SRUN, **further})
     assert len(started) == ended

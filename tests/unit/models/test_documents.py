@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from shardwise.models.documents import BLOCK, block_mask, define_document_attention, dense_mask, document_attention
+from shardwise.models.attention import BLOCK, block_mask, define_document_attention, dense_mask, document_attention
 
 
 def starts(length: int, firsts: list[list[int]]) -> Tensor:

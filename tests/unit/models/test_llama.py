@@ -13,7 +13,7 @@ from shardwise.config.decoders import Olmo2Config, Qwen3Config
 from shardwise.distributed.placement import placements
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.attention import AttentionCore
-from shardwise.models.key_value_cache import KeyValueCache
+from shardwise.models.blocks import KeyValueCache
 from shardwise.models.llama import Llama
 from tests.unit.parallel.groups import pretend_group
 

@@ -15,7 +15,7 @@ from shardwise.config import model as families
 from shardwise.config.decoders import DecoderConfig
 from shardwise.config.families import NormedWidth, NormPlace
 from shardwise.config.hugging_face import read_hugging_face
-from shardwise.config.hugging_face_fields import ConfigFile
+from shardwise.config.hugging_face_names import ConfigFile
 from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameters, parameter_count

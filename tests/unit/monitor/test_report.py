@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
-from shardwise.runs.curves import Column, Curve
 from shardwise.runs.folder import json_text
 from shardwise.runs.report.chart import line_chart, short, stacked_chart, time_ticks
 from shardwise.runs.report.numbers import columns
-from shardwise.runs.step_metrics import PARTS
+from shardwise.runs.step_metrics import PARTS, Column, Curve
 from tests.monitor_runs import FIRST, SPLIT, Mesh, Start, ending, loss_of, write_big, write_run
 
 HOSTILE = "<script>alert('x')</script>"

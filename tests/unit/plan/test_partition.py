@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
-from shardwise.config.stages import rank_of
+from shardwise.config.layout import rank_of
 from shardwise.pipeline.partition import balanced, compute_shares, stage_plan
 
 

@@ -14,8 +14,8 @@ from shardwise.base.errors import ConfigError, DataError, RunError, StoppedError
 from shardwise.base.user_code import given
 from shardwise.cli import main
 from shardwise.config import check_layout
-from shardwise.config.resume_rules import resume_problems
-from shardwise.data.opening import prepare
+from shardwise.config.rules import resume_problems
+from shardwise.data.open_data import prepare
 from shardwise.launch import stop_requests
 from shardwise.runs.run import RunView
 from shardwise.train.hooks import MetricsWithCallbacks, check_hooks, user_optimizer

@@ -14,7 +14,7 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.config import load_config
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.distributed.mesh import Mesh
-from shardwise.train import same_on_ranks, start
+from shardwise.train import rank_agreement, resume
 from tests.dist.training import make_config
 
 TINY: Any = load_config("llama2-tiny").model
@@ -32,36 +32,36 @@ def test_ranks_ask_one_another_until_the_slowest_has_done_its_work(monkeypatch: 
             end.set()
         return [max(pair) for pair in zip(mine, others[min(len(asked), len(others)) - 1], strict=True)]
 
-    monkeypatch.setattr(same_on_ranks.collectives, "reduce_numbers", exchanged)
-    assert same_on_ranks.while_others_wait(lambda: end.wait(10), PAIR)
+    monkeypatch.setattr(rank_agreement.collectives, "reduce_numbers", exchanged)
+    assert rank_agreement.while_others_wait(lambda: end.wait(10), PAIR)
     assert asked[:3] == [(True, False)] * 3
     assert asked[-1] == (False, False)
 
 
 def test_a_failure_on_another_rank_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_on_ranks.collectives, "reduce_numbers", lambda mine, group: [mine[0], True])
-    assert same_on_ranks.while_others_wait(lambda: "done", PAIR) == "done"
+    monkeypatch.setattr(rank_agreement.collectives, "reduce_numbers", lambda mine, group: [mine[0], True])
+    assert rank_agreement.while_others_wait(lambda: "done", PAIR) == "done"
 
 
 def test_a_failure_on_this_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_on_ranks.collectives, "reduce_numbers", lambda mine, group: [True, mine[1]])
+    monkeypatch.setattr(rank_agreement.collectives, "reduce_numbers", lambda mine, group: [True, mine[1]])
 
     def fail() -> None:
         raise OSError("no such file")
 
     with pytest.raises(OSError, match="no such file"):
-        same_on_ranks.while_others_wait(fail, PAIR)
+        rank_agreement.while_others_wait(fail, PAIR)
 
 
 def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.data.hub.resolve", lambda *_, **__: tmp_path / "0123")
-    monkeypatch.setattr(same_on_ranks.collectives, "any_rank", lambda is_true, group: True)
+    monkeypatch.setattr(rank_agreement.collectives, "any_rank", lambda is_true, group: True)
     monkeypatch.setattr(
-        same_on_ranks.collectives, "all_gather_objects", lambda mine, group: [mine, "4567" if mine else mine]
+        rank_agreement.collectives, "all_gather_objects", lambda mine, group: [mine, "4567" if mine else mine]
     )
     told = r"checkpoint\.load \(acme/tiny\) must be one commit on every machine: set checkpoint\.revision=0123"
     with pytest.raises(ConfigError, match=told):
-        start._find_weights(make_config(checkpoint={"load": "acme/tiny"}), Mesh(device="cpu"))
+        resume._find_weights(make_config(checkpoint={"load": "acme/tiny"}), Mesh(device="cpu"))
 
 
 def test_fault_09_a_resumed_run_has_what_lies_beside_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_fault_09_a_resumed_run_has_what_lies_beside_its_newest_checkpoint(tmp_p
     found: Any = SimpleNamespace(candidates=[SimpleNamespace(folder=Root.of(saved))])
     new: Any = SimpleNamespace(candidates=[])
     named = load_config("llama2-tiny", [f"checkpoint.companions={model}"])
-    assert start._companions(config, new, None, None, None).ids == {"eos_token_id": [8, 9]}
-    assert start._companions(config, found, config.recorded(), None, None).ids == {"eos_token_id": [7, 9]}
-    assert start._companions(named, found, config.recorded(), None, None).ids == {"eos_token_id": [8, 9]}
+    assert resume._companions(config, new, None, None, None).ids == {"eos_token_id": [8, 9]}
+    assert resume._companions(config, found, config.recorded(), None, None).ids == {"eos_token_id": [7, 9]}
+    assert resume._companions(named, found, config.recorded(), None, None).ids == {"eos_token_id": [8, 9]}
     shutil.rmtree(model)
-    assert start._companions(config, found, config.recorded(), None, None).ids == {"eos_token_id": [7, 9]}
-    assert start._companions(named, found, named.recorded(), None, None).ids == {"eos_token_id": [7, 9]}
+    assert resume._companions(config, found, config.recorded(), None, None).ids == {"eos_token_id": [7, 9]}
+    assert resume._companions(named, found, named.recorded(), None, None).ids == {"eos_token_id": [7, 9]}

@@ -8,7 +8,7 @@ import torch
 from shardwise.config import LlamaConfig
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.llama import Llama
-from shardwise.train.sample_text import continue_text
+from shardwise.train.generation import continue_text
 
 MODEL: dict[str, Any] = {
     "family": "llama",

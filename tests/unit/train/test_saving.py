@@ -13,8 +13,7 @@ import pytest
 from shardwise.base.errors import LostPeerError, RunError, see
 from shardwise.checkpoint.save import Saved, Saver
 from shardwise.distributed.mesh import Mesh
-from shardwise.runs.folder import RunDirectory
-from shardwise.train.followed_folder import FollowedFolder
+from shardwise.runs.folder import FollowedFolder, RunDirectory
 from shardwise.train.saving import Checkpoints
 from shardwise.train.step_record import Progress
 from tests.unit.train.test_report import config, reporter

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.train.step_record import SMOOTHED_STEPS, loss_spike
-from shardwise.train.straggler import WINDOW, Occurrence, Straggler, Stragglers
+from shardwise.train.step_record import SMOOTHED_STEPS, WINDOW, Occurrence, Straggler, Stragglers, loss_spike
 
 
 def played(work: list[float], *, tensor: int = 1, pipeline: int = 1, steps: int = WINDOW + 3) -> Straggler | None:

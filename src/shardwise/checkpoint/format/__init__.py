@@ -7,6 +7,5 @@ stored_tensors          any box of a stored tensor, and comparison with a model'
 verify                  every byte of a checkpoint
 diff                    differences of two checkpoints
 export_checkpoint       a checkpoint as a Hugging Face folder
-config_json             the model that a config.json describes
-files_beside_weights    tokenizer, generation settings and ids of special tokens
+model_files             config.json, tokenizer, generation settings and ids of special tokens
 """

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardwise.base.names import name_problem
+from shardwise.base.files import name_problem
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size as size_text
 from shardwise.checkpoint.format.safetensors import DTYPES, is_counts, tensor_fields

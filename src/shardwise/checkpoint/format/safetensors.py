@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import see
-from shardwise.base.names import SAFETENSORS_METADATA, is_tensor_name
+from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
 from shardwise.base.units import size as size_text
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 

@@ -206,7 +206,7 @@ def find_sources(
 ) -> tuple[dict[str, list[str]], list[str]]:
     """The names under which a folder holds each canonical tensor, the one to read first; and every mismatch.
 
-    Names may be spelled as `config/weight_names.py` says for the model's family.
+    Names may be spelled as `config/hugging_face_names.py` says for the model's family.
 
     Args:
         where: subject of the lines on mismatches.

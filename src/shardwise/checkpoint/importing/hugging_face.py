@@ -1,20 +1,156 @@
-"""A Hugging Face folder, whichever program spelled the names of its weights."""
+"""A model of another program becomes a checkpoint of step 0; here one in a Hugging Face folder."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import importlib.metadata
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
+from shardwise import __version__
 from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box
-from shardwise.checkpoint.format.config_json import read_model
-from shardwise.checkpoint.format.files_beside_weights import files_beside_weights, token_ids
-from shardwise.checkpoint.format.manifest import MODEL, TensorEntry
-from shardwise.checkpoint.format.safetensors import DTYPES
+from shardwise.checkpoint.format.manifest import MODEL, Manifest, TensorEntry
+from shardwise.checkpoint.format.model_files import files_beside_weights, read_model, token_ids
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, segments
-from shardwise.checkpoint.format.writing import CONFIG, STREAM_BYTES, StreamedWeight
-from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
+from shardwise.checkpoint.format.verify import non_finite, non_finite_text
+from shardwise.checkpoint.format.writing import (
+    CONFIG,
+    MAX_SHARD_BYTES,
+    STREAM_BYTES,
+    PlannedFile,
+    StreamedWeight,
+    WrittenFolder,
+    tensor_entries,
+    to_json,
+    write_folder,
+)
+from shardwise.checkpoint.storage.checkpoint_folders import step_name
+from shardwise.checkpoint.storage.chunks import FileEntry
 from shardwise.checkpoint.storage.root import Buffer, Root
+from shardwise.config import FamilyConfig, config_from
+from shardwise.config.hugging_face import to_hugging_face
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import placements
+from shardwise.models.build import build_model
+
+STEP = 0
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """A model of another program, whose weights have not been read yet.
+
+    Attributes:
+        config: configuration of the model.
+        weights: all canonical weights, in the model's order.
+        layout: degrees of parallelism of the source; empty where it is not sharded.
+        small_files: name → content of other files of the model.
+        tokens: ids of special tokens, for `config.json`.
+        notes: sentences for the user, on settings of the other program that have no counterpart here.
+    """
+
+    config: FamilyConfig
+    weights: Sequence[StreamedWeight]
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
+    tokens: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(weight.shape) for weight in self.weights)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most parameters have, as torch names it."""
+        sizes: Counter[str] = Counter()
+        for weight in self.weights:
+            sizes[FLOATING[weight.dtype]] += math.prod(weight.shape)
+        return max(sizes, key=lambda name: sizes[name])
+
+
+def canonical_shapes(model: FamilyConfig) -> dict[str, tuple[int, ...]]:
+    """Every canonical tensor of a model, in its order; nothing is allocated."""
+    # The model needs a whole configuration; keys of the training have any valid value.
+    sections = {
+        "model": model.model_dump(),
+        "train": {"steps": 1, "global_batch": 1, "sequence_length": 1},
+        "optimizer": {"lr": 1.0},
+    }
+    built = build_model(config_from(sections), Group(), sequence_parallel=False, device="meta")
+    return {piece.name: piece.shape for _, _, record in placements(built) for piece in record.pieces}
+
+
+def write_checkpoint(
+    opened: ForeignModel,
+    root: Root,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> WrittenFolder:
+    """Write the checkpoint of step 0 into a folder of checkpoints: weights alone, complete or not at all.
+
+    Raises:
+        ConfigError: there is one, or a weight has values that are not finite. StoreError: a file cannot be read or
+        written.
+    """
+    # Values are checked as they are written: to read the weights twice would take twice the time.
+    not_finite: Counter[str] = Counter()
+
+    def manifest(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> Manifest:
+        if not_finite:
+            raise ConfigError(f"SOURCE must have finite weights, and it has {non_finite_text(not_finite)}")
+        return _manifest(opened, entries, files)
+
+    weights = [replace(weight, read=partial(_read_counting, weight, not_finite)) for weight in opened.weights]
+    described = {**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}
+    small_files = {**opened.small_files, CONFIG: to_json(described)}
+    return write_folder(
+        root,
+        step_name(STEP),
+        weights,
+        small_files,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+        manifest=manifest,
+    )
+
+
+def _manifest(opened: ForeignModel, entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> Manifest:
+    return Manifest(
+        step=STEP,
+        samples=0,
+        position=0,
+        tokens=0,
+        config={"model": opened.config.model_dump(mode="json")},
+        layout=opened.layout,
+        schedule={},
+        data={},
+        rng={},
+        versions={"shardwise": __version__, "torch": importlib.metadata.version("torch")},
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        optimizer=None,
+        files=tuple(entries),
+        tensors=tensor_entries(entries, [file.piece_rows for file in files]),
+    )
+
+
+def _read_counting(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
+    """Yield the bytes of a weight, and add the number of its values that are not finite to `not_finite`."""
+    for data in weight.read():
+        count = non_finite(memoryview(data).cast("B"), weight.dtype)
+        if count:
+            not_finite[weight.name] += count
+        yield data
 
 
 def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignModel:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.checkpoint.format.config_json import validated
+from shardwise.checkpoint.format.model_files import validated
 from shardwise.config import GPTConfig, LlamaConfig
 
 RankStates: TypeAlias = Mapping[tuple[int, int], Mapping[str, Any]]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.units import counted
+from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_of_layers, mismatches
 from shardwise.checkpoint.format.writing import STREAM_BYTES, StreamedWeight
 from shardwise.checkpoint.storage.root import Buffer
-from shardwise.checkpoint.torch_dtypes import DTYPE_NAMES
 
 _SHOWN = 8
 _DRIFT_REFUSED = "replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"

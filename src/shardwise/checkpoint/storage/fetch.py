@@ -31,8 +31,7 @@ from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.files import NoLocksError, lock, new_file, open_lock, open_own, to_disk
-from shardwise.base.names import name_problem
+from shardwise.base.files import NoLocksError, lock, name_problem, new_file, open_lock, open_own, to_disk
 from shardwise.base.parsing import json_value
 from shardwise.base.redaction import unsigned
 from shardwise.base.units import size as size_text

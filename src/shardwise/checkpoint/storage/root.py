@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from shardwise.base.errors import ConfigError, RunError, listing, see
-from shardwise.base.files import free_bytes, sync_folder, write_atomic
-from shardwise.base.names import name_problem
+from shardwise.base.files import free_bytes, name_problem, sync_folder, write_atomic
 from shardwise.base.redaction import redacted
 from shardwise.base.units import size as size_text
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import MOST_BYTES, read_plain
-from shardwise.base.run_records import instance, record_of
+from shardwise.base.parsing import instance, record_of
 from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.storage.checkpoint_folders import step_name, steps
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.step_folders import step_name, steps
 from shardwise.config import Config, parse_yaml, resume_problems
 from shardwise.runs.folder import RunDirectory, RunLock
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardwise.checkpoint.storage.find_checkpoint import LATEST
+from shardwise.checkpoint.storage.checkpoint_folders import LATEST
 
 ACTIONS = {
     "inspect": "show what a checkpoint holds, or list a run's checkpoints",

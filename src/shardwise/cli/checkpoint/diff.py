@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted
-from shardwise.checkpoint.storage.find_checkpoint import weights_folder
+from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.cli import output
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted, parse_size, size
-from shardwise.checkpoint.storage.find_checkpoint import weights_folder
+from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
 

@@ -20,11 +20,11 @@ from shardwise.base.units import count, counted, size
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
-from shardwise.config.yaml import parse_value
+from shardwise.config.load import parse_value
 from shardwise.data import hub
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.importing.foreign_model import ForeignModel
+    from shardwise.checkpoint.importing.hugging_face import ForeignModel
 
 _HUB = "hugging-face"
 _MEGATRON = "megatron"
@@ -87,7 +87,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     _require_fitting(arguments)
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
-    from shardwise.checkpoint.importing.foreign_model import write_checkpoint
+    from shardwise.checkpoint.importing.hugging_face import write_checkpoint
 
     root = answering_root(arguments.dest if "://" in arguments.dest else Path(arguments.dest).expanduser())
     if (root / "checkpoints").is_folder():
@@ -127,8 +127,7 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
 def _open(arguments: argparse.Namespace) -> ForeignModel:
     from shardwise.checkpoint.importing.hugging_face import open_hugging_face
     from shardwise.checkpoint.importing.megatron import open_megatron
-    from shardwise.checkpoint.importing.nemo import open_nemo
-    from shardwise.checkpoint.importing.neuronx import open_neuronx
+    from shardwise.checkpoint.importing.neuron import open_nemo, open_neuronx
     from shardwise.checkpoint.storage.root import Root
 
     ignore = _names(arguments.ignore)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import count, counted, duration, size
-from shardwise.checkpoint.storage.find_checkpoint import checkpoint_folder
+from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.cli import output
 from shardwise.cli.checkpoint import add_path
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.format.manifest import Manifest
-    from shardwise.checkpoint.storage.step_folders import StepFolder
+    from shardwise.checkpoint.storage.checkpoint_folders import StepFolder
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint.storage.step_folders import abandoned
+    from shardwise.checkpoint.storage.checkpoint_folders import abandoned
 
     place = checkpoint_folder(arguments.path)
     checkpoints = place.checkpoints()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted, size
-from shardwise.checkpoint.storage.find_checkpoint import NamedFolder, checkpoint_folder
+from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, checkpoint_folder
 from shardwise.cli import output
 from shardwise.cli.checkpoint import add_path
 from shardwise.runs.folder import RunDirectory, RunLock
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint.storage.step_folders import abandoned, removable, remove_checkpoint
+    from shardwise.checkpoint.storage.checkpoint_folders import abandoned, removable, remove_checkpoint
 
     keep = arguments.keep
     every = arguments.keep_every

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted, duration, size
-from shardwise.checkpoint.storage.find_checkpoint import checkpoint_folder
+from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.cli import output
 from shardwise.cli.checkpoint import add_path
 

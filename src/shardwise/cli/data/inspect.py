@@ -18,7 +18,7 @@ from shardwise.cli import output
 from shardwise.cli.data import add_marks, add_reading, arguments_named
 
 if TYPE_CHECKING:
-    from shardwise.data.formats.inspection import Inspection, Lengths
+    from shardwise.data.formats.common import Inspection, Lengths
 
 _WIDTH = 80
 _BAR = 36
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.samples < 0:
         raise ConfigError(f"--samples ({arguments.samples}) must be at least 0")
-    from shardwise.data.opening import inspect
+    from shardwise.data.open_data import inspect
 
     names = ("tokenizer", "text_key", "append_eod", "prepend_bos")
     keys = {name: getattr(arguments, name) for name in names}

@@ -1,16 +1,15 @@
-"""A module for each format of data, with the functions of its record in `opening.FORMATS`: open, glance and inspect.
+"""A module for each format of data, with the functions of its record in `open_data.FORMATS`: open, glance and inspect.
 
 Shared by all of them:
 
-    common.py         prepared data, and checks that several formats share
-    inspection.py     the result of an inspection
+    common.py         prepared data, the result of an inspection, and checks that several formats share
 
 Formats:
 
     megatron.py       Megatron's .bin and .idx, one or several in a blend
     hdf5.py           HDF5 shards of masked sentence pairs
     datasets.py       data sets of the library `datasets`
-    text.py           text that is tokenized once
+    text.py           text that is tokenized once; random text for measurements
     stream.py         text that is tokenized while it is trained on
     user_samples.py   samples of the object that `hooks.data` names
 """

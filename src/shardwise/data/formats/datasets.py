@@ -18,23 +18,21 @@ from shardwise.config import BUILT_IN_TEXTS, Config, DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import text
 from shardwise.data.formats.common import (
+    SAMPLE_CHARACTERS,
     Announce,
+    InspectedSample,
+    Inspection,
+    Lengths,
     PreparedText,
     entry_problems,
     in_pairs,
     mark_problems,
     needed_parts,
+    spread,
     tokenizer_in_cache,
     tokenizer_of_tokens,
-    without_tokenizer,
-)
-from shardwise.data.formats.inspection import (
-    SAMPLE_CHARACTERS,
-    InspectedSample,
-    Inspection,
-    Lengths,
-    spread,
     with_tokens,
+    without_tokenizer,
 )
 from shardwise.data.reading.content import first_line
 from shardwise.data.reading.dataset_tables import TOKENS, DataSet, library, require_library

@@ -16,13 +16,16 @@ from shardwise.config.data import MASKED_FRACTION
 from shardwise.data import cache
 from shardwise.data.formats.common import (
     Announce,
+    Inspection,
+    Lengths,
     PreparedData,
     needed_parts,
     require_sentence_pairs,
+    spread,
     tokenizer_in_cache,
     tokenizer_of_tokens,
+    with_tokens,
 )
-from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list, library, shard_paths, unpack
 from shardwise.data.reading.manifest import of_folder, read_manifest

@@ -15,17 +15,20 @@ from shardwise.config import Config, DataConfig
 from shardwise.data.cache import digest_of
 from shardwise.data.formats.common import (
     Announce,
+    Inspection,
+    Lengths,
     PreparedData,
     in_pairs,
     needed_parts,
     pair_batches,
     row_batches,
     shortage,
+    spread,
     tokenizer_in_cache,
     tokenizer_of_tokens,
+    with_tokens,
     without_tokenizer,
 )
-from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
 from shardwise.data.reading.manifest import of_prefix, read_manifest
 from shardwise.data.reading.megatron_files import IndexedFile, count_sequences, prefix_of
 from shardwise.data.samples.batch import Batches, BlendedBatches

@@ -1,4 +1,7 @@
-"""Text: tokenized once, cached by its content, and mapped into memory."""
+"""Text: tokenized once, cached by its content, and mapped into memory.
+
+Also random text with structure, from which a model learns in few steps and which needs no download.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,13 @@ from shardwise.base.errors import DataError, listing, see
 from shardwise.base.units import count, counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache, hub
+from shardwise.data.cache import token_dtype
 from shardwise.data.formats.common import (
+    SAMPLE_CHARACTERS,
     Announce,
+    InspectedSample,
+    Inspection,
+    Lengths,
     PreparedText,
     announce_note,
     document_marks,
@@ -27,9 +35,9 @@ from shardwise.data.formats.common import (
     needed_parts,
     padding_problems,
 )
-from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, InspectedSample, Inspection, Lengths
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, open_source
 from shardwise.data.samples.order import mix_integer
+from shardwise.data.samples.sentences import Sentences
 from shardwise.data.split import PART_NAMES, PARTS, Part, TextSplit, describe_sizes, plan_split
 from shardwise.data.tokens.encoding import RULE, ContentDigest, DocumentMarks, encode_documents, encode_sentences
 from shardwise.data.tokens.tokenizer import (
@@ -338,3 +346,33 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         Lengths.of("characters of a document", np.array(text.lengths), number),
         [InspectedSample(number, beginning, None) for number, beginning in enumerate(text.beginnings)],
     )
+
+
+def random_text(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedText:
+    """Tokens, four in five of which follow from their predecessor.
+
+    Args:
+        pairs: True if the tokens are in sentences, for samples of sentence pairs.
+    """
+    generator = np.random.default_rng(0)
+    tokens = [1]
+    for noise in generator.random(samples * length):
+        if noise < 0.8:
+            tokens.append((tokens[-1] * 7 + 3) % vocabulary)
+        else:
+            tokens.append(int(noise * 1000) % vocabulary)
+    row = np.asarray(tokens, token_dtype(vocabulary))
+    evaluation = row[: 8 * length + 1]
+    data = PreparedText(Path(), "test", "test", {"train": row, "eval": evaluation, "test": row[:0]}, vocabulary)
+    if not pairs:
+        return data
+    parts: tuple[tuple[Part, int], ...] = (("train", len(row)), ("eval", len(evaluation)))
+    sentences = {part: _sentences(tokens) for part, tokens in parts}
+    return replace(data, sentences=sentences, pair_tokens=PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4))
+
+
+def _sentences(tokens: int) -> Sentences:
+    """Sentences of 5 tokens and documents of 10 sentences; the last ones take the remainder and are longer."""
+    bounds = np.append(np.arange(0, tokens - 4, 5), tokens)
+    documents = np.append(np.arange(0, len(bounds) - 10, 10), len(bounds) - 1)
+    return Sentences(bounds, documents)

@@ -32,9 +32,16 @@ from shardwise.data.reading.megatron_files import UnfinishedIndex, written_dtype
 from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.samples.order import IntArray
 from shardwise.data.split import Part
-from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks, PieceTexts, group_by_size, sentence_pieces
+from shardwise.data.tokens.encoding import (
+    ContentDigest,
+    DocumentMarks,
+    PieceTexts,
+    TextWindow,
+    group_by_size,
+    sentence_pieces,
+    text_windows,
+)
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.data.tokens.windows import TextWindow, text_windows
 from shardwise.launch.environment import PARENT_PID
 from shardwise.launch.local import die_with_parent
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from shardwise.base.errors import ConfigError, DataError, listing, nearest_name, see
-from shardwise.base.names import name_problem
+from shardwise.base.files import name_problem
 from shardwise.base.parsing import json_value
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import hub

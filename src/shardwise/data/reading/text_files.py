@@ -22,8 +22,7 @@ from shardwise.data.reading.content import (
     optional_library,
     readable,
 )
-from shardwise.data.reading.file_kinds import Kind, reading_of
-from shardwise.data.reading.json_records import field_names, field_of, other_layout, read_json
+from shardwise.data.reading.file_kinds import Kind, field_names, field_of, other_layout, read_json, reading_of
 
 # Rows that are decoded at once, so that long texts take little memory too.
 _ROWS = 64

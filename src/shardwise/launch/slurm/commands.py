@@ -229,7 +229,7 @@ def allocation(variables: Mapping[str, str]) -> Allocation:
     Raises:
         ConfigError: this process belongs to no job of SLURM.
     """
-    from shardwise.launch.tasks import first_name
+    from shardwise.launch.external_launchers import first_name
 
     if "SLURM_JOB_ID" not in variables:
         raise ConfigError("SLURM_JOB_ID must be set: only a job of SLURM is supervised; `shardwise submit` makes one")

@@ -14,7 +14,7 @@ from shardwise.launch.restarts import AttemptEnding, history
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.submission import Submitted, submitted
 from shardwise.runs.folder import RunDirectory
-from shardwise.runs.last_events import last_step_event
+from shardwise.runs.summary import last_step_event
 
 
 @dataclass(frozen=True)

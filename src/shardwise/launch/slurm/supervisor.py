@@ -23,14 +23,14 @@ from shardwise.base.errors import ConfigError, RunError, StoppedError, see
 from shardwise.base.files import reason_of
 from shardwise.config import Config
 from shardwise.launch import stop_requests
+from shardwise.launch.external_launchers import address_of
 from shardwise.launch.first_failure import signal_name
 from shardwise.launch.local import LaunchError
 from shardwise.launch.node import BEAT_SECONDS, Attempt
 from shardwise.launch.restarts import AttemptEnding, Decision, How, decide, history, record
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.attempt import AttemptOutcome, AttemptWatch
-from shardwise.launch.tasks import address_of
-from shardwise.runs.last_events import first_step, last_step, newest_checkpoint
+from shardwise.runs.summary import first_step, last_step, newest_checkpoint
 
 _PAUSE_SECONDS = 1.0
 """Pause before the next attempt: the cause of the failure may last for a moment."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from shardwise.runs.curves import Column, Curve
+from shardwise.runs.step_metrics import Column, Curve
 
 WIDTH = 420
 HEIGHT = 236

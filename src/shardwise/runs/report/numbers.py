@@ -16,12 +16,19 @@ from markupsafe import Markup
 from shardwise.base import units
 from shardwise.base.redaction import without_secrets
 from shardwise.config.schedules import DEFAULT_SCHEDULE
-from shardwise.runs.curves import Column, columns_of, equal_counts, finite_values
 from shardwise.runs.lost_time import CAUSES, number, seconds_of
 from shardwise.runs.rank_views import RankView
 from shardwise.runs.report.chart import attribute
 from shardwise.runs.run import RunView
-from shardwise.runs.step_metrics import PARTS, REPORT_CURVES, STEP_METRICS
+from shardwise.runs.step_metrics import (
+    PARTS,
+    REPORT_CURVES,
+    STEP_METRICS,
+    Column,
+    columns_of,
+    equal_counts,
+    finite_values,
+)
 from shardwise.runs.summary import row
 
 SCHEMA = 1

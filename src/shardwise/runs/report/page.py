@@ -1,7 +1,8 @@
-"""The report as one HTML file, which needs no network."""
+"""The report as one HTML file, which needs no network, or as PNG files of its curves."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import math
@@ -13,10 +14,10 @@ import jinja2
 from markupsafe import Markup
 
 from shardwise.base import units
-from shardwise.runs.curves import Curve
+from shardwise.base.errors import ConfigError
 from shardwise.runs.report import chart
 from shardwise.runs.report.numbers import columns, layout_of, ranks_picture
-from shardwise.runs.step_metrics import PARTS, REPORT_CURVES
+from shardwise.runs.step_metrics import PARTS, REPORT_CURVES, Curve
 
 # Numbers of the page's colours (page.css), in the order of the parts. Green stands for the steps that count.
 _TIME_COLOURS = (4, 1, 2, 0, 5, 7, 3, 6)
@@ -200,3 +201,37 @@ def _seconds(value: float | None) -> str:
 
 def _count(value: float | None) -> str:
     return "–" if value is None else units.count(value)
+
+
+def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Draw each curve that has a value into `folder`; returns the files.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        raise ConfigError("--png needs matplotlib, which is not installed: pip install 'shardwise[plot]'") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for metric in REPORT_CURVES:
+        name = metric.name
+        curves = {str(report["run"]): report["curves"][name] for report in reports if report["curves"][name]}
+        if not curves:
+            continue
+        figure = figures.Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        for label, rows in curves.items():
+            steps, least, mean, largest = zip(*rows, strict=True)
+            (line,) = axes.plot(steps, mean, label=label, lw=1.2, marker="." if len(rows) == 1 else "")
+            axes.fill_between(steps, least, largest, color=line.get_color(), alpha=0.2, lw=0)
+        axes.set_xlabel("step")
+        axes.set_ylabel(metric.axis_label)
+        axes.grid(alpha=0.25)
+        if len(curves) > 1:
+            axes.legend()
+        file = folder / f"{name}.png"
+        figure.savefig(file, dpi=150)
+        files.append(file)
+    return files

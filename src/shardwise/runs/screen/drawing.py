@@ -9,8 +9,8 @@ from itertools import pairwise
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise.runs.curves import Curve, column_width
 from shardwise.runs.run import State
+from shardwise.runs.step_metrics import Curve, column_width
 
 GROUND = "#12161c"
 RAISED = "#1b212a"

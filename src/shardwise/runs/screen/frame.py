@@ -15,11 +15,10 @@ from typing import Any, Literal
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.files import reason_of
 from shardwise.base.redaction import redacted
-from shardwise.runs.curves import Curve, columns_of, equal_widths
 from shardwise.runs.lost_time import LostTime, number
 from shardwise.runs.rank_views import NodeView, PipelineView, RankView, pipeline_views, silent_ranks
 from shardwise.runs.run import RunView, State, open_run
-from shardwise.runs.step_metrics import SCREEN_CURVES, StepSeries
+from shardwise.runs.step_metrics import SCREEN_CURVES, Curve, StepSeries, columns_of, equal_widths
 
 Span = Literal["whole", "tenth", "hundredth"]
 """Part of the run that a curve shows, counted from its end."""

@@ -23,11 +23,10 @@ from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import cache_root, open_own, reason_of
 from shardwise.config import Config, Layout
 from shardwise.distributed import collectives
-from shardwise.distributed.agreement import agree, union
+from shardwise.distributed.collectives import agree, union
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of, not_written
-from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
-from shardwise.train.compile.units import CapturedGraph, Compilation
+from shardwise.train.compile.units import CapturedGraph, Compilation, graph_facts, planned_graphs
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _SHOWN = 3

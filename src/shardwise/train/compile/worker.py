@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.config import Config, Layout, check_layout, config_from
 from shardwise.data.formats.common import make_batches
-from shardwise.data.random_text import random_text
+from shardwise.data.formats.text import random_text
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
 from shardwise.launch.local import die_with_parent
@@ -24,9 +24,8 @@ from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
 from shardwise.train.compile.ahead_of_time import GraphJob
-from shardwise.train.compile.graph_facts import unit_of_layer
-from shardwise.train.compile.units import HEAD, Compilation, compile_units
-from shardwise.train.micro_batch import MicroBatch
+from shardwise.train.compile.units import HEAD, Compilation, compile_units, unit_of_layer
+from shardwise.train.loss import MicroBatch
 
 CAPTURING = "aot_eager"
 """A backend that captures forward and backward graphs and compiles nothing."""

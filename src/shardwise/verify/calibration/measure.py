@@ -11,12 +11,12 @@ import torch
 
 from shardwise.base import units
 from shardwise.config import DtypeName
-from shardwise.data.random_text import random_text
+from shardwise.data.formats.text import random_text
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.train.build import build_trainer
 from shardwise.train.trainer import Trainer
-from shardwise.verify.calibration.probes import LARGE_PRODUCTS, PRODUCTS, Measurements, Probe, probes, undisturbed
+from shardwise.verify.calibration.fit import LARGE_PRODUCTS, PRODUCTS, Measurements, Probe, probes, undisturbed
 
 _COPIED = 2**26
 """Elements of a copy: far more than caches hold."""

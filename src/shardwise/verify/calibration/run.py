@@ -15,8 +15,7 @@ from shardwise.base.hardware import accelerators
 from shardwise.launch.environment import joined
 from shardwise.planner.device_specs import require_suffix, write_new
 from shardwise.runs.folder import now
-from shardwise.verify.calibration.fit import device_file, rows
-from shardwise.verify.calibration.probes import Measurements
+from shardwise.verify.calibration.fit import Measurements, device_file, rows
 from shardwise.verify.rank_calls import call_on_ranks, process_group
 
 _CPU_RANKS = 2

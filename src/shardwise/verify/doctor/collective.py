@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.base.errors import ShardwiseError, shown
 from shardwise.base.hardware import accelerators
-from shardwise.verify.doctor.check import Check, ok
+from shardwise.verify.doctor.machine import Check, ok
 
 _TIMEOUT = 60.0
 """Seconds after which a rank gives up that waits for the other one."""

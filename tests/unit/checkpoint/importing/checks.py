@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.verify import verify
-from shardwise.checkpoint.importing.foreign_model import ForeignModel, write_checkpoint
+from shardwise.checkpoint.importing.hugging_face import ForeignModel, write_checkpoint
 from shardwise.checkpoint.storage.root import Root
 from tests.hugging_face import open_folder
 

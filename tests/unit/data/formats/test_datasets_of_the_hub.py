@@ -57,7 +57,7 @@ import json, multiprocessing, os, sys
 from pathlib import Path
 import datasets
 from shardwise.base.errors import ConfigError
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from tests.unit.data.formats.test_text import sized
 
@@ -296,7 +296,7 @@ STREAMED = """
 import json, sys
 from pathlib import Path
 from shardwise.data.formats.common import make_batches
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.data.samples.streaming import StreamPosition
 from shardwise.data.tokens.tokenizer import Tokenizer

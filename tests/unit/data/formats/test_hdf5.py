@@ -14,7 +14,7 @@ from shardwise.base.errors import DataError
 from shardwise.config import Config
 from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.hdf5 import PreparedShards
-from shardwise.data.opening import format_of, prepare
+from shardwise.data.open_data import format_of, prepare
 from shardwise.data.reading import hdf5_files
 from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows
 from shardwise.data.samples.batch import IGNORE, Batch

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
 from shardwise.data.formats import megatron, text
-from shardwise.data.formats.inspection import Inspection, Lengths, spread
-from shardwise.data.opening import inspect
+from shardwise.data.formats.common import Inspection, Lengths, spread
+from shardwise.data.open_data import inspect
 from shardwise.data.reading.megatron_files import IndexedWriter
 from tests.unit.prepare.jobs import Folder, write_jsonl
 

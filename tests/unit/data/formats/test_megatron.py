@@ -11,7 +11,7 @@ from shardwise.base.errors import DataError
 from shardwise.config import Config, config_from
 from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.megatron import PreparedDocuments
-from shardwise.data.opening import format_of, prepare
+from shardwise.data.open_data import format_of, prepare
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.samples.batch import IGNORE, BlendedBatches
 from shardwise.data.samples.causal import DocumentBatches, TokenBatches

@@ -13,7 +13,7 @@ import pytest
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, config_from
 from shardwise.data.formats.common import PreparedData, make_batches
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.sentence_pairs import SentencePairBatches

@@ -21,7 +21,7 @@ from shardwise.config import Config, config_from
 from shardwise.data import cache
 from shardwise.data.formats import text as preparation
 from shardwise.data.formats.common import PreparedData
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 
@@ -308,7 +308,7 @@ def test_torch_is_never_imported(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from shardwise.config import load_config
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 prepare(load_config("llama2-tiny", []), Path({str(tmp_path)!r}))
 assert "torch" not in sys.modules
 """

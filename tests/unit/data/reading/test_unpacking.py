@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.base.errors import DataError
 from shardwise.data.formats.common import make_batches
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.samples.sentence_pairs import ShardBatches
 from tests.unit.data.formats.test_hdf5 import config
 from tests.unit.data.hdf5_shards import arrays, write

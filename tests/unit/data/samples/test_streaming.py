@@ -22,7 +22,7 @@ from shardwise.config import Config
 from shardwise.data.formats import stream as prepared_stream
 from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.stream import PreparedStream
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.reading import text_files
 from shardwise.data.reading import text_sources as shards_module
 from shardwise.data.reading.text_sources import FileShard

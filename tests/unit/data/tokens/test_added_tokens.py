@@ -10,7 +10,7 @@ from tokenizers import models, normalizers, trainers
 
 from shardwise.base.errors import DataError
 from shardwise.config import load_config
-from shardwise.data.opening import prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer, export_user_tokenizer, open_user_tokenizer
 from tests.unit.data.tokens.test_tokenizer_files import TEXT, exported, gpt2_files, piece_model
 

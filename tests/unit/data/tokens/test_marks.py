@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import check_layout, data_from, load_config
 from shardwise.data.formats.common import make_batches
-from shardwise.data.opening import glance, inspect, prepare
+from shardwise.data.open_data import glance, inspect, prepare
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, train_tokenizer

@@ -17,13 +17,13 @@ from shardwise.data import hub
 from shardwise.data.formats import datasets, hdf5, megatron, stream, text, user_samples
 from shardwise.data.formats.common import (
     Announce,
+    Inspection,
     PreparedData,
     document_marks,
     in_pairs,
     mark_problems,
     without_tokenizer,
 )
-from shardwise.data.formats.inspection import Inspection
 from shardwise.data.reading import dataset_tables, hdf5_files, megatron_files
 from shardwise.data.samples.sentence_pairs import chunk_room
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens

@@ -16,16 +16,15 @@ from shardwise.base.errors import ConfigError, keys_renamed, listing, nearest_na
 from shardwise.base.files import reason_of
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, step_of, weights_folder
 from shardwise.checkpoint.storage.chunks import read_whole
-from shardwise.checkpoint.storage.find_checkpoint import NamedFolder, weights_folder
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.step_folders import step_of
 from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
 from shardwise.config.model import UserModelConfig
 from shardwise.data import hub
-from shardwise.data.opening import format_of
+from shardwise.data.open_data import format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.local import launch_without_run
 

@@ -1,0 +1,251 @@
+"""The files of a model's folder beside its weights: `config.json`, tokenizer, generation settings, licence."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.errors import ConfigError, DataError, see
+from shardwise.base.parsing import json_value
+from shardwise.checkpoint.format.writing import CONFIG
+from shardwise.checkpoint.storage.root import Root
+from shardwise.config import FamilyConfig, ModelConfig, model_from, shapes_of
+from shardwise.config.hugging_face import parse_hugging_face
+from shardwise.config.rope_scaling import effective_scaling
+from shardwise.data.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, holds_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer
+
+BEGIN_ID = "bos_token_id"
+END_ID = "eos_token_id"
+_ID_SUFFIX = "_token_id"
+
+
+@dataclass(frozen=True)
+class FilesBesideWeights:
+    """The small files of a model's folder, or a `config.json` by itself.
+
+    Attributes:
+        place: name of the folder or file, for messages.
+        ids: ids of special tokens that `config.json` names, such as `eos_token_id`: one id or several.
+        files: name → content of the other files; empty for a file by itself.
+    """
+
+    place: str
+    ids: Mapping[str, Any]
+    files: Mapping[str, bytes]
+
+    @staticmethod
+    def read(place: Root) -> FilesBesideWeights:
+        """Read a folder, or a `config.json`: one of that name stands for its folder."""
+        if place.is_local and place.name == CONFIG:
+            return FilesBesideWeights.read(Root.of(place.local().parent))
+        is_folder = place.is_folder()
+        config_file = place / CONFIG if is_folder else place
+        ids: dict[str, Any] = {}
+        if config_file.exists():
+            ids = {name: value for name, value in token_ids(config_file).items() if value is not None}
+        return FilesBesideWeights(str(place), ids, files_beside_weights(place) if is_folder else {})
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The fields of `generation_config.json`."""
+        if GENERATION not in self.files:
+            return {}
+        return _json_object(self.files[GENERATION], f"{self.place}/{GENERATION}")
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The ids that end a text."""
+        return [*flat_ids(self.ids, END_ID), *flat_ids(self.generation, END_ID)]
+
+    @property
+    def names_ends_of_texts(self) -> bool:
+        """True if an id begins or ends a text."""
+        return any(flat_ids(fields, name) for fields in (self.ids, self.generation) for name in (BEGIN_ID, END_ID))
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The folder's tokenizer; None where it has none that can be opened."""
+        if not holds_tokenizer(self.files):
+            return None
+        # Tokenizers are read from a folder on this machine, and these files may come from a store.
+        with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+            for name, content in self.files.items():
+                file = Path(folder, name)
+                file.parent.mkdir(exist_ok=True)
+                file.write_bytes(content)
+            with suppress(DataError):
+                return Tokenizer.load(folder)
+        return None
+
+
+def files_beside_weights(folder: Root) -> dict[str, bytes]:
+    """Name → content of the files that a model's folder has beside its weights and `config.json`."""
+    templates = [f"{CHAT_TEMPLATES}/{name}" for name in (folder / CHAT_TEMPLATES).names()]
+    files: dict[str, bytes] = {}
+    for name in [*folder.names(), *templates]:
+        is_beside = any(fnmatch(name, pattern) for pattern in BESIDE_WEIGHTS)
+        if is_beside and not (folder / name).is_folder():
+            files[name] = (folder / name).read()
+    return files
+
+
+def token_ids(config_file: Root) -> dict[str, Any]:
+    """The ids of special tokens in a `config.json`; a copy without one has the same default."""
+    fields = _json_object(config_file.read(), str(config_file))
+    return {key: value for key, value in fields.items() if key.endswith(_ID_SUFFIX)}
+
+
+def flat_ids(fields: Mapping[str, Any], suffix: str = _ID_SUFFIX) -> list[int]:
+    """The ids in the fields whose names end in `suffix`."""
+    ids: list[int] = []
+    for key, value in fields.items():
+        if key.endswith(suffix):
+            values = value if isinstance(value, Sequence) else [value]
+            ids += [number for number in values if isinstance(number, int)]
+    return ids
+
+
+def differ_in_tokens(folder: Path, other_folder: Path) -> bool:
+    """True if two folders hold a `tokenizer.json` each, and one token has another id in the one than in the other."""
+    vocabularies = []
+    try:
+        for path in (folder, other_folder):
+            vocabularies.append(_vocabulary(json_value((path / "tokenizer.json").read_text(encoding="utf-8"))))
+        return bool(vocabularies[0] != vocabularies[1])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    """Token → id of a `tokenizer.json`: its model has a mapping of them, or a list of (token, score) in their order."""
+    vocabulary = tokenizer["model"]["vocab"]
+    if not isinstance(vocabulary, dict):
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    # Tokens that were added after the training of the tokenizer stand apart.
+    return {**vocabulary, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
+
+
+def _json_object(text: bytes, file: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must hold a JSON object")
+    return values
+
+
+_LONGEST = "max_position_embeddings"
+_ROTARY_KEYS = (_LONGEST, "rope_theta", "rope_scaling", "rotary_pct", "no_rope_layers")
+"""Keys that decide how rotary positions turn queries and keys. No weight depends on them."""
+_ROLES_WITHOUT_WEIGHTS = ("activation", "norm_eps")
+"""Roles of other keys that no weight depends on."""
+
+
+@dataclass(frozen=True)
+class ModelDifferences:
+    """Differences of a recipe's model from that of a folder.
+
+    Attributes:
+        problems: why the weights of the folder are not those of the recipe's model.
+        changes: sentences for the user, on each change that the recipe states and that weights allow.
+    """
+
+    problems: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+
+
+def differences(model: ModelConfig, folder: Root) -> ModelDifferences:
+    """The differences of `model` from the model of `folder`/config.json; none where there is no file.
+
+    Free to differ are dropout, the initial weights' deviation, names of one activation (`gelu_new` and
+    `gelu_pytorch_tanh`), and the longest sequence where no angle depends on it. Other keys of rotary positions may
+    change where the recipe, or the command line, states them: a default alone, or the file of `model.config`, must not
+    change what was learned. The activation and the norms' epsilon may change where the command line states them.
+
+    Raises:
+        ConfigError: the file is of another family, of no model that we have, or not readable: names and shapes of the
+        weights then say nothing more.
+    """
+    path = folder / "config.json"
+    config = shapes_of(model)
+    if config is None or not path.exists():
+        return ModelDifferences()
+    stored = read_model(path, config.ignore)
+    if stored.family != config.family:
+        raise ConfigError(
+            f"model.family ({config.family}) must be that of {path} ({stored.family}){see('checkpoints#other-model')}"
+        )
+    values = _meaningful_values(config)
+    stored_values = _meaningful_values(stored)
+    free_keys = _free_keys(config)
+    problems: list[str] = []
+    changes: list[str] = []
+    for key, value in values.items():
+        stored_value = stored_values[key]
+        if value == stored_value:
+            continue
+        if key in free_keys:
+            changes.append(f"model.{key} ({value}) replaces that of {path} ({stored_value}), with the same weights")
+            continue
+        # A longer sequence turns no query otherwise, unless the angles are scaled by it.
+        has_effect = key != _LONGEST or not config.rotary_dim
+        if has_effect or _rotates_by_longest(values) or _rotates_by_longest(stored_values):
+            problems.append(f"model.{key} ({value}) must be that of {path} ({stored_value})")
+    if problems:
+        keys = "this key" if len(problems) == 1 else "these keys"
+        problems[-1] += f"; model.config={folder} takes the folder's model, without {keys} beside it"
+    return ModelDifferences(tuple(problems), tuple(changes))
+
+
+def read_model(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
+    """The model that a `config.json` describes; `ignore`: fields that change nothing, as the user says.
+
+    Raises:
+        ConfigError: the model is not supported, or the file cannot be read: every problem.
+    """
+    return validated(parse_hugging_face(path.read(), str(path), ignore), str(path))
+
+
+def validated(section: Mapping[str, Any], where: str) -> FamilyConfig:
+    """The model of a `model` section; ConfigError, with every problem, where `where` describes none."""
+    try:
+        return model_from(section)
+    except ConfigError as error:
+        reasons = error.problems
+    raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons])
+
+
+def _free_keys(config: FamilyConfig) -> frozenset[str]:
+    """The keys that may change because the user stated them and no weight depends on them."""
+    free: frozenset[str] = frozenset()
+    if config.rotary_dim:
+        stated = frozenset(config.model_fields_set) - config.origin.from_file
+        free = stated.intersection(_ROTARY_KEYS)
+    return free | config.origin.typed.intersection(config.keys[role] for role in _ROLES_WITHOUT_WEIGHTS)
+
+
+def _meaningful_values(config: FamilyConfig) -> dict[str, Any]:
+    """The fields that decide what the weights mean, each in one spelling."""
+    dropout_keys = {key for role, key in config.keys.items() if role.endswith("_dropout")}
+    free = {"initializer_range", "ignore", *dropout_keys}
+    values = {key: value for key, value in config.model_dump(mode="json").items() if key not in free}
+    values[config.keys["activation"]] = config.activation
+    if values.get("rope_scaling") is not None:
+        values["rope_scaling"] = effective_scaling(values["rope_scaling"], values[_LONGEST])
+    return values
+
+
+def _rotates_by_longest(values: Mapping[str, Any]) -> bool:
+    """True if the angles, or the factor on them, depend on the model's longest sequence."""
+    scaling = values["rope_scaling"] or {"rope_type": "default"}
+    if scaling["rope_type"] == "dynamic":
+        return True
+    has_factor = "factor" in scaling or "attention_factor" in scaling
+    return scaling["rope_type"] == "longrope" and not has_factor
