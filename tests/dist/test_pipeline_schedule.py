@@ -22,8 +22,8 @@ from shardwise.config.layout import Stage, rank_of
 from shardwise.distributed import collectives, devices
 from shardwise.models.blocks import Stages
 from shardwise.pipeline.action_order import action_order
+from shardwise.pipeline.clock import StepTiming
 from shardwise.pipeline.in_flight import PassBytes, step_peak
-from shardwise.pipeline.schedule import StepTiming
 from shardwise.pipeline.timeline import bubble
 from shardwise.train.step_clock import Trace
 from tests.dist.dense import mesh as shared_mesh

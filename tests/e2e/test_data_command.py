@@ -20,7 +20,7 @@ from tests.e2e import processes
 from tests.e2e.command import Outcome, metrics, miniature, shardwise, within
 from tests.loopback_hub import TOKEN, serve, user_of
 from tests.unit.data.formats.test_datasets_of_the_hub import FILES
-from tests.unit.prepare.jobs import WORDS, texts, write_jsonl
+from tests.unit.data.prepare.jobs import WORDS, texts, write_jsonl
 
 TRAIN = ("train.steps=3", "train.global_batch=4", "train.micro_batch=2", "train.eval_every=0", "log.tensorboard=false")
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -18,7 +18,10 @@ PROGRAMS = {
     ("docs/cluster.md", "Submit to SLURM"): "tests/unit/config/test_schema.py::test_recipes_of_the_pages_fit",
     ("docs/planner.md", "Devices"): "tests/e2e/test_page_programs.py::test_an_own_device_of_the_page_is_read",
     ("docs/own-model-options.md", ""): "tests/e2e/test_own_model.py::followed",
-    ("docs/porting.md", "torch_xla's ZeRO-1"): "tests/unit/test_porting_page.py::test_the_call_of_torch_xla_works",
+    (
+        "docs/porting.md",
+        "torch_xla's ZeRO-1",
+    ): "tests/unit/pages/test_porting_page.py::test_the_call_of_torch_xla_works",
     ("docs/python.md", ""): "tests/unit/api/test_examples.py::test_the_code_of_the_page_runs_in_its_order",
     ("docs/training-loop.md", ""): "tests/arch/test_docs.py::test_a_script_of_the_page_trains",
 }

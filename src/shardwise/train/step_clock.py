@@ -29,7 +29,7 @@ from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import named_messages
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.pipeline.schedule import BACKWARD, FORWARD, Clock, message_name
+from shardwise.pipeline.clock import BACKWARD, FORWARD, Clock, message_name
 from shardwise.runs.folder import RunDirectory
 
 DATA = "data"

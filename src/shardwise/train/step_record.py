@@ -30,7 +30,7 @@ from shardwise.base.parsing import record_of
 from shardwise.config import Config, Layout
 from shardwise.distributed.mesh import Mesh
 from shardwise.launch.environment import joined
-from shardwise.pipeline.schedule import StepTiming
+from shardwise.pipeline.clock import StepTiming
 from shardwise.runs.folder import JsonLines, RunDirectory, now
 
 WINDOW_STEPS = 10

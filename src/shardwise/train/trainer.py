@@ -28,7 +28,7 @@ from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import Stages, gives_losses, units
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.pipeline.schedule import BACKWARD, FORWARD
+from shardwise.pipeline.clock import BACKWARD, FORWARD
 from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.compile.units import Compilation
 from shardwise.train.evaluation import evaluate_rounds

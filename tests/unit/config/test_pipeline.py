@@ -215,7 +215,7 @@ def test_a_model_of_your_own_has_no_stages(parallel: dict[str, Any], problem: st
     ],
 )
 def test_how_many_micro_batches_fit(schedule: str, degree: int, fitting: range | tuple[int, ...]) -> None:
-    """Torch's own schedules are asked the same in tests/unit/cost/test_order.py."""
+    """Torch's own schedules are asked the same in tests/unit/pipeline/test_action_order.py."""
     parallel = ParallelConfig.model_validate({"pipeline": degree, "schedule": schedule})
     assert listing(n for n in range(1, 17) if fits_schedule(parallel, n)) == listing(fitting)
 

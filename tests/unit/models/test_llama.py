@@ -15,7 +15,7 @@ from shardwise.layers.dropout import DropoutKey
 from shardwise.models.attention import AttentionCore
 from shardwise.models.blocks import KeyValueCache
 from shardwise.models.llama import Llama
-from tests.unit.parallel.groups import pretend_group
+from tests.unit.layers.groups import pretend_group
 
 SIZES: dict[str, Any] = {
     "vocab_size": 31,

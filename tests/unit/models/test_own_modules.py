@@ -4,8 +4,8 @@ import pytest
 from torch import nn
 
 from shardwise.base.errors import ConfigError
+from tests.unit.layers.groups import pretend_group
 from tests.unit.models.own_classes import Write, build, config, unbuildable
-from tests.unit.parallel.groups import pretend_group
 
 
 def test_under_tensor_parallelism_every_parameter_says_what_it_is_a_part_of(write: Write) -> None:

@@ -12,7 +12,7 @@ from shardwise.config.optimizers import OPTIMIZERS
 from shardwise.train.build import count_parameters, state_memory
 from shardwise.train.memory import out_of_memory_text
 from shardwise.train.step_record import Progress
-from tests.unit.parallel.groups import pretend_group
+from tests.unit.layers.groups import pretend_group
 
 
 @pytest.mark.parametrize("tied", [False, True])

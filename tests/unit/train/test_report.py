@@ -16,7 +16,7 @@ from shardwise.base import units
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, check_layout, config_from
 from shardwise.models.parameter_counts import parameter_count
-from shardwise.pipeline.schedule import StageSeconds, StepTiming
+from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.planner.memory import expected_memory, invariant_dropout, neediest_rank
 from shardwise.planner.rank_case import flops_per_token
 from shardwise.runs.folder import RunDirectory

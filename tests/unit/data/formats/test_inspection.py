@@ -12,7 +12,7 @@ from shardwise.data.formats import megatron, text
 from shardwise.data.formats.common import Inspection, Lengths, spread
 from shardwise.data.open_data import inspect
 from shardwise.data.reading.megatron_files import IndexedWriter
-from tests.unit.prepare.jobs import Folder, write_jsonl
+from tests.unit.data.prepare.jobs import Folder, write_jsonl
 
 
 @settings(deadline=None)

@@ -18,7 +18,7 @@ from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, train_tokenizer
 from tests.unit.data.formats.test_text import sized
-from tests.unit.prepare.jobs import Folder
+from tests.unit.data.prepare.jobs import Folder
 
 CHOICES = [*product([None, True, False], [None, True])]
 

@@ -19,8 +19,8 @@ from shardwise.data.reading.text_sources import cut_document, slices
 from shardwise.data.tokens import encoding as windows_module
 from shardwise.data.tokens.encoding import TextWindow, encode_windows, text_windows
 from shardwise.data.tokens.tokenizer import Tokenizer
+from tests.unit.data.prepare.jobs import Told
 from tests.unit.data.tokens.test_tokenizer_files import TEXT, piece_model
-from tests.unit.prepare.jobs import Told
 
 # As GPT-4 splits text.
 WORDS = (

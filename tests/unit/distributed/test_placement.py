@@ -14,7 +14,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import SEEDED_ROWS, Box, Init, Piece, Placement
 from shardwise.layers.embedding import ParallelEmbedding
 from shardwise.layers.linear import GQAQKVColumnParallelLinear, MergedColumnParallelLinear
-from tests.unit.parallel.groups import pretend_group
+from tests.unit.layers.groups import pretend_group
 
 NORMAL = Init.normal(0.02)
 DEGREES = range(1, 9)

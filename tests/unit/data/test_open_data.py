@@ -216,7 +216,7 @@ def test_a_new_format_is_one_record(at: Path, monkeypatch: pytest.MonkeyPatch) -
         glance=lambda config: "a dummy",
         inspect=lambda data, samples: Inspection(str(data.path), "dummy", 0, [], {}),
     )
-    monkeypatch.setattr(open_data, "FORMATS", {"dummy": dummy, **FORMATS})
+    monkeypatch.setattr("shardwise.data.open_data.FORMATS", {"dummy": dummy, **FORMATS})
     config = chosen(path="some.dummy")
     assert format_of(config.data) is dummy
     assert prepare(config, at).count("train") == random_text().count("train")

@@ -22,7 +22,7 @@ from shardwise.layers.linear import (
 )
 from shardwise.layers.loss import linear_cross_entropy, parallel_cross_entropy
 from shardwise.layers.norm import LayerNorm, RMSNorm
-from tests.unit.parallel.groups import pretend_group
+from tests.unit.layers.groups import pretend_group
 
 FOUR = pretend_group(1, 4)
 

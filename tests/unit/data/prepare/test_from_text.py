@@ -23,7 +23,7 @@ from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer
-from tests.unit.prepare.jobs import Folder, Told, write_jsonl
+from tests.unit.data.prepare.jobs import Folder, Told, write_jsonl
 
 FORMATS: tuple[FormatName, ...] = ("megatron", "arrow", "hdf5")
 

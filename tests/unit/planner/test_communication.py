@@ -13,7 +13,7 @@ from shardwise.optim.buckets import Dtypes, make_buckets
 from shardwise.planner.communication import Transfer, bucket_shapes, evaluation_transfers, step_transfers, wire_bytes
 from shardwise.planner.rank_case import RankCase
 from shardwise.train.build import decay_groups
-from tests.unit.cost.families import MODELS, make_config, section
+from tests.unit.planner.families import MODELS, make_config, section
 
 S, B, H, F, V, L, HEADS, KV_HEADS = 16, 2, 32, 48, 50, 3, 4, 2
 HIDDEN = 4 * S * B * H

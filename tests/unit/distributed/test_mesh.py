@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardwise.base.errors import ConfigError
 from shardwise.distributed import mesh as meshes
 from shardwise.distributed.mesh import Group, Mesh, Meter
-from tests.unit.parallel.groups import pretend_group
+from tests.unit.layers.groups import pretend_group
 
 
 def test_one_process_is_a_mesh_of_ones() -> None:
@@ -71,7 +71,7 @@ def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, *, timeout, device_id: asked.append((backend, timeout))
     )
-    monkeypatch.setattr(meshes.wait_limit, "start_watch", lambda seconds: watched.append(seconds) or len(watched) > 1)
+    monkeypatch.setattr(meshes.rendezvous, "start_watch", lambda seconds: watched.append(seconds) or len(watched) > 1)
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that it is as before after the test
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
     meshes.join(torch.device("cpu"), timeout=7)
@@ -79,7 +79,7 @@ def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) 
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     monkeypatch.setenv("WORLD_SIZE", "33")
     meshes.join(torch.device("cpu"), timeout=7)
-    assert (asked[1], watched) == (("gloo", meshes.wait_limit.NEVER), [7, 7])
+    assert (asked[1], watched) == (("gloo", meshes.rendezvous.NEVER), [7, 7])
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1", "else what each group sends grows with the cube of the ranks"
 
 

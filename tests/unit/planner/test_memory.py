@@ -14,7 +14,7 @@ from shardwise.planner.activations import BlockStack, block_stack
 from shardwise.planner.communication import bucket_shapes
 from shardwise.planner.memory import MemoryEstimate, checkpoint_bytes, expected_memory, invariant_dropout
 from shardwise.planner.rank_case import RankCase
-from tests.unit.cost.families import MODELS, make_config, section
+from tests.unit.planner.families import MODELS, make_config, section
 
 VOCABULARY, HIDDEN, LAYERS = 500, 64, 3
 SIZES: dict[str, Any] = {

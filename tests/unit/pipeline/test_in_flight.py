@@ -26,7 +26,7 @@ from shardwise.planner.memory import (
     memory_by_rank,
 )
 from shardwise.planner.rank_case import RankCase
-from tests.unit.cost.families import MODELS, family, make_config, section
+from tests.unit.planner.families import MODELS, family, make_config, section
 
 S, B, H, LAYERS, M = 16, 1, 32, 4, 8
 X = 4 * S * B * H

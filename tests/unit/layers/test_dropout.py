@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.layers.dropout import Dropout, DropoutKey
-from tests.unit.parallel.groups import pretend_group
+from tests.unit.layers.groups import pretend_group
 
 S, B, H = 12, 4, 16
 MODES = ["fast", "invariant"]
