@@ -6,7 +6,7 @@ Shapes per rank, g = group size: S sequence, B batch, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import call_forward_pre_hooks, has_data
-from shardwise.layers.arguments import by_name, sharing_group
+from shardwise.layers.arguments import by_name
 from shardwise.layers.chunks import loss_chunk_elements, vocabulary_rows
-from shardwise.layers.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
+from shardwise.layers.linear import LayerOptions, ParameterMaker
 from shardwise.layers.loss import IGNORE_INDEX, chunk_losses, linear_cross_entropy
 from shardwise.layers.matmul import linear
 
@@ -57,23 +57,17 @@ class ParallelEmbedding(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        options = cast(LayerOptions, by_name(type(self).__name__, further, _POSITIONAL, options))
-        made_with = tensor_options(self, options)
-        self.group = group = sharing_group(type(self).__name__, options.get("group"))
+        make = ParameterMaker(self, by_name(type(self).__name__, further, _POSITIONAL, options))
+        self.group = make.group
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx ({padding_idx}) must be in [-{num_embeddings}, {num_embeddings})")
         self.num_embeddings = num_embeddings
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        rows = vocabulary_rows(num_embeddings, group.size, row_multiple)
-        piece = placement.Piece.rows(
-            full_name(name, "weight", options.get("seed")),
-            (num_embeddings, embedding_dim),
-            group,
-            options.get("init", DEFAULT_INIT),
-            per_rank=rows,
-        )
-        self.weight = placement.make_parameter((rows, embedding_dim), (piece,), group, **made_with)
+        rows = vocabulary_rows(num_embeddings, make.group.size, row_multiple)
+        shape = (num_embeddings, embedding_dim)
+        piece = placement.Piece.rows(make.name(name, "weight"), shape, make.group, make.init, per_rank=rows)
+        self.weight = make.parameter((rows, embedding_dim), piece)
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -131,19 +125,14 @@ class ReplicatedEmbedding(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        made_with = tensor_options(self, options)
-        owner = type(self).__name__
-        self.group = group = sharing_group(owner, options.get("group"), needed=sequence_parallel_enabled)
+        make = ParameterMaker(self, options, warns=sequence_parallel_enabled)
+        self.group = make.group
         self.sequence_parallel_enabled = sequence_parallel_enabled
         shape = (num_embeddings, embedding_dim)
         piece = placement.Piece.replicated(
-            full_name(name, "weight", options.get("seed")),
-            shape,
-            group,
-            options.get("init", DEFAULT_INIT),
-            partial=sequence_parallel_enabled,
+            make.name(name, "weight"), shape, make.group, make.init, partial=sequence_parallel_enabled
         )
-        self.weight = placement.make_parameter(shape, (piece,), group, **made_with)
+        self.weight = make.parameter(shape, piece)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids `[S, …]`, equal on every rank → `[S, …, H]`, or this rank's `[S/g, …, H]` with sequence parallelism."""
@@ -189,8 +178,8 @@ class ParallelLMHead(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        made_with = tensor_options(self, options)
-        self.group = group = sharing_group(type(self).__name__, options.get("group"))
+        make = ParameterMaker(self, options)
+        self.group = group = make.group
         self.vocab_size = vocab_size
         self.chunk_losses = chunk_losses
         self.own_loss: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -200,18 +189,13 @@ class ParallelLMHead(placement.PlacedModule):
             self.weight = tied_weight
         else:
             rows = vocabulary_rows(vocab_size, group.size, row_multiple)
-            piece = placement.Piece.rows(
-                full_name(name, "weight", options.get("seed")),
-                (vocab_size, hidden_size),
-                group,
-                options.get("init", DEFAULT_INIT),
-                per_rank=rows,
-            )
-            self.weight = placement.make_parameter((rows, hidden_size), (piece,), group, **made_with)
+            shape = (vocab_size, hidden_size)
+            piece = placement.Piece.rows(make.name(name, "weight"), shape, group, make.init, per_rank=rows)
+            self.weight = make.parameter((rows, hidden_size), piece)
         self.bias = None
         if bias_name is not None:
             piece = placement.Piece.rows(bias_name, (vocab_size,), group, Init.constant(0.0), per_rank=rows)
-            self.bias = placement.make_parameter((rows,), (piece,), group, **made_with)
+            self.bias = make.parameter((rows,), piece)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[S, B, H]` (`[S/g, B, H]` with sequence parallelism) → logits `[S, B, V]` on every rank."""

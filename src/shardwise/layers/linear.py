@@ -8,14 +8,14 @@ sequence-first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ArgumentError
 from shardwise.distributed import collectives, placement
-from shardwise.distributed.mesh import Group, Ranks
+from shardwise.distributed.mesh import Ranks
 from shardwise.distributed.placement import Init
 from shardwise.layers.arguments import by_name, refuse_unknown, sharing_group
 from shardwise.layers.matmul import Overlap, gather_and_multiply, linear, multiply_and_sum, usable
@@ -26,15 +26,7 @@ _POSITIONAL = ("dtype", "device", "stride", "init_method")
 _POSITIONAL_OF_GQA = ("dtype", "device", "init_method")
 
 
-class TensorOptions(TypedDict, total=False):
-    """Keywords for making a layer's parameters."""
-
-    seed: int | None
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
-class LayerOptions(TensorOptions, total=False):
+class LayerOptions(TypedDict, total=False):
     """Keywords that every sharded layer takes beside its own arguments.
 
     Attributes:
@@ -50,7 +42,10 @@ class LayerOptions(TensorOptions, total=False):
     """
 
     group: Ranks | None
+    seed: int | None
     init: Init
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class LinearOptions(LayerOptions, total=False):
@@ -64,38 +59,57 @@ class LinearOptions(LayerOptions, total=False):
     transposed: bool
 
 
-def tensor_options(
-    layer: nn.Module, options: LayerOptions, known: frozenset[str] = LayerOptions.__optional_keys__
-) -> TensorOptions:
-    """Return the layer's keywords that its parameters take.
+class ParameterMaker:
+    """Makes the parameters of one layer from the layer's keywords.
+
+    Attributes:
+        group: the ranks that share the layer.
+        init: distribution of the weight.
+
+    Args:
+        layer: layer that gets the parameters.
+        options: keywords of its call.
+        known: names of the keywords that it takes.
+        warns: true if a job of several ranks is warned where there is no group.
 
     Raises:
         ArgumentError: a keyword that the layer does not take.
         ValueError: `init` is no `Init`.
     """
-    refuse_unknown(type(layer), options, known)
-    init = options.get("init", DEFAULT_INIT)
-    if not isinstance(init, Init):
-        raise ValueError(f"init ({init!r}) must be a shardwise.Init, such as shardwise.Init.normal(0.02)")
-    return {"seed": options.get("seed"), "device": options.get("device"), "dtype": options.get("dtype")}
 
+    def __init__(
+        self,
+        layer: nn.Module,
+        options: LayerOptions,
+        known: frozenset[str] = LayerOptions.__optional_keys__,
+        *,
+        warns: bool = True,
+    ) -> None:
+        refuse_unknown(type(layer), options, known)
+        self.init = options.get("init", DEFAULT_INIT)
+        if not isinstance(self.init, Init):
+            raise ValueError(f"init ({self.init!r}) must be a shardwise.Init, such as shardwise.Init.normal(0.02)")
+        self.group = sharing_group(type(layer).__name__, options.get("group"), needed=warns)
+        self._seed = options.get("seed")
+        self._device = options.get("device")
+        self._dtype = options.get("dtype")
 
-def linear_options(
-    layer: nn.Module, options: LinearOptions, further: Sequence[object], names: Sequence[str] = _POSITIONAL
-) -> LinearOptions:
-    """Return a linear layer's keywords, with the arguments that were given by position, whose `names` these are.
+    def name(self, layer_name: str | None, leaf: str) -> str:
+        """Return the canonical name of a tensor; without a `layer_name` it is completed with the module's path later.
 
-    Raises:
-        ArgumentError: the layer takes fewer positional arguments, or one is given by keyword too.
-    """
-    return cast(LinearOptions, by_name(type(layer).__name__, further, names, options))
+        Raises:
+            ValueError: the layer has a seed and no name.
+        """
+        # The module's path is not known while the module is made, and the values must be.
+        if self._seed is not None and layer_name is None:
+            raise ValueError("a layer with a seed needs a name: its weights are drawn from (seed, name)")
+        return f"{layer_name or ''}.{leaf}"
 
-
-def full_name(name: str | None, leaf: str, seed: int | None) -> str:
-    """Return the canonical name of a tensor; without `name` it is completed with the module's path later."""
-    if seed is not None and name is None:
-        raise ValueError("a layer with a seed needs a name: its weights are drawn from (seed, name)")
-    return f"{name or ''}.{leaf}"
+    def parameter(self, shape: tuple[int, ...], *pieces: placement.Piece) -> nn.Parameter:
+        """Make a parameter of this local shape that consists of the pieces."""
+        return placement.make_parameter(
+            shape, pieces, self.group, seed=self._seed, device=self._device, dtype=self._dtype
+        )
 
 
 class _ColumnParallel(placement.PlacedModule):
@@ -121,8 +135,8 @@ class _ColumnParallel(placement.PlacedModule):
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        made_with = tensor_options(self, options, LinearOptions.__optional_keys__)
-        self.group = group = sharing_group(type(self).__name__, options.get("group"))
+        make = ParameterMaker(self, options, LinearOptions.__optional_keys__)
+        self.group = group = make.group
         self.input_size = input_size
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
@@ -131,16 +145,14 @@ class _ColumnParallel(placement.PlacedModule):
                 raise ValueError(f"output size ({size}) must be divisible by the group's size ({group.size})")
         self._copies = [copies for _, _, copies in parts]
         self._sizes = [size * copies // group.size for _, size, copies in parts]
-        seed = options.get("seed")
-        init = options.get("init", DEFAULT_INIT)
         transposed = options.get("transposed", False)
 
-        def pieces(leaf: str, columns: tuple[int, ...], init: Init) -> tuple[placement.Piece, ...]:
+        def pieces(leaf: str, columns: tuple[int, ...], init: Init) -> list[placement.Piece]:
             """Return the pieces of the weight, or of the bias, which has no `columns`."""
             pieces = []
             for i, (name, size, copies) in enumerate(parts):
                 piece = placement.Piece.rows(
-                    full_name(name, leaf, seed), (size, *columns), group, init, at=sum(self._sizes[:i]), copies=copies
+                    make.name(name, leaf), (size, *columns), group, init, at=sum(self._sizes[:i]), copies=copies
                 )
                 # Rows of the canonical layer of this name: parts of one name follow each other in it.
                 rows = [part[1] if part[0] == name else 0 for part in parts]
@@ -148,15 +160,11 @@ class _ColumnParallel(placement.PlacedModule):
                 if transposed and columns:
                     piece = piece.transpose()
                 pieces.append(piece)
-            return tuple(pieces)
+            return pieces
 
         outputs = sum(self._sizes)
-        self.weight = placement.make_parameter(
-            (outputs, input_size), pieces("weight", (input_size,), init), group, **made_with
-        )
-        self.bias = None
-        if bias:
-            self.bias = placement.make_parameter((outputs,), pieces("bias", (), Init.constant(0.0)), group, **made_with)
+        self.weight = make.parameter((outputs, input_size), *pieces("weight", (input_size,), make.init))
+        self.bias = make.parameter((outputs,), *pieces("bias", (), Init.constant(0.0))) if bias else None
 
     def multiply(self, entered: Tensor) -> Tensor:
         """`entered` `[…, I]`, whole on every rank of the group → all parts `[…, Σ local outputs]`. No communication."""
@@ -170,6 +178,7 @@ class _ColumnParallel(placement.PlacedModule):
             return gather_and_multiply(
                 x, self.weight, self.bias, self.group, overlap, sequence_parallel=self.sequence_parallel_enabled
             )
+        # `copy_to_group` does nothing forward; backward it sums the gradients of x, of which each rank has a part.
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
         return self.multiply(enter(x, self.group))
 
@@ -184,7 +193,7 @@ class _ColumnParallel(placement.PlacedModule):
         gathered = collectives.gather_last(part, self.group)
         if copies == 1:
             return gathered
-        # Neighbouring ranks hold the copies.
+        # Neighbouring ranks hold the copies: of each run of them, the first one's stays.
         by_copy = gathered.unflatten(-1, (self.group.size // copies, copies, -1))
         first_copies: Tensor = by_copy[..., 0, :].flatten(-2)
         return first_copies
@@ -232,7 +241,7 @@ class ColumnParallelLinear(_ColumnParallel):
             bias=bias,
             gather_output=gather_output,
             sequence_parallel_enabled=sequence_parallel_enabled,
-            **linear_options(self, options, further),
+            **by_name(type(self).__name__, further, _POSITIONAL, options),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -320,7 +329,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         sequence_parallel_enabled: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
-        options = linear_options(self, options, further, _POSITIONAL_OF_GQA)
+        options = by_name(type(self).__name__, further, _POSITIONAL_OF_GQA, options)
+        # Sizes are checked before the base class sees the keywords: a wrong keyword is the first to be reported.
         refuse_unknown(type(self), options, LinearOptions.__optional_keys__)
         size = sharing_group(type(self).__name__, options.get("group")).size
         q_size, kv_size = _two_sizes(output_sizes)
@@ -335,7 +345,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
             raise ValueError(f"query heads ({q_heads}) must be divisible by the group's size ({size})")
         if kv_heads % size and size % kv_heads:
             raise ValueError(f"K/V heads ({kv_heads}) must divide the group's size ({size}) or be divisible by it")
-        copies = max(size // kv_heads, 1)  # ranks that hold the same K/V head
+        # Ranks that hold the same K/V head: its keys are needed on each rank that has one of its query heads.
+        copies = max(size // kv_heads, 1)
         if kv_size_multiplier not in (1, copies):
             raise ValueError(
                 f"kv_size_multiplier ({kv_size_multiplier}) must be {copies}, the ranks that hold each of {kv_heads} "
@@ -427,31 +438,25 @@ class RowParallelLinear(placement.PlacedModule):
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        options = linear_options(self, options, further)
-        made_with = tensor_options(self, options, LinearOptions.__optional_keys__)
-        self.group = group = sharing_group(type(self).__name__, options.get("group"))
+        options = by_name(type(self).__name__, further, _POSITIONAL, options)
+        make = ParameterMaker(self, options, LinearOptions.__optional_keys__)
+        self.group = group = make.group
         if input_size % group.size:
             raise ValueError(f"input size ({input_size}) must be divisible by the group's size ({group.size})")
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError("sequence_parallel_enabled (True) must go with input_is_parallel (True)")
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        seed = options.get("seed")
-        init = options.get("init", DEFAULT_INIT)
-        piece = placement.Piece.columns(full_name(name, "weight", seed), (output_size, input_size), group, init)
+        piece = placement.Piece.columns(make.name(name, "weight"), (output_size, input_size), group, make.init)
         if options.get("transposed", False):
             piece = piece.transpose()
-        self.weight = placement.make_parameter((output_size, input_size // group.size), (piece,), group, **made_with)
+        self.weight = make.parameter((output_size, input_size // group.size), piece)
         self.bias = None
         if bias:
             piece = placement.Piece.replicated(
-                full_name(name, "bias", seed),
-                (output_size,),
-                group,
-                Init.constant(0.0),
-                partial=sequence_parallel_enabled,
+                make.name(name, "bias"), (output_size,), group, Init.constant(0.0), partial=sequence_parallel_enabled
             )
-            self.bias = placement.make_parameter((output_size,), (piece,), group, **made_with)
+            self.bias = make.parameter((output_size,), piece)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
@@ -502,20 +507,21 @@ class ReplicatedLinear(placement.PlacedModule):
     and O; `name` and `options` are as in the other layers, see `LayerOptions`. The math is that of `torch.nn.Linear`.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter
+
     def __init__(
         self, input_size: int, output_size: int, *, name: str | None = None, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__()
-        group = Group.of(options.get("group"))
-        made_with = tensor_options(self, options)
-
-        def make(leaf: str, shape: tuple[int, ...], init: Init) -> nn.Parameter:
-            full = full_name(name, leaf, options.get("seed"))
-            piece = placement.Piece.replicated(full, shape, group, init, partial=False)
-            return placement.make_parameter(shape, (piece,), group, **made_with)
-
-        self.weight = make("weight", (output_size, input_size), options.get("init", DEFAULT_INIT))
-        self.bias = make("bias", (output_size,), Init.constant(0.0))
+        # The layer is whole on every rank with and without a group, so nobody is warned that a group is missing.
+        make = ParameterMaker(self, options, warns=False)
+        for leaf, shape, init in (
+            ("weight", (output_size, input_size), make.init),
+            ("bias", (output_size,), Init.constant(0.0)),
+        ):
+            piece = placement.Piece.replicated(make.name(name, leaf), shape, make.group, init, partial=False)
+            self.register_parameter(leaf, make.parameter(shape, piece))
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)

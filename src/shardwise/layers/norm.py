@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ArgumentError
 from shardwise.distributed import collectives, placement
-from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init
-from shardwise.layers.arguments import by_name, sharing_group
-from shardwise.layers.linear import LayerOptions, full_name, tensor_options
+from shardwise.layers.arguments import by_name
+from shardwise.layers.linear import LayerOptions, ParameterMaker
 
 
 def _one_size(owner: str, shape: object) -> int:
@@ -57,21 +56,15 @@ class _Norm(placement.PlacedModule):
         # torch's norms take `bias`; here it changes nothing if it is true for a norm with a bias, or false for another.
         has_bias = "bias" in leaves
         options = cast(LayerOptions, {key: value for key, value in given.items() if (key, value) != ("bias", has_bias)})
-        made_with = tensor_options(self, options)
-        group = sharing_group(type(self).__name__, options.get("group"), needed=sequence_parallel_enabled)
-        seed = options.get("seed")
+        make = ParameterMaker(self, options, warns=sequence_parallel_enabled)
         self.normalized_shape = (_one_size(type(self).__name__, normalized_shape),)
         self.eps = eps
         for leaf, value in leaves.items():
+            shape = self.normalized_shape
             piece = placement.Piece.replicated(
-                full_name(name, leaf, seed),
-                self.normalized_shape,
-                group,
-                Init.constant(value),
-                partial=sequence_parallel_enabled,
+                make.name(name, leaf), shape, make.group, Init.constant(value), partial=sequence_parallel_enabled
             )
-            parameter = placement.make_parameter(self.normalized_shape, (piece,), group, **made_with)
-            self.register_parameter(leaf, parameter)
+            self.register_parameter(leaf, make.parameter(shape, piece))
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape[0]}, eps={self.eps}"
@@ -210,22 +203,23 @@ class QueryKeyNorm(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        self.group = Group.of(options.get("group"))
+        make = ParameterMaker(self, options, warns=False)
+        self.group = make.group
         self.eps = eps
         self.over = over
-        self.query_weight = self._weight(names[0], sizes[0], head_dim, options)
-        self.key_weight = self._weight(names[1], sizes[1], head_dim, options)
+        self.query_weight = self._weight(make, names[0], sizes[0], head_dim)
+        self.key_weight = self._weight(make, names[1], sizes[1], head_dim)
 
-    def _weight(self, name: str, size: int, head_dim: int, options: LayerOptions) -> nn.Parameter:
+    def _weight(self, make: ParameterMaker, name: str, size: int, head_dim: int) -> nn.Parameter:
         """Make the weight of the queries or of the keys."""
-        full = full_name(name, "weight", options.get("seed"))
+        full = make.name(name, "weight")
         init = Init.constant(1.0)
         if self.over == "head":
             piece = placement.Piece.replicated(full, (head_dim,), self.group, init, partial=True)
         else:
             copies = max(self.group.size * head_dim // size, 1)  # ranks that share each head
             piece = placement.Piece.rows(full, (size,), self.group, init, copies=copies)
-        return placement.make_parameter(piece.box.size, (piece,), self.group, **tensor_options(self, options))
+        return make.parameter(piece.box.size, piece)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.over == "head":
