@@ -7,28 +7,22 @@ a whole chunk, so to read a part of a row takes as long as to read all of it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.canonical_tensors import TORCH_DTYPES
-from shardwise.checkpoint.format.manifest import Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint.format.manifest import Manifest, Numbers, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
-from shardwise.checkpoint.format.verify import consecutive
-from shardwise.checkpoint.storage.checkpoint_folders import is_damage
-from shardwise.checkpoint.storage.chunks import READ_BYTES, require_size
+from shardwise.checkpoint.storage.chunks import READ_BYTES, consecutive, require_size
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.distributed import collectives
-from shardwise.distributed.collectives import union
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.distributed.placement import Piece
 
 SEGMENT_BYTES = 4 * 2**20
 """Bytes of a stored tensor that are read at a time."""
@@ -114,15 +108,15 @@ class CheckpointReader:
         rows = self._tensors.read_part(piece, entry.dtype, box.relative_to(piece.box))
         return torch.from_numpy(rows.copy()).view(TORCH_DTYPES[entry.dtype])
 
-    def verified(self) -> npt.NDArray[np.uint8]:
+    def verified(self) -> Tensor:
         """For each chunk of all files, in the manifest's order: 1 where it was read and is intact."""
         flags: list[bytearray] = []
         for number, file in enumerate(self.manifest.files):
             reader = self._tensors.readers.get(number)
             flags.append(bytearray(file.chunks) if reader is None else reader.verified)
-        return np.frombuffer(b"".join(flags), np.uint8).copy()
+        return torch.from_numpy(np.frombuffer(b"".join(flags), np.uint8).copy())
 
-    def verify(self, file: int, chunks: npt.NDArray[np.int64]) -> None:
+    def verify(self, file: int, chunks: Numbers) -> None:
         """Read chunks of a file, in order and some megabytes at a time; StoreError where one is damaged or not read."""
         entry = self.manifest.files[file]
         require_size(self.folder / entry.path, entry)
@@ -159,12 +153,6 @@ def read(reader: CheckpointReader, requests: Iterable[ReadRequest], mesh: Mesh, 
     _read_parts(reader, parts, mesh, group or mesh.tp)
     for request, ranks in reversed(divided):  # a part of a part is complete before the whole is
         _gather_parts(request, ranks)
-
-
-def other_ends(piece: Piece, mesh: Mesh) -> Group:
-    """The pipeline ranks with the same piece: of a tied weight both ends, else this rank alone."""
-    is_along_pipeline = piece.copies.size > 1 and set(piece.copies.ranks) <= set(mesh.pp.ranks)
-    return piece.copies if is_along_pipeline else Group()
 
 
 def _element_range(request: ReadRequest, group: Group) -> slice:
@@ -212,7 +200,7 @@ def _read_parts(reader: CheckpointReader, requests: Sequence[ReadRequest], mesh:
 
 def _raise_on_all_ranks(problems: Sequence[StoreError], world: Group) -> None:
     """Raise, on every rank, the errors of all ranks. Damage is raised before a store that gave no answer."""
-    texts = union([(str(problem), is_damage(problem)) for problem in problems], world)
+    texts = collectives.union([(str(problem), problem.is_damage) for problem in problems], world)
     damage = [text for text, damages in texts if damages]
     if damage:
         raise DamageError("; ".join(damage[:_SHOWN]))
@@ -230,9 +218,7 @@ def _segments(
     These are the rows that it needs alone, and all that several ranks need, since all must agree on who reads them.
     A stage of 512 ranks has 100,000 pieces that other ranks need alone: no object is made for any of them.
 
-    Args:
-        boxes_by_rank: (state, name, box) of each rank's requests.
-        rank: the rank.
+    `boxes_by_rank`: (state, name, box) of each rank's requests.
     """
     requested: dict[tuple[str, str], list[_RequestedBox]] = {}
     for requesting_rank, boxes in enumerate(boxes_by_rank):
@@ -298,7 +284,7 @@ def _read_rows(reader: CheckpointReader, segment: _Segment, problems: list[Store
 
     A store that failed once is not asked again: each failure may take minutes.
     """
-    if not problems or is_damage(problems[-1]):
+    if not problems or problems[-1].is_damage:
         try:
             return reader.read(segment.entry, segment.piece, segment.rows)
         except StoreError as error:
@@ -353,8 +339,9 @@ def _share(
                     slots.append(requests[part.request].slot(part.box))
         received.append(values)
     collectives.exchange(sent, received, group, device)
-    for slot, tensor in zip(slots, itertools.chain.from_iterable(received), strict=True):
-        slot.copy_(tensor)
+    # The slots are in the order of all values, whichever rank they come from.
+    for slot, value in zip(slots, [value for values in received for value in values], strict=True):
+        slot.copy_(value)
 
 
 # ---- verifying what no rank needs
@@ -371,7 +358,7 @@ def verify_unread(reader: CheckpointReader, mesh: Mesh) -> tuple[str, ...]:
     """
     world = mesh.world
     files = reader.manifest.files
-    is_read = torch.from_numpy(reader.verified()).to(mesh.device)
+    is_read = reader.verified().to(mesh.device)
     unread = np.flatnonzero(collectives.all_reduce_(is_read, world, op="max").cpu().numpy() == 0)
     # Chunks are numbered over all files. Each rank verifies a run of unread chunks with about equally many bytes.
     first_chunks = np.cumsum([0, *(file.chunks for file in files)])[:-1]
@@ -387,9 +374,9 @@ def verify_unread(reader: CheckpointReader, mesh: Mesh) -> tuple[str, ...]:
         try:
             reader.verify(number, unread[is_local & (file_of_chunk == number)] - first_chunks[number])
         except StoreError as error:
-            if not is_damage(error):
+            if not error.is_damage:
                 unanswered.append(error)
                 break
             damage.append(str(error))
     _raise_on_all_ranks(unanswered, world)
-    return tuple(union(damage, world))
+    return tuple(collectives.union(damage, world))

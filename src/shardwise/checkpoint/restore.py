@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, ShardwiseError, listing, see
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.canonical_tensors import TORCH_DTYPES
-from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, other_ends, read, verify_unread
+from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read, verify_unread
 from shardwise.checkpoint.format.manifest import MODEL, Manifest
 from shardwise.checkpoint.format.model_files import differences
 from shardwise.checkpoint.format.stored_tensors import (
@@ -31,7 +31,6 @@ from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import ModelConfig
 from shardwise.data.hub import check_weights
 from shardwise.distributed import collectives
-from shardwise.distributed.collectives import agree
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import Piece, placements
 from shardwise.optim.buckets import Bucket
@@ -133,7 +132,7 @@ def restore(
         problems += _optimizer_problems(manifest, model, optimizer, states, folder)
         numbers, number_problems = _numbers_by_bucket(manifest, model, optimizer, steps)
         problems += number_problems
-    agree(problems + _mismatches(manifest, model, optimizer, states, mesh, folder), mesh.world)
+    collectives.agree(problems + _mismatches(manifest, model, optimizer, states, mesh, folder), mesh.world)
     if not weights_only:
         begin_restoring(optimizer, states, steps, numbers)
     reader = CheckpointReader(folder, manifest)
@@ -141,6 +140,12 @@ def restore(
     finish_restoring(optimizer)
     damage = () if weights_only else verify_unread(reader, mesh)
     return Restored(manifest, reader.bytes_read, damage)
+
+
+def other_ends(piece: Piece, mesh: Mesh) -> Group:
+    """The pipeline ranks with the same piece: of a tied weight both ends, else this rank alone."""
+    is_along_pipeline = piece.copies.size > 1 and set(piece.copies.ranks) <= set(mesh.pp.ranks)
+    return piece.copies if is_along_pipeline else Group()
 
 
 def local_pieces(model: nn.Module) -> Iterator[tuple[nn.Parameter, Piece, Tensor]]:
@@ -341,7 +346,7 @@ def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
         problems = list(differences(config, folder).problems)
     except ConfigError as error:
         problems = error.problems
-    agree(problems, group)
+    collectives.agree(problems, group)
 
 
 def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Path) -> None:
@@ -361,7 +366,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
     where = f"checkpoint.load ({folder})"
     stored = tensors.states[MODEL]
     sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh.pp), stored)
-    agree(config_problems + problems, mesh.world)
+    collectives.agree(config_problems + problems, mesh.world)
     requests: list[ReadRequest] = []
     for _, piece, target in local_pieces(model):
         request = ReadRequest(MODEL, piece.name, piece.box, target)
@@ -377,7 +382,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
                 request.target.copy_(values.view(TORCH_DTYPES[stored[name].dtype]))
     except StoreError as error:
         problems = [f"checkpoint.load: {error}"]
-    agree(problems, mesh.world)
+    collectives.agree(problems, mesh.world)
     require_finite(model, mesh, folder)
 
 
@@ -397,7 +402,7 @@ def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple
         problems = [f"{error}: fetch or copy it again"]
     except StoreError as error:
         problems = [str(error)]
-    agree(problems, world)
+    collectives.agree(problems, world)
     assert tensors is not None
     return tensors, config_problems
 
@@ -417,7 +422,7 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
     manifest = read_manifest(folder, mesh.world)
     stored = manifest.tensors.get(MODEL, {})
     _, problems = find_sources(f"checkpoint.load ({folder})", family, tensor_shapes(model, mesh.pp), stored)
-    agree(problems, mesh.world)
+    collectives.agree(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
     requests: list[ReadRequest] = []
     for _, piece, target in local_pieces(model):

@@ -49,7 +49,6 @@ from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config
 from shardwise.distributed import collectives
-from shardwise.distributed.collectives import union
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.optim.state import Number, StateSlice, names_by_bucket, state_numbers, state_slices, state_tensors
 from shardwise.optim.zero import ZeroRedundancyOptimizer
@@ -411,7 +410,7 @@ class Saver:
     def _agreed(self, problem: str | None) -> str | None:
         """The problems of all ranks, the same text on each; None where no rank has one."""
         problems = [] if problem is None else [problem]
-        return "; ".join(union(problems, self._group)) or None
+        return "; ".join(collectives.union(problems, self._group)) or None
 
     def _prepare(self, staging: Root, pending: _PendingSave) -> None:
         """On rank 0: make the folder, if the disk has room for all files."""

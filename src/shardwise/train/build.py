@@ -13,7 +13,6 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
 from shardwise.checkpoint.restore import load_hugging_face, read_manifest, require_finite, require_model, restore
 from shardwise.checkpoint.save import Keeping, Saver
-from shardwise.checkpoint.storage.checkpoint_folders import is_damage
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, Precision, check_layout
 from shardwise.config.optimizers import OptimizerSpec
@@ -98,7 +97,7 @@ def _load_checkpoint(
     try:
         restore(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
     except StoreError as error:
-        if is_damage(error) or isinstance(error, ManifestError):
+        if error.is_damage or isinstance(error, ManifestError):
             raise ConfigError(f"checkpoint.load: {error}") from None
         raise  # the store did not answer: the configuration may be right
     require_finite(model, mesh, weights)

@@ -37,7 +37,6 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
     StepFolder,
     abandon,
     glance,
-    is_damage,
     load_location,
     put_in_place,
     require_step,
@@ -252,7 +251,7 @@ def restore_first(
             except StoreError as error:
                 # A place that does not answer may hold an intact checkpoint: no older one is taken for it.
                 problem = str(error)
-                unreadable = not is_damage(error)
+                unreadable = not error.is_damage
             else:
                 if damage:
                     reporter.warning(

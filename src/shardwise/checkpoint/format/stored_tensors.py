@@ -21,8 +21,7 @@ from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, cast, parse_header
-from shardwise.checkpoint.format.verify import consecutive
-from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader
+from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, consecutive
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names
 from shardwise.data.hub import INDEX, SINGLE, indexed
@@ -112,6 +111,7 @@ class StoredTensors:
         """A box of a piece; `box` is counted from the start of the piece's box."""
         dtype = DTYPES[dtype_name]
         runs = box.runs(piece.box.size)
+        # The reader of a checkpoint's file keeps its last chunk, so that the next run is often in memory already.
         if self.manifest is None and len(runs) > 1:
             return self._read_columns(piece, dtype_name, box)
         ranges = ((piece.offset + start * dtype.itemsize, length * dtype.itemsize) for start, length in runs)

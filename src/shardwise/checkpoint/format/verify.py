@@ -16,7 +16,7 @@ from shardwise.base.errors import listing
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, Numbers, Pieces, TensorEntry, label
 from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, parse_header
-from shardwise.checkpoint.storage.chunks import READ_BYTES, FileEntry, require_size, verify_chunk
+from shardwise.checkpoint.storage.chunks import READ_BYTES, FileEntry, consecutive, require_size, verify_chunk
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 
 _SUFFIX = ".safetensors"
@@ -85,12 +85,19 @@ def verify(folder: Root, progress: Callable[[int], None] | None = None) -> Repor
     report.files = len(manifest.files)
     report.tensors = sum(len(named) for named in manifest.tensors.values())
     report.problems += [f"{folder}: {problem}" for problem in untiled(manifest.tensors)]
-    _find_unlisted(folder, manifest, present, report)
+    listed = {entry.path for entry in manifest.files} | {MANIFEST}
+    report.unlisted = [path for path in present if path not in listed]
+    for path in report.unlisted:
+        if path.endswith((_SUFFIX, f"{_SUFFIX}.index.json")):
+            report.problems.append(
+                f"{folder}/{path} holds weights that {MANIFEST} does not list: other programs read it"
+            )
     for entry, pieces in zip(manifest.files, _pieces_by_file(manifest), strict=True):
         file = folder / entry.path
         try:
             require_size(file, entry)
             is_intact = _verify_file(file, entry, pieces.values(), report, progress)
+            # Of a file that is damaged, the header may be what is damaged: nothing more is said of it.
             if is_intact and (pieces or entry.path.endswith(_SUFFIX)):
                 report.problems += _header_problems(file, {label: piece.stored for label, piece in pieces.items()})
         except StoreError as error:
@@ -169,7 +176,8 @@ def _overlap(starts: Numbers, stops: Numbers) -> tuple[int, int] | None:
         second = first + 1 + np.arange(len(first)) - pairs_before
         shared = np.flatnonzero(((starts[second] < stops[first]) & (starts[first] < stops[second])).all(axis=1))
         if len(shared):
-            pair = shared[np.lexsort((first[shared], second[shared]))[0]]  # the pair whose later box comes first
+            # The pair whose later box comes first.
+            pair = shared[np.lexsort((first[shared], second[shared]))[0]]
             return int(order[first[pair]]), int(order[second[pair]])
     return None
 
@@ -204,7 +212,8 @@ def _verify_file(
 ) -> bool:
     """Read a file once, for its checksums and its values; returns whether all chunks match their checksums."""
     damaged: list[int] = []
-    partial_value = b""  # the first bytes of a value that continues in the next block
+    # Blocks end where chunks end, which may be within a value: its first bytes wait for the next block.
+    partial_value = b""
     at_once = max(1, READ_BYTES // entry.chunk_bytes)
     for first in range(0, entry.chunks, at_once):
         begin = first * entry.chunk_bytes
@@ -253,32 +262,11 @@ def _count_non_finite(pieces: Iterable[_LabelledPiece], begin: int, data: memory
     return partial_value
 
 
-def consecutive(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """First and last of each run of consecutive numbers, of ascending ones."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    return runs
-
-
 def _header_problems(file: Root, expected: Mapping[str, StoredTensor]) -> list[str]:
     """Disagreements of a file's own header and the manifest: other programs read the header."""
     stored = parse_header(file)
     differing = [name for name in dict.fromkeys([*expected, *stored]) if stored.get(name) != expected.get(name)]
     return [f"{file}: its header and {MANIFEST} say different things about {name}" for name in differing]
-
-
-def _find_unlisted(folder: Root, manifest: Manifest, present: Iterable[str], report: Report) -> None:
-    listed = {entry.path for entry in manifest.files} | {MANIFEST}
-    report.unlisted = [path for path in present if path not in listed]
-    report.problems += [
-        f"{folder}/{path} holds weights that {MANIFEST} does not list: other programs read it"
-        for path in report.unlisted
-        if path.endswith((_SUFFIX, f"{_SUFFIX}.index.json"))
-    ]
 
 
 def _slice_text(box: Box) -> str:

@@ -24,6 +24,7 @@ from pathlib import Path
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import MOST_BYTES
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.storage.chunks import require_length
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root
 from shardwise.data.hub import FOUND, INDEX, SINGLE, find, is_url, place_of_weights
 
@@ -67,6 +68,7 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """The step of a checkpoint's folder; None for another name."""
+    # `step-000000100` would be a second name of step 100.
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and name == step_name(int(match[1])) else None
 
@@ -98,38 +100,22 @@ def glance(folder: Root, step: int | None = None) -> StepFolder:
         manifest = Manifest.read(folder)
         if step is None:
             step = manifest.step
-        _require_lengths(manifest, folder, lengths)
+        for entry in manifest.files:
+            require_length(folder / entry.path, entry, lengths.get(entry.path))
         require_step(manifest, folder, step)
     except StoreError as error:
         is_incomplete = error.missing
-        is_unreadable = not is_damage(error)
+        is_unreadable = not error.is_damage
         problem = _without_manifest(folder) if error.missing else str(error)
     return StepFolder(
         step or 0, folder, problem, sum(lengths.values()), manifest, incomplete=is_incomplete, unreadable=is_unreadable
     )
 
 
-def _require_lengths(manifest: Manifest, folder: Root, lengths: Mapping[str, int]) -> None:
-    """Raise DamageError where a file is missing, or its length is not that in the manifest."""
-    for entry in manifest.files:
-        length = lengths.get(entry.path)
-        if length is None:
-            raise DamageError(f"{folder / entry.path} is missing")
-        if length != entry.bytes:
-            raise DamageError(
-                f"{folder / entry.path} is damaged: its length ({length:,} bytes) must be {entry.bytes:,} bytes"
-            )
-
-
 def require_step(manifest: Manifest, folder: Root, step: int) -> None:
     """Raise DamageError where a manifest is of another step than its folder."""
     if manifest.step != step:
         raise DamageError(f"{folder / MANIFEST} is of step {manifest.step}, and its folder of step {step}")
-
-
-def is_damage(error: StoreError) -> bool:
-    """True if a file that cannot be read is lost. Where the store gave no answer, it may still be there."""
-    return error.missing or isinstance(error, DamageError)
 
 
 def checkpoints(root: Root) -> Iterator[StepFolder]:
@@ -146,6 +132,7 @@ def survey(root: Root) -> list[StepFolder]:
     A save that lacks only its name is among them where its step has no complete checkpoint; `put_in_place` must be
     called before it is used.
     """
+    # A killed `put_in_place` has taken the manifest of the old checkpoint: then the partial folder is the complete one.
     present: dict[int, StepFolder] = {}
     for step in steps(root):
         folder = root / step_name(step)
@@ -175,6 +162,7 @@ def abandoned(root: Root) -> list[Root]:
 
 def abandon(root: Root, step: int, *, damaged: bool = False) -> Root:
     """Set a checkpoint aside: it is no longer the run's, and stays until the user removes it."""
+    # The user may go back to the same step several times: each folder that was set aside keeps its name.
     first_name = f"{step_name(step)}.{'damaged' if damaged else 'abandoned'}"
     taken_names = set(root.names())
     name = first_name

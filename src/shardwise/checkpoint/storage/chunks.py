@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import xxhash
@@ -78,10 +79,12 @@ class ChunkedWriter:
 
     def write(self, data: Buffer) -> None:
         """Append any number of bytes."""
-        view = memoryview(data).cast("B")  # of bytes, whatever the elements of the buffer are
+        # A view of bytes, whatever the elements of the buffer are.
+        view = memoryview(data).cast("B")
         assert self._written + len(view) <= self._size, f"{self._path} gets more than {self._size} bytes"
         self._file.write(view)
         while len(view):
+            # A part ends where its chunk ends: the checksum is then complete.
             part = view[: self._chunk_bytes - self._written % self._chunk_bytes]
             self._hash.update(part)
             self._written += len(part)
@@ -181,12 +184,14 @@ class ChunkedReader:
             verify_chunk(self._file, entry, chunk, data[offset : offset + entry.chunk_bytes])
             self.verified[chunk] = 1
         final = data[(end - 1 - first) * entry.chunk_bytes :]
+        # A copy, so that the other chunks are freed.
         if len(final) < len(data):
-            final = memoryview(bytes(final))  # a copy, so that the other chunks are freed
+            final = memoryview(bytes(final))
         self._last_chunk = (end - 1, final)
         return data
 
     def _fetch(self, start: int, stop: int) -> bytes:
+        # A file with more bytes than were written has the right checksums: only its length shows it.
         if not self._has_required_size:
             require_size(self._file, self._entry)
             self._has_required_size = True
@@ -208,12 +213,19 @@ def read_whole(folder: Root, entry: FileEntry) -> bytes:
 
 def require_size(file: Root, entry: FileEntry) -> None:
     """Raise DamageError where a file is missing or has another length than its entry."""
+    length: int | None = None
     try:
         length = file.size()
     except StoreError as error:
-        if error.missing:
-            raise DamageError(f"{file} is missing, and the manifest lists it ({entry.bytes:,} bytes)") from None
-        raise
+        if not error.missing:
+            raise
+    require_length(file, entry, length)
+
+
+def require_length(file: Root, entry: FileEntry, length: int | None) -> None:
+    """Raise DamageError where the length of a file, None for a file that is missing, is not that of its entry."""
+    if length is None:
+        raise DamageError(f"{file} is missing, and the manifest lists it ({entry.bytes:,} bytes)")
     if length != entry.bytes:
         raise DamageError(f"{file} is damaged: its length ({length:,} bytes) must be {entry.bytes:,} bytes")
 
@@ -225,3 +237,14 @@ def verify_chunk(file: Root, entry: FileEntry, chunk: int, data: memoryview) -> 
         raise DamageError(
             f"{file} is damaged: bytes {begin:,} to {begin + len(data):,} do not match their checksum (chunk {chunk})"
         )
+
+
+def consecutive(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last of each run of consecutive numbers, of ascending ones."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs

@@ -80,6 +80,11 @@ class StoreError(RunError):
         self.missing = missing
         self.refused = refused
 
+    @property
+    def is_damage(self) -> bool:
+        """True if a file that cannot be read is lost. Where the store gave no answer, it may still be there."""
+        return self.missing or isinstance(self, DamageError)
+
 
 class DamageError(StoreError):
     """Stored bytes are not those that were written."""
@@ -123,7 +128,8 @@ class Root:
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
 
         try:
-            if "::" in text:  # fsspec would chain two filesystems
+            # fsspec would chain two filesystems.
+            if "::" in text:
                 raise ValueError("it has two schemes")
             # Without a cache of listings, files of other processes are seen.
             options = ANONYMOUS[scheme] if anonymous else {}
@@ -184,7 +190,8 @@ class Root:
             raise StoreError(f"{self} cannot be read: there is no such file", missing=True)
         if info["type"] != "file":
             raise StoreError(f"{self} cannot be read: it is no file")
-        return int(info["size"] or 0)  # some servers report None for an empty file
+        # Some servers report None for an empty file.
+        return int(info["size"] or 0)
 
     def names(self) -> list[str]:
         """Names of the files and folders in a folder, sorted; empty where there is no folder."""
@@ -264,10 +271,12 @@ class Root:
                 path = self.local()
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
-                elif os.path.lexists(path):  # a read-only disk refuses to remove even a file that does not exist
+                # A read-only disk refuses to remove even a file that does not exist.
+                elif os.path.lexists(path):
                     path.unlink()
             elif self.scheme in _OBJECT_STORES:
-                for path_of_file in self.fs.find(self.path):  # one by one, for the same reason as in `rename`
+                # One by one, for the same reason as in `rename`.
+                for path_of_file in self.fs.find(self.path):
                     self.fs.rm_file(path_of_file)
             else:
                 self.fs.rm(self.path, recursive=True)
@@ -362,7 +371,8 @@ class Writing:
     def write(self, data: Buffer) -> None:
         view = memoryview(data).cast("B")
         with self._root.store_errors("written", self._size):
-            while len(view):  # an unbuffered file may take a part
+            # An unbuffered file may take a part of what it is given.
+            while len(view):
                 count = self._file.write(view)
                 view = view[count:]
                 if self._write_behind is not None:
@@ -382,8 +392,9 @@ class Writing:
             if self._write_behind is not None:
                 with contextlib.suppress(OSError):
                     self._write_behind.finish()
+            # `close` would complete the file of an object store; `discard` removes the parts that it has received.
             if hasattr(self._file, "discard") and not self._root.is_local:
-                self._file.discard()  # removes the parts that an object store has received
+                self._file.discard()
                 self._file.closed = True
             else:
                 self._file.close()
@@ -503,6 +514,7 @@ class WriteBehind:
 
 def _sync_and_drop(descriptor: int, start: int, length: int) -> None:
     """Bring a window of a file to the disk, and free its pages in the cache."""
-    os.fsync(descriptor)  # pages that are not on the disk yet cannot go
+    # Pages that are not on the disk yet cannot go.
+    os.fsync(descriptor)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
