@@ -79,7 +79,7 @@ def model_tensors(
     for parameter_tensors in parameters:
         new = tuple(tensor for tensor in parameter_tensors.tensors if tensor.name not in seen)
         seen |= {tensor.name for tensor in new}
-        if new:  # a tied weight is at both ends
+        if new:
             unique.append(replace(parameter_tensors, tensors=new))
     return unique
 
@@ -131,6 +131,7 @@ def _pieces_by_rank(
     local: Mapping[ParameterKey, tuple[nn.Parameter, Placement]],
 ) -> dict[ParameterKey, list[list[Piece]]]:
     """For each parameter the pieces of every rank of its group; one exchange a group."""
+    # The ranks of a model go through its groups in the order of its parameters, so that their exchanges match.
     by_group: dict[Group, dict[ParameterKey, list[Piece]]] = {}
     for key, (_, record) in local.items():
         # A group cannot be sent to another process, and nobody needs it there.
@@ -231,12 +232,14 @@ class WeightPlan:
 
     def _plan(self, stage_weights: list[PlannedPiece], max_shard_bytes: int) -> Iterator[WeightFile]:
         """Give each weight of each pipeline stage an owner among the stage's ranks."""
+        # A rank of another stage would need the weight's boxes from all tensor-parallel ranks of this one.
         mesh = self._mesh
         shards: list[tuple[int, list[PlannedPiece]]] = []
         seen: set[str] = set()
         ranks_per_stage = mesh.dp.size * mesh.tp.size
         for stage, weights in enumerate(collectives.all_gather_objects(stage_weights, mesh.pp)):
-            new_weights = [weight for weight in weights if weight.name not in seen]  # tied ones are in two stages
+            # A tied weight is in two stages: the first one writes it.
+            new_weights = [weight for weight in weights if weight.name not in seen]
             seen |= {weight.name for weight in new_weights}
             for rank, owned in enumerate(_balanced(new_weights, ranks_per_stage)):
                 shards += [(stage * ranks_per_stage + rank, shard) for shard in cut(owned, max_shard_bytes)]
@@ -258,60 +261,55 @@ class WeightPlan:
         """
         tp = self._mesh.tp
         segment = round_[tp.rank]
+        views = self._local_parts(segment)
         if segment is None:
             values = torch.empty(0)
-            self._exchange(round_, values)
-            return values
-        views = self._local_parts(segment)
-        if len(views) == 1 and views[0].shape == segment.box.size:
+        elif len(views) == 1 and views[0].shape == segment.box.size:
             # This rank holds the whole segment as one view: nothing has to be put together.
-            self._exchange(round_, views[0])
-            return views[0]
-        values = torch.empty(segment.box.size, dtype=TORCH_DTYPES[segment.weight.dtype], device=self._mesh.device)
-        self._exchange(round_, values)
-        for slot, view in zip(self._slots(segment, values, tp.rank), views, strict=True):
-            slot.copy_(view)
-        return values
-
-    def _exchange(self, round_: Sequence[_WeightRows | None], values: Tensor) -> None:
-        """Send this rank's parts of the other ranks' segments, and receive theirs into `values`, its own segment."""
-        tp = self._mesh.tp
-        if tp.size == 1:
-            return
+            values = views[0]
+        else:
+            values = torch.empty(segment.box.size, dtype=TORCH_DTYPES[segment.weight.dtype], device=self._mesh.device)
+            for slot, view in zip(self._slots(segment, values, tp.rank), views, strict=True):
+                slot.copy_(view)
         sent: list[list[Tensor]] = []
         received: list[list[Tensor]] = []
-        for rank, segment in enumerate(round_):
+        for rank, segment_of_rank in enumerate(round_):
+            # This rank's own parts are in their places already.
             is_local = rank == tp.rank
-            sent.append([] if is_local else self._local_parts(segment))
-            received.append([] if is_local else self._slots(round_[tp.rank], values, rank))
+            sent.append([] if is_local else self._local_parts(segment_of_rank))
+            received.append([] if is_local else self._slots(segment, values, rank))
         collectives.exchange(sent, received, tp, self._mesh.device)
+        return values
 
-    def _overlaps(self, rank: int, segment: _WeightRows | None) -> list[tuple[Box, Box]]:
+    def _overlaps(self, rank: int, segment: _WeightRows) -> list[tuple[Box, Box]]:
         """The boxes of a tensor-parallel rank that share elements with a segment, each with the shared part."""
         overlaps: list[tuple[Box, Box]] = []
-        if segment is not None:
-            for box in self._boxes[rank].get(segment.weight.name, []):
-                part = box.intersect(segment.box)
-                if part is not None:
-                    overlaps.append((box, part))
+        for box in self._boxes[rank].get(segment.weight.name, []):
+            part = box.intersect(segment.box)
+            if part is not None:
+                overlaps.append((box, part))
         return overlaps
 
     def _local_parts(self, segment: _WeightRows | None) -> list[Tensor]:
-        """Views of the parts of a segment that this rank holds."""
-        views = []
+        """Views of the parts of a segment that this rank holds; none without a segment."""
+        views: list[Tensor] = []
+        if segment is None:
+            return views
         for box, part in self._overlaps(self._mesh.tp.rank, segment):
-            assert segment is not None
             parameter, piece = self._local[segment.weight.name, box]
             views.append(piece.of(parameter.detach())[part.relative_to(box).slices])
         return views
 
     def _slots(self, segment: _WeightRows | None, values: Tensor, rank: int) -> list[Tensor]:
         """Views into the values of a segment, to which the parts of a tensor-parallel rank belong."""
-        return [values[part.relative_to(segment.box).slices] for _, part in self._overlaps(rank, segment) if segment]
+        if segment is None:
+            return []
+        return [values[part.relative_to(segment.box).slices] for _, part in self._overlaps(rank, segment)]
 
 
 def _balanced(weights: list[PlannedPiece], ranks: int) -> list[list[PlannedPiece]]:
     """The weights of each owner: the largest first, each to the owner with the fewest bytes."""
+    # The largest first leaves the small ones to even out the loads: Graham's rule, at most 4/3 of the best maximum.
     # Every rank computes the same plan, as the order of equal loads is that of the ranks.
     owners = min(ranks, max(1, sum(weight.nbytes for weight in weights) // _BYTES_WORTH_A_FILE))
     owned: list[list[PlannedPiece]] = [[] for _ in range(ranks)]

@@ -47,6 +47,7 @@ def export_hugging_face(
     Raises:
         StoreError: it cannot be written: out of space, or the like.
     """
+    # The replicas of data parallelism have equal weights: the ranks of the first one are enough.
     if mesh.dp.rank == 0:
         parameters = model_tensors(model, mesh.pp)
         tensors = canonical_tensors(model, pipeline=mesh.pp)
@@ -105,6 +106,7 @@ def model_files(
 
 def _read(tensors: Iterator[tuple[str, Tensor]], name: str) -> Iterator[Buffer]:
     """The bytes of the next tensor, which has this name."""
+    # Weights are written in the order in which they are put together, so that one at a time is in memory.
     next_name, tensor = next(tensors)
     assert next_name == name
     yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
@@ -172,7 +174,8 @@ def _places(config: Config, weights: Root | None) -> list[Root]:
         places.append(weights)
     if config.data.tokenizer is not None:
         tokenizer = Path(config.data.tokenizer).expanduser()
-        if tokenizer.exists():  # else it is a hub id
+        # A name that is no path is a hub id.
+        if tokenizer.exists():
             places.append(Root.of(tokenizer if tokenizer.is_dir() else tokenizer.parent))
     return places
 
@@ -189,7 +192,8 @@ def _first_fitting(sources: Sequence[FilesBesideWeights], tokenizer: Path | None
         companions = Companions(source.ids) if tokenizer is None else _fitting(source, tokenizer)
         if companions is not None:
             return companions
-        if source.names_ends_of_texts:  # a BERT names padding alone, which generates nothing: no note
+        # A BERT names padding alone, and generates nothing: there is nothing to note.
+        if source.names_ends_of_texts:
             notes.append(
                 "the checkpoints have the special tokens of the data's tokenizer, and not those of "
                 f"{source.place}, whose ids mean other tokens"

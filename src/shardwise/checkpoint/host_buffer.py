@@ -100,6 +100,7 @@ class HostBuffer:
             if isinstance(message, Aborted):
                 raise message
             block, filled_bytes = message
+            # Also where the reader stops early: the other thread may wait for the block.
             try:
                 yield memoryview(block.numpy().data)[:filled_bytes]
             finally:

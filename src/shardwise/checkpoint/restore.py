@@ -294,7 +294,8 @@ def _numbers_by_bucket(
         first, *further = names[bucket]
         for state, values in stored.items():
             by_tensor = values if isinstance(values, Mapping) else dict.fromkeys(names[bucket], values)
-            number = by_tensor.get(first, steps)  # a tensor without a number has done all steps
+            # A tensor without a number has done all steps.
+            number = by_tensor.get(first, steps)
             bucket_numbers[state] = number
             # The wrapped optimizer sees one flat tensor for each bucket, so it keeps one number for all of them.
             differing = next((name for name in further if by_tensor.get(name, steps) != number), None)
@@ -323,7 +324,8 @@ def _mismatches(
     local: dict[str, tuple[tuple[int, ...], set[str]]] = {}
     for _, parameter, record in placements(model):
         for piece in record.pieces:
-            if math.prod(piece.shape):  # a tensor without elements is never written
+            # A tensor without elements is never written.
+            if math.prod(piece.shape):
                 local[piece.name] = (piece.shape, states_of_parameter.get(parameter, set()))
     shapes: dict[str, tuple[int, ...]] = {}
     needed_states: dict[str, set[str]] = {}
@@ -452,7 +454,8 @@ def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
     not_finite: Counter[str] = Counter()
     for (name, _), count in count_of_box.items():
         not_finite[name] += count
-    shown_folder = next(path for path, counts in gathered if counts)  # machines may have folders of their own
+    # Machines may have folders of their own: one that has such values is shown.
+    shown_folder = next(path for path, counts in gathered if counts)
     text = non_finite_text(not_finite)
     raise ConfigError(
         f"checkpoint.load ({shown_folder}) must have finite weights, and it has {text}"

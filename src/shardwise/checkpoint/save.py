@@ -196,7 +196,8 @@ class Saver:
         `progress`: fields of the manifest that say how far training is (`samples`, `position`, `tokens`, `schedule`,
         `rng`).
         """
-        self.wait()  # an earlier save still uses the buffer
+        # An earlier save still uses the buffer.
+        self.wait()
         started = time.perf_counter()
         # The weights of the last step may still be on their way from the ranks that updated them.
         self._optimizer.gathers.wait()
@@ -212,7 +213,8 @@ class Saver:
             step, final, buffer, files, self._state_numbers(), self._manifest(step, progress), started
         )
         self._thread = threading.Thread(target=self._write, args=(pending,), name="checkpoint", daemon=True)
-        if buffer.is_limited:  # else nothing is written before training continues: the cores are for the copy
+        # With room for all, nothing is written before training continues: until then the cores are for the copy.
+        if buffer.is_limited:
             self._thread.start()
         try:
             self._copy(buffer, slices, files)
@@ -287,7 +289,8 @@ class Saver:
         """Copy the bytes of `files`, in their order. Collective over the tensor-parallel group."""
         headers = {file.pieces[0].name: file.header for file in files if file.pieces[0].state == MODEL}
         for weight, box, values in self._weights.collect():
-            if not any(box.start):  # the first segment of a weight, which may be the first of a file
+            # The first segment of a weight may be the first of a file, and comes behind the file's header.
+            if not any(box.start):
                 buffer.put_bytes(headers.get(weight.name, b""))
             buffer.put(values)
         if files and files[-1].pieces[0].state != MODEL:
@@ -350,7 +353,8 @@ class Saver:
             try:
                 if problem is None:
                     removed = tuple(prune(self.root, self._lengths, self._keeping.last, self._keeping.every))
-                elif not (staging / MANIFEST).exists():  # else it lacks only its name, which a resume gives it
+                # A save with a manifest lacks only its name, which a resume gives it.
+                elif not (staging / MANIFEST).exists():
                     staging.remove()
             except ShardwiseError as error:
                 # After a failed save, the next one removes what is left of it.
@@ -392,7 +396,8 @@ class Saver:
         """
         is_final = False
         if self._group.rank == 0 and not self.root.is_local:
-            with contextlib.suppress(StoreError):  # a place without an answer fails the save, a moment later
+            # A place without an answer fails the save a moment later, on all ranks together.
+            with contextlib.suppress(StoreError):
                 is_final = not (final / MANIFEST).exists()
         return final if collectives.broadcast_object(is_final, self._group) else self.root / partial_name(step)
 
@@ -401,9 +406,10 @@ class Saver:
         problem = None
         try:
             action()
-        except Exception as error:  # the other ranks wait for an answer, whatever happened here
+        # The other ranks wait for an answer, whatever happened here, unless no answer would reach them.
+        except Exception as error:
             if collectives.is_lost_connection(error):
-                raise  # no answer would reach them
+                raise
             problem = self._reason(error)
         return self._agreed(problem)
 
@@ -495,7 +501,8 @@ def _require_visible(staging: Root, entries: Sequence[FileEntry]) -> None:
     """Raise StoreError where a file is missing here, because another rank wrote it to a disk of its own."""
     missing = [entry.path for entry in entries]
     deadline = time.monotonic() + _SEEN_WITHIN_SECONDS
-    while missing and time.monotonic() < deadline:  # a network file system shows other machines' files after a while
+    # A network file system shows the files of other machines after a while.
+    while missing and time.monotonic() < deadline:
         lengths = staging.files()
         missing = [entry.path for entry in entries if lengths.get(entry.path) != entry.bytes]
         time.sleep(1.0 if missing else 0.0)
@@ -509,7 +516,8 @@ def _require_visible(staging: Root, entries: Sequence[FileEntry]) -> None:
 
 def _write_stream(folder: Root, files: Sequence[PlannedFile], blocks: Iterator[memoryview]) -> Iterator[FileEntry]:
     """Cut a stream of bytes into files."""
-    block = memoryview(b"")  # may hold the end of a file and the beginning of the next one
+    # A block may hold the end of a file and the beginning of the next one.
+    block = memoryview(b"")
     for file in files:
         with ChunkedWriter(folder / file.path, file.size, file.path) as writer:
             remaining = file.size

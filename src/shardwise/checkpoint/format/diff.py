@@ -18,6 +18,7 @@ from shardwise.checkpoint.storage.root import Root
 ABSENT = "(not set)"
 """The value of a key that only the other configuration has."""
 _SEGMENT_ELEMENTS = 2**20
+"""Elements that are compared at once."""
 _DEEPEST = 20
 """Levels of a configuration that are compared key by key: one from an unknown source may be nested without end."""
 _CODED = ("F8_E4M3", "F8_E5M2")
@@ -127,6 +128,7 @@ def _compare(
         bits_b = b.read(state, name, box)
         if progress is not None:
             progress(bits_a.nbytes)
+        # Bytes are compared, because a NaN is not equal to itself.
         has_same_bits = dtype_a == dtype_b and bits_a.tobytes() == bits_b.tobytes()
         is_equal = is_equal and has_same_bits
         if not has_values:
@@ -145,13 +147,15 @@ def _compare(
     if not has_values:
         return TensorDifference(state, name, entry.shape, dtypes, is_equal, None, None)
     relative = 0.0
-    if change_squares != 0:  # also where it is NaN
+    # A sum that is NaN is unequal to 0 too, and so is the result.
+    if change_squares != 0:
         relative = math.sqrt(change_squares / reference_squares) if reference_squares else math.inf
     return TensorDifference(state, name, entry.shape, dtypes, is_equal, largest, relative)
 
 
 def _values(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
     """All values of a tensor, in one dim."""
+    # numpy has no bfloat16: its bits become those of a float32.
     flat = bits.reshape(-1)
     if dtype == "BF16":
         flat = cast(flat, dtype, "F32")

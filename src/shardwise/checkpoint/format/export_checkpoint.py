@@ -100,6 +100,7 @@ class Export:
     def _weight(self, name: str) -> StreamedWeight:
         """A weight in the dtype of the export, from its master where that saves a rounding."""
         entry = self._manifest.tensors[MODEL][name]
+        # Integers, such as quantized weights, stay as they are.
         target = entry.dtype
         if self._target is not None and entry.dtype in FLOATING:
             target = self._target

@@ -12,7 +12,6 @@ checksums. As objects the pieces take each rank 6 s to receive, and 460 MB; as n
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 import gc
 import itertools
@@ -44,6 +43,7 @@ MAX_MANIFEST_VALUES = 2**25
 """About ten times those of the same manifest. A parsed value takes up to 240 bytes, so a manifest from an unknown
 source takes at most 8 GB of memory; the limit on its length alone would allow 32 GB."""
 _JSON_TYPES: dict[type, str] = {dict: "object", list: "array", str: "string"}
+# Keys are sorted, so that the digest stands before the files, and in the first kilobytes of any manifest.
 _DIGEST = re.compile(r'"digest":"xxh3_128:([0-9a-f]{32})",(?="files":)')
 
 
@@ -155,6 +155,7 @@ class Manifest:
             StoreError: there is none (`missing`), or it cannot be read. DamageError, ManifestError: as `from_json`.
         """
         file = folder / MANIFEST
+        # Before it is read: a manifest from an unknown source must not fill the memory.
         if problem := _too_long(file.size()):
             raise DamageError(f"{file} is damaged: {problem}")
         try:
@@ -189,7 +190,8 @@ def _matches_digest(text: str) -> bool:
     match = _DIGEST.search(text)
     if match is None or not text.endswith("\n"):
         return False
-    data = memoryview(text.encode())  # of hundreds of megabytes, so no slice of it is copied
+    # The text may have hundreds of megabytes, of which a view copies none.
+    data = memoryview(text.encode())
     digest = xxhash.xxh3_128(data[: match.start()])
     digest.update(data[match.end() : -1])
     return digest.hexdigest() == match[1]
@@ -228,7 +230,8 @@ def _array(items: Sequence[str]) -> list[str]:
 
 
 def _file_text(file: FileEntry) -> str:
-    checksums = base64.b64encode(file.checksums).decode()  # base64 has no character that JSON escapes
+    # base64 has no character that JSON escapes.
+    checksums = base64.b64encode(file.checksums).decode()
     path = _canonical(file.path)
     return f'{{"bytes":{file.bytes},"checksums":"{checksums}","chunk_bytes":{file.chunk_bytes},"path":{path}}}'
 
@@ -308,8 +311,9 @@ def _file(plain: object) -> FileEntry:
         raise ValueError(f"chunk_bytes of {path} ({chunk}) must be a power of two from {limits}")
     try:
         checksums = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError):
-        checksums = b"none"  # no multiple of 8 bytes, so it is refused below
+    except ValueError:
+        # No multiple of 8 bytes, so it is refused below.
+        checksums = b"none"
     file = FileEntry(path, length, chunk, checksums)
     if len(checksums) != 8 * file.chunks:
         raise ValueError(f"{path} must have {file.chunks} checksums of 8 bytes")
@@ -459,7 +463,8 @@ class Pieces(Sequence[PieceEntry]):
         if set(map(type, boxes)) != {list} or set(map(len, boxes)) != {dims}:
             return None
         numbers = [*files, *offsets, *itertools.chain.from_iterable(boxes)]
-        if set(map(type, numbers)) != {int}:  # a bool is no whole number
+        # A bool is no whole number, and Python counts it as an int: so types are compared.
+        if set(map(type, numbers)) != {int}:
             return None
         try:
             flat = np.array(numbers, dtype=np.int64)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,9 +13,8 @@ from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.writing import CONFIG
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import FamilyConfig, ModelConfig, model_from, shapes_of
+from shardwise.config import FamilyConfig, ModelConfig, model_from, rope_scaling, shapes_of
 from shardwise.config.hugging_face import parse_hugging_face
-from shardwise.config.rope_scaling import effective_scaling
 from shardwise.data.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, holds_tokenizer
 from shardwise.data.tokens.tokenizer import Tokenizer
 
@@ -79,9 +76,10 @@ class FilesBesideWeights:
                 file = Path(folder, name)
                 file.parent.mkdir(exist_ok=True)
                 file.write_bytes(content)
-            with suppress(DataError):
+            try:
                 return Tokenizer.load(folder)
-        return None
+            except DataError:
+                return None
 
 
 def files_beside_weights(folder: Root) -> dict[str, bytes]:
@@ -103,6 +101,7 @@ def token_ids(config_file: Root) -> dict[str, Any]:
 
 def flat_ids(fields: Mapping[str, Any], suffix: str = _ID_SUFFIX) -> list[int]:
     """The ids in the fields whose names end in `suffix`."""
+    # A model may end a text by any of several tokens: the field is then a list.
     ids: list[int] = []
     for key, value in fields.items():
         if key.endswith(suffix):
@@ -133,8 +132,8 @@ def _vocabulary(tokenizer: Any) -> dict[str, int]:
 
 def _json_object(text: bytes, file: str) -> dict[str, Any]:
     try:
-        values = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
+        values = json_value(text)
+    except ValueError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold a JSON object")
@@ -238,7 +237,7 @@ def _meaningful_values(config: FamilyConfig) -> dict[str, Any]:
     values = {key: value for key, value in config.model_dump(mode="json").items() if key not in free}
     values[config.keys["activation"]] = config.activation
     if values.get("rope_scaling") is not None:
-        values["rope_scaling"] = effective_scaling(values["rope_scaling"], values[_LONGEST])
+        values["rope_scaling"] = rope_scaling.effective_scaling(values["rope_scaling"], values[_LONGEST])
     return values
 
 

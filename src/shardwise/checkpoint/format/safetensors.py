@@ -88,7 +88,8 @@ def header(
         end += math.prod(shape) * DTYPES[dtype].itemsize
         fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offsets[-1], end]}
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
+    # The tensors begin at a multiple of 8 bytes, so that a reader can map values of any dtype.
+    text += b" " * (-len(text) % 8)
     first = _LENGTH.size + len(text)
     return _LENGTH.pack(len(text)) + text, [first + offset for offset in offsets], first + end
 
@@ -104,6 +105,7 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
     length_field = file.read(0, _LENGTH.size)
     if len(length_field) < _LENGTH.size:
         raise DamageError(f"{file} is damaged: a safetensors file ({total} bytes) must have at least 8 bytes")
+    # The first bytes of a text, read as a length, are far beyond any file.
     (length,) = _LENGTH.unpack(length_field)
     limit = min(total - _LENGTH.size, MAX_HEADER_BYTES)
     if length > limit and file.read(0, len(_LFS_POINTER)) == _LFS_POINTER:
@@ -120,6 +122,7 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
             raise ValueError("it is no JSON object")
         fields.pop(SAFETENSORS_METADATA, None)
         tensors = {name: _tensor(name, entry, first) for name, entry in fields.items()}
+        # An empty tensor begins where the next one does, and comes before it.
         tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
         _require_contiguous(tensors, first, total)
     except (ValueError, RecursionError) as error:
@@ -129,6 +132,7 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
 
 def _require_contiguous(tensors: Mapping[str, StoredTensor], first: int, total: int) -> None:
     """Raise ValueError where tensors, in the order of their bytes, leave a gap from `first` to `total`, or overlap."""
+    # The safetensors library refuses gaps too: the bytes of a gap could hold anything, and no reader would see them.
     end = first
     for name, tensor in tensors.items():
         if tensor.start != end:
@@ -170,6 +174,7 @@ def is_counts(value: object) -> TypeGuard[list[int]]:
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    # Of two tensors of one name, one parser takes the first and another the last.
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a name is there twice")
@@ -195,7 +200,8 @@ def overflows(values: npt.NDArray[Any], source: str, target: str) -> bool:
 
 
 def _widen(values: npt.NDArray[Any], source: str) -> npt.NDArray[np.float32]:
-    if source == "BF16":  # the upper half of a float32
+    # A bfloat16 is the upper half of a float32.
+    if source == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
 

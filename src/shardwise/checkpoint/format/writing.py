@@ -178,6 +178,7 @@ def write_folder(
             entries.append(write_small(staging, path, contents[path]))
         if manifest is not None:
             (staging / MANIFEST).write(manifest(entries, files).to_json().encode())
+        # Only now, when nothing but the rename is left to fail: until here the old folder is whole.
         if replaces and parent.is_local:
             final.remove()
     count = len(entries) + (manifest is not None)
@@ -225,6 +226,7 @@ def write_small(folder: Root, path: str, data: bytes) -> FileEntry:
     with ChunkedWriter(folder / path, len(data), path) as writer:
         writer.write(data)
         entry = writer.close()
+    # Whoever completes `folder` brings its names to the disk, and not those of its subfolders.
     if subfolder:
         (folder / subfolder).sync()
     return entry
@@ -267,6 +269,7 @@ def staged(parent: Root, name: str) -> Iterator[Root]:
     """
     final = parent / name
     staging = parent / f".{name}.partial" if parent.is_local else final
+    # A process that was killed has left its files.
     staging.remove()
     staging.make()
     try:

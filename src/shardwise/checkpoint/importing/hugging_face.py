@@ -109,7 +109,22 @@ def write_checkpoint(
     def manifest(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> Manifest:
         if not_finite:
             raise ConfigError(f"SOURCE must have finite weights, and it has {non_finite_text(not_finite)}")
-        return _manifest(opened, entries, files)
+        return Manifest(
+            step=STEP,
+            samples=0,
+            position=0,
+            tokens=0,
+            config={"model": opened.config.model_dump(mode="json")},
+            layout=opened.layout,
+            schedule={},
+            data={},
+            rng={},
+            versions={"shardwise": __version__, "torch": importlib.metadata.version("torch")},
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            optimizer=None,
+            files=tuple(entries),
+            tensors=tensor_entries(entries, [file.piece_rows for file in files]),
+        )
 
     weights = [replace(weight, read=partial(_read_counting, weight, not_finite)) for weight in opened.weights]
     described = {**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}
@@ -122,25 +137,6 @@ def write_checkpoint(
         max_shard_bytes=max_shard_bytes,
         progress=progress,
         manifest=manifest,
-    )
-
-
-def _manifest(opened: ForeignModel, entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> Manifest:
-    return Manifest(
-        step=STEP,
-        samples=0,
-        position=0,
-        tokens=0,
-        config={"model": opened.config.model_dump(mode="json")},
-        layout=opened.layout,
-        schedule={},
-        data={},
-        rng={},
-        versions={"shardwise": __version__, "torch": importlib.metadata.version("torch")},
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        optimizer=None,
-        files=tuple(entries),
-        tensors=tensor_entries(entries, [file.piece_rows for file in files]),
     )
 
 
@@ -182,6 +178,7 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
         raise ConfigError(problems)
     weights: list[StreamedWeight] = []
     for name, shape in shapes.items():
+        # A tensor without elements may be missing in the folder.
         for stored_name in sources[name][:1]:
             read = partial(_read, tensors, stored_name)
             weights.append(StreamedWeight(name, stored[stored_name].dtype, shape, read))

@@ -40,7 +40,8 @@ RankStates: TypeAlias = Mapping[tuple[int, int], Mapping[str, Any]]
 """(tensor-parallel rank, pipeline stage) → content of its file."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
-_RANK_NAMES = ("mp_rank_{:02d}", "mp_rank_{:02d}_{:03d}")  # without and with pipeline stages
+# Without and with pipeline stages.
+_RANK_NAMES = ("mp_rank_{:02d}", "mp_rank_{:02d}_{:03d}")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _VERSIONS = (0, 1, 2, 3)
 _MOST_RANKS = 2**20
@@ -344,11 +345,13 @@ def _tensors(
         elif cut == "columns":
             tensor = shards.columns(source)
         elif cut == "tokens":
-            tensor = shards.columns(source).rows(0, config.vocab_size)  # without the rows of padding
+            # The rows of padding are the last ones.
+            tensor = shards.columns(source).rows(0, config.vocab_size)
         elif cut in ("gate", "up"):
             gate, up = gate_up(source)
             tensor = gate if cut == "gate" else up
-        else:  # Q, K and V: all of them, or a single one
+        # Q, K and V: all of them in a GPT-2, or a single one in a Llama.
+        else:
             tensor = stack(query_key_value(source)["qkv".index(letter)] for letter in cut)
         # Hugging Face's GPT-2 has the matrices of its layers as [in, out].
         is_transposed = isinstance(config, GPTConfig) and layer and kind == "weight" and cut != "copies"

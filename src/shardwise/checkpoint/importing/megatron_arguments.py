@@ -7,16 +7,12 @@ would make another model are reported at once; those that only concern training 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.model_files import validated
 from shardwise.config import GPTConfig, LlamaConfig
 
-RankStates: TypeAlias = Mapping[tuple[int, int], Mapping[str, Any]]
-"""(tensor-parallel rank, pipeline stage) → content of its file."""
-
-# ---- the arguments
 _UNSET: tuple[Any, ...] = (None, False, 0, 0.0, (), [])
 # Each of these, where it is set, makes a model that no family here covers; the value beside it changes nothing.
 _MUST_BE_UNSET: dict[str, Any] = {

@@ -49,10 +49,9 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.model_files import read_model, token_ids
-from shardwise.checkpoint.importing import pickled
+from shardwise.checkpoint.importing import megatron_arguments, pickled
 from shardwise.checkpoint.importing.hugging_face import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.megatron import combined
-from shardwise.checkpoint.importing.megatron_arguments import SIZES
 from shardwise.checkpoint.importing.tensor_parallel_shards import Shards, Stacked, drift, require_ranks, stack
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import LlamaConfig, weight_names
@@ -285,13 +284,15 @@ def _drift_of_copies(kv: Stacked, head_of_slot: Sequence[int], rows: int) -> flo
 
 _RANK = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})(?:_pp_rank_(\d{3,}))?")
 _RANK_NAMES = ("mp_rank_{:02d}", "tp_rank_{:02d}_pp_rank_{:03d}")
-_BUFFERS = "untrained_buffer_names"  # a list among the weights
-_REFERENCE = re.compile(r"\$\{(?:model)?\.(\w+)\}")  # of a configuration to another of its keys, unresolved
+# A list of names among the weights.
+_BUFFERS = "untrained_buffer_names"
+# A value of the configuration may be the name of another key, as OmegaConf writes it.
+_REFERENCE = re.compile(r"\$\{(?:model)?\.(\w+)\}")
 
 _SAME_NAMES = (
-    *SIZES, "ffn_hidden_size", "kv_channels", "init_method_std", "hidden_dropout", "attention_dropout",
-    "ffn_dropout", "layernorm_epsilon", "position_embedding_type", "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
+    *megatron_arguments.SIZES, "ffn_hidden_size", "kv_channels", "init_method_std", "hidden_dropout",
+    "attention_dropout", "ffn_dropout", "layernorm_epsilon", "position_embedding_type",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size",
 )  # fmt: skip
 """Keys of the configuration that are Megatron-LM's arguments under the same name."""
 _RENAMED = {

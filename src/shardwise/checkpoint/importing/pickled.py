@@ -73,10 +73,12 @@ def load(path: Path) -> Any:
     """
     classes = _CLASSES
     try:
-        is_zip = zipfile.is_zipfile(path)  # torch before 1.6 wrote another format, which cannot be mapped
+        # torch before 1.6 wrote another format, which cannot be mapped into memory.
+        is_zip = zipfile.is_zipfile(path)
         if not is_zip:
             _require_pickle(path)
         else:
+            # The names are read from the pickle without running it, so that all that are refused are named at once.
             names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
             classes = {name: StandIn for name in names if name.startswith(_UNNEEDED_PACKAGES)} | _CLASSES
             if refused := sorted(set(names) - set(classes)):

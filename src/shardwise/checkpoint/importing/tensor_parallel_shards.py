@@ -106,7 +106,8 @@ def drift(tensor: Tensor, replica: Tensor) -> float:
         return math.inf
     # Relative to the larger norm the result is symmetric, and at most 2.
     norm = float(torch.maximum(tensor.float().norm(), replica.float().norm()))
-    if norm == 0.0:  # 0 and -0 have other bits
+    # 0 and -0 are equal and have other bits.
+    if norm == 0.0:
         return 0.0
     relative = float((tensor.float() - replica.float()).norm()) / norm
     return relative if math.isfinite(relative) else math.inf
@@ -265,6 +266,7 @@ class Shards:
     def copies(self, name: str) -> Stacked:
         """A tensor that every rank has whole: all copies must agree to the bit."""
         parts = self.parts(name)
+        # Each copy is compared with the first one, which is taken.
         same = "must be the same on every tensor-parallel rank, and differs between rank 0 and rank {}"
         self._require_replicas(name, parts[:1] * len(parts), parts, same)
         return Stacked(tuple(parts[:1]))

@@ -182,6 +182,7 @@ def removable(root: Root, keep: int | None, keep_every: int | None = None) -> tu
     `keep_every`. A folder that is newer than the newest intact one may be a save under way, and stays. One that could
     not be read may be intact, and stays until there are `keep` newer intact ones.
     """
+    # A user who prunes by hand may wait for all manifests to be read: what is removed cannot come back.
     present = {checkpoint.step: checkpoint for checkpoint in checkpoints(root)}
     intact = [step for step, checkpoint in present.items() if checkpoint.problem is None]
     if not intact:
@@ -322,6 +323,7 @@ def weights_folder(location: str, announce: Callable[[str], None] | None) -> Nam
     root = answering_root(location)
     names = root.names()
     # A folder of weights may hold checkpoints too, of a run that continued from them: its config.json decides.
+    # A folder with a step's name and no manifest is a save that was not completed, whatever files it has.
     may_have_weights = MANIFEST not in names and step_of(root.name) is None
     if may_have_weights and (_MODEL_CONFIG in names or not _holds_checkpoints(names)):
         if not root.exists():

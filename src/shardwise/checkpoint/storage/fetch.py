@@ -154,6 +154,7 @@ def fetch(
             # The record of the complete file comes first: a file without one would be refused as another's.
             _write_record(target, "fetched.json", _origin(remote) | facts)
             _hidden_file(target, "fetch").replace(target)
+            # After a crash here, the record has no part beside it: the next fetch takes it for none.
             _hidden_file(target, "fetch.json").unlink()
         Root.of(target.parent).sync()
         return fetched
@@ -177,10 +178,12 @@ def _listed(root: Root) -> list[Remote]:
             name = path.removeprefix(root.path.rstrip("/") + "/")
         if is_pattern and info["type"] != "file":
             continue
+        # The marker of a folder in an object store.
         if path.endswith("/") and not info.get("size"):
-            continue  # the marker of a folder in an object store
+            continue
+        # A file of a fetch to that place: here it would be taken for a record of this machine.
         if _RECORD.fullmatch(name):
-            continue  # a file of a fetch to that place: here it would be taken for a record of this machine
+            continue
         shown = path if root.is_local else f"{root.scheme}://{path}"
         remotes.append(_remote(replace(root, path=path, shown=shown), info, name))
     if not remotes:
@@ -218,6 +221,7 @@ def _info(root: Root) -> dict[str, Any]:
 def _remote(root: Root, info: dict[str, Any], name: str | None = None) -> Remote:
     """The file at a place, of which the filesystem reports `info`."""
     is_web = root.scheme in _WEB_SCHEMES
+    # The query of a URL is no part of the file's name.
     if name is None and is_web:
         parts = urlsplit(root.path)
         name = parts.path.rstrip("/").rpartition("/")[2] or parts.hostname
@@ -280,8 +284,10 @@ def _complete_part(
     with contextlib.ExitStack() as stack:
         earlier_part = None
         if remote.ranges and _read_record(target, "fetch.json") == _origin(remote):
-            with contextlib.suppress(OSError):  # it is missing, or it is a link
+            # It may be missing, or be a link, which another user may have put there.
+            with contextlib.suppress(OSError):
                 earlier_part = stack.enter_context(os.fdopen(open_own(part, os.O_RDWR), "r+b"))
+        # The digest is of the whole file, so the bytes that are there are hashed again.
         if earlier_part is not None and os.fstat(earlier_part.fileno()).st_size <= (remote.size or 0):
             digest = hashlib.file_digest(earlier_part, "sha256")
             present_bytes = earlier_part.seek(0, os.SEEK_END)
@@ -291,6 +297,7 @@ def _complete_part(
             file = earlier_part
         else:
             file = stack.enter_context(new_file(part))
+        # Only now, when no bytes of another version are left: after a crash they would pass for those of this one.
         _write_record(target, "fetch.json", _origin(remote))
         if present_bytes:
             announce(f"continuing {target.name} after {size_text(present_bytes)}")
@@ -340,6 +347,7 @@ def _blocks(remote: Remote, start: int) -> Iterator[bytes]:
                 yield block
         return
     assert remote.size is not None
+    # A queue and not `map`, which would request all ranges at once and keep those that nobody has written yet.
     requested: deque[Future[bytes]] = deque()
     with ThreadPoolExecutor(_RANGES_AT_ONCE, thread_name_prefix="fetch") as threads:
         for first in range(start, remote.size, _RANGE_BYTES):
@@ -361,7 +369,8 @@ def _range(remote: Remote, start: int, stop: int) -> bytes:
             error = remote.root.failure(EOFError(f"{len(block):,} of {stop - start:,} bytes came"), "read")
         except StoreError as failure:
             error = failure
-        if error.refused:  # its name may be listed where its content may not be read
+        # The name of a file may be listed where its content may not be read.
+        if error.refused:
             raise ConfigError(str(error))
         if error.missing or attempt == _ATTEMPTS:
             raise StoreError(f"{error}; from byte {start:,} on: start again, and it continues from there")

@@ -46,6 +46,7 @@ class Owner:
     @property
     def is_gone(self) -> bool:
         """True if the run has surely ended: it ran on this machine, and no process holds its folder."""
+        # A lock that is held on another machine cannot be seen from here.
         return self.host == platform.node() and not RunLock.is_held(Path(self.folder))
 
 
@@ -80,6 +81,7 @@ def original_of(root: Root, run: str | None, folder: Path) -> Path | None:
     last_owner = owner(root)
     if last_owner is None or last_owner.id != run or _has_key(folder, last_owner.key):
         return None
+    # A folder that cannot be looked at proves nothing.
     former_folder = Path(last_owner.folder)
     with contextlib.suppress(OSError):
         if RunDirectory(former_folder).stored_id() == run:
@@ -160,6 +162,7 @@ def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
     if not directory.holds_run:
         return None
     stored, problems = _stored(directory, config)
+    # A damaged file cannot say where its run saved, so the place is that of `config`.
     root = Root.of(config.checkpoint.path or directory.checkpoints)
     notes: list[str] = []
     if stored is None or problems:
