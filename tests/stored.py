@@ -79,7 +79,7 @@ def write_checkpoint(
         writer.write(head)
         for (_, state, name, box), offset in zip(parts, offsets, strict=True):
             dtype, values = tensors[state][name]
-            writer.write(np.ascontiguousarray(values[box.slices]).astype(DTYPES[dtype].numpy).tobytes())
+            writer.write(np.ascontiguousarray(values[box.slices]).astype(DTYPES[dtype]).tobytes())
             entry, piece = stored[state][name], PieceEntry(len(files), offset, box)
             stored[state][name] = TensorEntry(entry.shape, dtype, (*entry.pieces, piece))
         files.append(writer.close())

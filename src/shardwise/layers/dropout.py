@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from shardwise.config import DropoutMode
 from shardwise.distributed import devices
-from shardwise.distributed.devices import to_device
 from shardwise.distributed.mesh import Ranks
 from shardwise.distributed.random_bits import INCREMENT, hashed, mixed
 from shardwise.layers.arguments import sharing_group
@@ -64,7 +63,8 @@ class _Masks:
         stream_B1 = mixed(self.samples_B ^ self.stream(place, rows.device)).unsqueeze(1)
         # A hash is uniform over the signed 64-bit integers: a share p of them lies below this threshold.
         threshold = min(math.floor(p * 2.0**64), 2**64 - 1) - 2**63
-        if torch.compiler.is_compiling():  # one kernel, which holds nothing between its operations
+        # The compiler makes one kernel, which holds nothing between its operations: there are no chunks to cut.
+        if torch.compiler.is_compiling():
             return mixed(stream_B1 + (rows.view(-1, 1, 1) * width + columns) * INCREMENT) >= threshold
         keep = torch.empty((len(rows), len(self.samples_B), len(columns)), dtype=torch.bool, device=rows.device)
         chunk = max(1, MASK_CHUNK_ELEMENTS // (len(self.samples_B) * len(columns)))
@@ -110,7 +110,8 @@ class DropoutKey(_Masks):
         return devices.seeded(device, self.number(self.first_sample, layer, site, shard))
 
     def stream(self, place: Place, device: torch.device) -> Tensor:
-        return torch.full((), self.number(place.layer, place.site), device=device)  # `tensor` would wait for a copy
+        # `torch.tensor` would make it on the host, and wait for a copy.
+        return torch.full((), self.number(place.layer, place.site), device=device)
 
     def shard(self, place: Place) -> int:
         """Return the number of the part of the activation that this rank has at a place."""
@@ -138,8 +139,8 @@ class DropoutKey(_Masks):
         return BlockKey(
             self.samples_B,
             self.mode,
-            to_device(torch.tensor(numbers), device_of_numbers),
-            to_device(torch.tensor(shards), device),
+            devices.to_device(torch.tensor(numbers), device_of_numbers),
+            devices.to_device(torch.tensor(shards), device),
         )
 
 
@@ -257,6 +258,7 @@ class Dropout(nn.Module):
 
 def scaled(x: Tensor, keep: Tensor, p: float) -> Tensor:
     """Return `x · keep / (1 - p)`; the mask, one byte an element, is kept for the backward pass."""
+    # 1 / (1 - p) would be infinite, and its product with a mask of zeros NaN.
     if p == 1.0:
         return x * 0.0
     return x * keep * (1.0 / (1.0 - p))

@@ -137,6 +137,7 @@ class ReplicatedEmbedding(placement.PlacedModule):
     def forward(self, ids: Tensor) -> Tensor:
         """ids `[S, …]`, equal on every rank → `[S, …, H]`, or this rank's `[S/g, …, H]` with sequence parallelism."""
         if self.sequence_parallel_enabled:
+            # Ids have no gradient, so this is a slice, and no rank sends anything.
             ids = collectives.split_sequence(ids, self.group)
         return F.embedding(ids, self.weight)
 
@@ -181,9 +182,11 @@ class ParallelLMHead(placement.PlacedModule):
         make = ParameterMaker(self, options)
         self.group = group = make.group
         self.vocab_size = vocab_size
+        # Both are set later: by compilation, and by a run with a loss of the user's.
         self.chunk_losses = chunk_losses
         self.own_loss: Callable[[Tensor, Tensor], Tensor] | None = None
         self.sequence_parallel_enabled = sequence_parallel_enabled
+        # A tied weight keeps the embedding's record: a checkpoint then has one tensor for both.
         if tied_weight is not None:
             rows = tied_weight.shape[0]
             self.weight = tied_weight
@@ -214,7 +217,8 @@ class ParallelLMHead(placement.PlacedModule):
         call_forward_pre_hooks(self)
         local_rows = self.weight.shape[0]
         first = self.group.rank * local_rows
-        columns = max(0, min(local_rows, self.vocab_size - first))  # the others are padding
+        # The columns behind these are padding, whose logits are 0 and may be the largest.
+        columns = max(0, min(local_rows, self.vocab_size - first))
         chunk_rows = max(1, loss_chunk_elements(local_rows, x.device.type != "cpu") // local_rows)
         largest = []
         ids = []
@@ -239,6 +243,7 @@ class ParallelLMHead(placement.PlacedModule):
         """
         if self.own_loss is not None:
             return self.own_loss(self(x).float(), targets_SB)
+        # Hooks that wait for gathered parameters run when a module is called, and this is no call.
         call_forward_pre_hooks(self)
         return linear_cross_entropy(
             x,

@@ -474,6 +474,7 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
     Args:
         terms: layers, each with its input, which is cut already: `[S, B, I/g]`.
     """
+    # The sum is linear: products of all layers are added on each rank first, and the ranks sum only once.
     first, x = terms[0]
     sequence_parallel = first.sequence_parallel_enabled
     overlap = usable(first.overlap, x, first.group)

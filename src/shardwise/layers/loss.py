@@ -79,8 +79,9 @@ class VocabularyShard:
             columns `[N]`; true for targets that count `[N]`.
         """
         width = logits_NV.shape[1]
+        # In a compiled graph, a slice that ends at a number of the rank would make another graph for each rank.
         if isinstance(self.columns, Tensor):
-            if self.vocabulary < width * self.group.size:  # a rank has padding
+            if self.vocabulary < width * self.group.size:
                 logits_NV.masked_fill_(torch.arange(width, device=logits_NV.device) >= self.columns, float("-inf"))
         elif self.columns < width:
             logits_NV[:, self.columns :] = float("-inf")
@@ -92,7 +93,8 @@ class VocabularyShard:
         is_local = counted & (column >= 0) & (column < self.columns)
         column = column.masked_fill(~is_local, 0)
         at_target = logits_NV.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~is_local, 0.0)
-        terms = [at_target]  # all sums over the vocabulary in one collective
+        # All sums over the vocabulary go into one collective.
+        terms = [at_target]
         if self.smoothing:
             terms.append(logits_NV[:, : self.columns].sum(dim=1))
         logits_NV.exp_()
@@ -128,7 +130,8 @@ def chunk_losses(
     The gradient by the logits has their dtype, that by the bias is float32. Float32 logits are overwritten.
     """
     dtype = logits_NV.dtype
-    logits_NV = logits_NV.float()  # no caller keeps the logits, so that those of another dtype are freed here
+    # No caller keeps the logits, so that those of another dtype are freed here.
+    logits_NV = logits_NV.float()
     if bias_V is not None:
         logits_NV.add_(bias_V)
     loss, column, is_local, counted = shard.softmax_(logits_NV, target_N)
@@ -167,6 +170,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         _refuse_second_derivative("parallel_cross_entropy")
         softmax, column, is_local, counted = ctx.saved_tensors
         weight = grads[0].reshape(-1).float().masked_fill(~counted, 0.0)
+        # A copy: another backward pass over a graph that is kept needs the probabilities.
         gradient = ctx.shard.gradient_(softmax.clone(), column, is_local, weight)
         return gradient.view(ctx.shape).to(ctx.dtype), None, None
 
@@ -245,7 +249,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             flat = chunk.reshape(-1, chunk.shape[-1])
             targets = target_RSB[:, rows].reshape(-1)
             loss, dlogits, dbias = losses(linear(flat, weight_vH), bias_v, targets, shard, any(needed), db is not None)
-            total = total + loss  # not in place: torch 2.11, traced, would drop its gradient
+            # Not in place: torch 2.11, traced, would drop its gradient.
+            total = total + loss
             if dlogits is None:
                 continue
             if db is not None and dbias is not None:
@@ -256,7 +261,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dchunk = linear(dlogits, weight_vH.t()).view(chunk.shape)
                 dx[rows] = collectives.reduce_scatter(dchunk, group) if is_cut else dchunk
                 del dchunk
-            del dlogits  # one chunk at a time: the next one's logits take their place
+            # One chunk at a time: the next one's logits take their place.
+            del dlogits
         if dx is not None and not is_cut:
             collectives.all_reduce_(dx, group)
         ctx.save_for_backward(dx, dw, db)

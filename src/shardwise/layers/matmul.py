@@ -174,6 +174,7 @@ class _GatherAndMultiply(torch.autograd.Function):
         dw: Tensor | None = None
         db: Tensor | None = None
         if ctx.needs_input_grad[0]:
+            # Every rank has a part of this sum, over its own output features.
             partial = linear(dy, weight.t()).contiguous()
             if ctx.sequence_parallel:
                 out = partial.new_empty(partial.shape[0] // ctx.group.size, *partial.shape[1:])
@@ -238,16 +239,19 @@ def _gather_and_multiply(
 ) -> tuple[list[Tensor], Tensor]:
     """x `[S/g, B, I]` of each rank → `X Aᵀ` for each weight, `[S, B, O]`, and X as `_as_gathered` has it."""
     if how == "symmetric_memory":
+        # torch's operator communicates by itself, so its bytes are counted here and not in `collectives`.
         assert group.process_group is not None, "several ranks"
         group.count("all_gather", x.nbytes * group.size)
         gathered, products = fused_all_gather_matmul(x, [weight.t() for weight in weights], group.process_group)
         return products, gathered
     g = group.size
     rows, *middle, width = x.shape
-    x = x.contiguous()  # collectives need it
+    # Collectives need contiguous tensors.
+    x = x.contiguous()
     gathered = x.new_empty(g * rows, *middle, width)
     pieces = _pieces(rows)
     pending = []
+    # All are on their way before the first product: they arrive in this order, one while another is multiplied.
     for piece in pieces:
         out = gathered[g * piece.start : g * piece.stop]
         pending.append(collectives.all_gather_async(x[piece], group, out=out))
@@ -262,6 +266,7 @@ def _gather_and_multiply(
 def _fused_sum(xs: Sequence[Tensor], weights: Sequence[Tensor], group: Group) -> Tensor:
     """Return `Σ_r Σ_k X_k A_kᵀ` by torch's operator, as one product over the inputs of all k."""
     assert group.process_group is not None, "several ranks"
+    # Side by side, the inputs of all k are one matrix: Σ_k X_k A_kᵀ = [X_1 X_2 …] [A_1 A_2 …]ᵀ.
     x = torch.cat(list(xs), -1)
     weight = torch.cat(list(weights), -1)
     group.count("reduce_scatter", x.shape[:-1].numel() * len(weight) * x.element_size())

@@ -102,6 +102,7 @@ class RMSNorm(_Norm):
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    # Accelerators have a kernel, and the compiler makes one. Shorter dtypes torch computes in float32.
     if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.dtype == weight.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     return cast(Tensor, _RMSNorm.apply(x, weight, eps))  # type: ignore[no-untyped-call]
@@ -136,6 +137,7 @@ class _RMSNorm(torch.autograd.Function):
             dw = dy_unit.reshape(-1, x.shape[-1]).sum(0)
         dx = None
         if ctx.needs_input_grad[0]:
+            # Σ dy·u·w over the width, as one product of a matrix and a vector.
             mean = (dy_unit @ weight).div_(x.shape[-1]).unsqueeze(-1)
             dx = (dy * weight).addcmul_(unit, mean, value=-1).mul_(inverse)
         return dx, dw, None
@@ -217,7 +219,8 @@ class QueryKeyNorm(placement.PlacedModule):
         if self.over == "head":
             piece = placement.Piece.replicated(full, (head_dim,), self.group, init, partial=True)
         else:
-            copies = max(self.group.size * head_dim // size, 1)  # ranks that share each head
+            # Ranks that share each head, where they outnumber the heads.
+            copies = max(self.group.size * head_dim // size, 1)
             piece = placement.Piece.rows(full, (size,), self.group, init, copies=copies)
         return make.parameter(piece.box.size, piece)
 
@@ -268,6 +271,7 @@ class _Scale(torch.autograd.Function):
         d_inverse = None
         if ctx.needs_input_grad[1]:
             dw = (dy * x).mul_(inverse.unsqueeze(-1)).flatten(0, -2).sum(0).to(weight.dtype)
+        # `inverse` is a function of x alone: where x needs no gradient, it needs none.
         if ctx.needs_input_grad[0]:
             scaled = dy * weight
             d_inverse = (scaled * x).sum(-1)

@@ -72,12 +72,8 @@ class Difference:
 def diff(a: Root, b: Root, progress: Callable[[int], None] | None = None) -> Difference:
     """Compare two folders, each a checkpoint or Hugging Face weights; a few MiB are held at a time.
 
-    Of two checkpoints the resolved configurations are compared, else what `config.json` says.
-
-    Args:
-        a: folder A.
-        b: folder B.
-        progress: called with the number of bytes of A that were compared since the last call.
+    Of two checkpoints the resolved configurations are compared, else what `config.json` says. `progress` is called with
+    the number of bytes of A that were compared since the last call.
     """
     tensors_a = StoredTensors.of(a)
     tensors_b = StoredTensors.of(b)

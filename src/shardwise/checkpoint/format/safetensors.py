@@ -13,7 +13,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -39,20 +39,16 @@ _NAN = np.uint16(0x7FC0)
 """The NaN of bfloat16 that torch's cast makes."""
 
 
-class Dtype(NamedTuple):
-    """`numpy`: the dtype whose bits are these; formats that numpy lacks are unsigned integers there."""
-
-    itemsize: int
-    numpy: str
-
-
-DTYPES: Mapping[str, Dtype] = {
-    "BOOL": Dtype(1, "|b1"), "U8": Dtype(1, "|u1"), "I8": Dtype(1, "|i1"),
-    "F8_E4M3": Dtype(1, "|u1"), "F8_E5M2": Dtype(1, "|u1"),
-    "U16": Dtype(2, "<u2"), "I16": Dtype(2, "<i2"), "F16": Dtype(2, "<f2"), "BF16": Dtype(2, "<u2"),
-    "U32": Dtype(4, "<u4"), "I32": Dtype(4, "<i4"), "F32": Dtype(4, "<f4"),
-    "U64": Dtype(8, "<u8"), "I64": Dtype(8, "<i8"), "F64": Dtype(8, "<f8"),
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    name: np.dtype(code)
+    for name, code in {
+        "BOOL": "|b1", "U8": "|u1", "I8": "|i1", "F8_E4M3": "|u1", "F8_E5M2": "|u1",
+        "U16": "<u2", "I16": "<i2", "F16": "<f2", "BF16": "<u2",
+        "U32": "<u4", "I32": "<i4", "F32": "<f4",
+        "U64": "<u8", "I64": "<i8", "F64": "<f8",
+    }.items()
 }  # fmt: skip
+"""Name of a format → numpy's dtype whose bits are these; formats that numpy lacks are unsigned integers there."""
 
 
 @dataclass(frozen=True)

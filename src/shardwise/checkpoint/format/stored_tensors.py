@@ -95,7 +95,7 @@ class StoredTensors:
             DamageError: bytes of it do not match their checksum, or its pieces leave a gap in it.
         """
         tensor = self.states[state][name]
-        values = np.empty(box.size, DTYPES[tensor.dtype].numpy)
+        values = np.empty(box.size, DTYPES[tensor.dtype])
         covered = 0
         for piece in tensor.pieces:
             overlap = box.intersect(piece.box)
@@ -117,7 +117,7 @@ class StoredTensors:
         ranges = ((piece.offset + start * dtype.itemsize, length * dtype.itemsize) for start, length in runs)
         parts = [self._bytes(piece.file, start, start + length) for start, length in ranges]
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        return np.frombuffer(data, dtype.numpy).reshape(box.size)
+        return np.frombuffer(data, dtype).reshape(box.size)
 
     def _read_columns(self, piece: PieceEntry, dtype_name: str, box: Box) -> npt.NDArray[Any]:
         """Some columns of a piece in a plain file, cut from its whole rows: else each row would take a read."""
@@ -129,7 +129,7 @@ class StoredTensors:
         for first in range(box.start[0], box.stop[0], step):
             last = min(first + step, box.stop[0])
             data = self._bytes(piece.file, piece.offset + first * row_bytes, piece.offset + last * row_bytes)
-            rows = np.frombuffer(data, dtype.numpy).reshape(-1, *row_shape)
+            rows = np.frombuffer(data, dtype).reshape(-1, *row_shape)
             columns.append(rows[(slice(None), *box.slices[1:])])
         return np.concatenate(columns)
 

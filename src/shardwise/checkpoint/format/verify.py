@@ -20,15 +20,13 @@ from shardwise.checkpoint.storage.chunks import READ_BYTES, FileEntry, consecuti
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 
 _SUFFIX = ".safetensors"
-_NOT_FINITE = {
-    "F8_E4M3": ("|u1", 0x7F),
-    "F8_E5M2": ("|u1", 0x7C),
-    "F16": ("<u2", 0x7C00),
-    "BF16": ("<u2", 0x7F80),
-    "F32": ("<u4", 0x7F80_0000),
-    "F64": ("<u8", 0x7FF0_0000_0000_0000),
-}
-"""dtype → (numpy's integer of its bits, the exponent's bits): they are all set in NaN and infinity, and only there."""
+_EXPONENT_BITS = {
+    "F8_E4M3": 0x7F, "F8_E5M2": 0x7C, "F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000,
+}  # fmt: skip
+"""Bits that are all set in NaN and infinity, and only there: the exponent's, and all but the sign of E4M3.
+
+E4M3 has no infinity, and gives its largest exponent to numbers but for the NaN.
+"""
 _COUNTED_AT_ONCE = 2**18
 """Values whose mask is in memory at once: it then stays in the processor's cache."""
 _PAIRS_AT_ONCE = 2**20
@@ -66,9 +64,7 @@ class Report:
 def verify(folder: Root, progress: Callable[[int], None] | None = None) -> Report:
     """Read a whole checkpoint and report every problem.
 
-    Args:
-        folder: the checkpoint.
-        progress: called with the number of bytes that were read since the last call.
+    `progress` is called with the number of bytes that were read since the last call.
 
     Raises:
         StoreError: there is no manifest (`missing`): this is no checkpoint.
@@ -184,10 +180,10 @@ def _overlap(starts: Numbers, stops: Numbers) -> tuple[int, int] | None:
 
 def non_finite(data: memoryview, dtype: str) -> int:
     """The number of values of a safetensors dtype that are NaN or infinite."""
-    if dtype not in _NOT_FINITE:
+    if dtype not in _EXPONENT_BITS:
         return 0
-    numpy, exponent = _NOT_FINITE[dtype]
-    bits = np.frombuffer(data, numpy)
+    exponent = _EXPONENT_BITS[dtype]
+    bits = np.frombuffer(data, f"<u{DTYPES[dtype].itemsize}")
     count = 0
     for start in range(0, len(bits), _COUNTED_AT_ONCE):
         block = bits[start : start + _COUNTED_AT_ONCE]

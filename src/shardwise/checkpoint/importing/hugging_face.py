@@ -152,9 +152,7 @@ def _read_counting(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator
 def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignModel:
     """The model of a folder with config.json and safetensors weights.
 
-    Args:
-        folder: the folder.
-        ignore: fields of config.json that change nothing, as the user says.
+    `ignore`: fields of config.json that change nothing, as the user says.
 
     Raises:
         ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file

@@ -120,8 +120,7 @@ def combined(
     Args:
         states: content of the ranks' files.
         folder: folder of the source, for messages.
-        vocab_size: as in `open_megatron`.
-        allow_drift: as in `open_megatron`.
+        vocab_size, allow_drift: as in `open_megatron`.
         rank_names: formats of the ranks' names, without and with pipeline stages.
     """
     args, version = _common_arguments(states, folder)

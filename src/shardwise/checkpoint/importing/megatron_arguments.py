@@ -46,7 +46,6 @@ def read_args(
     """The model, and notes on arguments that have no counterpart.
 
     Args:
-        args: the arguments.
         vocab_size: number of tokens without padding.
         where: subject of the messages.
         legacy: the model is one of `megatron.legacy`, which chooses its activation by other arguments.

@@ -226,14 +226,11 @@ def _fused_attention(shards: Shards, config: LlamaConfig, attention: str) -> Seq
 def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Sequence[Stacked]) -> list[Stacked]:
     """Q, K, V and the output projection with every head once and in order, where key/value heads have copies.
 
+    Q, K and V are without parts where a problem was noted.
+
     Args:
-        shards: all tensors, and the problems.
-        config: the model.
         attention: name of the layer.
         qkv: Q, K and V as the ranks hold them, one rank below the other.
-
-    Returns:
-        the four matrices; Q, K and V are without parts where a problem was noted.
     """
     out = shards.rows(f"{attention}.o_proj.weight")
     noted = [Stacked(), Stacked(), Stacked(), out]

@@ -201,10 +201,9 @@ def prune(
     completed. Another one counts as intact where it has a manifest and its files in `saved` have their lengths.
 
     Args:
-        root: the folder of the checkpoints.
+        root: folder of the checkpoints.
         saved: step → path → bytes, of the files of checkpoints that this process has written.
-        keep: as in `removable`.
-        keep_every: as in `removable`.
+        keep, keep_every: as in `removable`.
     """
     # Whole files are not read again: lengths show what a crash of a machine leaves behind.
     newest = max(saved)
@@ -229,8 +228,7 @@ def _steps_to_remove(
     Args:
         steps: steps of all checkpoints.
         intact: steps of those that are known to be intact, at least the newest ones.
-        keep: as in `removable`.
-        keep_every: as in `removable`.
+        keep, keep_every: as in `removable`.
         unclear: steps of those that may be intact.
     """
     if keep is None:

@@ -15,13 +15,12 @@ import errno
 import functools
 import os
 import platform
-import queue
 import re
 import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -437,23 +436,20 @@ def in_time(root: Root, action: Callable[[], _Result]) -> _Result:
     """
     if root.is_local:
         return action()
-    answers: queue.SimpleQueue[tuple[_Result | None, Exception | None]] = queue.SimpleQueue()
+    answer: Future[_Result] = Future()
 
     def ask() -> None:
         try:
-            answers.put((action(), None))
+            answer.set_result(action())
         except Exception as error:  # noqa: BLE001  raised where it is waited for
-            answers.put((None, error))
+            answer.set_exception(error)
 
     # A client's call cannot be cancelled: the thread continues, and ends with the process.
     threading.Thread(target=ask, name="first answer", daemon=True).start()
-    try:
-        answer, error = answers.get(timeout=PATIENCE_SECONDS)
-    except queue.Empty:
-        raise root.failure(TimeoutError(f"no answer within {PATIENCE_SECONDS:.0f} s"), "reached") from None
-    if error is not None:
-        raise error
-    return answer  # type: ignore[return-value]
+    # Not the timeout of `result`: the action may raise a TimeoutError of its own.
+    if not wait([answer], PATIENCE_SECONDS).done:
+        raise root.failure(TimeoutError(f"no answer within {PATIENCE_SECONDS:.0f} s"), "reached")
+    return answer.result()
 
 
 def require_writable(root: Root) -> None:

@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.base import files, parsing
 from shardwise.base.errors import ConfigError, see
-from shardwise.base.files import MOST_BYTES, read_plain
-from shardwise.base.parsing import instance, record_of
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import step_name, steps
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -59,7 +58,7 @@ def owner(root: Root) -> Owner | None:
     if OWNER not in root.names():
         return None
     try:
-        return instance(Owner, record_of((root / OWNER).read(0, MOST_BYTES)))
+        return parsing.instance(Owner, parsing.record_of((root / OWNER).read(0, files.MOST_BYTES)))
     except ValueError:
         return None
 
@@ -193,7 +192,7 @@ def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
 def _stored(directory: RunDirectory, config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
     """The configuration in `config.yaml`, None where it cannot be read; and the reasons against continuing the run."""
     try:
-        stored = parse_yaml(read_plain(directory.config).decode(), str(directory.config))
+        stored = parse_yaml(files.read_plain(directory.config).decode(), str(directory.config))
         if isinstance(stored, dict):
             return stored, resume_problems(stored, config.recorded())
         reason = "it holds no configuration"

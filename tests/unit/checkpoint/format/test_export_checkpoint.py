@@ -22,7 +22,7 @@ NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 
 
 def as_torch(dtype: str, values: np.ndarray) -> torch.Tensor:
-    data = bytearray(np.ascontiguousarray(values).astype(DTYPES[dtype].numpy).tobytes())
+    data = bytearray(np.ascontiguousarray(values).astype(DTYPES[dtype]).tobytes())
     return torch.frombuffer(data, dtype=TORCH[dtype]).view(values.shape)
 
 
@@ -46,7 +46,7 @@ def test_formats_are_cast_as_torch_casts(source: str, target: str) -> None:
     else:
         wide = np.random.default_rng(1).integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
         with np.errstate(invalid="ignore"):  # some of the bits are signalling NaNs
-            values = np.concatenate([wide, np.array(edges, np.float32)]).astype(DTYPES[source].numpy)
+            values = np.concatenate([wide, np.array(edges, np.float32)]).astype(DTYPES[source])
     found = as_torch(target, cast(values, source, target))
     wanted = as_torch(source, values).to(torch.float32).to(TORCH[target])
     assert torch.equal(found.isnan(), wanted.isnan())
