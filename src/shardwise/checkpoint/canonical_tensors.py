@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.tensor_box import Box
-from shardwise.checkpoint.format.safetensors import DTYPES
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
 from shardwise.checkpoint.format.stored_tensors import segments
 from shardwise.checkpoint.format.writing import PlannedPiece, cut, shard_names
 from shardwise.distributed import collectives
@@ -155,12 +155,10 @@ def _assemble(local: Tensor, group: Group, pieces_by_rank: Sequence[Sequence[Pie
     return tensors
 
 
-TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in FLOATING.items()}
 """Name in a safetensors file → torch's dtype."""
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """torch's dtype → name in a safetensors file."""
-
-
 TRANSFER_BYTES = 16 * 2**20
 """Size of the parts in which a canonical tensor travels to its owner."""
 _BYTES_WORTH_A_FILE = 64 * 2**20

@@ -151,7 +151,8 @@ def read(reader: CheckpointReader, requests: Iterable[ReadRequest], mesh: Mesh, 
                 pending = [part for whole_request in pending for part in _parts(whole_request, ranks)]
         parts += pending
     _read_parts(reader, parts, mesh, group or mesh.tp)
-    for request, ranks in reversed(divided):  # a part of a part is complete before the whole is
+    # A part of a part is complete before the whole is.
+    for request, ranks in reversed(divided):
         _gather_parts(request, ranks)
 
 
@@ -258,7 +259,8 @@ def _overlaps(requests: Iterable[_RequestedBox], box: Box) -> list[_RequestedBox
 def _rows(entry: TensorEntry, piece: PieceEntry, parts: list[_RequestedBox]) -> Iterator[_Segment]:
     """The rows of a piece that a rank needs, and no others, some megabytes at a time."""
     box = piece.box
-    if not box.size:  # a scalar has no rows
+    # A scalar has no rows.
+    if not box.size:
         yield _Segment(entry, piece, box, tuple(parts))
         return
     row_bytes = max(1, box.numel // box.size[0] * TORCH_DTYPES[entry.dtype].itemsize)

@@ -111,10 +111,10 @@ def restore(
 ) -> Restored:
     """Set weights, and unless `weights_only` the optimizer's state, to those of a checkpoint; collective.
 
-    Each rank reads the values that it updates: its ZeRO-1 slices, or, of whole state and of frozen weights, an equal
-    part. Values that the tensor-parallel ranks or the ends of a pipeline share are read once (`collective_reading.py`),
-    and data parallelism completes the weights. A matrix that is stored transposed is also read once for all
-    data-parallel ranks, whose slices are columns of it.
+    Each rank reads the values that it updates, which are its ZeRO-1 slices, or, of whole state and of frozen weights,
+    an equal part. Values that the tensor-parallel ranks or the ends of a pipeline share are read once
+    (`collective_reading.py`), and data parallelism completes the weights. A matrix that is stored transposed is also
+    read once for all data-parallel ranks, whose slices are columns of it.
     Weights come from the stored masters where there are any, so that no rounding is added. The rest of the checkpoint
     (weights beside masters, the tokenizer) is verified by all ranks in equal parts, unless `weights_only`.
 

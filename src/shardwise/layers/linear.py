@@ -354,7 +354,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
             )
         if len(names) != 3:
             raise ValueError(f"names ({len(names)}) must be 3: those of the query, the key and the value layer")
-        q_name, k_name, v_name = names  # equal names: rows of q, then k, then v of one canonical layer
+        # Of equal names, the rows of q, then of k, then of v are one canonical layer.
+        q_name, k_name, v_name = names
         super().__init__(
             input_size,
             [(q_name, q_size, 1), (k_name, kv_size, copies), (v_name, kv_size, copies)],

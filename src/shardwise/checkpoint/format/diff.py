@@ -10,10 +10,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import TensorEntry
-from shardwise.checkpoint.format.safetensors import cast
-from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names, ordered_states, segments
-from shardwise.checkpoint.storage.root import Root
+from shardwise.checkpoint.format.safetensors import Values, cast
+from shardwise.checkpoint.format.stored_tensors import (
+    MAX_INDEX_BYTES,
+    StoredTensors,
+    ordered_names,
+    ordered_states,
+    segments,
+)
+from shardwise.checkpoint.format.writing import CONFIG
+from shardwise.checkpoint.storage.root import Root, StoreError
 
 ABSENT = "(not set)"
 """The value of a key that only the other configuration has."""
@@ -149,7 +157,7 @@ def _compare(
     return TensorDifference(state, name, entry.shape, dtypes, is_equal, largest, relative)
 
 
-def _values(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
+def _values(bits: Values, dtype: str) -> npt.NDArray[np.float64]:
     """All values of a tensor, in one dim."""
     # numpy has no bfloat16: its bits become those of a float32.
     flat = bits.reshape(-1)
@@ -164,13 +172,22 @@ def _config_differences(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[st
         config_a = by_dotted_key(a.manifest.config)
         config_b = by_dotted_key(b.manifest.config)
     else:
-        config_a = by_dotted_key(a.config())
-        config_b = by_dotted_key(b.config())
+        config_a = by_dotted_key(_described(a.folder))
+        config_b = by_dotted_key(_described(b.folder))
     for key in {**config_a, **config_b}:
         value_a = config_a.get(key, ABSENT)
         value_b = config_b.get(key, ABSENT)
         if value_a != value_b:
             yield key, value_a, value_b
+
+
+def _described(folder: Root) -> dict[str, Any]:
+    """The fields of `config.json`; empty where it is missing or cannot be read."""
+    try:
+        fields = json_value((folder / CONFIG).read(0, MAX_INDEX_BYTES))
+    except (StoreError, ValueError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def by_dotted_key(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -113,7 +113,8 @@ class Manifest:
         checksums: each text is made once, and they are joined once, at the end.
         """
         values: dict[str, object] = {"format": FORMAT, "version": FORMAT_VERSION}
-        values |= {field_.name: getattr(self, field_.name) for field_ in fields(self)[:-2]}  # but files and tensors
+        # The last two are `files` and `tensors`, whose texts are made below.
+        values |= {field_.name: getattr(self, field_.name) for field_ in fields(self)[:-2]}
         members = {key: [_canonical(value)] for key, value in values.items()}
         members["files"] = _array([_file_text(file) for file in self.files])
         states: dict[str, list[str]] = {}

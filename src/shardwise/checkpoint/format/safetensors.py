@@ -13,7 +13,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,10 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     }.items()
 }  # fmt: skip
 """Name of a format → numpy's dtype whose bits are these; formats that numpy lacks are unsigned integers there."""
+
+
+Values: TypeAlias = npt.NDArray[Any]
+"""Values of a tensor, as `DTYPES` has their bits."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
-def cast(values: npt.NDArray[Any], source: str, target: str) -> npt.NDArray[Any]:
+def cast(values: Values, source: str, target: str) -> Values:
     """Values of the format `source` in the format `target`; each is a name of safetensors in `FLOATING`.
 
     Rounded to the nearest, ties to even; by way of float32, as torch casts.
@@ -188,21 +192,21 @@ def cast(values: npt.NDArray[Any], source: str, target: str) -> npt.NDArray[Any]
         return _narrow(_widen(values, source), target)
 
 
-def overflows(values: npt.NDArray[Any], source: str, target: str) -> bool:
+def overflows(values: Values, source: str, target: str) -> bool:
     """True if a finite value becomes infinite by the cast: float16 ends at 65,504."""
     with np.errstate(over="ignore", invalid="ignore"):
         wide = _widen(values, source)
         return bool((np.isfinite(wide) & ~np.isfinite(_widen(_narrow(wide, target), target))).any())
 
 
-def _widen(values: npt.NDArray[Any], source: str) -> npt.NDArray[np.float32]:
+def _widen(values: Values, source: str) -> npt.NDArray[np.float32]:
     # A bfloat16 is the upper half of a float32.
     if source == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
 
 
-def _narrow(wide: npt.NDArray[np.float32], target: str) -> npt.NDArray[Any]:
+def _narrow(wide: npt.NDArray[np.float32], target: str) -> Values:
     if target == "F16":
         return wide.astype(np.float16)
     if target == "BF16":

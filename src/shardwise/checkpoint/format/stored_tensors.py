@@ -6,23 +6,20 @@ tensors of a folder with those of a model: names, shapes, dtypes, and second cop
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.parsing import json_value
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
-from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, cast, parse_header
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast, parse_header
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, consecutive
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import DamageError, Root
 from shardwise.config import weight_names
 from shardwise.data.hub import INDEX, SINGLE, indexed
 
@@ -30,7 +27,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Canonical name → shape."""
 TRAINABLE = "float64, float32, float16 or bfloat16"
 """The dtypes that a weight may have, for messages."""
-_MAX_INDEX_BYTES = 2**26
+MAX_INDEX_BYTES = 2**26
 """Enough for 600,000 tensors of 100 bytes each: a longer file is no index, and is not read into memory."""
 _DIGITS = re.compile(r"(\d+)")
 _LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
@@ -80,16 +77,8 @@ class StoredTensors:
             raise DamageError("; ".join(damage))
         return StoredTensors(folder, {MODEL: weights}, None, files)
 
-    def config(self) -> dict[str, Any]:
-        """The fields of `config.json`; empty where it is missing or cannot be read."""
-        try:
-            fields = json_value((self.folder / "config.json").read(0, _MAX_INDEX_BYTES))
-        except (StoreError, ValueError):
-            return {}
-        return fields if isinstance(fields, dict) else {}
-
-    def read(self, state: str, name: str, box: Box) -> npt.NDArray[Any]:
-        """A box of a tensor, its bits as `DTYPES` has them for numpy; shape `box.size`.
+    def read(self, state: str, name: str, box: Box) -> Values:
+        """A box of a tensor, its bits as `DTYPES` has them; shape `box.size`.
 
         Raises:
             DamageError: bytes of it do not match their checksum, or its pieces leave a gap in it.
@@ -107,7 +96,7 @@ class StoredTensors:
             raise DamageError(f"{self.folder}: the pieces of {state}/{name} do not tile it")
         return values
 
-    def read_part(self, piece: PieceEntry, dtype_name: str, box: Box) -> npt.NDArray[Any]:
+    def read_part(self, piece: PieceEntry, dtype_name: str, box: Box) -> Values:
         """A box of a piece; `box` is counted from the start of the piece's box."""
         dtype = DTYPES[dtype_name]
         runs = box.runs(piece.box.size)
@@ -119,11 +108,11 @@ class StoredTensors:
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         return np.frombuffer(data, dtype).reshape(box.size)
 
-    def _read_columns(self, piece: PieceEntry, dtype_name: str, box: Box) -> npt.NDArray[Any]:
+    def _read_columns(self, piece: PieceEntry, dtype_name: str, box: Box) -> Values:
         """Some columns of a piece in a plain file, cut from its whole rows: else each row would take a read."""
         dtype = DTYPES[dtype_name]
         row_shape = piece.box.size[1:]
-        row_bytes = math.prod(row_shape) * dtype.itemsize
+        row_bytes = Box.whole(row_shape).numel * dtype.itemsize
         step = max(1, READ_BYTES // row_bytes)
         columns = []
         for first in range(box.start[0], box.stop[0], step):
@@ -167,10 +156,9 @@ def _weight_files(folder: Root) -> tuple[str, ...]:
             f"it has {names}"
         )
     length = index.size()
-    if length > _MAX_INDEX_BYTES:
+    if length > MAX_INDEX_BYTES:
         raise ConfigError(
-            f"{index} ({size(length)}) must be an index of safetensors files, which has at most "
-            f"{size(_MAX_INDEX_BYTES)}"
+            f"{index} ({size(length)}) must be an index of safetensors files, which has at most {size(MAX_INDEX_BYTES)}"
         )
     return tuple(indexed(index.read(), folder, lambda name: (folder / name).exists()))
 
@@ -191,7 +179,7 @@ def ordered_names(names: Iterable[str]) -> list[str]:
 
 def segments(shape: tuple[int, ...], elements: int) -> Iterator[Box]:
     """A tensor as boxes of at most `elements` elements, in order: whole rows where a row has fewer."""
-    total = math.prod(shape)
+    total = Box.whole(shape).numel
     row = total // shape[0] if shape and shape[0] else total
     step = max(elements // row, 1) * row if 0 < row <= elements else elements
     for offset in range(0, total, step):

@@ -167,10 +167,8 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
     sources, problems = find_sources(str(folder), config.family, shapes, stored)
     if not problems:
         # Only tied weights have a second copy, whose values must be those of the first.
-        boxes: list[tuple[str, Box]] = []
-        for name, stored_names in sources.items():
-            if len(stored_names) > 1:
-                boxes += [(name, box) for box in _segments(stored[stored_names[0]])]
+        tied = {name: names[0] for name, names in sources.items() if len(names) > 1}
+        boxes = [(name, box) for name, first in tied.items() for box in _segments(stored[first])]
         problems = differing_copies(str(folder), tensors, sources, boxes)
     if problems:
         raise ConfigError(problems)

@@ -409,7 +409,8 @@ def _holds_checkpoints(names: Collection[str]) -> bool:
 
 def _checkpoint_path(run: Root) -> str | None:
     """The `checkpoint.path` of a run's configuration; None where it is not set or cannot be read."""
-    from shardwise.base.parsing import yaml_value  # costly to import, for a run's folder alone
+    # Costly to import, and only needed for a run's folder.
+    from shardwise.base.parsing import yaml_value
 
     try:
         path = yaml_value((run / _RUN_CONFIG).read(0, MOST_BYTES).decode(), _RUN_CONFIG)["checkpoint"]["path"]

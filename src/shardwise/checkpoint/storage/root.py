@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import platform
 import re
@@ -124,7 +123,8 @@ class Root:
             path = Path(address if separator else text).expanduser().absolute()
             return Root(str(path), text.rstrip("/") or "/", "file")
         shown = redacted(text)
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
+        # The import takes 0.1 s, which local places need not wait for.
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
         try:
             # fsspec would chain two filesystems.
@@ -145,7 +145,12 @@ class Root:
     @property
     def fs(self) -> Any:
         """The filesystem, as fsspec has it."""
-        return _local_filesystem() if self._remote is None else self._remote
+        if self._remote is not None:
+            return self._remote
+        # The import takes long. fsspec itself keeps the object, one for each thread.
+        from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+        return LocalFileSystem()
 
     def __truediv__(self, name: str) -> Root:
         """The place called `name` below this one; StoreError where the name leads elsewhere."""
@@ -401,19 +406,13 @@ class Writing:
             self._root.remove()
 
 
-@functools.cache
-def _local_filesystem() -> Any:
-    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
-
-    return LocalFileSystem()
-
-
 def _local_files(folder: Path) -> Iterator[tuple[str, int]]:
     """Relative path and bytes of every file below a folder."""
     for above, _, names in os.walk(folder):
         for name in names:
             path = Path(above, name)
-            with contextlib.suppress(FileNotFoundError):  # a link that leads nowhere is no file
+            # A link that leads nowhere is no file.
+            with contextlib.suppress(FileNotFoundError):
                 yield path.relative_to(folder).as_posix(), path.stat().st_size
 
 
@@ -502,8 +501,9 @@ class WriteBehind:
             self._wait()
 
     def _wait(self) -> None:
+        # An error of a window is raised once: whoever meets it abandons the file, which waits again.
         pending = self._pending
-        self._pending = None  # its error is raised once
+        self._pending = None
         if pending is not None:
             pending.result()
 

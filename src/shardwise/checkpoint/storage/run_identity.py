@@ -223,8 +223,9 @@ def _took_steps(directory: RunDirectory, root: Root, stored: Mapping[str, Any]) 
     path = section.get("path") if isinstance(section, dict) else None
     try:
         return any(steps(place) for place in (root, Root.of(path or directory.checkpoints)))
+    # It may have taken some, and its checkpoints must not be lost.
     except (StoreError, ConfigError):
-        return True  # it may have: its checkpoints must not be lost
+        return True
 
 
 def _rebuilt_id(directory: RunDirectory, root: Root) -> str | None:
