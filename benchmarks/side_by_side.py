@@ -26,13 +26,18 @@ PEAK_SIZE = 2048
 
 def write_weights(folder: str) -> None:
     """In one process: the model that all start from, as a Hugging Face folder."""
+    import torch
     from contestants import MODEL, SEED
+    from safetensors.torch import save_file
 
-    from shardwise.checkpoint.export_model import export_hugging_face
-    from shardwise.distributed.mesh import Mesh
+    from shardwise import canonical_tensors
+    from shardwise.checkpoint.companions import model_files
     from shardwise.models.llama import Llama
 
-    export_hugging_face(Llama(MODEL, seed=SEED), MODEL, Mesh(), Path(folder))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file(dict(canonical_tensors(Llama(MODEL, seed=SEED))), Path(folder, "model.safetensors"), {"format": "pt"})
+    for name, content in model_files(MODEL, torch.float32, None).items():
+        Path(folder, name).write_bytes(content)
 
 
 def train(name: str, folder: str) -> Iterator[dict[str, Any]]:

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
-from shardwise.config import FamilyConfig
+from shardwise import Mesh, canonical_tensors
+from shardwise.checkpoint.companions import model_files
+from shardwise.config import FamilyConfig, ModelConfig
 from shardwise.config.hugging_face import read_hugging_face
 from shardwise.config.model import FAMILIES
+from shardwise.distributed import collectives
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,3 +97,16 @@ def described(folder: Path) -> FamilyConfig:
     """Our configuration of the model in a folder."""
     section = read_hugging_face(folder)
     return FAMILIES[section["family"]].model_validate(section)
+
+
+def export_hugging_face(
+    model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Path, *, tokenizer: Path | None = None
+) -> None:
+    """Write the whole model as a Hugging Face folder, by the first rank; collective over the world."""
+    weights = {name: tensor.clone().contiguous() for name, tensor in canonical_tensors(model, pipeline=mesh.pp)}
+    if mesh.world.rank == 0:
+        folder.mkdir(parents=True)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        for name, content in model_files(config, next(model.parameters()).dtype, tokenizer).items():
+            (folder / name).write_bytes(content)
+    collectives.barrier(mesh.world)

@@ -10,7 +10,6 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
-from shardwise.checkpoint.export_model import export_hugging_face
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.restore import load_hugging_face
 from shardwise.config import Config, check_layout, config_from
@@ -20,7 +19,7 @@ from shardwise.models.build import build_model
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.stages import build_stages
 from tests.dist.dense import mesh as shared_mesh
-from tests.hugging_face import CASES, LIKE_LLAMA, described, open_folder, save
+from tests.hugging_face import CASES, LIKE_LLAMA, described, export_hugging_face, open_folder, save
 
 # (ranks, TP, sequence parallelism): what is not TP is data parallelism.
 LAYOUTS = {"tp2": (2, 2, False), "tp4-sp": (4, 4, True), "tp2-dp2-sp": (4, 2, True), "dp2": (2, 1, False)}

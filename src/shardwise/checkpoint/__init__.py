@@ -7,6 +7,6 @@ format/, storage/     its files and their places, without torch
 collective_reading    stored tensors into a layout's parts, each byte read by one rank
 restore               a checkpoint into a model and its optimizer, or weights alone
 
-export_model          a model as a Hugging Face folder, with the token ids and files of the weights that it starts from
+companions            files beside the weights, and token ids of the weights that a run starts from
 importing/            models of other programs
 """

@@ -33,57 +33,6 @@ class ParameterKey:
     number: int
 
 
-@dataclass(frozen=True)
-class CanonicalTensor:
-    """The name, shape and dtype of a canonical tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class ParameterTensors:
-    """The canonical tensors of a parameter, without those that an earlier parameter has too.
-
-    Attributes:
-        key: the parameter.
-        rank: index in the pipeline's group of the rank that holds it.
-        tensors: canonical tensors in it, whole or in part.
-    """
-
-    key: ParameterKey
-    rank: int
-    tensors: tuple[CanonicalTensor, ...]
-
-
-def model_tensors(
-    model: nn.Module, pipeline: Group, take: Callable[[nn.Parameter], Tensor] = lambda p: p.detach()
-) -> list[ParameterTensors]:
-    """Every parameter of the whole model, in its order, with each canonical tensor once; collective over the pipeline.
-
-    `take`: as in `canonical_tensors`.
-    """
-    local: list[ParameterTensors] = []
-    for key, (parameter, record) in _by_key(model).items():
-        if not record.pieces:
-            continue
-        dtype = take(parameter).dtype
-        tensors = dict.fromkeys(CanonicalTensor(piece.name, piece.shape, dtype) for piece in record.pieces)
-        local.append(ParameterTensors(key, pipeline.rank, tuple(tensors)))
-    parameters = [entry for entries in collectives.all_gather_objects(local, pipeline) for entry in entries]
-    parameters.sort(key=lambda parameter: parameter.key)
-    # A tied weight is a parameter of the first and of the last stage, under one canonical name.
-    seen: set[str] = set()
-    unique: list[ParameterTensors] = []
-    for parameter_tensors in parameters:
-        new = tuple(tensor for tensor in parameter_tensors.tensors if tensor.name not in seen)
-        seen |= {tensor.name for tensor in new}
-        if new:
-            unique.append(replace(parameter_tensors, tensors=new))
-    return unique
-
-
 def canonical_tensors(
     model: nn.Module,
     take: Callable[[nn.Parameter], Tensor] = lambda p: p.detach(),
@@ -104,17 +53,27 @@ def canonical_tensors(
     local = _by_key(model)
     pieces = _pieces_by_rank(local)
     device = next(model.parameters()).device
-    for parameter_tensors in model_tensors(model, ranks, take):
+    described = [
+        (key, ranks.rank, {piece.name: (piece.shape, take(parameter).dtype) for piece in record.pieces})
+        for key, (parameter, record) in local.items()
+    ]
+    parameters = [entry for entries in collectives.all_gather_objects(described, ranks) for entry in entries]
+    parameters.sort(key=lambda parameter: parameter[0])
+    seen: set[str] = set()
+    for key, rank, tensors in parameters:
+        # A tied weight is a parameter of the first and of the last stage, under one canonical name.
+        new = {name: tensor for name, tensor in tensors.items() if name not in seen}
+        seen |= new.keys()
         assembled: dict[str, Tensor] = {}
-        if parameter_tensors.rank == ranks.rank:
-            parameter, record = local[parameter_tensors.key]
-            assembled = _assemble(take(parameter), record.group, pieces[parameter_tensors.key])
+        if new and rank == ranks.rank:
+            parameter, record = local[key]
+            assembled = _assemble(take(parameter), record.group, pieces[key])
         # The other stages receive into empty tensors.
-        for tensor in parameter_tensors.tensors:
-            values = assembled.get(tensor.name)
+        for name, (shape, dtype) in new.items():
+            values = assembled.get(name)
             if values is None:
-                values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            yield tensor.name, collectives.broadcast_(values, ranks, source=parameter_tensors.rank)
+                values = torch.empty(shape, dtype=dtype, device=device)
+            yield name, collectives.broadcast_(values, ranks, source=rank)
 
 
 def _by_key(model: nn.Module) -> dict[ParameterKey, tuple[nn.Parameter, Placement]]:

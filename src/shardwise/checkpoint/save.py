@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ShardwiseError, listing, see
 from shardwise.base.hardware import available_memory
 from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES, TORCH_DTYPES, WeightPlan
-from shardwise.checkpoint.export_model import Companions, model_files
+from shardwise.checkpoint.companions import Companions, model_files
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, too_large
 from shardwise.checkpoint.format.verify import untiled
 from shardwise.checkpoint.format.writing import (

@@ -30,7 +30,7 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, RunError, listing, see
 from shardwise.base.hardware import cpu_count
-from shardwise.checkpoint.export_model import Companions, find_companions, resumed_companions
+from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.storage.checkpoint_folders import (

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.export_model import Companions, find_companions, model_files
+from shardwise.checkpoint.companions import Companions, find_companions, model_files
 from shardwise.checkpoint.format.model_files import files_beside_weights
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, UserModelConfig, load_config

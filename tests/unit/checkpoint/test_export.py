@@ -1,7 +1,6 @@
 """A model as a Hugging Face folder: what is in it, and that `transformers` makes the same model of it."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from shardwise.checkpoint.canonical_tensors import canonical_tensors
-from shardwise.checkpoint.export_model import export_hugging_face
-from shardwise.checkpoint.storage.root import StoreError
 from shardwise.config import LlamaConfig
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.llama import Llama
+from tests.hugging_face import export_hugging_face
 
 MODEL: dict[str, Any] = {
     "family": "llama",
@@ -102,29 +99,6 @@ def test_the_config_is_the_models(dtype: torch.dtype, tmp_path: Path) -> None:
     assert all(tensor.dtype == dtype for tensor in stored(tmp_path / "model").values())
 
 
-def test_shards_have_an_index_and_stay_small(tmp_path: Path) -> None:
-    model, config, mesh = build()
-    limit = 20_000
-    export_hugging_face(model, config, mesh, tmp_path / "model", max_shard_bytes=limit)
-    folder = tmp_path / "model"
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    assert len(names) >= 4
-    assert names == [f"model-{i + 1:05}-of-{len(names):05}.safetensors" for i in range(len(names))]
-    assert sorted(set(index["weight_map"].values())) == names
-    whole = dict(canonical_tensors(model))
-    found = stored(folder)
-    assert set(index["weight_map"]) == set(found) == set(whole)
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
-    for name, tensor in whole.items():
-        assert torch.equal(found[name], tensor), f"{name} changed on its way to disk"
-    for shard in names:
-        members = [found[name].nbytes for name, place in index["weight_map"].items() if place == shard]
-        assert sum(members) <= limit or len(members) == 1, f"{shard} holds {sum(members)} bytes, at most {limit}"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    assert all(torch.equal(theirs[name], tensor) for name, tensor in whole.items())
-
-
 def test_the_tokenizer_comes_along_and_its_special_tokens_are_the_models(tmp_path: Path) -> None:
     """Without them transformers would end a text at Llama 2's `</s>`, id 2: in this vocabulary a letter."""
     model, config, mesh = build(vocab_size=300)
@@ -152,29 +126,3 @@ def test_without_a_tokenizer_no_token_is_special(tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert theirs.config.eos_token_id is theirs.config.bos_token_id is None
     assert theirs.generation_config.eos_token_id is None
-
-
-def test_the_folder_appears_complete_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, config, mesh = build()
-    folder = tmp_path / "checkpoints/model"
-    fsync, calls = os.fsync, 0
-
-    def full_disk(descriptor: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise OSError(28, "No space left on device")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(StoreError, match="the disk is full"):
-        export_hugging_face(model, config, mesh, folder, max_shard_bytes=20_000)
-    assert calls == 2
-    assert not list(folder.parent.iterdir()), "half a model looks like a whole one, or takes the room of one"
-    monkeypatch.undo()
-    for _ in range(2):  # the second one replaces the first
-        export_hugging_face(model, config, mesh, folder)
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["model"], (
-        "the failed attempt left something behind"
-    )
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}

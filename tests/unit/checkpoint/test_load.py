@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
-from shardwise.checkpoint.export_model import export_hugging_face
 from shardwise.checkpoint.format.model_files import ModelDifferences, differ_in_tokens, differences
 from shardwise.checkpoint.restore import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
@@ -20,7 +19,7 @@ from shardwise.config import FamilyConfig, UserModelConfig, config_from, load_co
 from shardwise.config.load import load_with
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.build import build_model
-from tests.hugging_face import CASES, described, save
+from tests.hugging_face import CASES, described, export_hugging_face, save
 
 Weights = dict[str, Tensor]
 TRAIN = {"steps": 1, "global_batch": 1, "sequence_length": 8}

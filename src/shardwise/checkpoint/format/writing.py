@@ -148,7 +148,6 @@ def write_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
     manifest: Callable[[Sequence[FileEntry], Sequence[PlannedFile]], Manifest] | None = None,
-    replaces: bool = False,
 ) -> WrittenFolder:
     """Write a Hugging Face folder, or a checkpoint without optimizer state: complete or not there.
 
@@ -160,14 +159,13 @@ def write_folder(
         max_shard_bytes: size of a file with weights at most; a larger tensor has one to itself.
         progress: called with the bytes of weights that were written since the last call.
         manifest: makes the manifest from the written files, once all weights were read; None for a folder without one.
-        replaces: a folder of that name is removed once the new one is complete; else there must be none.
 
     Raises:
         ConfigError: the folder exists. StoreError: a file cannot be written. Whatever reading the weights raises.
     """
     final = parent / name
     # An object store has no folders: names below it show that it is taken.
-    if not replaces and (final.exists() or final.names()):
+    if final.exists() or final.names():
         raise ConfigError(f"{final} exists already: choose another name, or remove it")
     parent.make()
     require_room(parent, sum(weight.nbytes for weight in weights), f"writing {name}")
@@ -178,9 +176,6 @@ def write_folder(
             entries.append(write_small(staging, path, contents[path]))
         if manifest is not None:
             (staging / MANIFEST).write(manifest(entries, files).to_json().encode())
-        # Only now, when nothing but the rename is left to fail: until here the old folder is whole.
-        if replaces and parent.is_local:
-            final.remove()
     count = len(entries) + (manifest is not None)
     return WrittenFolder(final, count, sum(entry.bytes for entry in entries))
 

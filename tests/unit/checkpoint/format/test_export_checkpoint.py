@@ -1,6 +1,7 @@
 """Checkpoints as plain Hugging Face folders: formats, shards, what comes from where, and what is refused."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,6 +162,19 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
     with pytest.raises(StoreError, match=r"writing out needs .* bytes\) in .*, where 10 B are free"):
         export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a model looks like a whole one, or takes the room of one."""
+    folder = write_checkpoint(tmp_path / "checkpoints")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match="the disk is full"):
+        export(folder, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_a_folder_has_its_names_on_the_disk_before_it_gets_its_own(

@@ -1,78 +1,28 @@
-"""A model as a Hugging Face folder, which `transformers` loads as it is: weights, configuration, companions.
+"""The files that a checkpoint has beside its weights, with which `transformers` loads it as a model of its own.
 
-Companions come from the weights that a run starts from, and its checkpoints have them too. They are the ids of special
-tokens in `config.json`, `generation_config.json`, and the tokenizer where the data have none. An id means a token, so
-ids are kept only where the tokenizer of the data has the same tokens at them.
+They are `config.json`, the tokenizer, and companions, which come from the weights that a run starts from: the ids of
+special tokens in `config.json`, `generation_config.json`, and the tokenizer where the data have none. An id means a
+token, so ids are kept only where the tokenizer of the data has the same tokens at them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES, canonical_tensors, model_tensors
 from shardwise.checkpoint.format.model_files import END_ID, FilesBesideWeights, flat_ids
-from shardwise.checkpoint.format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
+from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
-from shardwise.checkpoint.storage.root import Buffer, Root, StoreError
+from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, ModelConfig, shapes_of
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.hub import GENERATION
 from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids
-from shardwise.distributed import collectives
-from shardwise.distributed.mesh import Mesh
-
-
-def export_hugging_face(
-    model: nn.Module,
-    config: ModelConfig,
-    mesh: Mesh,
-    folder: Path,
-    *,
-    tokenizer: Path | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Write the whole model from however many ranks; collective over the world.
-
-    Rank 0 writes, a tensor at a time, into shards of at most `max_shard_bytes` (a larger tensor has one to itself).
-    The folder appears complete or not at all. `tokenizer`: a folder whose files are copied along.
-
-    Raises:
-        StoreError: it cannot be written: out of space, or the like.
-    """
-    # The replicas of data parallelism have equal weights: the ranks of the first one are enough.
-    if mesh.dp.rank == 0:
-        parameters = model_tensors(model, mesh.pp)
-        tensors = canonical_tensors(model, pipeline=mesh.pp)
-        if mesh.world.rank == 0:
-            small_files = model_files(config, next(model.parameters()).dtype, tokenizer)
-            weights = [
-                StreamedWeight(
-                    tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, partial(_read, tensors, tensor.name)
-                )
-                for parameter in parameters
-                for tensor in parameter.tensors
-            ]
-            write_folder(
-                Root.of(folder.parent),
-                folder.name,
-                weights,
-                small_files,
-                max_shard_bytes=max_shard_bytes,
-                replaces=True,
-            )
-        else:
-            # Collective: the other ranks take part in each tensor that rank 0 puts together.
-            for _ in tensors:
-                pass
-    collectives.barrier(mesh.world)
 
 
 def model_files(
@@ -102,14 +52,6 @@ def model_files(
         ids |= {name: value for name, value in companions.ids.items() if name not in type(family).model_fields}
     described = {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **ids}
     return {**companions.files, **tokenizer_files, CONFIG: to_json(described)}
-
-
-def _read(tensors: Iterator[tuple[str, Tensor]], name: str) -> Iterator[Buffer]:
-    """The bytes of the next tensor, which has this name."""
-    # Weights are written in the order in which they are put together, so that one at a time is in memory.
-    next_name, tensor = next(tensors)
-    assert next_name == name
-    yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
