@@ -57,17 +57,17 @@ class ParallelEmbedding(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        make = ParameterMaker(self, by_name(type(self).__name__, further, _POSITIONAL, options))
-        self.group = make.group
+        maker = ParameterMaker(self, by_name(type(self).__name__, further, _POSITIONAL, options))
+        self.group = maker.group
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx ({padding_idx}) must be in [-{num_embeddings}, {num_embeddings})")
         self.num_embeddings = num_embeddings
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        rows = vocabulary_rows(num_embeddings, make.group.size, row_multiple)
+        rows = vocabulary_rows(num_embeddings, maker.group.size, row_multiple)
         shape = (num_embeddings, embedding_dim)
-        piece = placement.Piece.rows(make.name(name, "weight"), shape, make.group, make.init, per_rank=rows)
-        self.weight = make.parameter((rows, embedding_dim), piece)
+        piece = placement.Piece.rows(maker.name(name, "weight"), shape, maker.group, maker.init, per_rank=rows)
+        self.weight = maker.parameter((rows, embedding_dim), piece)
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -125,14 +125,14 @@ class ReplicatedEmbedding(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        make = ParameterMaker(self, options, warns=sequence_parallel_enabled)
-        self.group = make.group
+        maker = ParameterMaker(self, options, warns=sequence_parallel_enabled)
+        self.group = maker.group
         self.sequence_parallel_enabled = sequence_parallel_enabled
         shape = (num_embeddings, embedding_dim)
         piece = placement.Piece.replicated(
-            make.name(name, "weight"), shape, make.group, make.init, partial=sequence_parallel_enabled
+            maker.name(name, "weight"), shape, maker.group, maker.init, partial=sequence_parallel_enabled
         )
-        self.weight = make.parameter(shape, piece)
+        self.weight = maker.parameter(shape, piece)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids `[S, …]`, equal on every rank → `[S, …, H]`, or this rank's `[S/g, …, H]` with sequence parallelism."""
@@ -179,8 +179,8 @@ class ParallelLMHead(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        make = ParameterMaker(self, options)
-        self.group = group = make.group
+        maker = ParameterMaker(self, options)
+        self.group = group = maker.group
         self.vocab_size = vocab_size
         # Both are set later: by compilation, and by a run with a loss of the user's.
         self.chunk_losses = chunk_losses
@@ -193,12 +193,12 @@ class ParallelLMHead(placement.PlacedModule):
         else:
             rows = vocabulary_rows(vocab_size, group.size, row_multiple)
             shape = (vocab_size, hidden_size)
-            piece = placement.Piece.rows(make.name(name, "weight"), shape, group, make.init, per_rank=rows)
-            self.weight = make.parameter((rows, hidden_size), piece)
+            piece = placement.Piece.rows(maker.name(name, "weight"), shape, group, maker.init, per_rank=rows)
+            self.weight = maker.parameter((rows, hidden_size), piece)
         self.bias = None
         if bias_name is not None:
             piece = placement.Piece.rows(bias_name, (vocab_size,), group, Init.constant(0.0), per_rank=rows)
-            self.bias = make.parameter((rows,), piece)
+            self.bias = maker.parameter((rows,), piece)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[S, B, H]` (`[S/g, B, H]` with sequence parallelism) → logits `[S, B, V]` on every rank."""

@@ -135,8 +135,8 @@ class _ColumnParallel(placement.PlacedModule):
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        make = ParameterMaker(self, options, LinearOptions.__optional_keys__)
-        self.group = group = make.group
+        maker = ParameterMaker(self, options, LinearOptions.__optional_keys__)
+        self.group = group = maker.group
         self.input_size = input_size
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
@@ -152,7 +152,7 @@ class _ColumnParallel(placement.PlacedModule):
             pieces = []
             for i, (name, size, copies) in enumerate(parts):
                 piece = placement.Piece.rows(
-                    make.name(name, leaf), (size, *columns), group, init, at=sum(self._sizes[:i]), copies=copies
+                    maker.name(name, leaf), (size, *columns), group, init, at=sum(self._sizes[:i]), copies=copies
                 )
                 # Rows of the canonical layer of this name: parts of one name follow each other in it.
                 rows = [part[1] if part[0] == name else 0 for part in parts]
@@ -163,8 +163,8 @@ class _ColumnParallel(placement.PlacedModule):
             return pieces
 
         outputs = sum(self._sizes)
-        self.weight = make.parameter((outputs, input_size), *pieces("weight", (input_size,), make.init))
-        self.bias = make.parameter((outputs,), *pieces("bias", (), Init.constant(0.0))) if bias else None
+        self.weight = maker.parameter((outputs, input_size), *pieces("weight", (input_size,), maker.init))
+        self.bias = maker.parameter((outputs,), *pieces("bias", (), Init.constant(0.0))) if bias else None
 
     def multiply(self, entered: Tensor) -> Tensor:
         """`entered` `[…, I]`, whole on every rank of the group → all parts `[…, Σ local outputs]`. No communication."""
@@ -440,24 +440,24 @@ class RowParallelLinear(placement.PlacedModule):
     ) -> None:
         super().__init__()
         options = by_name(type(self).__name__, further, _POSITIONAL, options)
-        make = ParameterMaker(self, options, LinearOptions.__optional_keys__)
-        self.group = group = make.group
+        maker = ParameterMaker(self, options, LinearOptions.__optional_keys__)
+        self.group = group = maker.group
         if input_size % group.size:
             raise ValueError(f"input size ({input_size}) must be divisible by the group's size ({group.size})")
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError("sequence_parallel_enabled (True) must go with input_is_parallel (True)")
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        piece = placement.Piece.columns(make.name(name, "weight"), (output_size, input_size), group, make.init)
+        piece = placement.Piece.columns(maker.name(name, "weight"), (output_size, input_size), group, maker.init)
         if options.get("transposed", False):
             piece = piece.transpose()
-        self.weight = make.parameter((output_size, input_size // group.size), piece)
+        self.weight = maker.parameter((output_size, input_size // group.size), piece)
         self.bias = None
         if bias:
             piece = placement.Piece.replicated(
-                make.name(name, "bias"), (output_size,), group, Init.constant(0.0), partial=sequence_parallel_enabled
+                maker.name(name, "bias"), (output_size,), group, Init.constant(0.0), partial=sequence_parallel_enabled
             )
-            self.bias = make.parameter((output_size,), piece)
+            self.bias = maker.parameter((output_size,), piece)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
@@ -517,13 +517,13 @@ class ReplicatedLinear(placement.PlacedModule):
     ) -> None:
         super().__init__()
         # The layer is whole on every rank with and without a group, so nobody is warned that a group is missing.
-        make = ParameterMaker(self, options, warns=False)
+        maker = ParameterMaker(self, options, warns=False)
         for leaf, shape, init in (
-            ("weight", (output_size, input_size), make.init),
+            ("weight", (output_size, input_size), maker.init),
             ("bias", (output_size,), Init.constant(0.0)),
         ):
-            piece = placement.Piece.replicated(make.name(name, leaf), shape, make.group, init, partial=False)
-            self.register_parameter(leaf, make.parameter(shape, piece))
+            piece = placement.Piece.replicated(maker.name(name, leaf), shape, maker.group, init, partial=False)
+            self.register_parameter(leaf, maker.parameter(shape, piece))
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)

@@ -56,15 +56,15 @@ class _Norm(placement.PlacedModule):
         # torch's norms take `bias`; here it changes nothing if it is true for a norm with a bias, or false for another.
         has_bias = "bias" in leaves
         options = cast(LayerOptions, {key: value for key, value in given.items() if (key, value) != ("bias", has_bias)})
-        make = ParameterMaker(self, options, warns=sequence_parallel_enabled)
+        maker = ParameterMaker(self, options, warns=sequence_parallel_enabled)
         self.normalized_shape = (_one_size(type(self).__name__, normalized_shape),)
         self.eps = eps
         for leaf, value in leaves.items():
             shape = self.normalized_shape
             piece = placement.Piece.replicated(
-                make.name(name, leaf), shape, make.group, Init.constant(value), partial=sequence_parallel_enabled
+                maker.name(name, leaf), shape, maker.group, Init.constant(value), partial=sequence_parallel_enabled
             )
-            self.register_parameter(leaf, make.parameter(shape, piece))
+            self.register_parameter(leaf, maker.parameter(shape, piece))
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape[0]}, eps={self.eps}"
@@ -205,16 +205,16 @@ class QueryKeyNorm(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        make = ParameterMaker(self, options, warns=False)
-        self.group = make.group
+        maker = ParameterMaker(self, options, warns=False)
+        self.group = maker.group
         self.eps = eps
         self.over = over
-        self.query_weight = self._weight(make, names[0], sizes[0], head_dim)
-        self.key_weight = self._weight(make, names[1], sizes[1], head_dim)
+        self.query_weight = self._weight(maker, names[0], sizes[0], head_dim)
+        self.key_weight = self._weight(maker, names[1], sizes[1], head_dim)
 
-    def _weight(self, make: ParameterMaker, name: str, size: int, head_dim: int) -> nn.Parameter:
+    def _weight(self, maker: ParameterMaker, name: str, size: int, head_dim: int) -> nn.Parameter:
         """Make the weight of the queries or of the keys."""
-        full = make.name(name, "weight")
+        full = maker.name(name, "weight")
         init = Init.constant(1.0)
         if self.over == "head":
             piece = placement.Piece.replicated(full, (head_dim,), self.group, init, partial=True)
@@ -222,7 +222,7 @@ class QueryKeyNorm(placement.PlacedModule):
             # Ranks that share each head, where they outnumber the heads.
             copies = max(self.group.size * head_dim // size, 1)
             piece = placement.Piece.rows(full, (size,), self.group, init, copies=copies)
-        return make.parameter(piece.box.size, piece)
+        return maker.parameter(piece.box.size, piece)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.over == "head":
