@@ -83,7 +83,7 @@ def sharing_group(owner: str, group: Ranks | None, *, needed: bool = True) -> Gr
         group: argument of its caller.
         needed: true if it would compute something else with a group.
     """
-    # A compiled graph runs this line once, while it is traced: a warning there would break the graph.
+    # While the compiler traces a loss, a warning would break the graph.
     if group is None and needed and not torch.compiler.is_compiling() and not _warned and job_size() > 1:
         _warned.append(owner)
         if job_rank() == 0:
@@ -122,7 +122,7 @@ def refuse_unknown(owner: type | Callable[..., object], given: Mapping[str, obje
     unknown = set(without_neutral(given, _NEUTRAL)) - set(known)
     if not unknown:
         return
-    # Only now: to read a signature takes longer than to make a small layer.
+    # Only for the message: a signature takes long to read, and a model makes many layers.
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     named = [argument.name for argument in inspect.signature(owner).parameters.values() if argument.kind in kinds]
     refuse_unknown_arguments(
