@@ -144,7 +144,7 @@ if int(number):
 """The process of the command sends itself a signal as it opens or renames the first file after a file has its size."""
 IN_SEVERAL_PROCESSES = """
 import shardwise.data.prepare.tokenizing as tokenizing
-import shardwise.data.prepare.from_text as from_text
+import shardwise.data.prepare.prepare as from_text
 import shardwise.data.prepare.to_hdf5 as to_hdf5
 tokenizing.COMMIT_SECONDS = 0.0
 tokenizing.BATCH_CHARACTERS = 20_000

@@ -14,7 +14,7 @@ import torch
 
 HERE = Path(__file__).parent
 NAME = "strict_library"
-SOURCES = ("device", "collectives")
+SOURCES = ("strict.h", "device.cpp", "collectives.cpp")
 
 
 def missing() -> str:
@@ -29,15 +29,15 @@ def library() -> Path:
     """The shared library, in STRICT_BUILD or the repository's ignored folder `build`; made where it does not exist."""
     root = Path(os.environ.get("STRICT_BUILD", HERE.parents[1] / "build"))
     folder = root / f"strict-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
-    parts = [folder / f"{name}-{_digest(f'{name}.cpp', 'strict.h')}.o" for name in SOURCES]
-    made = folder / f"{NAME}-{'-'.join(part.stem.split('-')[-1] for part in parts)}.so"
+    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in SOURCES)).hexdigest()[:8]
+    made = folder / f"{NAME}-{digest}.so"
     if made.exists():
         return made
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test workers may come here at once
         if not made.exists():
-            _build(parts, made)
+            _build(made)
     return made
 
 
@@ -53,25 +53,17 @@ def use_everywhere() -> None:
     os.environ.update(variables())
 
 
-def _digest(*names: str) -> str:
-    return hashlib.sha256(b"".join((HERE / name).read_bytes() for name in names)).hexdigest()[:8]
-
-
-def _build(parts: list[Path], made: Path) -> None:
+def _build(made: Path) -> None:
     from torch.utils import cpp_extension  # slow to import, and needed only here
 
     folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     options = ["-O1", "-w", "-fPIC", "-std=c++20", f"-DTORCH_EXTENSION_NAME={NAME}", *(f"-I{f}" for f in folders)]
-    running = [
-        subprocess.Popen(["g++", *options, "-c", str(HERE / f"{name}.cpp"), "-o", str(part)])
-        for name, part in zip(SOURCES, parts, strict=True)
-        if not part.exists()
-    ]
-    codes = [process.wait() for process in running]
-    if any(codes):
-        raise RuntimeError("the strict device does not compile: see the messages of g++ above")
-    linked = made.with_suffix(".part")
     names = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
     libraries = f"-L{Path(torch.__file__).parent / 'lib'}"
-    subprocess.run(["g++", "-shared", *map(str, parts), libraries, *names, "-o", str(linked)], check=True)
+    linked = made.with_suffix(".part")
+    # As one translation unit: nearly all of the time goes to torch's headers, which each unit would read again.
+    units = "".join(f'#include "{HERE / name}"\n' for name in SOURCES)
+    command = ["g++", "-shared", *options, "-x", "c++", "-", libraries, *names, "-o", str(linked)]
+    if subprocess.run(command, input=units, text=True, check=False).returncode:
+        raise RuntimeError("the strict device does not compile: see the messages of g++ above")
     linked.rename(made)
