@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.config import FamilyConfig, ModelConfig, shapes_of
+from shardwise.config import FamilyConfig, ModelConfig, Recompute, shapes_of
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Stage
 from shardwise.layers.chunks import vocabulary_rows
@@ -307,3 +307,48 @@ def head_work(model: FamilyConfig, sequence_length: int, predictions: int | None
         share = predictions / sequence_length
     predicted = matmul_parameter_count(model, "prediction") * share
     return predicted + matmul_parameter_count(model, "sequence") / sequence_length
+
+
+def flops_per_token(
+    model: ModelConfig, sequence_length: int, predictions: int | None = None, *, count_masked: bool = False
+) -> float | None:
+    """Model FLOPs of one training token: forward and backward, without recompute. None for a model of your own.
+
+    6·N + 12·L·q·S / 2, where N are the parameters in matrix products (`matmul_parameter_count`), q = heads · head_dim
+    and S the sequence length: two FLOPs a multiply-add, the backward pass twice the forward. The causal mask halves the
+    second term; BERT's tokens attend to all S, so its is not halved. `models/parameter_counts.py` says how BERT's heads
+    count.
+
+    Args:
+        predictions: positions that BERT predicts (default: ⌈0.15·S⌉); other families predict at every position.
+        count_masked: leave the halving out. That is the convention of PaLM (arXiv:2204.02311, appendix B) and of most
+            published figures; it reports a higher utilisation for the same speed.
+    """
+    shapes = shapes_of(model)
+    if shapes is None:
+        return None
+    blocks = shapes.num_hidden_layers * block_work(shapes, sequence_length, count_masked=count_masked)
+    return 6.0 * (blocks + head_work(shapes, sequence_length, predictions))
+
+
+def recomputed_flops_per_token(model: ModelConfig, sequence_length: int, recompute: Recompute) -> float | None:
+    """FLOPs a token that recompute adds: the forward pass of the attention cores, or of whole blocks.
+
+    They are work of the hardware, not of the model: no part of its FLOPs or of MFU. None for a model of your own.
+    """
+    shapes = shapes_of(model)
+    if shapes is None:
+        return None
+    if recompute == "none":
+        return 0.0
+    core = 2.0 * shapes.num_hidden_layers * attention_work(shapes, sequence_length)
+    return core if recompute == "selective" else core + 2.0 * matmul_parameter_count(shapes, "token")
+
+
+def model_flops_utilization(
+    token_flops: float | None, tokens_per_second: float, ranks: int, peak_flops: float | None
+) -> float | None:
+    """Model FLOPs done per second over the peak of all ranks' devices, in [0, 1]; None where either is unknown."""
+    if token_flops is None or peak_flops is None:
+        return None
+    return token_flops * tokens_per_second / (ranks * peak_flops)

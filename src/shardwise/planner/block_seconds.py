@@ -1,6 +1,6 @@
 """Seconds of the parts of a model on one rank: a block, the embedding, the head with its loss.
 
-Legend: see `planner/rank_case.py`.
+Legend: see `planner/rank_workload.py`.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, check_lay
 from shardwise.config.layout import Stage
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 from shardwise.config.sections import Recompute
-from shardwise.models.parameter_counts import local_parameter_count
+from shardwise.models.parameter_counts import flops_per_token, local_parameter_count, model_flops_utilization
 from shardwise.pipeline.partition import stage_plan
 from shardwise.planner.device_specs import Cluster
 from shardwise.planner.memory import MemoryEstimate, expected_memory, memory_of, messages_of_a_micro_batch
-from shardwise.planner.rank_case import RankCase, flops_per_token, model_flops_utilization
+from shardwise.planner.rank_workload import RankWorkload
 from shardwise.planner.step_time import StepTime, least_time, step_time
 
 RESERVED = 0.06
@@ -239,11 +239,11 @@ def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> M
         blocks[stage.rank] += len(stage.layers)
     first_with = {blocks[rank]: rank for rank in range(p - 2, 0, -1)}
     ranks = {0, max(0, p - 2), p - 1, *first_with.values()}
-    cases = RankCase.of_ranks(short_config, layout, accelerator, only=ranks)
+    workloads = RankWorkload.of_ranks(short_config, layout, accelerator, only=ranks)
     estimates: list[MemoryEstimate] = []
-    for case in sorted(cases, key=lambda case: -case.layers):
-        memory = memory_of(case)
-        messages = (micro_batches - shorter) * messages_of_a_micro_batch(case)
+    for workload in sorted(workloads, key=lambda workload: -workload.layers):
+        memory = memory_of(workload)
+        messages = (micro_batches - shorter) * messages_of_a_micro_batch(workload)
         estimates.append(replace(memory, pipeline=memory.pipeline + messages))
         if estimates[-1].total > limit:
             break

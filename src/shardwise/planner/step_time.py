@@ -1,6 +1,6 @@
 """The time of an optimizer step on a cluster, and what it is spent on. Deterministic; nothing is measured.
 
-Legend: see `planner/rank_case.py`. Ranks are [pipeline, data, tensor], tensor fastest, and nodes take consecutive
+Legend: see `planner/rank_workload.py`. Ranks are [pipeline, data, tensor], tensor fastest, and nodes take consecutive
 ranks.
 """
 

@@ -25,7 +25,7 @@ from shardwise.planner.memory import (
     invariant_dropout,
     memory_by_rank,
 )
-from shardwise.planner.rank_case import RankCase
+from shardwise.planner.rank_workload import RankWorkload
 from tests.unit.planner.families import MODELS, family, make_config, section
 
 S, B, H, LAYERS, M = 16, 1, 32, 4, 8
@@ -312,7 +312,7 @@ def test_padding_at_the_ends_is_not_sent() -> None:
 
 def test_a_case_has_the_stages_of_its_rank() -> None:
     chosen = config(schedule="zbv")
-    cases = [RankCase.of(chosen, check_layout(chosen, 2), False, rank) for rank in range(2)]
+    cases = [RankWorkload.of(chosen, check_layout(chosen, 2), False, rank) for rank in range(2)]
     assert [[stage.index for stage in case.stages] for case in cases if case] == [[0, 3], [1, 2]]
     assert [(case.has_first, case.has_last, case.layers) for case in cases if case] == [
         (True, True, 2),

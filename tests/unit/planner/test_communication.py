@@ -11,7 +11,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 from shardwise.optim.buckets import Dtypes, make_buckets
 from shardwise.planner.communication import Transfer, bucket_shapes, evaluation_transfers, step_transfers, wire_bytes
-from shardwise.planner.rank_case import RankCase
+from shardwise.planner.rank_workload import RankWorkload
 from shardwise.train.build import decay_groups
 from tests.unit.planner.families import MODELS, make_config, section
 
@@ -159,7 +159,7 @@ def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float | None,
             dtypes=Dtypes(torch.float32, torch.float32, torch.float32),
         )
     ]
-    case = RankCase.of(chosen, Layout(1), False)
+    case = RankWorkload.of(chosen, Layout(1), False)
     assert case is not None
     assert [bucket.elements for bucket in bucket_shapes(case)] == made
 
