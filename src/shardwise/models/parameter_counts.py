@@ -1,6 +1,6 @@
-"""Counts of a model: its parameters, whole and one by one on a rank, and the multiply-adds of a token's forward pass.
+"""Counts of a model: its parameters, whole and one by one on a rank, and the operations of a token.
 
-Stages are balanced, memory is predicted and FLOPs are computed from these numbers.
+Stages are balanced, memory is predicted and utilisation is measured by these numbers.
 
 Legend: V vocabulary, H hidden size, F intermediate size, L blocks, S sequence length, q = heads · head_dim,
 kv = key/value heads · head_dim, t tensor-parallel degree. Shapes are those on one rank.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from shardwise.config import FamilyConfig, ModelConfig, Recompute, shapes_of
@@ -95,8 +96,14 @@ def local_parameter_count(
     shapes = shapes_of(model)
     if shapes is None:
         return None
-    local = LocalWidths.of(shapes, tensor, vocab_multiple)
-    return sum(parameter.elements for parameter in local_parameters(shapes, tensor, local=local, stages=stages))
+    return _element_count(shapes, tensor, vocab_multiple, None if stages is None else tuple(stages))
+
+
+# The planner asks for the same stages in thousands of layouts.
+@lru_cache(maxsize=2**12)
+def _element_count(model: FamilyConfig, tensor: int, vocab_multiple: int, stages: tuple[Stage, ...] | None) -> int:
+    local = LocalWidths.of(model, tensor, vocab_multiple)
+    return sum(parameter.elements for parameter in local_parameters(model, tensor, local=local, stages=stages))
 
 
 def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
@@ -316,8 +323,7 @@ def flops_per_token(
 
     6·N + 12·L·q·S / 2, where N are the parameters in matrix products (`matmul_parameter_count`), q = heads · head_dim
     and S the sequence length: two FLOPs a multiply-add, the backward pass twice the forward. The causal mask halves the
-    second term; BERT's tokens attend to all S, so its is not halved. `models/parameter_counts.py` says how BERT's heads
-    count.
+    second term; BERT's tokens attend to all S, so its is not halved. `head_work` says how BERT's heads count.
 
     Args:
         predictions: positions that BERT predicts (default: ⌈0.15·S⌉); other families predict at every position.

@@ -22,8 +22,7 @@ class BlockActivations:
     """Bytes that autograd saves in one block. The attention core is `softmax(q kᵀ) v`.
 
     Attributes:
-        input: x, the block's input, [T/s, H].
-        saves_input: True if x is one of the tensors counted below.
+        saves_input: True if the block's input x, [T/s, H], is one of the tensors counted below.
         attention: saved around the core, by its norm, the QKV and output projections and dropout.
         core_input: tensors that hold q, k and v as the core receives them.
         core_input_saved: the part of `core_input` that the core saves; of the rest it saves copies, counted in `core`.
@@ -31,7 +30,6 @@ class BlockActivations:
         mlp: saved by the MLP with its norm and dropout.
     """
 
-    input: int
     saves_input: bool
     attention: int
     core_input: int
@@ -65,7 +63,7 @@ class DropoutMasks:
     Attributes:
         bytes_held: attention probabilities, before and after dropout, and masks, at the peak.
         elements_hashed: elements of all masks of a step, those of recompute included.
-        attends_step_by_step: whether attention drops too. No fused kernel can do that with these masks.
+        attends_step_by_step: True if attention drops too. No fused kernel can do that with these masks.
     """
 
     bytes_held: int
@@ -188,7 +186,6 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     else:
         saves_input = not workload.layout.sequence_parallel
     return BlockActivations(
-        input=x,
         saves_input=saves_input,
         attention=attention + norm_bytes(workload),
         core_input=core_input,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Recompute
+from shardwise.config import DTYPE_BYTES, DtypeName, Recompute
 from shardwise.planner import device_seconds
 from shardwise.planner.device_seconds import Constants, RankGroup
 from shardwise.planner.device_specs import Device
@@ -81,11 +81,11 @@ class BlockShape:
         key_value: width of the keys on one rank.
         head_dim: width of a head.
         causal: True if a token attends to earlier ones alone.
-        masks: True if the block has dropout.
+        has_dropout: True if the block has dropout.
         batch: B.
         length: S.
         tensor: t.
-        sequence: True if activations are cut along the sequence too.
+        sequence_parallel: True if activations are cut along the sequence too.
         inside: ranks of the tensor-parallel group in one node.
         dtype: dtype of parameters and activations.
         gradient: dtype of gradients.
@@ -99,7 +99,7 @@ class BlockShape:
     key_value: int
     head_dim: int
     causal: bool
-    masks: bool
+    has_dropout: bool
     batch: int
     length: int
     tensor: int
@@ -162,14 +162,14 @@ class PartSeconds:
     def total(self) -> float:
         return self.matmul + self.attention + self.memory_bound + self.launch + self.tensor
 
-    def plus(self, other: PartSeconds, times: float = 1) -> PartSeconds:
-        """Return the sum of these seconds and `times` the other ones."""
+    def plus(self, term: PartSeconds, times: float = 1) -> PartSeconds:
+        """Return the sum of these seconds and `times` those of `term`."""
         return PartSeconds(
-            self.matmul + times * other.matmul,
-            self.attention + times * other.attention,
-            self.memory_bound + times * other.memory_bound,
-            self.launch + times * other.launch,
-            self.tensor + times * other.tensor,
+            self.matmul + times * term.matmul,
+            self.attention + times * term.attention,
+            self.memory_bound + times * term.memory_bound,
+            self.launch + times * term.launch,
+            self.tensor + times * term.tensor,
         )
 
 
@@ -235,7 +235,7 @@ def block(shape: BlockShape, device: Device, c: Constants, program: ProgramTrait
     # Two norms read and write x. Attention and MLP are each added to x: two tensors are read, one is written, and with
     # dropout a mask of one byte.
     norm_bytes = 4 * s.a * x_elements
-    add_bytes = 2 * (3 * s.a + s.masks) * x_elements
+    add_bytes = 2 * (3 * s.a + s.has_dropout) * x_elements
     # The activation reads its input and writes its output, gated with one tensor more. QKV is split into heads, rotated
     # and made contiguous: three passes.
     feed_elements = s.tokens * feed_width * (3 if s.gated else 2)
@@ -299,7 +299,7 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
     values = device_seconds.matmul(device, c, peak, s.length, s.head_dim, s.length, heads)
     transposed = device_seconds.matmul(device, c, peak, s.head_dim, s.length, s.length, heads)
     probabilities = heads * s.length * s.length
-    dropout_bytes = 2 * s.a + 1 if s.masks else 0
+    dropout_bytes = 2 * s.a + 1 if s.has_dropout else 0
     softmax_forward = device_seconds.passes(device, c, probabilities * (2 * s.a + dropout_bytes))
     softmax_backward = device_seconds.passes(device, c, probabilities * (3 * s.a + dropout_bytes))
     # Four products, the gradients of q, k, v and the probabilities, each as long as the mean of the three shapes.
@@ -353,6 +353,7 @@ def head(shape: BlockShape, rows: int, device: Device, c: Constants, program: Pr
         program,
     )
     if program.loss_ahead:
+        # The loss and its gradients come chunk by chunk, so that a schedule cannot put off the gradient of the weight.
         return PassSeconds(forward.plus(backward), PartSeconds(), 0.0)
     return PassSeconds(forward, backward, weight_gradient + accumulation)
 
@@ -381,48 +382,4 @@ def embedding(shape: BlockShape, rows: int, device: Device, c: Constants, progra
         _with_launch(forward, _EMBEDDING_KERNELS, c.host, program),
         _with_launch(backward, _EMBEDDING_KERNELS, c.host, program),
         0.0,
-    )
-
-
-def shape_of(
-    model: FamilyConfig,
-    *,
-    widths: tuple[int, int],
-    batch: int,
-    length: int,
-    layout: tuple[int, bool, int],
-    dtypes: tuple[DtypeName, DtypeName],
-    recompute: Recompute,
-) -> BlockShape:
-    """Return the shape of the model's blocks.
-
-    Args:
-        model: configuration of the model.
-        widths: widths of the queries and of the keys on one rank.
-        batch: B.
-        length: S.
-        layout: tensor-parallel degree, whether the sequence is cut too, and the group's ranks inside a node.
-        dtypes: dtypes of the parameters and of the gradients.
-        recompute: kind of recompute.
-    """
-    query, key_value = widths
-    tensor, sequence_parallel, inside = layout
-    dtype, gradient = dtypes
-    return BlockShape(
-        hidden=model.hidden_size,
-        intermediate=model.intermediate_size,
-        gated=model.gated,
-        query=query,
-        key_value=key_value,
-        head_dim=model.head_dim,
-        causal=model.causal,
-        masks=model.hidden_dropout_p > 0,
-        batch=batch,
-        length=length,
-        tensor=tensor,
-        sequence_parallel=sequence_parallel,
-        inside=inside,
-        dtype=dtype,
-        gradient=gradient,
-        recompute=recompute,
     )

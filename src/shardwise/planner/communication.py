@@ -45,7 +45,7 @@ class Transfer:
         ranks: size of the group.
         bytes: size of the whole tensor.
         count: number of times per step; a tensor that is sent in chunks counts once.
-        what: the tensor, in words.
+        tensor: the tensor, in words.
     """
 
     axis: str
@@ -53,7 +53,7 @@ class Transfer:
     ranks: int
     bytes: int
     count: int
-    what: str
+    tensor: str
 
     @property
     def wire_bytes(self) -> float:
@@ -124,10 +124,15 @@ def _transfers(workload: RankWorkload, micro_batch: list[Transfer], once: list[T
 
 def _forward(workload: RankWorkload) -> list[Transfer]:
     """The forward pass of this rank's stages."""
-    embedding = _embedding(workload) if workload.has_first else []
-    head = _head(workload) if workload.has_last else []
-    blocks = [*_regions(workload, 2, _outputs(workload), ""), _query_key_squares(workload, "")]
-    return [*embedding, *blocks, *head, *_messages(workload, 1, "outputs of stages"), _samples(workload)]
+    transfers = []
+    if workload.has_first:
+        # Each rank looks up its part of the vocabulary; the results are summed.
+        kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
+        transfers.append(_over_tensor(workload, kind, workload.gathered_bytes, "embedding output"))
+    transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
+    if workload.has_last:
+        transfers += _head(workload)
+    return [*transfers, _message(workload, 1, "outputs of stages"), _samples(workload)]
 
 
 def _backward(workload: RankWorkload) -> list[Transfer]:
@@ -146,7 +151,7 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         # repeated only if dropout (its mask) or a norm (its input) saves something after it, or if both are in one.
         in_one = workload.config.parallel.tensor_overlap is not None
         ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
-        transfers = _regions(workload, 2, outputs - ends_with_sum, ", recomputed")
+        transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
     transfers.append(_query_key_squares(workload, "gradients of "))
     if workload.model.head_transform:
@@ -166,11 +171,11 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
             _over_tensor(workload, "all_reduce", gathered, "gradient of the head's input", head),
             _over_tensor(workload, "all_reduce", gathered, input_gradients, 2 * workload.layers),
         ]
-    return transfers + _messages(workload, -1, "gradients of the inputs of stages")
+    return [*transfers, _message(workload, -1, "gradients of the inputs of stages")]
 
 
-def _over_tensor(workload: RankWorkload, kind: Kind, size: int, what: str, count: int = 1) -> Transfer:
-    return Transfer("tp", kind, workload.layout.tensor, size, count, what)
+def _over_tensor(workload: RankWorkload, kind: Kind, size: int, tensor: str, count: int = 1) -> Transfer:
+    return Transfer("tp", kind, workload.layout.tensor, size, count, tensor)
 
 
 def _samples(workload: RankWorkload) -> Transfer:
@@ -188,7 +193,7 @@ def _samples(workload: RankWorkload) -> Transfer:
     return _over_tensor(workload, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
 
 
-def _messages(workload: RankWorkload, step: int, what: str) -> list[Transfer]:
+def _message(workload: RankWorkload, step: int, tensor: str) -> Transfer:
     """x or its gradient, [T/s, H], from each stage of this rank to the next stage (step 1) or to the one before (-1).
 
     Two neighbouring stages of one rank need no message.
@@ -196,13 +201,7 @@ def _messages(workload: RankWorkload, step: int, what: str) -> list[Transfer]:
     receivers = [stage.index + step for stage in workload.stages]
     existing = [index for index in receivers if 0 <= index < workload.layout.stages]
     count = sum(rank_of(workload.config.parallel, index) != workload.pipeline_rank for index in existing)
-    return [Transfer("pp", "send", workload.layout.pipeline, workload.x_bytes, count, what)]
-
-
-def _embedding(workload: RankWorkload) -> list[Transfer]:
-    """Each rank looks up its part of the vocabulary; the results are summed."""
-    kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
-    return [_over_tensor(workload, kind, workload.gathered_bytes, "embedding output")]
+    return Transfer("pp", "send", workload.layout.pipeline, workload.x_bytes, count, tensor)
 
 
 def _outputs(workload: RankWorkload) -> int:
@@ -213,8 +212,8 @@ def _outputs(workload: RankWorkload) -> int:
     return 1 if workload.model.parallel_residual and not workload.drops_hidden else 2
 
 
-def _regions(workload: RankWorkload, inputs: int, outputs: int, suffix: str) -> list[Transfer]:
-    """The inputs and outputs of attention and MLP in all blocks, with so many of each per block.
+def _regions(workload: RankWorkload, outputs: int, suffix: str) -> list[Transfer]:
+    """The two inputs of attention and MLP in all blocks, and so many of their outputs in each block.
 
     Under sequence parallelism an input is gathered and an output is reduce-scattered; without it, an input is already
     on every rank and an output is all-reduced.
@@ -226,7 +225,7 @@ def _regions(workload: RankWorkload, inputs: int, outputs: int, suffix: str) -> 
             _over_tensor(workload, "all_reduce", gathered, f"outputs of attention and MLP{suffix}", outputs * layers)
         ]
     return [
-        _over_tensor(workload, "all_gather", gathered, f"inputs of attention and MLP{suffix}", inputs * layers),
+        _over_tensor(workload, "all_gather", gathered, f"inputs of attention and MLP{suffix}", 2 * layers),
         _over_tensor(workload, "reduce_scatter", gathered, f"outputs of attention and MLP{suffix}", outputs * layers),
     ]
 
@@ -234,8 +233,8 @@ def _regions(workload: RankWorkload, inputs: int, outputs: int, suffix: str) -> 
 def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
     """A norm over all heads sums the squares of queries and keys over ranks: [2, T] in float32 for each block."""
     count = workload.layers if workload.model.query_key_norm == "all_heads" else 0
-    what = f"{prefix}sums of squares of queries and keys"
-    return _over_tensor(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, what, count)
+    tensor = f"{prefix}sums of squares of queries and keys"
+    return _over_tensor(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
 
 
 def _head(workload: RankWorkload) -> list[Transfer]:

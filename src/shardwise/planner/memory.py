@@ -153,8 +153,16 @@ def _pass(workload: RankWorkload, stage: Stage, reduction: int) -> PassBytes:
     parallel = workload.config.parallel
     x = workload.x_bytes
     blocks = block_stack(workload, stage.layers)
-    embedding = _embedding_activations(workload) if stage.is_first else 0
-    last = _last_activations(workload) if stage.is_last else 0
+    embedding = 0
+    if stage.is_first:
+        # The mask of the embedding's dropout has a byte for each element. BERT's embedding ends with a norm.
+        mask = workload.x_elements if workload.model.embedding_dropout_p else 0
+        embedding = mask + (norm_bytes(workload) if workload.model.embedding_norm else 0)
+    last = 0
+    if stage.is_last:
+        # Between the last block and the loss: the last norm and its output; with BERT, x, gathered.
+        normed = norm_bytes(workload) + workload.x_bytes
+        last = workload.gathered_bytes if workload.model.head_transform else normed
     kept = blocks.kept + embedding + last + _document_tables(workload)
     keeps_input = block_activations(workload, stage.layers[0]).saves_input or workload.config.train.recompute == "full"
     received = 0 if keeps_input or stage.is_first else x
@@ -221,24 +229,13 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
 def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
     """Return bytes of a node's memory in which copies of the state are kept, at most; None for a model of your own.
 
-    Masters and states of what a rank updates: of two steps, and of the ranks of another node too.
+    A node holds the masters and states that its ranks update, of two steps, and those of another node's ranks too.
     """
     workloads = RankWorkload.of_ranks(config, layout, accelerator)
     if not workloads:
         return None
     state = max(_optimizer_bytes(workload, separate_masters=True) for workload in workloads)
     return state * ranks_per_node * 2 * (2 if layout.world > ranks_per_node else 1)
-
-
-def _embedding_activations(workload: RankWorkload) -> int:
-    """Return the bytes that the embedding saves: its dropout's mask, one byte for each element, and BERT's norm."""
-    mask = workload.x_elements if workload.model.embedding_dropout_p else 0
-    return mask + (norm_bytes(workload) if workload.model.embedding_norm else 0)
-
-
-def _last_activations(workload: RankWorkload) -> int:
-    """Return the bytes held between last block and loss: the last norm and its output; with BERT, x, gathered."""
-    return workload.gathered_bytes if workload.model.head_transform else norm_bytes(workload) + workload.x_bytes
 
 
 def _document_tables(workload: RankWorkload) -> int:
