@@ -200,14 +200,8 @@ def stage_works(
     local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
     precision = config.precision.resolved(cluster.device.is_accelerator)
     shape = BlockShape(
-        hidden=model.hidden_size,
-        intermediate=model.intermediate_size,
-        gated=model.gated,
-        query=local.query,
-        key_value=local.key_value,
-        head_dim=model.head_dim,
-        causal=model.causal,
-        has_dropout=model.hidden_dropout_p > 0,
+        model=model,
+        local=local,
         batch=config.train.micro_batch,
         length=config.train.sequence_length,
         tensor=layout.tensor,
@@ -218,8 +212,8 @@ def stage_works(
         recompute=config.train.recompute,
     )
     block = block_seconds.block(shape, cluster.device, constants, program)
-    embedding = block_seconds.embedding(shape, local.vocabulary, cluster.device, constants, program)
-    head = block_seconds.head(shape, local.vocabulary, cluster.device, constants, program)
+    embedding = block_seconds.embedding(shape, cluster.device, constants, program)
+    head = block_seconds.head(shape, cluster.device, constants, program)
     action = constants.action if layout.pipeline > 1 else 0.0
     works = []
     for stage in stage_plan(config, layout):
