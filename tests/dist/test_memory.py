@@ -14,7 +14,7 @@ from shardwise.models.blocks import Context, run_blocks
 from shardwise.models.build import build_model
 from shardwise.planner.activations import BlockStack, block_stack
 from shardwise.planner.memory import expected_memory
-from shardwise.planner.rank_case import RankCase
+from shardwise.planner.rank_workload import RankWorkload
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FAMILIES, make_config, make_data
@@ -114,7 +114,7 @@ def configuration(model: str, dropout: str | None, tensor: int, recompute: str, 
 
 
 def expected(config: Config, layout: Layout) -> BlockStack:
-    case = RankCase.of(config, layout, False)
+    case = RankWorkload.of(config, layout, False)
     assert case is not None
     return block_stack(case)
 

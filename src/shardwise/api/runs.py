@@ -197,11 +197,11 @@ def _require_train_arguments(config: object, run_dir: object, name: object, call
 
 def _check_user_code(config: Config) -> None:
     """Import a model and hooks of the user's own, and check how they can be called."""
-    from shardwise.models.user_model import check_own
+    from shardwise.models.user_model import check_user_model
     from shardwise.train.hooks import check_hooks
 
     if ":" in config.model.family:
-        check_own(config)
+        check_user_model(config)
     check_hooks(config)
 
 

@@ -85,9 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
         config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, run_path)
     )
     if config.shapes is None:
-        from shardwise.models.user_model import check_own
+        from shardwise.models.user_model import check_user_model
 
-        check_own(config)
+        check_user_model(config)
     submission.check_run_folder((run_path or RUNS / recipe_name(recipe)).absolute(), config)
     inputs, problems = ([], []) if arguments.kubernetes is not None else glance_at_inputs(recipe, config)
     if problems and not is_shown_only:

@@ -88,9 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         require_data(config, recipe)
     if config.shapes is None:
-        from shardwise.models.user_model import check_own
+        from shardwise.models.user_model import check_user_model
 
-        check_own(config)
+        check_user_model(config)
     if config.hooks.any_named:
         from shardwise.train.hooks import check_hooks
 

@@ -75,9 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps ({arguments.steps}) must be at least 2: one before the checkpoint, one after it")
     recipe = load_config(arguments.recipe, arguments.overrides)
     if recipe.shapes is None:
-        from shardwise.models.user_model import check_own
+        from shardwise.models.user_model import check_user_model
 
-        check_own(recipe)
+        check_user_model(recipe)
     devices = _devices(arguments.devices, arguments.nproc)
     config, cells, refused = _plan(recipe, devices, parse_layouts(arguments.layouts), arguments.steps)
     from shardwise.launch.local import EndedError

@@ -4,28 +4,16 @@ from shardwise.config.data import BUILT_IN_TEXTS, DataConfig
 from shardwise.config.decoders import DecoderConfig, LlamaConfig
 from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
 from shardwise.config.layout import Layout
-from shardwise.config.load import (
-    apply_overrides,
-    config_from,
-    data_from,
-    dump_yaml,
-    load_config,
-    load_with,
-    model_from,
-    parse_yaml,
-    recipe_name,
-    recipe_names,
-    recipe_text,
-    require_data,
-)
+from shardwise.config.load import apply_overrides, config_from, data_from, load_config, load_with, model_from
 from shardwise.config.model import ModelConfig, UserModelConfig, shapes_of, weight_names
+from shardwise.config.recipe_files import dump_yaml, parse_yaml, recipe_name, recipe_names, recipe_text, require_data
 from shardwise.config.rules import check_layout, kept_batch, kept_batch_note, resume_changes, resume_problems
+from shardwise.config.run_config import Config
 from shardwise.config.schedules import Schedule
 from shardwise.config.sections import (
     DTYPE_BYTES,
     CheckpointConfig,
     CompileConfig,
-    Config,
     DropoutMode,
     DtypeName,
     LogConfig,

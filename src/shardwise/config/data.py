@@ -12,6 +12,7 @@ from shardwise.config.section import Section, reject
 
 MASKED_FRACTION = 0.15  # BERT's (arXiv:1810.04805 §3.1)
 SHUFFLE_BUFFER = 10_000
+"""Default of `data.shuffle_buffer`; another value without a stream is refused."""
 BUILT_IN_TEXTS = ("python", "tiny")
 """Values of `data.dataset` that are texts of this package, not data sets of the hub."""
 _NEEDS = {
@@ -20,11 +21,12 @@ _NEEDS = {
     "datasets": "data.path, a folder that save_to_disk wrote: a data set of the hub is named by data.dataset alone",
 }
 """The keys that a run must give, by `data.format`."""
+# A name begins with a letter, a weight with a digit: the two kinds of `data.split` cannot be confused.
 _SPLIT_NAME = r"(?a)[A-Za-z_]\w*(\.\w+)*"
 
 
 class DataConfig(Section):
-    """What the model reads."""
+    """The data that the model reads."""
 
     dataset: str | None = Field(
         default=None,
@@ -181,6 +183,7 @@ class DataConfig(Section):
 
     def _split_problems(self) -> list[str]:
         try:
+            # float() reads `inf` and `nan` too: a NaN fails every comparison.
             weights = self.split_weights
             valid = 0 < weights[0] < math.inf and all(0 <= weight < math.inf for weight in weights)
         except ValueError:
@@ -254,6 +257,7 @@ class DataConfig(Section):
     @property
     def chosen_marks(self) -> dict[str, bool]:
         """`append_eod` and `prepend_bos` where they differ from what null means: these decide the tokens of a text."""
+        # They are part of the key of prepared data, so the default must look the same however it is written.
         chosen = {} if self.append_eod is not False else {"append_eod": False}
         return chosen | ({"prepend_bos": True} if self.prepend_bos else {})
 

@@ -59,7 +59,8 @@ class DecoderConfig(FamilyConfig):
     }
 
     num_key_value_heads: int = Field(
-        default_factory=lambda data: data.get("num_attention_heads", 1),  # pydantic < 2.13 asks where it was refused
+        # Before version 2.13, pydantic calls a factory even where the value that it needs was refused.
+        default_factory=lambda data: data.get("num_attention_heads", 1),
         gt=0,
         description="key and value heads; default: as many as query heads",
     )
@@ -68,6 +69,7 @@ class DecoderConfig(FamilyConfig):
         gt=0,
         description="width of a head; default: hidden_size / num_attention_heads",
     )
+    # `models/llama.py` computes SiLU alone.
     hidden_act: Literal["silu"] = Field(default="silu", description="activation of the feed-forward gate")
     max_position_embeddings: Longest = 2048
     rms_norm_eps: _Epsilon = 1e-6
@@ -86,6 +88,7 @@ class DecoderConfig(FamilyConfig):
                 f"model.num_key_value_heads ({kv_heads}) must divide model.num_attention_heads ({heads}): "
                 f"nearest {listing(valid, 'or')}"
             )
+        # A family with a number as its default, such as Qwen3, has heads whose widths need not fill the hidden size.
         head_dim_is_derived = (
             "head_dim" not in self.model_fields_set and type(self).model_fields["head_dim"].default_factory is not None
         )
@@ -100,7 +103,6 @@ class DecoderConfig(FamilyConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Number of leading dimensions of each head that rotary embeddings turn: all."""
         return self.head_dim
 
 
@@ -127,7 +129,7 @@ class MistralConfig(DecoderConfig):
         "mistral",
         "MistralForCausalLM",
         defaults=_SIZES_OF_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8},
-        absent={"sliding_window": 4096},
+        absent={"sliding_window": 4096},  # so a written file says null
     )
 
     attention_bias: ClassVar[bool] = False
@@ -248,7 +250,6 @@ class SmolLM3Config(DecoderConfig):
         return problems
 
     def rotates(self, layer: int) -> bool:
-        """Return whether rotary embeddings turn the heads of this block."""
         return bool(self.no_rope_layers[layer])
 
 

@@ -93,7 +93,9 @@ class FamilyConfig(Section):
     objectives: ClassVar[tuple[Objective, ...]] = ("lm",)
     """The losses, each a mean over its own count: next token (`lm`), masked tokens (`mlm`), next sentence (`nsp`)."""
 
-    if TYPE_CHECKING:  # each is a key in some families and a fact in others
+    # Each is a key in some families and a fact in others. A real property here would be shadowed by a family's key,
+    # which pydantic does not allow.
+    if TYPE_CHECKING:
 
         @property
         def num_key_value_heads(self) -> int: ...
@@ -135,6 +137,7 @@ class FamilyConfig(Section):
         """Note, once, the sources of the keys. They are no part of the configuration and are not recorded with it."""
         self._origin = origin
 
+    # Before pydantic looks at the keys, which would refuse a second spelling as unknown.
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, data: Any) -> Any:
@@ -248,12 +251,10 @@ class MultiHeadConfig(FamilyConfig):
 
     @property
     def num_key_value_heads(self) -> int:
-        """Key and value heads: as many as query heads."""
         return self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
         return self.hidden_size // self.num_attention_heads
 
     def _problems(self) -> list[str]:
@@ -324,6 +325,7 @@ class GPTConfig(MultiHeadConfig):
     }
 
     family: Literal["gpt"] = Field(description="the architecture")
+    # Before version 2.13, pydantic calls a factory even where hidden_size was refused: it must not fail then.
     intermediate_size: int = Field(
         default_factory=lambda data: 4 * data.get("hidden_size", 1),
         gt=0,
@@ -376,6 +378,7 @@ class GPTNeoXConfig(MultiHeadConfig):
     keys: ClassVar[dict[str, str]] = {
         "activation": "hidden_act",
         "norm_eps": "layer_norm_eps",
+        # One key of Hugging Face's for both places.
         "embedding_dropout": "hidden_dropout",
         "hidden_dropout": "hidden_dropout",
         "attention_dropout": "attention_dropout",
@@ -405,6 +408,7 @@ class GPTNeoXConfig(MultiHeadConfig):
     ffn_dropout: _FeedForwardDropout = 0.0
 
     def _problems(self) -> list[str]:
+        # Heads that do not divide the hidden size have no width, so that nothing can be said of the rotary part.
         if self.hidden_size % self.num_attention_heads or (self.rotary_dim and self.rotary_dim % 2 == 0):
             return super()._problems()
         return [
@@ -414,12 +418,11 @@ class GPTNeoXConfig(MultiHeadConfig):
 
     @property
     def parallel_residual(self) -> bool:
-        """True if attention and MLP read the same x."""
         return self.use_parallel_residual
 
     @property
     def rotary_dim(self) -> int:
-        """Number of leading dimensions of each head that rotary embeddings turn: ⌊rotary_pct · head_dim⌋."""
+        # Rounded down, as in transformers.
         return int(self.head_dim * self.rotary_pct)
 
 
@@ -504,5 +507,4 @@ class BertConfig(MultiHeadConfig):
 
     @property
     def token_types(self) -> int:
-        """Rows of the embedding of token types."""
         return self.type_vocab_size

@@ -1,6 +1,7 @@
-"""Hugging Face's `config.json` and our `model` section, in both directions.
+"""Translates Hugging Face's `config.json` into a `model` section (`from_hugging_face`), and back (`to_hugging_face`).
 
-A field is translated, or has the one value that we support (`ONLY`), or changes nothing that is trained
+The tables of names that this needs, and those of weights, are in `config/hugging_face_names.py`; here is what is done
+with a file. A field is translated, or has the one value that we support (`ONLY`), or changes nothing that is trained
 (`status`), or the user says so (`model.ignore`); every other field is an error. An absent field has Hugging
 Face's default.
 """
@@ -111,7 +112,7 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
     problems += _take_layers(unread, family)
     if unread.get("use_sliding_window") is False and "sliding_window" not in family.config_file.absent:
         unread.pop("sliding_window", None)  # the width of a window that is not used
-    section: dict[str, Any] = {"family": _family_name(family)}
+    section: dict[str, Any] = {"family": next(name for name, known in FAMILIES.items() if known is family)}
     if ignore:
         section["ignore"] = list(ignore)
     for key, (name, default) in translated_fields(family).items():
@@ -143,7 +144,7 @@ def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
         ):
             value = None
         fields[name] = value
-    fields |= dict.fromkeys(file.absent)
+    fields |= dict.fromkeys(file.absent)  # null, as their absence would mean another value
     if not model.ffn_dropout_p:
         fields.pop("ffn_dropout", None)  # only shardwise reads this field
     if not file.writes_derived_heads and model.head_dim * model.num_attention_heads == model.hidden_size:
@@ -170,11 +171,6 @@ def _rotary_fields(model: FamilyConfig) -> dict[str, Any]:
 def families_by_model_type() -> dict[str, type[FamilyConfig]]:
     """Return the records of all families by Hugging Face's `model_type`."""
     return {family.config_file.model_type: family for family in FAMILIES.values()}
-
-
-def _family_name(family: type[FamilyConfig]) -> str:
-    """Return the value of `model.family` that names a record."""
-    return next(name for name, known in FAMILIES.items() if known is family)
 
 
 def translated_fields(family: type[FamilyConfig]) -> dict[str, tuple[str, Any]]:
@@ -206,6 +202,7 @@ def _neutral_values() -> dict[str, tuple[Any, ...]]:
     neutral: dict[str, tuple[Any, ...]] = {}
     for family in FAMILIES.values():
         for name, value in family.config_file.only.items():
+            # The other families have a key for tied embeddings, and other words for their positions: see below.
             if name not in ("position_embedding_type", "tie_word_embeddings"):
                 neutral[name] = (value,)
     for family in FAMILIES.values():
@@ -241,6 +238,7 @@ def status(name: str, value: Any, family: type[FamilyConfig]) -> Literal["inert"
         is_neutral = value is None or value == only[name] or (name in ABSENT_IF_EMPTY and not value)
         return "neutral" if is_neutral else "unsupported"
     if name in _fields_read(family):
+        # It was translated if it could be: what is left of it in another form cannot be taken for neutral.
         return "unsupported"
     is_neutral = value is None or value in _neutral_values().get(name, ())
     return "neutral" if is_neutral else "unknown"
@@ -255,6 +253,7 @@ def _value_of(
     """
     file = family.config_file
     value = unread.pop(name, default)
+    # In a file null stands for the default; of these fields it is a value by itself.
     if value is None and name not in (*_DERIVED, "pad_token_id"):
         value = default
     if key == family.keys["activation"]:

@@ -1,4 +1,10 @@
-"""Names in Hugging Face's files: the fields of a family's `config.json`, and the weights.
+"""Tables of names in Hugging Face's files: the fields of a `config.json`, and the weights.
+
+- `ConfigFile`, one for each family: names, defaults and spellings of the fields that are keys of its `model` section.
+- `ONLY`, `is_inert` and `ABSENT_IF_EMPTY`: the fields of any family that are no keys, by what they mean.
+- `WeightNames`, one for each family: other names under which files hold its weights.
+
+`config/hugging_face.py` reads and writes `config.json` by these tables; `checkpoint/` reads and writes the weights.
 
 The canonical names of weights are those that `transformers` writes today. Older files, files of a model without its
 head, and files that hold buffers or a tied weight twice are read through a family's `WeightNames`; nothing else is

@@ -36,7 +36,7 @@ _OF_BASH = re.compile(
 
 
 class LaunchConfig(Section):
-    """How the ranks of a run are started and work together; all keys but `timeout` are for `shardwise submit`."""
+    """The start of a run's ranks and their work together; all keys but `timeout` are for `shardwise submit`."""
 
     timeout: float = Field(
         default=600.0,
@@ -74,6 +74,7 @@ class LaunchConfig(Section):
         default=None, examples=["gpu:8", "gpu:h100:8"], description="what SLURM reserves on each machine, such as gpu:8"
     )
     exclusive: bool = Field(default=True, description="give the job whole machines")
+    # The bounds are those of sbatch's --signal.
     warning_seconds: int = Field(
         default=300,
         ge=1,
@@ -94,7 +95,7 @@ class LaunchConfig(Section):
     @field_validator("partition", "account", "constraint", "gres", mode="after")
     @classmethod
     def _is_one_word(cls, value: str | None, info: ValidationInfo) -> str | None:
-        """These become one line of a script each."""
+        # Each becomes a line of the job's script, where a second line would be a command.
         if value is not None and (not value or any(not c.isprintable() or c.isspace() for c in value)):
             reject([f"launch.{info.field_name} ({value!r}) must be one word; null leaves it unset"])
         return value
@@ -112,7 +113,8 @@ class LaunchConfig(Section):
     @classmethod
     def _time_is_a_duration(cls, value: object) -> object:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return f"{value // 60:02d}:{value % 60:02d}:00"  # a bare number is minutes to SLURM
+            # A bare number is minutes to SLURM.
+            return f"{value // 60:02d}:{value % 60:02d}:00"
         if value is not None and not (isinstance(value, str) and re.fullmatch(_TIME, value)):
             reject([f"launch.time ({value!r}) must be minutes, HH:MM:SS or D-HH:MM:SS, such as 24:00:00"])
         return value
@@ -132,6 +134,7 @@ class LaunchConfig(Section):
         """YAML reads `1` as a number."""
         if not isinstance(value, dict):
             return value
+        # A line break in a text would end its line of the job's script.
         wrong = [name for name, text in value.items() if not _is_name(name) or not _is_plain(text)]
         reject([f"launch.environment.{name} must be a variable's name with a text or a number" for name in wrong])
         by_bash = "must be left out: bash, which runs the job's script, sets it"
@@ -149,6 +152,7 @@ class LaunchConfig(Section):
 
 def _range(value: object) -> tuple[int, int] | None:
     """The fewest and the most machines that a value of `launch.nodes` names; None for another value."""
+    # `True` is an int to isinstance, but no number of machines.
     match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(value)) if type(value) in (int, str) else None
     if match is None:
         return None
@@ -163,7 +167,8 @@ def _is_option(value: object) -> bool:
 
 
 def _option_problem(option: str) -> str | None:
-    """The reason why the job's script cannot have an option. sbatch takes the beginning of a name for the name."""
+    """The reason why the job's script cannot have an option; None if it can."""
+    # sbatch reads its options by getopt_long, which takes the beginning of a name for the name: `--arr` is `--array`.
     given = option.removeprefix("--").partition("=")[0]
     names = [name for name in (*_SET_BY, *_REFUSED) if name.startswith(given)]
     name = given if given in names else next(iter(names), None)

@@ -36,6 +36,7 @@ class Layout:
         numbers = {"number of ranks": self.world}
         numbers |= {axis.title: getattr(self, axis.degree) for axis in CHOSEN_AXES}
         problems = [f"the {name} ({value}) must be at least 1" for name, value in numbers.items() if value < 1]
+        # Before the next rule, which divides by the degrees.
         if problems:
             raise ConfigError(problems)
         if self.world % self.ranks_of_one_model:
@@ -104,7 +105,8 @@ class Layout:
         return f"{' × '.join(degrees)} = {counted(self.world, 'rank')}"
 
     def recorded(self) -> dict[str, int]:
-        """The fields as the manifests of checkpoints record them: `sequence` is the name of the file format."""
+        """The fields, as the manifests of checkpoints record them."""
+        # The names are those of the file format, which stay.
         return {
             "world": self.world,
             "tensor": self.tensor,

@@ -1,79 +1,25 @@
-"""Reads a recipe and `key=value` overrides into a `Config`, or reports all of their problems; and writes YAML."""
+"""Reads a recipe and `key=value` overrides into a `Config`, or reports all of their problems."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-import yaml
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
-from shardwise.base.errors import ConfigError, listing, nearest_name, see
-from shardwise.base.files import read_small
-from shardwise.base.parsing import TAG, NotReadError, scalar, yaml_value
+from shardwise.base.errors import ConfigError, listing
+from shardwise.config import hugging_face, recipe_files
 from shardwise.config.data import DataConfig
+from shardwise.config.error_texts import error_texts, refusal
 from shardwise.config.families import FamilyConfig
-from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH
-from shardwise.config.section import PROBLEMS, Origin, as_given, system_names, utf8_text, with_stand_ins
-from shardwise.config.sections import Config
+from shardwise.config.run_config import Config
+from shardwise.config.section import Origin, system_names, utf8_text
 
-_RECIPES = Path(__file__).parent / "recipes"
-_SUFFIXES = (".yaml", ".yml")
 _MODEL_FILE = "model.config"
-_DATA_COMMENT = r"(?m)^ *# ((?:\S.*: +|  +)data\..+)"
-"""A comment of a recipe that names data for it, such as `# For a trial:  data.dataset=python`, or continues one."""
-
-
-def recipe_names() -> list[str]:
-    """Names of the shipped recipes."""
-    return sorted(path.stem for path in _RECIPES.glob("*.yaml"))
-
-
-def recipe_text(recipe: str) -> str:
-    """The YAML of a shipped recipe's name or of a file.
-
-    Raises:
-        ConfigError: the recipe is unknown, or its file cannot be read.
-    """
-    is_file = recipe.endswith(_SUFFIXES) or "/" in recipe
-    if not is_file and recipe not in recipe_names():
-        near = nearest_name(recipe, recipe_names(), cutoff=0.4)
-        hint = f"did you mean {near}? " if near else ""
-        raise ConfigError(
-            f"unknown recipe {recipe!r}: {hint}shipped recipes are {listing(recipe_names())}; "
-            "a path to your own ends with .yaml"
-        )
-    path = Path(recipe).expanduser() if is_file else _RECIPES / f"{recipe}.yaml"
-    try:
-        with path.open("rb") as file:  # it may be a pipe, as the shell makes of <(command)
-            return read_small(file, path).decode()
-    except FileNotFoundError:
-        raise ConfigError(f"there is no recipe file {recipe}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe file {recipe} cannot be read: {error}") from None
-
-
-def recipe_name(recipe: str) -> str:
-    """The short name of a recipe, after which its runs are named: `llama` of `my/llama.yaml`."""
-    return Path(recipe).stem if recipe.endswith(_SUFFIXES) else Path(recipe).name
-
-
-def require_data(config: Config, recipe: str) -> None:
-    """Raises ConfigError, with the comments of the recipe that name data for it, where nothing names data."""
-    if not config.data.is_named and config.hooks.data is None:
-        lines = re.findall(_DATA_COMMENT, recipe_text(recipe)) or ["For a trial:  data.dataset=python"]
-        shown = "\n".join(f"  {line}" for line in lines)
-        raise ConfigError(
-            f"{recipe_name(recipe)} must name its data by data.path, data.blend or data.dataset"
-            f"{see('runs#no-data-named')}:\n{shown}"
-        )
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
@@ -85,10 +31,11 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
         ConfigError: something is wrong; it has all problems of the file and of the overrides.
     """
     values = _sections(recipe)
-    if any(override.partition("=")[0].strip() == _MODEL_FILE for override in overrides):
+    typed = [override.partition("=")[0].strip() for override in overrides]
+    if _MODEL_FILE in typed:
         values["model"] = {}
     problems = apply_overrides(values, overrides)
-    return config_from(values, problems, typed=[override.partition("=")[0].strip() for override in overrides])
+    return config_from(values, problems, typed=typed)
 
 
 def load_with(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
@@ -122,7 +69,7 @@ def load_with(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> 
 
 def _sections(recipe: str) -> dict[str, Any]:
     """The sections of a shipped recipe's name or a YAML file, as they are written there."""
-    values = parse_yaml(recipe_text(recipe), recipe)
+    values = recipe_files.parse_yaml(recipe_files.recipe_text(recipe), recipe)
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -172,6 +119,7 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
     model_is_unread = False
     file = None
     from_file = frozenset[str]()
+    # A class of the user's may have a key `config` of its own.
     if isinstance(model, dict) and "config" in model and ":" not in str(model.get("family")):
         file = str(model["config"])
         written = frozenset(model)
@@ -182,15 +130,17 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
         all_problems += file_problems
         model_is_unread = model is None
     family = str(model.get("family")) if isinstance(model, dict) else ""
+    # The other sections are read even if the model's file was not, so that one message has the problems of all.
     try:
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
     except ValidationError as error:
         for details in error.errors(include_url=False):
             if details["loc"][0] != "model":
-                all_problems += _texts(details)
+                all_problems += error_texts(details)
             elif not model_is_unread:
-                all_problems += _texts(details, family)
+                all_problems += error_texts(details, family)
     if all_problems or config is None:
+        # pydantic has an error for each type of a union, and these may read the same.
         raise ConfigError(list(dict.fromkeys(all_problems)))
     if config.shapes is not None:
         names = [path.split(".")[1] for path in typed if path.startswith("model.")]
@@ -207,7 +157,7 @@ def data_from(values: Mapping[str, Any]) -> DataConfig:
     try:
         return DataConfig.model_validate(dict(values))
     except ValidationError as error:
-        raise _refusal(error, "data") from None
+        raise refusal(error, "data") from None
 
 
 def model_from(values: Mapping[str, Any]) -> FamilyConfig:
@@ -220,15 +170,7 @@ def model_from(values: Mapping[str, Any]) -> FamilyConfig:
     try:
         return FAMILIES[family].model_validate(dict(values))
     except ValidationError as error:
-        raise _refusal(error, "model", family) from None
-
-
-def _refusal(error: ValidationError, section: str, family: str = "") -> ConfigError:
-    """The error for a section that is read by itself, from what pydantic says."""
-    problems = []
-    for details in error.errors(include_url=False):
-        problems += _texts({**details, "loc": (section, *details["loc"])}, family)
-    return ConfigError(list(dict.fromkeys(problems)))
+        raise refusal(error, "model", family) from None
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -238,11 +180,11 @@ def _apply(values: dict[str, Any], override: str) -> None:
     try:
         text = utf8_text(text)
     except UnicodeError:  # a path may have any bytes
-        if is_yaml(text):
+        if recipe_files.is_yaml(text):
             raise ConfigError(
                 f"the override {override!r} must be UTF-8 where its value is in brackets or quotes"
             ) from None
-    _set(values, path, parse_value(text, f"the override {override!r}"))
+    _set(values, path, recipe_files.parse_value(text, f"the override {override!r}"))
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
@@ -284,11 +226,12 @@ def _expanded(model: dict[str, Any], typed: Collection[str], *, loads: bool) -> 
         return None, [f"{_MODEL_FILE} ({path!r}) must be the path of a Hugging Face config.json or of its folder"]
     problems: list[str] = []
     try:
-        section = read_hugging_face(Path(path).expanduser(), ignored_fields(model))
+        section = hugging_face.read_hugging_face(Path(path).expanduser(), ignored_fields(model))
     except ConfigError as error:
         problems = [f"{_MODEL_FILE}: {problem}" for problem in error.problems]
-        if not isinstance(error, UnsupportedError):
+        if not isinstance(error, hugging_face.UnsupportedError):
             return None, problems
+        # The rest of the file is checked too, so that the message has all problems.
         section = error.section
     family = section["family"]
     if changed.get("family", family) != family:
@@ -319,157 +262,3 @@ def ignored_fields(model: Mapping[str, Any]) -> list[str]:
     if not isinstance(names, list | tuple):
         return []
     return [name for name in names if isinstance(name, str)]
-
-
-def _texts(details: Any, family: str = "") -> list[str]:
-    """The messages of one pydantic error. `family`: family of the `model` section that holds the key."""
-    kind = details["type"]
-    context = details.get("ctx", {})
-    location = details["loc"]
-    path = ".".join(str(part) for part in location)
-    value = details["input"]
-    known = _known_paths(family)
-    field = known.get(path)
-    if kind == PROBLEMS:
-        return list(context["problems"])
-    if kind == "default_factory_not_called":  # a value that the default depends on is wrong, and has its own error
-        return []
-    if kind == "missing" and isinstance(location[-1], int):  # an item of a list
-        key = path.rpartition(".")[0]
-        return [f"{key} {_list_rule(known[key])}"]
-    if kind == "missing":
-        return [f"{path} is missing" + (f" ({field.description})" if field and field.description else "")]
-    if kind == "extra_forbidden":
-        return [_unknown(path, known)]
-    rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)
-    shown = f" ({as_given(value)!r})" if not isinstance(value, (dict, list)) else ""
-    return [f"{path}{shown} {rule or 'is not valid: ' + details['msg']}"]
-
-
-_RULES = {
-    "float_type": "must be a number",
-    "string_type": "must be text; put it in quotes",
-    "path_type": "must be a path",
-    "string_too_short": "must not be empty; null leaves it unset",
-    "string_pattern_mismatch": "must read package.module:Class",
-    "finite_number": "must be a finite number",
-    "model_type": "must be a mapping of keys",
-    "model_attributes_type": "must be a mapping of keys",
-    "dict_type": "must be a mapping of keys",
-    "greater_than": "must be greater than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-}
-"""The rule that a message gives after `quantity (value)`, by pydantic's type of error; its context has the numbers."""
-_NO_LIST = ("tuple_type", "too_short", "too_long")
-
-
-def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
-    """The rule that a message gives after `quantity (value)`; None for a type of error without words here."""
-    if kind == "bool_type":
-        word = str(value).lower()
-        return "must be true or false" + (f"; write {word} without quotes" if word in ("true", "false") else "")
-    if kind == "int_type":
-        is_whole = isinstance(value, float) and value.is_integer()
-        return "must be a whole number" + (f"; write {int(value)}" if is_whole else "")
-    if kind == "literal_error":
-        expected = str(context["expected"]).replace("'", "")
-        return f"must be {expected.lower() if expected in ('True', 'False') else expected}"
-    return _RULES[kind].format_map(context) if kind in _RULES else None
-
-
-def _list_rule(field: FieldInfo) -> str:
-    """The rule that a message gives for a list: two numbers, or any length, with the field's example."""
-    annotations = (field.annotation, *get_args(field.annotation))
-    (tuple_type,) = (annotation for annotation in annotations if get_origin(annotation) is tuple)
-    kind, *further = get_args(tuple_type)
-    if further != [...]:
-        return "must be a list of two numbers"
-    entries = "whole numbers" if kind is int or get_args(kind)[:1] == (int,) else "numbers"
-    if kind is str or get_origin(kind) is Literal:
-        entries = "names"
-    return f"must be a list of {entries}, such as {listing(field.examples or [], 'or')}"
-
-
-def _unknown(path: str, known_paths: Mapping[str, FieldInfo]) -> str:
-    """The message for an unknown key. It suggests the same name in another section, else a similar one in this one."""
-    paths = list(known_paths)
-    section, _, leaf = path.rpartition(".")
-    same_leaf = [known for known in paths if known.rpartition(".")[2] == leaf]
-    siblings = [known for known in paths if known.rpartition(".")[0] == section]
-    near = same_leaf[0] if len(same_leaf) == 1 else nearest_name(path, siblings, cutoff=0.75)
-    if near:
-        return f"{path}: unknown key; did you mean {near}?"
-    names = [known.rpartition(".")[2] for known in siblings]
-    return f"{path}: unknown key; {section or 'the top level'} has {listing(names)}"
-
-
-@cache
-def _known_paths(family: str) -> dict[str, FieldInfo]:
-    """Every key by its dotted path; those of `model` as this family has them, or of all families for another name."""
-    paths = {}
-    for name, field in Config.model_fields.items():
-        paths[name] = field
-        sections: list[Any] = [field.annotation]
-        if name == "model":
-            sections = [FAMILIES[family]] if family in FAMILIES else [*FAMILIES.values()]
-        for section in sections:
-            paths |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
-    return paths
-
-
-def parse_yaml(text: str, origin: str) -> Any:
-    """The value that `text` holds; `origin` names it in errors.
-
-    Raises:
-        ConfigError: the text is no YAML, has too many levels or values, or keys are given twice; with every such key.
-    """
-    try:
-        return yaml_value(text, origin)
-    except NotReadError as error:
-        raise ConfigError(error.problems) from None
-
-
-def parse_value(text: str, origin: str) -> Any:
-    """The value of a command line's `key=value`: YAML in brackets, braces or quotes, else one plain scalar."""
-    return parse_yaml(text.strip(), origin) if is_yaml(text) else scalar(text.strip())
-
-
-def is_yaml(text: str) -> bool:
-    """True if the value of a `key=value` is YAML in brackets, braces or quotes."""
-    return text.strip()[:1] in ("[", "{", '"', "'")
-
-
-def dump_yaml(values: Mapping[str, Any]) -> str:
-    """`values` as YAML that `parse_yaml` reads back as the same; a path is written as its text."""
-    text: str = yaml.serialize(_node(dict(values)), Dumper=yaml.SafeDumper, width=120, allow_unicode=True)
-    return "\n".join(map(_escaped, text.split("\n")))
-
-
-def _escaped(line: str) -> str:
-    """A line with an escape for each character that is not printable: these stand in double quotes alone."""
-    return line if line.isprintable() else "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in line)
-
-
-def _node(value: Any) -> yaml.Node:
-    if isinstance(value, Mapping):
-        pairs = [(_node(str(key)), _node(item)) for key, item in value.items()]
-        return yaml.MappingNode(TAG + "map", pairs, flow_style=False)
-    if isinstance(value, (list, tuple)):
-        return yaml.SequenceNode(TAG + "seq", [_node(item) for item in value], flow_style=True)
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if isinstance(value, str):
-        value = with_stand_ins(value)
-        plain = scalar(value) == value and value.isprintable()
-        return yaml.ScalarNode(TAG + "str", value, style=None if plain else '"')
-    if value is None:
-        return yaml.ScalarNode(TAG + "null", "null")
-    if isinstance(value, bool):
-        return yaml.ScalarNode(TAG + "bool", "true" if value else "false")
-    if isinstance(value, int):
-        return yaml.ScalarNode(TAG + "int", str(value))
-    # YAML 1.1 readers (PyYAML's own among them) take 1e-05 for a word and 1.0e-05 for a number.
-    text = repr(float(value))
-    return yaml.ScalarNode(TAG + "float", text if "." in text else text.replace("e", ".0e"))

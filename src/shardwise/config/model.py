@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, TypeAlias, get_args
 
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, SerializationInfo
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
@@ -75,6 +75,7 @@ def _read(value: Any) -> ModelConfig:
     """Return a `model` section as its family's record, or as `UserModelConfig` for package.module:Class."""
     if not isinstance(value, dict | Section):
         reject([f"model ({value!r}) must be a mapping of keys"])
+    # A program may give a section that was read before.
     name = value.get("family") if isinstance(value, dict) else getattr(value, "family", None)
     if isinstance(name, str) and ":" in name:
         return UserModelConfig.model_validate(value)
@@ -86,10 +87,6 @@ def _read(value: Any) -> ModelConfig:
     return FAMILIES[str(name)].model_validate(value)
 
 
-def _dump(model: ModelConfig, info: SerializationInfo) -> dict[str, Any]:
-    return model.model_dump(mode=info.mode)
-
-
 class _ChosenByFamily:
     """Makes pydantic validate with the one class that `family` names.
 
@@ -97,7 +94,9 @@ class _ChosenByFamily:
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        dump = core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True)
+        dump = core_schema.plain_serializer_function_ser_schema(
+            lambda model, info: model.model_dump(mode=info.mode), info_arg=True
+        )
         return core_schema.no_info_plain_validator_function(_read, serialization=dump)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

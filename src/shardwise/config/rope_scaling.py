@@ -52,6 +52,7 @@ def effective_scaling(scaling: Mapping[str, Any], longest: int) -> dict[str, Any
     rope_type = scaling["rope_type"]
     if not isinstance(rope_type, str) or rope_type not in _FIELDS:
         return dict(scaling)  # `rope_scaling_problems` refuses it
+    # Only fields of other types go: one that no type has may be a misspelt one, and must be refused.
     ignored = _NAMES.difference(_FIELDS[rope_type])
     effective = {key: value for key, value in scaling.items() if value is not None and key not in ignored}
     if LENGTH in _FIELDS[rope_type]:
@@ -88,7 +89,8 @@ def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[s
             f"model.rope_scaling.low_freq_factor ({scaling['low_freq_factor']})"
         )
     if not problems and rope_type == "yarn":
-        fast = scaling.get("beta_fast") or 32  # transformers' defaults
+        # transformers' defaults, also for 0 and null.
+        fast = scaling.get("beta_fast") or 32
         slow = scaling.get("beta_slow") or 1
         if fast < slow:
             problems.append(
@@ -122,7 +124,8 @@ def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
         return [f"{shown} must be a number"]
     if key == "factor" and value < 1:
         return [f"{shown} must be at least 1"]
-    if not value > 0:  # a NaN is not above 0 either
+    # Not `value <= 0`: a NaN, which YAML and JSON can hold, is refused too.
+    if not value > 0:
         return [f"{shown} must be greater than 0"]
     return []
 

@@ -1,4 +1,4 @@
-"""Checks whether a configuration can run on a number of ranks: the rules that read more than one key.
+"""Rules that read more than one key: they decide if a configuration can run on a number of ranks.
 
 Rules of one key, and those of a section that nothing changes after it was read, are validators of the section. The
 rules here also hold for configurations that a program derives from another one, such as the planner's candidates.
@@ -20,8 +20,9 @@ from shardwise.config.layout import Layout
 from shardwise.config.load import config_from
 from shardwise.config.model import ModelConfig
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER
+from shardwise.config.run_config import Config
 from shardwise.config.schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
-from shardwise.config.sections import Config, ParallelConfig, share_of
+from shardwise.config.sections import ParallelConfig, share_of
 
 
 def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
@@ -40,6 +41,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     problems: list[str] = []
     layout = None
     micro_batches = None
+    # A layout or a batch that cannot be is one problem of several: the other rules are checked without it.
     try:
         layout = Layout(world, parallel.tensor, sequence, parallel.pipeline, parallel.stages_per_rank)
         micro_batches = layout.accumulation(config.train)
@@ -127,6 +129,7 @@ def _tensor_problems(config: Config, sequence: bool) -> list[str]:
     reasons = _tensor_misfits(model, tensor, length if sequence else None)
     if not reasons:
         return []
+    # No degree above the smallest of the sizes divides them all.
     sizes = (model.num_attention_heads, model.intermediate_size, length)
     most = min(size for size in sizes if size is not None)
     length_to_cut = length if config.parallel.sequence else None
@@ -181,6 +184,7 @@ def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None
     )
     reasons = [f"divide {key} ({value})" for key, value in sizes if value is not None and value % tensor]
     kv_heads = model.num_key_value_heads
+    # With more ranks than key/value heads, neighbouring ranks hold the same head: each needs equally many ranks.
     if kv_heads is not None and kv_heads != model.num_attention_heads and kv_heads % tensor and tensor % kv_heads:
         reasons.append(f"divide or be a multiple of model.num_key_value_heads ({kv_heads})")
     if sequence_length is not None and sequence_length % tensor:
@@ -228,6 +232,7 @@ def _resume_problems(config: Config) -> list[str]:
     train = config.train
     resume = config.checkpoint.resume
     if resume == "auto" and train.skip_batches:
+        # A requeued job starts with the same configuration, from a later checkpoint.
         return [
             f"train.skip_batches ({train.skip_batches}) must be 0 with checkpoint.resume auto: it would count again at "
             "each restart; name the checkpoint before the batches to leave out by checkpoint.resume=STEP"
@@ -307,7 +312,7 @@ def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     """
     parallel = config.parallel
     if parallel.pipeline == 1:
-        return _no_pipeline_problems(parallel, is_own=config.shapes is None)
+        return _no_pipeline_problems(parallel, is_user_model=config.shapes is None)
     if config.shapes is None:
         return [
             f"parallel.pipeline ({parallel.pipeline}) must be 1 with a model of your own (model.family "
@@ -322,14 +327,14 @@ def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     return problems
 
 
-def _no_pipeline_problems(parallel: ParallelConfig, *, is_own: bool) -> list[str]:
+def _no_pipeline_problems(parallel: ParallelConfig, *, is_user_model: bool) -> list[str]:
     """Return why `parallel.stages` must be left out if there is no pipeline, and the degree that would suit it."""
     if parallel.stages is None:
         return []
     per_rank = parallel.model_copy(update={"pipeline": len(parallel.stages)}).stages_per_rank
     degree, remainder = divmod(len(parallel.stages), per_rank)
     fix = "leave it out"
-    if degree > 1 and remainder == 0 and not is_own:
+    if degree > 1 and remainder == 0 and not is_user_model:
         fix += f", or set parallel.pipeline={degree}"
         if per_rank > 1:
             fix += f", which with parallel.schedule {parallel.schedule} has {per_rank} stages on each rank"
@@ -378,32 +383,30 @@ def _block_count_problems(parallel: ParallelConfig, layers: int) -> list[str]:
         return _stage_size_problems(parallel.stages, stages, product, layers)
     if per_rank == 1 or layers % stages == 0:
         return []
-    valid = _equal_degrees(per_rank, layers)
-    degrees = ""
-    if valid:
-        degrees = f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}, "
+    degrees = _equal_degrees(parallel, layers)
+    fix = f"set parallel.pipeline={degrees}, " if degrees else ""
     return [
         f"{product} must divide model.num_hidden_layers ({layers}) with parallel.schedule {parallel.schedule}, which "
-        f"has equal stages: {degrees}name unequal ones by parallel.stages, or {_fix_by_one_stage(parallel, layers)}"
+        f"has equal stages: {fix}name unequal ones by parallel.stages, or {_fix_by_one_stage(parallel, layers)}"
     ]
 
 
-def _equal_degrees(per_rank: int, layers: int) -> list[int]:
-    """Return the pipeline degrees that cut the model into equal stages, `per_rank` on each rank."""
-    return [degree for degree in range(2, layers // per_rank + 1) if layers % (degree * per_rank) == 0]
+def _equal_degrees(parallel: ParallelConfig, layers: int) -> str:
+    """Return the nearest pipeline degrees that cut the model into equal stages; empty if there are none."""
+    per_rank = parallel.stages_per_rank
+    valid = [degree for degree in range(2, layers // per_rank + 1) if layers % (degree * per_rank) == 0]
+    return listing(nearest_numbers(parallel.pipeline, valid), "or") if valid else ""
 
 
 def _fix_for_too_many_stages(parallel: ParallelConfig, layers: int) -> str:
-    per_rank = parallel.stages_per_rank
-    largest = layers // per_rank
+    largest = layers // parallel.stages_per_rank
     if layers == 1:
         return "set parallel.pipeline=1"
-    if largest > 1 and (per_rank == 1 or parallel.stages is not None):
+    # Unequal stages allow every degree up to the largest.
+    if largest > 1 and (parallel.stages_per_rank == 1 or parallel.stages is not None):
         return f"set parallel.pipeline={largest} or less"
-    valid = _equal_degrees(per_rank, layers)
-    if not valid:
-        return _fix_by_one_stage(parallel, layers)
-    return f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}"
+    degrees = _equal_degrees(parallel, layers)
+    return f"set parallel.pipeline={degrees}" if degrees else _fix_by_one_stage(parallel, layers)
 
 
 def _fix_by_one_stage(parallel: ParallelConfig, layers: int) -> str:
@@ -454,6 +457,8 @@ def _micro_batch_problems(config: Config, micro_batches: int) -> list[str]:
     ]
 
 
+# What decides the weights, the samples and their order, and the optimizer's state. Degrees of parallelism are free: a
+# checkpoint is the same at every layout.
 _FIXED_SECTIONS = ("model", "data")
 _FREE_KEYS = ("data.workers", "model.ignore")
 _FIXED_KEYS = (
@@ -466,7 +471,7 @@ def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     """Reasons why a run with the configuration `stored` cannot be resumed with `new`; an empty list if it can.
 
     Model, data, seed and the kind of optimizer state must stay: otherwise the checkpoint does not fit, or the loss
-    curve is not that of one run. All differences are in one text, with both values.
+    curve is not that of one run.
 
     Args:
         stored, new: resolved configurations, as nested mappings.

@@ -7,11 +7,12 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from shardwise.config.model import FAMILIES, UserModelConfig
+from shardwise.config.run_config import Config
 from shardwise.config.section import Section
-from shardwise.config.sections import BATCH_RULE, Config
+from shardwise.config.sections import BATCH_RULE
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-_OWN = r":"
+_USER_MODEL = r":"
 """A pattern in `model.family` if it names a class of the user's own."""
 
 
@@ -21,6 +22,7 @@ def recipe_schema() -> dict[str, Any]:
     It accepts what `load_config` reads and refuses unknown keys, wrong types and values out of range. What depends on
     several keys, such as whether a layout divides the heads, is checked by `load_config` alone.
     """
+    # One call for all classes, so that they share their definitions.
     classes: tuple[type[Section], ...] = (Config, *FAMILIES.values(), UserModelConfig)
     references, definitions = models_json_schema([(section, "validation") for section in classes])
     schemas = definitions["$defs"]
@@ -37,7 +39,7 @@ def recipe_schema() -> dict[str, Any]:
         "description": Config.model_fields["model"].description,
         "type": "object",
         "properties": {
-            "family": {"anyOf": [{"enum": list(FAMILIES)}, {"type": "string", "pattern": _OWN}]},
+            "family": {"anyOf": [{"enum": list(FAMILIES)}, {"type": "string", "pattern": _USER_MODEL}]},
             "config": {"type": "string", "description": "a Hugging Face config.json, or the folder that holds one"},
         },
         # Keys beside `config` change the model of that file, which this schema cannot know.
@@ -46,7 +48,7 @@ def recipe_schema() -> dict[str, Any]:
             "required": ["family"],
             "allOf": [
                 *(_chosen({"const": name}, names[family]) for name, family in FAMILIES.items()),
-                _chosen({"pattern": _OWN}, names[UserModelConfig]),
+                _chosen({"pattern": _USER_MODEL}, names[UserModelConfig]),
             ],
         },
     }
@@ -84,6 +86,7 @@ def _accept_other_spellings(schema: dict[str, Any], aliases: dict[str, str]) -> 
         if name in properties:
             properties[alias] = {**properties[name], "description": f"another spelling of {name}"}
             spellings.get(name, []).append(alias)
+    # A required key with several spellings is required in one of them.
     schema["required"] = [name for name, names in spellings.items() if len(names) == 1]
     alternatives = []
     for names in spellings.values():

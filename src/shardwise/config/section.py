@@ -16,7 +16,8 @@ LARGEST = 2**31 - 1
 MOST_LAYERS = 2**16
 """The largest number of blocks. Each one is a Python object: far more would not fit in memory."""
 
-# Python has halves of characters for the bytes of a name that its encoding lacks, and pydantic takes them for no text.
+# Python has halves of characters ("surrogates", U+DC80 and up) for the bytes of a name that its encoding lacks, and
+# pydantic takes them for no text. The stand-ins lie in the last plane of Unicode, which no text uses.
 _STAND_INS = {0xDC80 + byte: 0x10DC80 + byte for byte in range(0x80)}
 _BYTES = {stand_in: byte for byte, stand_in in _STAND_INS.items()}
 
@@ -39,6 +40,7 @@ class Origin:
 class Section(BaseModel):
     """A frozen group of keys: strict types, and an unknown key is an error."""
 
+    # Validators are built when a section is first read: most commands start without several of them.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     def __hash__(self) -> int:
@@ -52,6 +54,7 @@ class Section(BaseModel):
         if not isinstance(values, Mapping) or all(map(_is_plain, values.values())):  # as nearly always
             return validated(values)
         section = validated({key: with_stand_ins(system_names(value)) for key, value in values.items()})
+        # Past pydantic, which would refuse to change a frozen section.
         for key, value in section.__dict__.items():
             section.__dict__[key] = as_given(value)
         return section
@@ -120,6 +123,7 @@ def _hashable(value: Any) -> Any:
 
 
 def reject(problems: Sequence[str]) -> None:
-    """Raise all `problems` as one pydantic error, if there are any; `load` takes them apart again."""
+    """Raise all `problems` as one pydantic error, if there are any; `error_texts` takes them apart again."""
     if problems:
+        # The text comes by the context: in the template itself, its braces would be taken for fields.
         raise PydanticCustomError(PROBLEMS, "{text}", {"text": "; ".join(problems), "problems": list(problems)})

@@ -1,4 +1,4 @@
-"""The whole configuration, and its sections other than `model`, `data` and `launch`.
+"""The sections of a configuration other than `model`, `data` and `launch`.
 
 A class of a section holds its keys with their types, bounds, defaults and descriptions. The JSON schema and the pages
 of keys are made of them: to add a key, write it here and read it where it has its effect.
@@ -14,15 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
-from pydantic_core import PydanticKnownError
 
-from shardwise.base import units
-from shardwise.base.errors import ConfigError, listing
-from shardwise.base.redaction import has_query, redacted, without_secrets
-from shardwise.config.data import DataConfig
-from shardwise.config.families import FamilyConfig
-from shardwise.config.launch import LaunchConfig
-from shardwise.config.model import AnyModel, shapes_of
+from shardwise.base.errors import listing
+from shardwise.base.redaction import has_query, redacted
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 from shardwise.config.section import Section, as_given, reject, utf8_text
@@ -73,7 +67,7 @@ class HooksConfig(Section):
 
 
 class CompileConfig(Section):
-    """What of a training is compiled, by what, and where the results are kept."""
+    """The compilation of a training: its parts, its backend, and the folder of its results."""
 
     enabled: bool = Field(
         default=False,
@@ -112,15 +106,16 @@ Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 TensorOverlap = Literal["pieces", "symmetric_memory"]
 _SINGLE_STAGE_NAMES = " and ".join(spec.name for spec in SCHEDULES.values() if spec.is_single_stage)
-_MAX_SEED = 2**63 - 1
-BATCH_RULE = r"([1-9]\d*) per ([1-9]\d*) ranks?"  # patterns are compiled where they are used: a start is short
+_MAX_SEED = 2**63 - 1  # the largest int64, which torch takes as a seed
+# Patterns are compiled where they are used, so that a command which needs none of them starts faster.
+BATCH_RULE = r"([1-9]\d*) per ([1-9]\d*) ranks?"
 # The password of a URL: what stands between the user's name and `@`. A colon with digits is a port. A password may
 # contain a slash, as the secret keys of S3 do.
 _PASSWORD = r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)"
 
 
 class ParallelConfig(Section):
-    """How the model is cut; the data-parallel degree is what remains of the world."""
+    """The cut of the model; the data-parallel degree is what remains of the world."""
 
     tensor: int = Field(default=1, gt=0, description="tensor-parallel degree (TP)")
     sequence: bool = Field(
@@ -169,7 +164,7 @@ class ParallelConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long and in what portions."""
+    """The length of a training, and its portions."""
 
     steps: int = Field(gt=0, description="optimizer steps of the whole schedule")
     stop_after: int | None = Field(
@@ -213,8 +208,10 @@ class TrainConfig(Section):
         match = re.fullmatch(BATCH_RULE, given) if isinstance(given, str) else None
         if match is None:
             return validate(values)
+        # One spelling, as runs store it and compare it.
         rule = f"{match[1]} per {match[2]} rank{'' if match[2] == '1' else 's'}"
         section = validate({**values, "global_batch": int(match[1]), "batch_rule": rule})
+        # Not a key: a run stores the number beside its rule, and must not compute it again.
         section._by_rule = True
         return section
 
@@ -281,9 +278,9 @@ class OptimizerConfig(Section):
     @field_validator("name", mode="before")
     @classmethod
     def _name_has_a_record(cls, value: object) -> object:
-        """Refuse a name without a record, as pydantic refuses a value that a `Literal` lacks."""
+        # Not a `Literal`, so that a record in `OPTIMIZERS` is all that a new optimizer needs.
         if not isinstance(value, str) or value not in OPTIMIZERS:
-            raise PydanticKnownError("literal_error", {"expected": listing(map(repr, OPTIMIZERS), "or")})
+            reject([f"optimizer.name ({value!r}) must be {listing(OPTIMIZERS, 'or')}"])
         return value
 
     @field_validator("zero", mode="before")
@@ -340,7 +337,7 @@ class Precision:
 
 
 class PrecisionConfig(Section):
-    """Which dtype holds what."""
+    """The dtypes, by what they hold."""
 
     mode: Literal["float32", "mixed", "bfloat16"] | None = Field(
         default=None,
@@ -372,12 +369,13 @@ class PrecisionConfig(Section):
         parameter: DtypeName = "float32" if mode == "float32" else "bfloat16"
         state: DtypeName = "bfloat16" if mode == "bfloat16" else "float32"
         optimizer = self.optimizer or state
+        # bfloat16 has 8 bits: a master would lose nearly every update that is rounded to nearest.
         default: Rounding = "stochastic" if mode == optimizer == "bfloat16" else "nearest"
         return Precision(parameter, self.gradient or state, self.reduce or state, optimizer, self.rounding or default)
 
 
 class CheckpointConfig(Section):
-    """When a run is saved, what is kept, and where weights and training state come from."""
+    """The checkpoints of a run, and the source of its weights and training state."""
 
     every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 = no checkpoints by steps")
     every_minutes: float | None = Field(
@@ -447,6 +445,7 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:
         problems = []
+        # A query string may hold a signature, which is as good as a password (presigned URLs of S3, tokens of Azure).
         for key, url in (("path", self.path), ("load", self.load)):
             secrets = []
             if url is not None and re.search(_PASSWORD, url):
@@ -466,7 +465,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """What a run reports."""
+    """The reports of a run."""
 
     every: int | None = Field(
         default=None,
@@ -530,66 +529,3 @@ def _steps_of(trace: str) -> range | None:
     match = re.fullmatch(r"(\d+):(\d+)", trace)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     return steps if steps and steps.start else None
-
-
-class Config(Section):
-    """Everything that a run reads, resolved and immutable."""
-
-    model: AnyModel = Field(description="what is trained")
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="how the model is cut")
-    train: TrainConfig = Field(description="how long and in what portions")
-    optimizer: OptimizerConfig = Field(description="the update rule, its schedule and its sharding")
-    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="which dtype holds what")
-    data: DataConfig = Field(default_factory=DataConfig, description="what the model reads")
-    checkpoint: CheckpointConfig = Field(
-        default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
-    )
-    compile: CompileConfig = Field(default_factory=CompileConfig, description="what is compiled, and where it is kept")
-    hooks: HooksConfig = Field(default_factory=HooksConfig, description="functions and classes of your own")
-    launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how the ranks work together")
-    log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")
-
-    def recorded(self) -> dict[str, Any]:
-        """The plain values that files show: as resolved, without the secrets that a text among them may hold."""
-        recorded: dict[str, Any] = without_secrets(self.model_dump(mode="json"))
-        return recorded
-
-    @property
-    def shapes(self) -> FamilyConfig | None:
-        """The model's configuration if it is of a family; None for a class of the user's, whose shapes nobody knows."""
-        return shapes_of(self.model)
-
-    @property
-    def known_shapes(self) -> FamilyConfig:
-        """The model's configuration of a family, after a rule has refused classes of the user's."""
-        shapes = self.shapes
-        assert shapes is not None, "the shapes of a class of the user's are not known"
-        return shapes
-
-    @property
-    def companions(self) -> str | None:
-        """The place that `checkpoint.companions` names, else that of `model.config`, unless weights are loaded."""
-        checkpoint = self.checkpoint
-        if checkpoint.companions is not None or checkpoint.load is not None or self.shapes is None:
-            return checkpoint.companions
-        return self.shapes.origin.file
-
-    def with_batch_for(self, ranks: int) -> Config:
-        """This configuration with the global batch that its rule gives for a number of ranks.
-
-        Raises:
-            ConfigError: that is no whole number.
-        """
-        if self.train.rule is None:
-            return self
-        sequences, per = self.train.rule
-        if sequences * ranks % per:
-            raise ConfigError(
-                f"train.global_batch ({self.train.batch_rule}) must be a whole number on "
-                f"{units.counted(ranks, 'rank')} ({sequences * ranks / per:g}): set train.global_batch to a number"
-            )
-        return self.with_batch(sequences * ranks // per)
-
-    def with_batch(self, global_batch: int) -> Config:
-        """This configuration with another global batch."""
-        return self.model_copy(update={"train": self.train.model_copy(update={"global_batch": global_batch})})

@@ -15,7 +15,7 @@ from shardwise.models.blocks import Part
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
-from shardwise.models.user_model import build_own
+from shardwise.models.user_model import build_user_model
 
 _ARCHITECTURES: dict[type[FamilyConfig], Callable[..., nn.Module]] = {
     DecoderConfig: Llama,
@@ -50,7 +50,7 @@ def build_model(
     """
     model = config.shapes
     if model is None:
-        built = build_own(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
+        built = build_user_model(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
     else:
         make = next(module for record, module in _ARCHITECTURES.items() if isinstance(model, record))
         built = make(

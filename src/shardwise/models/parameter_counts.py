@@ -1,6 +1,6 @@
-"""Counts of a model: its parameters, whole and one by one on a rank, and the multiply-adds of a token's forward pass.
+"""Counts of a model: its parameters, whole and one by one on a rank, and the operations of a token.
 
-Stages are balanced, memory is predicted and FLOPs are computed from these numbers.
+Stages are balanced, memory is predicted and utilisation is measured by these numbers.
 
 Legend: V vocabulary, H hidden size, F intermediate size, L blocks, S sequence length, q = heads · head_dim,
 kv = key/value heads · head_dim, t tensor-parallel degree. Shapes are those on one rank.
@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
-from shardwise.config import FamilyConfig, ModelConfig, shapes_of
+from shardwise.config import FamilyConfig, ModelConfig, Recompute, shapes_of
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Stage
 from shardwise.layers.chunks import vocabulary_rows
@@ -95,8 +96,14 @@ def local_parameter_count(
     shapes = shapes_of(model)
     if shapes is None:
         return None
-    local = LocalWidths.of(shapes, tensor, vocab_multiple)
-    return sum(parameter.elements for parameter in local_parameters(shapes, tensor, local=local, stages=stages))
+    return _element_count(shapes, tensor, vocab_multiple, None if stages is None else tuple(stages))
+
+
+# The planner asks for the same stages in thousands of layouts.
+@lru_cache(maxsize=2**12)
+def _element_count(model: FamilyConfig, tensor: int, vocab_multiple: int, stages: tuple[Stage, ...] | None) -> int:
+    local = LocalWidths.of(model, tensor, vocab_multiple)
+    return sum(parameter.elements for parameter in local_parameters(model, tensor, local=local, stages=stages))
 
 
 def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
@@ -307,3 +314,47 @@ def head_work(model: FamilyConfig, sequence_length: int, predictions: int | None
         share = predictions / sequence_length
     predicted = matmul_parameter_count(model, "prediction") * share
     return predicted + matmul_parameter_count(model, "sequence") / sequence_length
+
+
+def flops_per_token(
+    model: ModelConfig, sequence_length: int, predictions: int | None = None, *, count_masked: bool = False
+) -> float | None:
+    """Model FLOPs of one training token: forward and backward, without recompute. None for a model of your own.
+
+    6·N + 12·L·q·S / 2, where N are the parameters in matrix products (`matmul_parameter_count`), q = heads · head_dim
+    and S the sequence length: two FLOPs a multiply-add, the backward pass twice the forward. The causal mask halves the
+    second term; BERT's tokens attend to all S, so its is not halved. `head_work` says how BERT's heads count.
+
+    Args:
+        predictions: positions that BERT predicts (default: ⌈0.15·S⌉); other families predict at every position.
+        count_masked: leave the halving out. That is the convention of PaLM (arXiv:2204.02311, appendix B) and of most
+            published figures; it reports a higher utilisation for the same speed.
+    """
+    shapes = shapes_of(model)
+    if shapes is None:
+        return None
+    blocks = shapes.num_hidden_layers * block_work(shapes, sequence_length, count_masked=count_masked)
+    return 6.0 * (blocks + head_work(shapes, sequence_length, predictions))
+
+
+def recomputed_flops_per_token(model: ModelConfig, sequence_length: int, recompute: Recompute) -> float | None:
+    """FLOPs a token that recompute adds: the forward pass of the attention cores, or of whole blocks.
+
+    They are work of the hardware, not of the model: no part of its FLOPs or of MFU. None for a model of your own.
+    """
+    shapes = shapes_of(model)
+    if shapes is None:
+        return None
+    if recompute == "none":
+        return 0.0
+    core = 2.0 * shapes.num_hidden_layers * attention_work(shapes, sequence_length)
+    return core if recompute == "selective" else core + 2.0 * matmul_parameter_count(shapes, "token")
+
+
+def model_flops_utilization(
+    token_flops: float | None, tokens_per_second: float, ranks: int, peak_flops: float | None
+) -> float | None:
+    """Model FLOPs done per second over the peak of all ranks' devices, in [0, 1]; None where either is unknown."""
+    if token_flops is None or peak_flops is None:
+        return None
+    return token_flops * tokens_per_second / (ranks * peak_flops)

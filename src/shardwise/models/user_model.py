@@ -40,7 +40,7 @@ RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")
 `torch.manual_seed(train.seed)` and then moved to its device and dtype."""
 
 
-def check_own(config: Config) -> type[nn.Module]:
+def check_user_model(config: Config) -> type[nn.Module]:
     """Import the class that `model.family` names and check its signatures; makes no model.
 
     Raises:
@@ -53,7 +53,7 @@ def check_own(config: Config) -> type[nn.Module]:
     return model_class
 
 
-def build_own(
+def build_user_model(
     config: Config,
     group: Group,
     *,
@@ -64,9 +64,10 @@ def build_own(
     """Build this rank's shard of the model that `model.family` names.
 
     Raises:
-        ConfigError: as `check_own`; the class cannot be made, or its parameters cannot be trained at this layout.
+        ConfigError: the class is refused (`check_user_model`) or cannot be made, or its parameters cannot be trained at
+            this layout.
     """
-    model_class = check_own(config)
+    model_class = check_user_model(config)
     constructor = _Constructor.of(model_class)
     arguments = constructor.section_arguments(config)
     values_of_run = (group, sequence_parallel, config.train.recompute, config.train.seed, device, dtype)

@@ -1,7 +1,7 @@
 """Bytes that the blocks keep for the backward pass, with and without recompute, and what they hold at their peak.
 
-Legend: see `planner/rank_case.py`. What stands in brackets is a tensor's number of elements, of `a` bytes each where
-the text does not give their dtype. As arXiv:2205.05198, section 4, these formulas count the tensors that autograd
+Legend: see `planner/rank_workload.py`. What stands in brackets is a tensor's number of elements, of `a` bytes each
+where the text does not give their dtype. As arXiv:2205.05198, section 4, these formulas count the tensors that autograd
 saves.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
-from shardwise.planner.rank_case import RankCase
+from shardwise.planner.rank_workload import RankWorkload
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -22,8 +22,7 @@ class BlockActivations:
     """Bytes that autograd saves in one block. The attention core is `softmax(q kᵀ) v`.
 
     Attributes:
-        input: x, the block's input, [T/s, H].
-        saves_input: True if x is one of the tensors counted below.
+        saves_input: True if the block's input x, [T/s, H], is one of the tensors counted below.
         attention: saved around the core, by its norm, the QKV and output projections and dropout.
         core_input: tensors that hold q, k and v as the core receives them.
         core_input_saved: the part of `core_input` that the core saves; of the rest it saves copies, counted in `core`.
@@ -31,7 +30,6 @@ class BlockActivations:
         mlp: saved by the MLP with its norm and dropout.
     """
 
-    input: int
     saves_input: bool
     attention: int
     core_input: int
@@ -65,7 +63,7 @@ class DropoutMasks:
     Attributes:
         bytes_held: attention probabilities, before and after dropout, and masks, at the peak.
         elements_hashed: elements of all masks of a step, those of recompute included.
-        attends_step_by_step: whether attention drops too. No fused kernel can do that with these masks.
+        attends_step_by_step: True if attention drops too. No fused kernel can do that with these masks.
     """
 
     bytes_held: int
@@ -73,7 +71,7 @@ class DropoutMasks:
     attends_step_by_step: bool
 
 
-def invariant_masks(case: RankCase, in_flight: int = 1) -> DropoutMasks:
+def invariant_masks(workload: RankWorkload, in_flight: int = 1) -> DropoutMasks:
     """Return the cost of the masks of attention probabilities, inside the MLP, of additions to x, and of the embedding.
 
     With recompute, the masks of the probabilities are held for one block only and are hashed twice; with full
@@ -81,23 +79,23 @@ def invariant_masks(case: RankCase, in_flight: int = 1) -> DropoutMasks:
 
     in_flight: micro-batches of a stage whose activations are held at once.
     """
-    model = case.model
-    recompute = case.config.train.recompute
-    layers = case.layers
-    core = case.probabilities if model.attention_dropout_p else 0
-    hidden = 2 * case.mask_elements + case.inner_mask_elements
-    embedding = case.x_elements if case.has_first and model.embedding_dropout_p else 0
+    model = workload.model
+    recompute = workload.config.train.recompute
+    layers = workload.layers
+    core = workload.probabilities if model.attention_dropout_p else 0
+    hidden = 2 * workload.mask_elements + workload.inner_mask_elements
+    embedding = workload.x_elements if workload.has_first and model.embedding_dropout_p else 0
     recomputes_core = recompute != "none"
     recomputes_hidden = recompute == "full"
-    layers_in_flight = in_flight * layers // len(case.stages)
+    layers_in_flight = in_flight * layers // len(workload.stages)
     core_layers = 1 if recomputes_core else layers_in_flight
     hidden_layers = 1 if recomputes_hidden else layers_in_flight
-    bytes_held = core_layers * core * (_FLOAT32 + 1 + case.a) + hidden_layers * hidden + in_flight * embedding
+    bytes_held = core_layers * core * (_FLOAT32 + 1 + workload.a) + hidden_layers * hidden + in_flight * embedding
     hashed = layers * (core * (1 + recomputes_core) + hidden * (1 + recomputes_hidden)) + embedding
-    return DropoutMasks(bytes_held, hashed * case.micro_batches, core > 0)
+    return DropoutMasks(bytes_held, hashed * workload.micro_batches, core > 0)
 
 
-def block_stack(case: RankCase, layers: Iterable[int] | None = None) -> BlockStack:
+def block_stack(workload: RankWorkload, layers: Iterable[int] | None = None) -> BlockStack:
     """Return the bytes that these blocks, by default all of this rank, hold for one micro-batch.
 
     | recompute | kept                                    | computed again, one block at a time |
@@ -109,31 +107,31 @@ def block_stack(case: RankCase, layers: Iterable[int] | None = None) -> BlockSta
     The backward pass goes from the last block to the first. When it is at a block, all that later blocks kept is free.
     """
     if layers is None:
-        layers = [layer for stage in case.stages for layer in stage.layers]
+        layers = [layer for stage in workload.stages for layer in stage.layers]
     kept = 0
     peak = 0
     kinds: dict[bool, tuple[int, int]] = {}  # blocks differ only in whether they rotate q and k
     for layer in layers:
-        rotates = case.model.rotates(layer)
+        rotates = workload.model.rotates(layer)
         if rotates not in kinds:
-            kinds[rotates] = _kept_and_work(case, block_activations(case, layer))
+            kinds[rotates] = _kept_and_work(workload, block_activations(workload, layer))
         block_kept, work = kinds[rotates]
         kept += block_kept
         peak = max(peak, kept + work)
     return BlockStack(kept, peak)
 
 
-def _kept_and_work(case: RankCase, block: BlockActivations) -> tuple[int, int]:
+def _kept_and_work(workload: RankWorkload, block: BlockActivations) -> tuple[int, int]:
     """Return the bytes that one block keeps, and the most that its backward pass holds in addition.
 
     A backward pass begins with the MLP. What the MLP saved is free when the core's backward pass begins.
     """
-    x = case.x_bytes
-    query = case.a * case.tokens * case.local.query
-    mlp = _mlp_gradients(case)
-    core = _core_gradients(case)
-    core_mask, hidden_mask = _mask_hashing(case)
-    match case.config.train.recompute:
+    x = workload.x_bytes
+    query = workload.a * workload.tokens * workload.local.query
+    mlp = _mlp_gradients(workload)
+    core = _core_gradients(workload)
+    core_mask, hidden_mask = _mask_hashing(workload)
+    match workload.config.train.recompute:
         case "none":
             return block.saved, max(mlp, core - block.mlp, core_mask - block.mlp, hidden_mask)
         case "selective":
@@ -144,7 +142,7 @@ def _kept_and_work(case: RankCase, block: BlockActivations) -> tuple[int, int]:
             return x, recomputed + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
 
 
-def block_activations(case: RankCase, layer: int) -> BlockActivations:
+def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     """Return the bytes that this block saves.
 
     | part      | saved                                                | elements          |
@@ -164,32 +162,40 @@ def block_activations(case: RankCase, layer: int) -> BlockActivations:
     unless it had to be gathered. Both norms of a parallel residual have the same input, which counts once. ReLU saves
     its output in place of its input: without dropout behind it, that is the last layer's input.
     """
-    model = case.model
-    local = case.local
-    a = case.a
-    x = case.x_bytes
-    feed = a * case.tokens * local.intermediate
-    attention = case.gathered_bytes + a * case.tokens * local.query + case.mask_elements + _head_norms(case)
-    core_input, core_input_saved, core = _core(case, copied=model.rotates(layer) or model.query_key_norm is not None)
-    mlp = case.gathered_bytes + (4 if model.gated else 2) * feed + case.inner_mask_elements + case.mask_elements
-    if model.activation == "relu" and not case.inner_mask_elements:
+    model = workload.model
+    local = workload.local
+    a = workload.a
+    x = workload.x_bytes
+    feed = a * workload.tokens * local.intermediate
+    attention = (
+        workload.gathered_bytes + a * workload.tokens * local.query + workload.mask_elements + _head_norms(workload)
+    )
+    core_input, core_input_saved, core = _core(
+        workload, copied=model.rotates(layer) or model.query_key_norm is not None
+    )
+    mlp = (
+        workload.gathered_bytes
+        + (4 if model.gated else 2) * feed
+        + workload.inner_mask_elements
+        + workload.mask_elements
+    )
+    if model.activation == "relu" and not workload.inner_mask_elements:
         mlp -= feed
     if model.norm_place == "input":
-        saves_input = model.norm_kind == "layer_norm" or case.accelerator or a == _FLOAT32
+        saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32
     else:
-        saves_input = not case.layout.sequence_parallel
+        saves_input = not workload.layout.sequence_parallel
     return BlockActivations(
-        input=x,
         saves_input=saves_input,
-        attention=attention + norm_bytes(case),
+        attention=attention + norm_bytes(workload),
         core_input=core_input,
         core_input_saved=core_input_saved,
         core=core,
-        mlp=mlp + norm_bytes(case) - (x if model.parallel_residual else 0),
+        mlp=mlp + norm_bytes(workload) - (x if model.parallel_residual else 0),
     )
 
 
-def waiting_bytes(case: RankCase) -> int:
+def waiting_bytes(workload: RankWorkload) -> int:
     """Return the bytes that a block holds between the halves of a split backward pass, more than it keeps.
 
     The first half computes the gradient of the block's input. The second half computes the gradients of the weights,
@@ -197,82 +203,90 @@ def waiting_bytes(case: RankCase) -> int:
     have norms, [T·(q + kv)/t], of the output of attention, [T·H], of its norm, [T/s·H], and those of the MLP
     (`_waiting_mlp`). With selective recompute, the inside of the core is held too.
     """
-    local = case.local
-    normed = local.query + local.key_value if case.model.query_key_norm else 0
-    attention = case.a * case.tokens * (local.query + 2 * local.key_value + normed) + case.gathered_bytes + case.x_bytes
-    return attention + _waiting_mlp(case) + _core_again(case)
+    local = workload.local
+    normed = local.query + local.key_value if workload.model.query_key_norm else 0
+    attention = (
+        workload.a * workload.tokens * (local.query + 2 * local.key_value + normed)
+        + workload.gathered_bytes
+        + workload.x_bytes
+    )
+    return attention + _waiting_mlp(workload) + _core_again(workload)
 
 
-def split_peak(case: RankCase, blocks: int) -> int:
+def split_peak(workload: RankWorkload, blocks: int) -> int:
     """Return the most that so many blocks hold in the first half of a split backward pass, beside what they keep.
 
     This half frees nothing that was kept. It ends at the core of the first block: the other blocks wait, and so does
     the MLP of this one. Beside them are the gradients of x, [T/s, H], of the values, [T·q/t], and in a core that goes
     step by step those of P before and after dropout. With full recompute, a backward pass is not split.
     """
-    if case.config.train.recompute == "full":
+    if workload.config.train.recompute == "full":
         return 0
-    matrices = 2 * case.a * case.probabilities if case.attends_step_by_step else 0
-    core = case.x_bytes + case.a * case.tokens * case.local.query + matrices + _core_again(case)
-    return (blocks - 1) * waiting_bytes(case) + _waiting_mlp(case) + core
+    matrices = 2 * workload.a * workload.probabilities if workload.attends_step_by_step else 0
+    core = workload.x_bytes + workload.a * workload.tokens * workload.local.query + matrices + _core_again(workload)
+    return (blocks - 1) * waiting_bytes(workload) + _waiting_mlp(workload) + core
 
 
-def _waiting_mlp(case: RankCase) -> int:
+def _waiting_mlp(workload: RankWorkload) -> int:
     """Return waiting gradients of the MLP: first layer, [T·F/t] (gated: twice), output, [T·H], and norm, [T/s·H]."""
-    first = (2 if case.model.gated else 1) * case.local.intermediate
-    return case.a * case.tokens * first + case.gathered_bytes + case.x_bytes
+    first = (2 if workload.model.gated else 1) * workload.local.intermediate
+    return workload.a * workload.tokens * first + workload.gathered_bytes + workload.x_bytes
 
 
-def _core_again(case: RankCase) -> int:
+def _core_again(workload: RankWorkload) -> int:
     """Return the bytes of the inside of the core as selective recompute computes it again."""
-    return block_activations(case, case.stages[0].layers[0]).core if case.config.train.recompute == "selective" else 0
+    return (
+        block_activations(workload, workload.stages[0].layers[0]).core
+        if workload.config.train.recompute == "selective"
+        else 0
+    )
 
 
-def norm_bytes(case: RankCase) -> int:
+def norm_bytes(workload: RankWorkload) -> int:
     """Return the bytes that a norm on the residual stream saves.
 
     LayerNorm saves its input, the mean and 1/deviation; on an accelerator the latter two are in float32. RMSNorm saves
     its input, and 1/rms in float32. In bfloat16 on a CPU, RMSNorm consists of single operations, which save the input
     and the normalised input, both in float32.
     """
-    if case.model.norm_kind == "layer_norm":
-        return case.x_bytes + 2 * case.tokens_between * (_FLOAT32 if case.accelerator else case.a)
-    saved = 2 * _FLOAT32 * case.x_elements if _norms_by_operations(case) else case.x_bytes
-    return saved + _FLOAT32 * case.tokens_between
+    if workload.model.norm_kind == "layer_norm":
+        return workload.x_bytes + 2 * workload.tokens_between * (_FLOAT32 if workload.accelerator else workload.a)
+    saved = 2 * _FLOAT32 * workload.x_elements if _norms_by_operations(workload) else workload.x_bytes
+    return saved + _FLOAT32 * workload.tokens_between
 
 
-def _norms_by_operations(case: RankCase) -> bool:
+def _norms_by_operations(workload: RankWorkload) -> bool:
     """Return whether an RMSNorm consists of single operations, which work in float32."""
-    return case.model.norm_kind == "rms_norm" and not case.accelerator and case.a != _FLOAT32
+    return workload.model.norm_kind == "rms_norm" and not workload.accelerator and workload.a != _FLOAT32
 
 
-def _head_norms(case: RankCase) -> int:
+def _head_norms(workload: RankWorkload) -> int:
     """Return the bytes that norms of q and k save, without their input: it is counted with v, which shares its memory.
 
     1/rms in float32 for each token, of q and of k or of each of their heads. A norm over heads of several ranks also
     saves the lengths ‖q‖ and ‖k‖ of the rank's part. Norms of single operations save float32 copies, [2·T·(q + kv)/t].
     """
-    model = case.model
-    width = case.local.query + case.local.key_value
+    model = workload.model
+    width = workload.local.query + workload.local.key_value
     if model.query_key_norm is None:
         return 0
     statistics = width // model.head_dim if model.query_key_norm == "head" else 2
-    if _norms_span_ranks(case):
+    if _norms_span_ranks(workload):
         statistics *= 2
-    return case.tokens * (statistics + (2 * width if _norms_copy(case) else 0)) * _FLOAT32
+    return workload.tokens * (statistics + (2 * width if _norms_copy(workload) else 0)) * _FLOAT32
 
 
-def _norms_span_ranks(case: RankCase) -> bool:
+def _norms_span_ranks(workload: RankWorkload) -> bool:
     """Return whether a norm of q or k is over the heads of several ranks."""
-    return case.model.query_key_norm == "all_heads" and case.layout.tensor > 1
+    return workload.model.query_key_norm == "all_heads" and workload.layout.tensor > 1
 
 
-def _norms_copy(case: RankCase) -> bool:
+def _norms_copy(workload: RankWorkload) -> bool:
     """Return whether norms of q and k save float32 copies instead of their input."""
-    return _norms_by_operations(case) and not _norms_span_ranks(case)
+    return _norms_by_operations(workload) and not _norms_span_ranks(workload)
 
 
-def _core(case: RankCase, *, copied: bool) -> tuple[int, int, int]:
+def _core(workload: RankWorkload, *, copied: bool) -> tuple[int, int, int]:
     """Return bytes of the attention core: of its input, of the part of the input that it saves, and saved beside that.
 
     The input is the output of QKV, [T·(q + 2kv)/t], of which q, k and v are views. If rotation or a norm made new q and
@@ -293,26 +307,26 @@ def _core(case: RankCase, *, copied: bool) -> tuple[int, int, int]:
     k and v are copied if several queries share them, or if their batches and heads are not contiguous. If they are not
     copied, or if norms of q and k save their input, the whole output of QKV stays.
     """
-    model = case.model
-    local = case.local
-    a = case.a
-    query = a * case.tokens * local.query
-    key_value = a * case.tokens * local.key_value
+    model = workload.model
+    local = workload.local
+    a = workload.a
+    query = a * workload.tokens * local.query
+    key_value = a * workload.tokens * local.key_value
     qkv = query + 2 * key_value
     new = query + key_value if copied else 0
-    if not case.attends_step_by_step:
-        log_sum_exp = _FLOAT32 * case.tokens * local.query // model.head_dim
-        padding_mask = 0 if model.causal else a * case.tokens
+    if not workload.attends_step_by_step:
+        log_sum_exp = _FLOAT32 * workload.tokens * local.query // model.head_dim
+        padding_mask = 0 if model.causal else a * workload.tokens
         return qkv + new, qkv + new, log_sum_exp + padding_mask
-    mask = case.config.train.sequence_length**2 if model.causal else case.tokens
-    if case.config.data.reset_attention_mask:
+    mask = workload.config.train.sequence_length**2 if model.causal else workload.tokens
+    if workload.config.data.reset_attention_mask:
         mask = 0  # all blocks share one mask, which `memory._document_tables` counts
-    inside = (_FLOAT32 + 1 + a) * case.probabilities + mask + query
+    inside = (_FLOAT32 + 1 + a) * workload.probabilities + mask + query
     new_key = key_value if copied else 0
-    norm_inputs = qkv if model.query_key_norm is not None and not _norms_copy(case) else 0
+    norm_inputs = qkv if model.query_key_norm is not None and not _norms_copy(workload) else 0
     if local.query != local.key_value:
         return qkv + new, norm_inputs, inside + 2 * query
-    if case.config.train.micro_batch == 1 or model.interleaved_heads:
+    if workload.config.train.micro_batch == 1 or model.interleaved_heads:
         return qkv + new, qkv + new_key, inside
     return qkv + new, norm_inputs + new_key, inside + 2 * key_value - new_key
 
@@ -320,7 +334,7 @@ def _core(case: RankCase, *, copied: bool) -> tuple[int, int, int]:
 # ---- gradients: what the backward pass holds beside saved tensors that are not free yet
 
 
-def _mlp_gradients(case: RankCase) -> int:
+def _mlp_gradients(workload: RankWorkload) -> int:
     """Return the most that the MLP's backward pass holds: the gradient of x, [T/s, H], and the larger of two moments.
 
     At the last layer: the gradients of its input, [T·F/t], of its weight, [H·F/t], and of its output if that is not the
@@ -330,50 +344,52 @@ def _mlp_gradients(case: RankCase) -> int:
     What a norm after the MLP saved is free at both moments. If the norm consists of single operations, its own
     gradients may be larger: [4·T/s·H] in float32.
     """
-    model = case.model
-    layout = case.layout
-    a = case.a
-    x = case.x_bytes
-    feed = a * case.tokens * case.local.intermediate
-    last = feed + case.gradient_bytes(case.local.intermediate * model.hidden_size)
+    model = workload.model
+    layout = workload.layout
+    a = workload.a
+    x = workload.x_bytes
+    feed = a * workload.tokens * workload.local.intermediate
+    last = feed + workload.gradient_bytes(workload.local.intermediate * model.hidden_size)
     if layout.sequence_parallel:
-        last += case.gathered_bytes
-    if case.drops_hidden:
-        last += (0 if layout.sequence_parallel else x) - case.mask_elements
+        last += workload.gathered_bytes
+    if workload.drops_hidden:
+        last += (0 if layout.sequence_parallel else x) - workload.mask_elements
     if model.norm_place == "output":
         last += 0 if layout.sequence_parallel else x
-    needs_two = model.gated or (model.activation == "relu" and not case.inner_mask_elements)
+    needs_two = model.gated or (model.activation == "relu" and not workload.inner_mask_elements)
     most = max(last, 2 * feed) if needs_two else last
     if model.norm_place == "input":
         return x + most
-    norm = 4 * _FLOAT32 * case.x_elements if _norms_by_operations(case) else 0
-    return x + max(most - norm_bytes(case), norm)
+    norm = 4 * _FLOAT32 * workload.x_elements if _norms_by_operations(workload) else 0
+    return x + max(most - norm_bytes(workload), norm)
 
 
-def _core_gradients(case: RankCase) -> int:
+def _core_gradients(workload: RankWorkload) -> int:
     """Return the most that the core's backward pass holds: gradients of x, of the values and of P, [B·h/t·S²].
 
     Only a core that goes step by step has the last one; in bfloat16 it is in float32, and a second one takes the place
     of P after dropout, whose memory is free by then. The core's output, the mask of the dropout after it, and what a
     norm after that saved are free too.
     """
-    a = case.a
-    matrix = (_FLOAT32 if a == _FLOAT32 else 2 * _FLOAT32 - 1 - a) * case.probabilities
-    work = case.x_bytes + a * case.tokens * case.local.query + (matrix if case.attends_step_by_step else 0)
-    return work - case.mask_elements - (norm_bytes(case) if case.model.norm_place != "input" else 0)
+    a = workload.a
+    matrix = (_FLOAT32 if a == _FLOAT32 else 2 * _FLOAT32 - 1 - a) * workload.probabilities
+    work = (
+        workload.x_bytes + a * workload.tokens * workload.local.query + (matrix if workload.attends_step_by_step else 0)
+    )
+    return work - workload.mask_elements - (norm_bytes(workload) if workload.model.norm_place != "input" else 0)
 
 
-def _mask_hashing(case: RankCase) -> tuple[int, int]:
+def _mask_hashing(workload: RankWorkload) -> tuple[int, int]:
     """Return the bytes to hash a layout-invariant mask: of the probabilities; inside the MLP and of additions to x.
 
     A mask is hashed chunk by chunk. For each element of a chunk there are two 64-bit integers at a time, and one more
     that all samples of the micro-batch share: the element's number within its sample. In bfloat16 the scores are held
     beside the probabilities in float32 and in bfloat16; in float32 they take the place of P after dropout.
     """
-    if case.config.train.dropout_mode != "invariant":
+    if workload.config.train.dropout_mode != "invariant":
         return 0, 0
-    core = case.probabilities if case.model.attention_dropout_p else 0
-    hidden = max(case.mask_elements, case.inner_mask_elements)
+    core = workload.probabilities if workload.model.attention_dropout_p else 0
+    hidden = max(workload.mask_elements, workload.inner_mask_elements)
     chunks = (min(core, MASK_CHUNK_ELEMENTS), min(hidden, MASK_CHUNK_ELEMENTS))
-    of_core, of_hidden = (_INT64 * (2 * chunk + chunk // case.config.train.micro_batch) for chunk in chunks)
-    return of_core + (case.a * core if case.a != _FLOAT32 else 0), of_hidden
+    of_core, of_hidden = (_INT64 * (2 * chunk + chunk // workload.config.train.micro_batch) for chunk in chunks)
+    return of_core + (workload.a * core if workload.a != _FLOAT32 else 0), of_hidden

@@ -1,6 +1,6 @@
 """Seconds of the parts of a model on one rank: a block, the embedding, the head with its loss.
 
-Legend: see `planner/rank_case.py`.
+Legend: see `planner/rank_workload.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Recompute
+from shardwise.models.parameter_counts import LocalWidths
 from shardwise.planner import device_seconds
 from shardwise.planner.device_seconds import Constants, RankGroup
 from shardwise.planner.device_specs import Device
@@ -74,32 +75,20 @@ class BlockShape:
     """All that the time of a block depends on, for one micro-batch on one rank.
 
     Attributes:
-        hidden: H.
-        intermediate: F of the whole MLP.
-        gated: True if the MLP has a gate beside its first layer.
-        query: width of the queries on one rank, q/t.
-        key_value: width of the keys on one rank.
-        head_dim: width of a head.
-        causal: True if a token attends to earlier ones alone.
-        masks: True if the block has dropout.
+        model: configuration of the model.
+        local: widths of one rank's part.
         batch: B.
         length: S.
         tensor: t.
-        sequence: True if activations are cut along the sequence too.
+        sequence_parallel: True if activations are cut along the sequence too.
         inside: ranks of the tensor-parallel group in one node.
         dtype: dtype of parameters and activations.
         gradient: dtype of gradients.
         recompute: kind of recompute.
     """
 
-    hidden: int
-    intermediate: int
-    gated: bool
-    query: int
-    key_value: int
-    head_dim: int
-    causal: bool
-    masks: bool
+    model: FamilyConfig
+    local: LocalWidths
     batch: int
     length: int
     tensor: int
@@ -114,6 +103,11 @@ class BlockShape:
         return self.batch * self.length
 
     @property
+    def has_dropout(self) -> bool:
+        """True if what attention and MLP add to x is dropped in part."""
+        return self.model.hidden_dropout_p > 0
+
+    @property
     def a(self) -> int:
         """Bytes of an element of an activation."""
         return DTYPE_BYTES[self.dtype]
@@ -125,7 +119,7 @@ class BlockShape:
     @property
     def gathered_bytes(self) -> int:
         """a·T·H: bytes of x after it is gathered over sequence parallelism."""
-        return self.a * self.tokens * self.hidden
+        return self.a * self.tokens * self.model.hidden_size
 
     def accumulation_bytes(self, elements: int, program: ProgramTraits) -> float:
         """Return the bytes that are read and written to add a weight's new gradient to that of earlier micro-batches.
@@ -162,14 +156,14 @@ class PartSeconds:
     def total(self) -> float:
         return self.matmul + self.attention + self.memory_bound + self.launch + self.tensor
 
-    def plus(self, other: PartSeconds, times: float = 1) -> PartSeconds:
-        """Return the sum of these seconds and `times` the other ones."""
+    def plus(self, term: PartSeconds, times: float = 1) -> PartSeconds:
+        """Return the sum of these seconds and `times` those of `term`."""
         return PartSeconds(
-            self.matmul + times * other.matmul,
-            self.attention + times * other.attention,
-            self.memory_bound + times * other.memory_bound,
-            self.launch + times * other.launch,
-            self.tensor + times * other.tensor,
+            self.matmul + times * term.matmul,
+            self.attention + times * term.attention,
+            self.memory_bound + times * term.memory_bound,
+            self.launch + times * term.launch,
+            self.tensor + times * term.tensor,
         )
 
 
@@ -207,22 +201,23 @@ def _smooth_maximum(a: float, b: float) -> float:
 
 
 @lru_cache(maxsize=2**14)
-def block(shape: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
+def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
     """Return the seconds of a transformer block.
 
     Its backward pass has two matrix products for each of the forward pass: the gradient of the input and that of the
     weight. The latter are `weight`, with the time to add them to earlier gradients.
     """
-    s = shape
     peak = device.peak(s.dtype)
-    feed_width = s.intermediate // s.tensor
-    first_width = feed_width * (2 if s.gated else 1)
+    hidden = s.model.hidden_size
+    gated = s.model.gated
+    feed_width = s.local.intermediate
+    query_key_value = s.local.query + 2 * s.local.key_value
     # (output, input) of QKV, of the output projection, and of the MLP's first and last layers.
     weights = (
-        (s.query + 2 * s.key_value, s.hidden),
-        (s.hidden, s.query),
-        (first_width, s.hidden),
-        (s.hidden, feed_width),
+        (query_key_value, hidden),
+        (hidden, s.local.query),
+        (feed_width * (2 if gated else 1), hidden),
+        (hidden, feed_width),
     )
     outputs = sum(device_seconds.matmul(device, c, peak, s.tokens, n, k) for n, k in weights)
     input_gradients = sum(device_seconds.matmul(device, c, peak, s.tokens, k, n) for n, k in weights)
@@ -231,15 +226,15 @@ def block(shape: BlockShape, device: Device, c: Constants, program: ProgramTrait
     accumulation = device_seconds.passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
 
-    x_elements = s.tokens * s.hidden // (s.tensor if s.sequence_parallel else 1)
+    x_elements = s.tokens * hidden // (s.tensor if s.sequence_parallel else 1)
     # Two norms read and write x. Attention and MLP are each added to x: two tensors are read, one is written, and with
     # dropout a mask of one byte.
     norm_bytes = 4 * s.a * x_elements
-    add_bytes = 2 * (3 * s.a + s.masks) * x_elements
+    add_bytes = 2 * (3 * s.a + s.has_dropout) * x_elements
     # The activation reads its input and writes its output, gated with one tensor more. QKV is split into heads, rotated
     # and made contiguous: three passes.
-    feed_elements = s.tokens * feed_width * (3 if s.gated else 2)
-    activation_bytes = s.a * (feed_elements + 3 * s.tokens * (s.query + 2 * s.key_value))
+    feed_elements = s.tokens * feed_width * (3 if gated else 2)
+    activation_bytes = s.a * (feed_elements + 3 * s.tokens * query_key_value)
     memory_forward = device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes)
     backward_bytes = _NORM_BACKWARD * norm_bytes + _ADD_BACKWARD * add_bytes + _ACTIVATION_BACKWARD * activation_bytes
     memory_backward = device_seconds.passes(device, c, backward_bytes) + accumulation
@@ -289,17 +284,18 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
     reads them, and writes them and its mask.
     """
     peak = device.peak(s.dtype)
-    heads = s.batch * (s.query // s.head_dim)
+    head_dim = s.model.head_dim
+    heads = s.batch * (s.local.query // head_dim)
     if program.fused_attention:
         # Two products of 2·S²·head_dim operations each.
-        operations = 4.0 * heads * s.length * s.length * s.head_dim / (2 if s.causal else 1)
+        operations = 4.0 * heads * s.length * s.length * head_dim / (2 if s.model.causal else 1)
         seconds = operations / (peak * c.fused_attention)
         return _CoreSeconds(seconds, _FUSED_BACKWARD_PRODUCTS * seconds / _FUSED_BACKWARD_RATE, 0)
-    scores = device_seconds.matmul(device, c, peak, s.length, s.length, s.head_dim, heads)
-    values = device_seconds.matmul(device, c, peak, s.length, s.head_dim, s.length, heads)
-    transposed = device_seconds.matmul(device, c, peak, s.head_dim, s.length, s.length, heads)
+    scores = device_seconds.matmul(device, c, peak, s.length, s.length, head_dim, heads)
+    values = device_seconds.matmul(device, c, peak, s.length, head_dim, s.length, heads)
+    transposed = device_seconds.matmul(device, c, peak, head_dim, s.length, s.length, heads)
     probabilities = heads * s.length * s.length
-    dropout_bytes = 2 * s.a + 1 if s.masks else 0
+    dropout_bytes = 2 * s.a + 1 if s.has_dropout else 0
     softmax_forward = device_seconds.passes(device, c, probabilities * (2 * s.a + dropout_bytes))
     softmax_backward = device_seconds.passes(device, c, probabilities * (3 * s.a + dropout_bytes))
     # Four products, the gradients of q, k, v and the probabilities, each as long as the mean of the three shapes.
@@ -322,23 +318,21 @@ def _tensor_collectives(s: BlockShape, device: Device, c: Constants) -> float:
     return 2 * device_seconds.collective(device, c, s.tensor_group, size, reduces_all=True)
 
 
-def head(shape: BlockShape, rows: int, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
-    """Return the seconds of the last norm, the output head, and the loss over its logits in float32.
-
-    rows: rows of the vocabulary on one rank.
-    """
-    s = shape
+def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
+    """Return the seconds of the last norm, the output head, and the loss over its logits in float32."""
+    rows = s.local.vocabulary
+    hidden = s.model.hidden_size
     peak = device.peak(s.dtype)
-    outputs = device_seconds.matmul(device, c, peak, s.tokens, rows, s.hidden)
-    input_gradient = device_seconds.matmul(device, c, peak, s.tokens, s.hidden, rows)
-    weight_gradient = device_seconds.matmul(device, c, peak, rows, s.hidden, s.tokens)
+    outputs = device_seconds.matmul(device, c, peak, s.tokens, rows, hidden)
+    input_gradient = device_seconds.matmul(device, c, peak, s.tokens, hidden, rows)
+    weight_gradient = device_seconds.matmul(device, c, peak, rows, hidden, s.tokens)
     logits = s.tokens * rows
     # The logits are written and read in their own dtype too. The norm reads and writes x, and so does the head's input;
     # backward there are three tensors in place of two.
     forward_bytes = logits * (2 * s.a + _LOGITS_FORWARD_BYTES) + 4 * s.gathered_bytes
     backward_bytes = logits * (2 * s.a + _LOGITS_BACKWARD_BYTES) + 6 * s.gathered_bytes
     memory_forward = device_seconds.passes(device, c, forward_bytes)
-    accumulation = device_seconds.passes(device, c, s.accumulation_bytes(rows * s.hidden, program))
+    accumulation = device_seconds.passes(device, c, s.accumulation_bytes(rows * hidden, program))
     memory_backward = device_seconds.passes(device, c, backward_bytes) + accumulation
     # The ranks agree on the largest logit, the sum of exponentials and the target's logit of each token, in float32.
     loss_sums = 3 * device_seconds.collective(device, c, s.tensor_group, 4.0 * s.tokens, reduces_all=True)
@@ -353,24 +347,22 @@ def head(shape: BlockShape, rows: int, device: Device, c: Constants, program: Pr
         program,
     )
     if program.loss_ahead:
+        # The loss and its gradients come chunk by chunk, so that a schedule cannot put off the gradient of the weight.
         return PassSeconds(forward.plus(backward), PartSeconds(), 0.0)
     return PassSeconds(forward, backward, weight_gradient + accumulation)
 
 
-def embedding(shape: BlockShape, rows: int, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
+def embedding(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
     """Return the seconds of the embedding.
 
     Rows are looked up; in the backward pass the table's gradient is made and added to the earlier one.
-
-    rows: rows of the vocabulary on one rank.
     """
-    s = shape
     # A row is read and written, and a sum or a mask reads two tensors and writes one.
     lookup = device_seconds.passes(device, c, 5.0 * s.gathered_bytes)
     output_sum = device_seconds.collective(
         device, c, s.tensor_group, float(s.gathered_bytes), reduces_all=not s.sequence_parallel
     )
-    table = rows * s.hidden
+    table = s.local.vocabulary * s.model.hidden_size
     table_gradient = device_seconds.passes(device, c, s.accumulation_bytes(table, program) + s.a * table)
     forward = PartSeconds(memory_bound=lookup, tensor=output_sum)
     backward = PartSeconds(
@@ -381,48 +373,4 @@ def embedding(shape: BlockShape, rows: int, device: Device, c: Constants, progra
         _with_launch(forward, _EMBEDDING_KERNELS, c.host, program),
         _with_launch(backward, _EMBEDDING_KERNELS, c.host, program),
         0.0,
-    )
-
-
-def shape_of(
-    model: FamilyConfig,
-    *,
-    widths: tuple[int, int],
-    batch: int,
-    length: int,
-    layout: tuple[int, bool, int],
-    dtypes: tuple[DtypeName, DtypeName],
-    recompute: Recompute,
-) -> BlockShape:
-    """Return the shape of the model's blocks.
-
-    Args:
-        model: configuration of the model.
-        widths: widths of the queries and of the keys on one rank.
-        batch: B.
-        length: S.
-        layout: tensor-parallel degree, whether the sequence is cut too, and the group's ranks inside a node.
-        dtypes: dtypes of the parameters and of the gradients.
-        recompute: kind of recompute.
-    """
-    query, key_value = widths
-    tensor, sequence_parallel, inside = layout
-    dtype, gradient = dtypes
-    return BlockShape(
-        hidden=model.hidden_size,
-        intermediate=model.intermediate_size,
-        gated=model.gated,
-        query=query,
-        key_value=key_value,
-        head_dim=model.head_dim,
-        causal=model.causal,
-        masks=model.hidden_dropout_p > 0,
-        batch=batch,
-        length=length,
-        tensor=tensor,
-        sequence_parallel=sequence_parallel,
-        inside=inside,
-        dtype=dtype,
-        gradient=gradient,
-        recompute=recompute,
     )

@@ -1,6 +1,6 @@
 """Bytes that one rank sends in an optimizer step, collective by collective; and the sizes of its buckets.
 
-Legend: see `planner/rank_case.py`. A collective over n ranks on a whole tensor of b bytes makes each rank send
+Legend: see `planner/rank_workload.py`. A collective over n ranks on a whole tensor of b bytes makes each rank send
 
     2·b·(n-1)/n   all-reduce
     b·(n-1)/n     all-gather, reduce-scatter, broadcast
@@ -26,7 +26,7 @@ from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout
 from shardwise.config.layout import Stage, rank_of
 from shardwise.models.parameter_counts import LocalParameter, LocalWidths, local_parameters
 from shardwise.optim.bucket_layout import bucket_bytes, offsets_and_length, packed
-from shardwise.planner.rank_case import RankCase
+from shardwise.planner.rank_workload import RankWorkload
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
 
@@ -45,7 +45,7 @@ class Transfer:
         ranks: size of the group.
         bytes: size of the whole tensor.
         count: number of times per step; a tensor that is sent in chunks counts once.
-        what: the tensor, in words.
+        tensor: the tensor, in words.
     """
 
     axis: str
@@ -53,7 +53,7 @@ class Transfer:
     ranks: int
     bytes: int
     count: int
-    what: str
+    tensor: str
 
     @property
     def wire_bytes(self) -> float:
@@ -86,10 +86,10 @@ def step_transfers(
         data_rank: place in data parallelism. With ZeRO, it decides which partial gradients the rank owns.
         tensor_rank: place in tensor parallelism. It decides how many rows of a tied embedding are padding.
     """
-    case = RankCase.of(config, layout, accelerator, pipeline_rank)
-    if case is None:
+    workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
+    if workload is None:
         return None
-    return _transfers(case, _forward(case) + _backward(case), _update(case, data_rank, tensor_rank))
+    return _transfers(workload, _forward(workload) + _backward(workload), _update(workload, data_rank, tensor_rank))
 
 
 def evaluation_transfers(
@@ -99,8 +99,8 @@ def evaluation_transfers(
 
     The sum of losses over data parallelism and pipeline, at the end of an evaluation, is not counted.
     """
-    case = RankCase.of(config, layout, accelerator, pipeline_rank)
-    return None if case is None else _transfers(case, _forward(case), [])
+    workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
+    return None if workload is None else _transfers(workload, _forward(workload), [])
 
 
 def wire_bytes(transfers: list[Transfer] | None) -> dict[tuple[str, str], float] | None:
@@ -113,153 +113,154 @@ def wire_bytes(transfers: list[Transfer] | None) -> dict[tuple[str, str], float]
     return dict(total)
 
 
-def _transfers(case: RankCase, micro_batch: list[Transfer], once: list[Transfer]) -> list[Transfer]:
+def _transfers(workload: RankWorkload, micro_batch: list[Transfer], once: list[Transfer]) -> list[Transfer]:
     """Return the transfers of each micro-batch and those of once a step, without those that send nothing."""
-    repeated = [replace(transfer, count=transfer.count * case.micro_batches) for transfer in micro_batch]
+    repeated = [replace(transfer, count=transfer.count * workload.micro_batches) for transfer in micro_batch]
     return [transfer for transfer in repeated + once if transfer.ranks > 1 and transfer.bytes and transfer.count]
 
 
 # ---- one micro-batch
 
 
-def _forward(case: RankCase) -> list[Transfer]:
+def _forward(workload: RankWorkload) -> list[Transfer]:
     """The forward pass of this rank's stages."""
-    embedding = _embedding(case) if case.has_first else []
-    head = _head(case) if case.has_last else []
-    blocks = [*_regions(case, 2, _outputs(case), ""), _query_key_squares(case, "")]
-    return [*embedding, *blocks, *head, *_messages(case, 1, "outputs of stages"), _samples(case)]
+    transfers = []
+    if workload.has_first:
+        # Each rank looks up its part of the vocabulary; the results are summed.
+        kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
+        transfers.append(_over_tensor(workload, kind, workload.gathered_bytes, "embedding output"))
+    transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
+    if workload.has_last:
+        transfers += _head(workload)
+    return [*transfers, _message(workload, 1, "outputs of stages"), _samples(workload)]
 
 
-def _backward(case: RankCase) -> list[Transfer]:
+def _backward(workload: RankWorkload) -> list[Transfer]:
     """The backward pass: the forward pass in reverse, and what full recompute repeats of the forward pass.
 
     The head's input gets a gradient from each rank's part of the vocabulary; they are summed. BERT also sums the
     gradient of its decoder's input, [P·B, H].
     """
-    gathered = case.gathered_bytes
-    outputs = _outputs(case)
-    head = int(case.has_last)
-    embedding = int(case.has_first)
+    gathered = workload.gathered_bytes
+    outputs = _outputs(workload)
+    head = int(workload.has_last)
+    embedding = int(workload.has_first)
     transfers = []
-    if case.config.train.recompute == "full":
+    if workload.config.train.recompute == "full":
         # Recompute stops at the last tensor that a block saves. The sum after a block's last matrix product is
         # repeated only if dropout (its mask) or a norm (its input) saves something after it, or if both are in one.
-        in_one = case.config.parallel.tensor_overlap is not None
-        ends_with_sum = case.model.norm_place == "input" and not case.drops_hidden and not in_one
-        transfers = _regions(case, 2, outputs - ends_with_sum, ", recomputed")
-        transfers.append(_query_key_squares(case, "recomputed "))
-    transfers.append(_query_key_squares(case, "gradients of "))
-    if case.model.head_transform:
-        size = case.a * case.predicted * case.model.hidden_size
-        transfers.append(_over_tensor(case, "all_reduce", size, "gradient of the decoder's input", head))
+        in_one = workload.config.parallel.tensor_overlap is not None
+        ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
+        transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
+        transfers.append(_query_key_squares(workload, "recomputed "))
+    transfers.append(_query_key_squares(workload, "gradients of "))
+    if workload.model.head_transform:
+        size = workload.a * workload.predicted * workload.model.hidden_size
+        transfers.append(_over_tensor(workload, "all_reduce", size, "gradient of the decoder's input", head))
     input_gradients = "gradients of the inputs of attention and MLP"
     output_gradients = "gradients of the outputs of attention and MLP"
-    if case.layout.sequence_parallel:
+    if workload.layout.sequence_parallel:
         transfers += [
-            _over_tensor(case, "reduce_scatter", gathered, "gradient of the head's input", head),
-            _over_tensor(case, "all_gather", gathered, output_gradients, outputs * case.layers),
-            _over_tensor(case, "reduce_scatter", gathered, input_gradients, 2 * case.layers),
-            _over_tensor(case, "all_gather", gathered, "gradient of the embedding output", embedding),
+            _over_tensor(workload, "reduce_scatter", gathered, "gradient of the head's input", head),
+            _over_tensor(workload, "all_gather", gathered, output_gradients, outputs * workload.layers),
+            _over_tensor(workload, "reduce_scatter", gathered, input_gradients, 2 * workload.layers),
+            _over_tensor(workload, "all_gather", gathered, "gradient of the embedding output", embedding),
         ]
     else:
         transfers += [
-            _over_tensor(case, "all_reduce", gathered, "gradient of the head's input", head),
-            _over_tensor(case, "all_reduce", gathered, input_gradients, 2 * case.layers),
+            _over_tensor(workload, "all_reduce", gathered, "gradient of the head's input", head),
+            _over_tensor(workload, "all_reduce", gathered, input_gradients, 2 * workload.layers),
         ]
-    return transfers + _messages(case, -1, "gradients of the inputs of stages")
+    return [*transfers, _message(workload, -1, "gradients of the inputs of stages")]
 
 
-def _over_tensor(case: RankCase, kind: Kind, size: int, what: str, count: int = 1) -> Transfer:
-    return Transfer("tp", kind, case.layout.tensor, size, count, what)
+def _over_tensor(workload: RankWorkload, kind: Kind, size: int, tensor: str, count: int = 1) -> Transfer:
+    return Transfer("tp", kind, workload.layout.tensor, size, count, tensor)
 
 
-def _samples(case: RankCase) -> Transfer:
+def _samples(workload: RankWorkload) -> Transfer:
     """One rank reads the data of its tensor-parallel group and broadcasts 64-bit integers.
 
     Token ids and targets, [2·T]; one row more for each kind of document table, [T]. BERT has ids, token types and mask,
     [3·T], positions and targets of predicted tokens, [2·P·B], and labels, [B]. And the number of targets of each loss.
     """
-    model = case.model
-    data = case.config.data
+    model = workload.model
+    data = workload.config.data
     if model.predicts_masked_tokens:
-        numbers = 3 * case.tokens + 2 * case.predicted + case.config.train.micro_batch
+        numbers = 3 * workload.tokens + 2 * workload.predicted + workload.config.train.micro_batch
     else:
-        numbers = (2 + data.reset_position_ids + data.reset_attention_mask) * case.tokens
-    return _over_tensor(case, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
+        numbers = (2 + data.reset_position_ids + data.reset_attention_mask) * workload.tokens
+    return _over_tensor(workload, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
 
 
-def _messages(case: RankCase, step: int, what: str) -> list[Transfer]:
+def _message(workload: RankWorkload, step: int, tensor: str) -> Transfer:
     """x or its gradient, [T/s, H], from each stage of this rank to the next stage (step 1) or to the one before (-1).
 
     Two neighbouring stages of one rank need no message.
     """
-    receivers = [stage.index + step for stage in case.stages]
-    existing = [index for index in receivers if 0 <= index < case.layout.stages]
-    count = sum(rank_of(case.config.parallel, index) != case.pipeline_rank for index in existing)
-    return [Transfer("pp", "send", case.layout.pipeline, case.x_bytes, count, what)]
+    receivers = [stage.index + step for stage in workload.stages]
+    existing = [index for index in receivers if 0 <= index < workload.layout.stages]
+    count = sum(rank_of(workload.config.parallel, index) != workload.pipeline_rank for index in existing)
+    return Transfer("pp", "send", workload.layout.pipeline, workload.x_bytes, count, tensor)
 
 
-def _embedding(case: RankCase) -> list[Transfer]:
-    """Each rank looks up its part of the vocabulary; the results are summed."""
-    kind: Kind = "reduce_scatter" if case.layout.sequence_parallel else "all_reduce"
-    return [_over_tensor(case, kind, case.gathered_bytes, "embedding output")]
-
-
-def _outputs(case: RankCase) -> int:
+def _outputs(workload: RankWorkload) -> int:
     """The outputs of each block that are summed over tensor parallelism: those of attention and MLP.
 
     A parallel residual adds the two before it sums them, unless each has dropout of its own.
     """
-    return 1 if case.model.parallel_residual and not case.drops_hidden else 2
+    return 1 if workload.model.parallel_residual and not workload.drops_hidden else 2
 
 
-def _regions(case: RankCase, inputs: int, outputs: int, suffix: str) -> list[Transfer]:
-    """The inputs and outputs of attention and MLP in all blocks, with so many of each per block.
+def _regions(workload: RankWorkload, outputs: int, suffix: str) -> list[Transfer]:
+    """The two inputs of attention and MLP in all blocks, and so many of their outputs in each block.
 
     Under sequence parallelism an input is gathered and an output is reduce-scattered; without it, an input is already
     on every rank and an output is all-reduced.
     """
-    gathered = case.gathered_bytes
-    layers = case.layers
-    if not case.layout.sequence_parallel:
-        return [_over_tensor(case, "all_reduce", gathered, f"outputs of attention and MLP{suffix}", outputs * layers)]
+    gathered = workload.gathered_bytes
+    layers = workload.layers
+    if not workload.layout.sequence_parallel:
+        return [
+            _over_tensor(workload, "all_reduce", gathered, f"outputs of attention and MLP{suffix}", outputs * layers)
+        ]
     return [
-        _over_tensor(case, "all_gather", gathered, f"inputs of attention and MLP{suffix}", inputs * layers),
-        _over_tensor(case, "reduce_scatter", gathered, f"outputs of attention and MLP{suffix}", outputs * layers),
+        _over_tensor(workload, "all_gather", gathered, f"inputs of attention and MLP{suffix}", 2 * layers),
+        _over_tensor(workload, "reduce_scatter", gathered, f"outputs of attention and MLP{suffix}", outputs * layers),
     ]
 
 
-def _query_key_squares(case: RankCase, prefix: str) -> Transfer:
+def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
     """A norm over all heads sums the squares of queries and keys over ranks: [2, T] in float32 for each block."""
-    count = case.layers if case.model.query_key_norm == "all_heads" else 0
-    what = f"{prefix}sums of squares of queries and keys"
-    return _over_tensor(case, "all_reduce", 2 * _FLOAT32 * case.tokens, what, count)
+    count = workload.layers if workload.model.query_key_norm == "all_heads" else 0
+    tensor = f"{prefix}sums of squares of queries and keys"
+    return _over_tensor(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
 
 
-def _head(case: RankCase) -> list[Transfer]:
+def _head(workload: RankWorkload) -> list[Transfer]:
     """Head and loss, forward.
 
     Each rank has the logits of its part of the vocabulary. For every predicted token the ranks agree on the largest
     logit, then on the sum of exponentials and on the target's logit, all in float32. Under sequence parallelism the
     head's input is gathered. BERT gathers what the first layers of its two heads return, [P·B, H] and [B, H].
     """
-    tokens = _FLOAT32 * case.predicted
+    tokens = _FLOAT32 * workload.predicted
     transfers = [
-        _over_tensor(case, "all_reduce", tokens, "largest logit of each token"),
-        _over_tensor(case, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
+        _over_tensor(workload, "all_reduce", tokens, "largest logit of each token"),
+        _over_tensor(workload, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
     ]
-    if case.layout.sequence_parallel:
-        transfers.append(_over_tensor(case, "all_gather", case.gathered_bytes, "input of the head"))
-    if case.model.head_transform:
-        size = case.a * (case.predicted + case.config.train.micro_batch) * case.model.hidden_size
-        transfers.append(_over_tensor(case, "all_gather", size, "inputs of the decoder and of the classifier"))
+    if workload.layout.sequence_parallel:
+        transfers.append(_over_tensor(workload, "all_gather", workload.gathered_bytes, "input of the head"))
+    if workload.model.head_transform:
+        size = workload.a * (workload.predicted + workload.config.train.micro_batch) * workload.model.hidden_size
+        transfers.append(_over_tensor(workload, "all_gather", size, "inputs of the decoder and of the classifier"))
     return transfers
 
 
 # ---- one update
 
 
-def _update(case: RankCase, data_rank: int, tensor_rank: int) -> list[Transfer]:
+def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Transfer]:
     """Return the transfers of an update: gradients over data parallelism, partial gradients, scalars, new parameters.
 
     Gradients are reduced over data parallelism first. Then the partial ones are summed, in the gradients' dtype: each
@@ -267,12 +268,12 @@ def _update(case: RankCase, data_rank: int, tensor_rank: int) -> list[Transfer]:
     partial over these two ranks. Trust ratios need two norms of each canonical tensor (LAMB,
     arXiv:1904.00962). With stochastic rounding, norms are sums in float64.
     """
-    precision = case.precision
-    optimizer = case.config.optimizer
-    layout = case.layout
+    precision = workload.precision
+    optimizer = workload.config.optimizer
+    layout = workload.layout
     data = layout.data
-    objectives = len(case.model.objectives)
-    buckets = bucket_shapes(case)
+    objectives = len(workload.model.objectives)
+    buckets = bucket_shapes(workload)
     elements = sum(bucket.elements for bucket in buckets)
     gradients = DTYPE_BYTES[precision.reduce] * elements
     norm = _FLOAT64 if precision.rounding == "stochastic" else _FLOAT32
@@ -283,7 +284,7 @@ def _update(case: RankCase, data_rank: int, tensor_rank: int) -> list[Transfer]:
         Transfer("world", "all_reduce", layout.world, 2 * norm, 1, "squared norms of gradients and parameters"),
     ]
     if optimizer.spec.has_trust_ratios:
-        size = 2 * norm * sum(parameter.tensors for parameter in local_parameters(case.model, 1))
+        size = 2 * norm * sum(parameter.tensors for parameter in local_parameters(workload.model, 1))
         transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
     if optimizer.zero:
         parameters = DTYPE_BYTES[precision.parameter] * elements
@@ -293,14 +294,14 @@ def _update(case: RankCase, data_rank: int, tensor_rank: int) -> list[Transfer]:
         ]
     else:
         transfers.append(Transfer("dp", "all_reduce", data, gradients, 1, "gradients"))
-    for ranks in sorted({layout.tensor, case.local.key_value_copies}):
+    for ranks in sorted({layout.tensor, workload.local.key_value_copies}):
         partial = sum(bucket.partial(ranks, data_rank) for bucket in buckets) if ranks > 1 else 0
         axis = "tp" if ranks == layout.tensor else f"tp/{ranks}"
         size = DTYPE_BYTES[precision.gradient] * partial
         transfers.append(Transfer(axis, "all_reduce", ranks, size, 1, "partial gradients"))
-    rows = case.local.vocabulary
-    unpadded_rows = max(0, min(rows, case.model.vocab_size - tensor_rank * rows))
-    unpadded = unpadded_rows * case.model.hidden_size
+    rows = workload.local.vocabulary
+    unpadded_rows = max(0, min(rows, workload.model.vocab_size - tensor_rank * rows))
+    unpadded = unpadded_rows * workload.model.hidden_size
     size = DTYPE_BYTES[precision.gradient] * sum(bucket.at_both_ends(unpadded, data_rank) for bucket in buckets)
     axis = "pp" if layout.pipeline == 2 else "pp/ends"
     return [*transfers, Transfer(axis, "all_reduce", 2, size, 1, "gradient of the tied embedding")]
@@ -343,17 +344,17 @@ class BucketShape:
         return max(min(stop, low + share) - max(start, low), 0)
 
 
-def bucket_shapes(case: RankCase) -> list[BucketShape]:
+def bucket_shapes(workload: RankWorkload) -> list[BucketShape]:
     """Return the rank's buckets as `optimizer.bucket_mib` sets their size, in the order in which they are begun.
 
     Matrices, which weight decay applies to, and vectors are in separate buckets. A parameter at both ends of a pipeline
     has a bucket to itself.
     """
-    optimizer = case.config.optimizer
-    layout = case.layout
-    gradient = DTYPE_BYTES[case.precision.gradient]
-    stored = (case.model, layout.tensor, layout.sequence_parallel, case.local, case.stages)
-    return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, optimizer.zero == 1, case.accelerator))
+    optimizer = workload.config.optimizer
+    layout = workload.layout
+    gradient = DTYPE_BYTES[workload.precision.gradient]
+    stored = (workload.model, layout.tensor, layout.sequence_parallel, workload.local, workload.stages)
+    return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, optimizer.zero == 1, workload.accelerator))
 
 
 @lru_cache(maxsize=512)

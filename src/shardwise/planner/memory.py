@@ -1,6 +1,6 @@
 """Bytes that one rank needs at its peak, and bytes of a checkpoint on disk.
 
-Legend: see `planner/rank_case.py`.
+Legend: see `planner/rank_workload.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.planner.activations import (
     waiting_bytes,
 )
 from shardwise.planner.communication import bucket_shapes
-from shardwise.planner.rank_case import RankCase
+from shardwise.planner.rank_workload import RankWorkload
 
 _FLOAT32 = 4
 
@@ -104,41 +104,45 @@ def neediest_rank(config: Config, layout: Layout, accelerator: bool = False) -> 
 
 def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) -> list[MemoryEstimate] | None:
     """Return peak bytes of each pipeline rank. None for a model of your own."""
-    return [memory_of(case) for case in RankCase.of_ranks(config, layout, accelerator)] or None
+    return [memory_of(workload) for workload in RankWorkload.of_ranks(config, layout, accelerator)] or None
 
 
-def memory_of(case: RankCase) -> MemoryEstimate:
-    """Return peak bytes of the case's pipeline rank."""
-    elements = sum(bucket.elements for bucket in bucket_shapes(case))
-    separate_masters = case.precision.parameter != case.precision.optimizer
-    step = _step_peak(case)
-    numbers, rounding = _rounding(case)
+def memory_of(workload: RankWorkload) -> MemoryEstimate:
+    """Return peak bytes of the workload's pipeline rank."""
+    elements = sum(bucket.elements for bucket in bucket_shapes(workload))
+    separate_masters = workload.precision.parameter != workload.precision.optimizer
+    step = _step_peak(workload)
+    numbers, rounding = _rounding(workload)
     return MemoryEstimate(
-        parameters=elements * DTYPE_BYTES[case.precision.parameter],
-        gradients=elements * DTYPE_BYTES[case.precision.gradient],
-        optimizer=_optimizer_bytes(case, separate_masters=separate_masters),
+        parameters=elements * DTYPE_BYTES[workload.precision.parameter],
+        gradients=elements * DTYPE_BYTES[workload.precision.gradient],
+        optimizer=_optimizer_bytes(workload, separate_masters=separate_masters),
         activations=step.activations,
         loss=step.forward - step.activations,
-        buffers=_rotary_tables(case) + numbers + max(step.whole, rounding) - step.forward,
-        pipeline=step.sent + (case.x_bytes if case.layout.pipeline > 1 else 0),
+        buffers=_rotary_tables(workload) + numbers + max(step.whole, rounding) - step.forward,
+        pipeline=step.sent + (workload.x_bytes if workload.layout.pipeline > 1 else 0),
     )
 
 
-def _optimizer_bytes(case: RankCase, *, separate_masters: bool) -> int:
+def _optimizer_bytes(workload: RankWorkload, *, separate_masters: bool) -> int:
     """Bytes of the optimizer's states, and of masters if they are separate, on a data-parallel rank."""
-    elements = sum(bucket.elements for bucket in bucket_shapes(case))
-    shard = elements // case.layout.data if case.config.optimizer.zero else elements
-    kept_tensors = case.config.optimizer.spec.kept_tensors(separate_masters=separate_masters)
-    return kept_tensors * shard * DTYPE_BYTES[case.precision.optimizer]
+    elements = sum(bucket.elements for bucket in bucket_shapes(workload))
+    shard = elements // workload.layout.data if workload.config.optimizer.zero else elements
+    kept_tensors = workload.config.optimizer.spec.kept_tensors(separate_masters=separate_masters)
+    return kept_tensors * shard * DTYPE_BYTES[workload.precision.optimizer]
 
 
-def _step_peak(case: RankCase) -> StepPeak:
-    order = action_order(case.config.parallel, case.micro_batches, case.pipeline_rank, case.config.train.recompute)
-    reduction = _reduction(case)
-    return step_peak(order, {stage.index: _pass(case, stage, reduction) for stage in case.stages}, case.micro_batches)
+def _step_peak(workload: RankWorkload) -> StepPeak:
+    order = action_order(
+        workload.config.parallel, workload.micro_batches, workload.pipeline_rank, workload.config.train.recompute
+    )
+    reduction = _reduction(workload)
+    return step_peak(
+        order, {stage.index: _pass(workload, stage, reduction) for stage in workload.stages}, workload.micro_batches
+    )
 
 
-def _pass(case: RankCase, stage: Stage, reduction: int) -> PassBytes:
+def _pass(workload: RankWorkload, stage: Stage, reduction: int) -> PassBytes:
     """Return the bytes that one micro-batch needs in a stage: embedding, blocks, last norm and loss.
 
     A stage's input and output are x, [T/s, H]. The input of a later stage is held until the backward pass, also where
@@ -146,13 +150,21 @@ def _pass(case: RankCase, stage: Stage, reduction: int) -> PassBytes:
     counted as sent. The gradient of the output is received for the backward pass, and is held until its last part. If
     embedding and tied head are in one stage, the head's gradient is held until it is added to the embedding's.
     """
-    parallel = case.config.parallel
-    x = case.x_bytes
-    blocks = block_stack(case, stage.layers)
-    embedding = _embedding_activations(case) if stage.is_first else 0
-    last = _last_activations(case) if stage.is_last else 0
-    kept = blocks.kept + embedding + last + _document_tables(case)
-    keeps_input = block_activations(case, stage.layers[0]).saves_input or case.config.train.recompute == "full"
+    parallel = workload.config.parallel
+    x = workload.x_bytes
+    blocks = block_stack(workload, stage.layers)
+    embedding = 0
+    if stage.is_first:
+        # The mask of the embedding's dropout has a byte for each element. BERT's embedding ends with a norm.
+        mask = workload.x_elements if workload.model.embedding_dropout_p else 0
+        embedding = mask + (norm_bytes(workload) if workload.model.embedding_norm else 0)
+    last = 0
+    if stage.is_last:
+        # Between the last block and the loss: the last norm and its output; with BERT, x, gathered.
+        normed = norm_bytes(workload) + workload.x_bytes
+        last = workload.gathered_bytes if workload.model.head_transform else normed
+    kept = blocks.kept + embedding + last + _document_tables(workload)
+    keeps_input = block_activations(workload, stage.layers[0]).saves_input or workload.config.train.recompute == "full"
     received = 0 if keeps_input or stage.is_first else x
     gradient = 0 if stage.is_last else x
     onwards = 0
@@ -161,44 +173,44 @@ def _pass(case: RankCase, stage: Stage, reduction: int) -> PassBytes:
         kept += 0 if stage.is_last else x
     elif parallel.pipeline > 1:
         # A rank with several stages holds all that it sends until the end of the step.
-        onwards, back = (x * sends for sends in _sends(case, stage))
-    table = DTYPE_BYTES[case.precision.gradient] * case.local.vocabulary * case.model.hidden_size
-    head = table if stage.is_first and stage.is_last and case.model.tie_word_embeddings else 0
+        onwards, back = (x * sends for sends in _sends(workload, stage))
+    table = DTYPE_BYTES[workload.precision.gradient] * workload.local.vocabulary * workload.model.hidden_size
+    head = table if stage.is_first and stage.is_last and workload.model.tie_word_embeddings else 0
     return PassBytes(
         kept=kept + received,
-        loss=_loss(case) if stage.is_last else 0,
-        loss_kept=_loss_gradients(case) if stage.is_last else 0,
+        loss=_loss(workload) if stage.is_last else 0,
+        loss_kept=_loss_gradients(workload) if stage.is_last else 0,
         backward=blocks.peak + embedding + head + received + gradient,
-        last=_embedding_gradient(case, tied=head > 0) + head + gradient if stage.is_first else 0,
-        waiting=len(stage.layers) * waiting_bytes(case) + gradient,
-        split=split_peak(case, len(stage.layers)) + gradient,
+        last=_embedding_gradient(workload, tied=head > 0) + head + gradient if stage.is_first else 0,
+        waiting=len(stage.layers) * waiting_bytes(workload) + gradient,
+        split=split_peak(workload, len(stage.layers)) + gradient,
         reduction=reduction,
         onwards=onwards,
         back=back,
     )
 
 
-def _sends(case: RankCase, stage: Stage) -> tuple[bool, bool]:
+def _sends(workload: RankWorkload, stage: Stage) -> tuple[bool, bool]:
     """Return whether a stage sends x to another rank, and whether it sends the gradient of x to another one."""
-    parallel = case.config.parallel
+    parallel = workload.config.parallel
     to_next, to_previous = (rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
     return to_next and not stage.is_last, to_previous and not stage.is_first
 
 
-def messages_of_a_micro_batch(case: RankCase) -> int:
+def messages_of_a_micro_batch(workload: RankWorkload) -> int:
     """Return bytes that messages add to the rank's memory for each micro-batch of a long step."""
-    if case.layout.pipeline == 1 or SCHEDULES[case.config.parallel.schedule].is_single_stage:
+    if workload.layout.pipeline == 1 or SCHEDULES[workload.config.parallel.schedule].is_single_stage:
         return 0
-    return case.x_bytes * sum(sum(_sends(case, stage)) for stage in case.stages)
+    return workload.x_bytes * sum(sum(_sends(workload, stage)) for stage in workload.stages)
 
 
 def invariant_dropout(
     config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
 ) -> DropoutMasks | None:
     """Return the cost of layout-invariant masks on one rank. None without such masks, and for a model of your own."""
-    case = RankCase.of(config, layout, accelerator, pipeline_rank)
+    workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
     drops = config.train.dropout_mode == "invariant" and config.model.has_dropout
-    return invariant_masks(case, _step_peak(case).in_flight) if case is not None and drops else None
+    return invariant_masks(workload, _step_peak(workload).in_flight) if workload is not None and drops else None
 
 
 def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
@@ -217,43 +229,32 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
 def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
     """Return bytes of a node's memory in which copies of the state are kept, at most; None for a model of your own.
 
-    Masters and states of what a rank updates: of two steps, and of the ranks of another node too.
+    A node holds the masters and states that its ranks update, of two steps, and those of another node's ranks too.
     """
-    cases = RankCase.of_ranks(config, layout, accelerator)
-    if not cases:
+    workloads = RankWorkload.of_ranks(config, layout, accelerator)
+    if not workloads:
         return None
-    state = max(_optimizer_bytes(case, separate_masters=True) for case in cases)
+    state = max(_optimizer_bytes(workload, separate_masters=True) for workload in workloads)
     return state * ranks_per_node * 2 * (2 if layout.world > ranks_per_node else 1)
 
 
-def _embedding_activations(case: RankCase) -> int:
-    """Return the bytes that the embedding saves: its dropout's mask, one byte for each element, and BERT's norm."""
-    mask = case.x_elements if case.model.embedding_dropout_p else 0
-    return mask + (norm_bytes(case) if case.model.embedding_norm else 0)
-
-
-def _last_activations(case: RankCase) -> int:
-    """Return the bytes held between last block and loss: the last norm and its output; with BERT, x, gathered."""
-    return case.gathered_bytes if case.model.head_transform else norm_bytes(case) + case.x_bytes
-
-
-def _document_tables(case: RankCase) -> int:
+def _document_tables(workload: RankWorkload) -> int:
     """Return the bytes that all blocks of a stage share if documents end within a sample.
 
     The mask that is added to the scores, [B, S, S], and the cosines and sines of each token's position, [T·r] for r
     rotary dimensions. Attention that goes step by step keeps no mask, unless recompute needs it again; where nothing is
     dropped there is a mask only on an accelerator whose attention is not compiled.
     """
-    data = case.config.data
-    train = case.config.train
-    model = case.model
-    masked = case.masks_documents and not (case.attends_step_by_step and train.recompute == "none")
+    data = workload.config.data
+    train = workload.config.train
+    model = workload.model
+    masked = workload.masks_documents and not (workload.attends_step_by_step and train.recompute == "none")
     mask = train.micro_batch * train.sequence_length**2 if masked else 0
-    turns = case.tokens * model.rotary_dim if data.reset_position_ids else 0
-    return case.a * (mask + turns)
+    turns = workload.tokens * model.rotary_dim if data.reset_position_ids else 0
+    return workload.a * (mask + turns)
 
 
-def _loss(case: RankCase) -> int:
+def _loss(workload: RankWorkload) -> int:
     """The most that head and loss hold: what they keep (`_loss_gradients`), and one chunk of C tokens.
 
     A chunk has its logits in float32, [C, V/t]; in bfloat16 beside them a bfloat16 tensor of the same shape, the logits
@@ -261,69 +262,69 @@ def _loss(case: RankCase) -> int:
     gradient of that input, [C, H]. BERT's masked-token head has P·B rows, and keeps four tensors [P·B, H]: the inputs
     of its transform, activation and norm, and the norm's output.
     """
-    a = case.a
-    rows = case.local.vocabulary
-    hidden = case.model.hidden_size
-    limit = loss_chunk_elements(rows, case.accelerator)
-    parts = 1 if case.model.head_transform else case.layout.sequence_parts
-    tokens_a_row = case.config.train.micro_batch * parts
-    chunk = min(case.predicted, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
+    a = workload.a
+    rows = workload.local.vocabulary
+    hidden = workload.model.hidden_size
+    limit = loss_chunk_elements(rows, workload.accelerator)
+    parts = 1 if workload.model.head_transform else workload.layout.sequence_parts
+    tokens_a_row = workload.config.train.micro_batch * parts
+    chunk = min(workload.predicted, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a
-    head = 4 * a * hidden * case.predicted if case.model.head_transform else 0
+    head = 4 * a * hidden * workload.predicted if workload.model.head_transform else 0
     products = a * hidden * (chunk + max(rows, chunk))
-    return _loss_gradients(case) + chunk * rows * per_logit + products + head
+    return _loss_gradients(workload) + chunk * rows * per_logit + products + head
 
 
-def _loss_gradients(case: RankCase) -> int:
+def _loss_gradients(workload: RankWorkload) -> int:
     """Return the bytes of the gradients that the loss's forward pass keeps: [V/t, H] in float32, and of its input."""
-    tokens = case.predicted if case.model.head_transform else case.tokens_between
-    return (_FLOAT32 * case.local.vocabulary + case.a * tokens) * case.model.hidden_size
+    tokens = workload.predicted if workload.model.head_transform else workload.tokens_between
+    return (_FLOAT32 * workload.local.vocabulary + workload.a * tokens) * workload.model.hidden_size
 
 
-def _rotary_tables(case: RankCase) -> int:
+def _rotary_tables(workload: RankWorkload) -> int:
     """Cosines and sines, [S, rotary dimensions / 2] each, once for each stage with a block that rotates."""
-    stages = sum(any(case.model.rotates(layer) for layer in stage.layers) for stage in case.stages)
-    return stages * case.a * case.config.train.sequence_length * case.model.rotary_dim
+    stages = sum(any(workload.model.rotates(layer) for layer in stage.layers) for stage in workload.stages)
+    return stages * workload.a * workload.config.train.sequence_length * workload.model.rotary_dim
 
 
-def _embedding_gradient(case: RankCase, *, tied: bool) -> int:
+def _embedding_gradient(workload: RankWorkload, *, tied: bool) -> int:
     """The gradients of the embedding's output and of its weight; activations and loss are free by then.
 
     A tied head's gradient is added to that of the weight, in the gradients' dtype. Their sum is a new tensor.
     """
-    elements = case.local.vocabulary * case.model.hidden_size
-    weight = case.gradient_bytes(elements)
+    elements = workload.local.vocabulary * workload.model.hidden_size
+    weight = workload.gradient_bytes(elements)
     if tied:
-        weight = max(weight, 2 * DTYPE_BYTES[case.precision.gradient] * elements)
-    return case.gathered_bytes + weight
+        weight = max(weight, 2 * DTYPE_BYTES[workload.precision.gradient] * elements)
+    return workload.gathered_bytes + weight
 
 
-def _reduction(case: RankCase) -> int:
+def _reduction(workload: RankWorkload) -> int:
     """Copies of gradients while they are reduced over data parallelism; activations and loss are free by then.
 
     Two neighbouring buckets may be reduced at once. One copy is made if the dtype of the reduction is not that of the
     gradients. On a CPU, ZeRO needs one more, for the slices that arrive: they are summed there.
     """
-    precision = case.precision
-    if case.layout.data == 1:
+    precision = workload.precision
+    if workload.layout.data == 1:
         return 0
-    sizes = [bucket.elements for bucket in bucket_shapes(case)]
+    sizes = [bucket.elements for bucket in bucket_shapes(workload)]
     two_buckets = max(size + following for size, following in zip(sizes, [*sizes[1:], 0], strict=True))
-    sums_slices = not case.accelerator and case.config.optimizer.zero == 1
+    sums_slices = not workload.accelerator and workload.config.optimizer.zero == 1
     copies = int(precision.reduce != precision.gradient) + int(sums_slices)
     return copies * two_buckets * DTYPE_BYTES[precision.reduce]
 
 
-def _rounding(case: RankCase) -> tuple[int, int]:
+def _rounding(workload: RankWorkload) -> tuple[int, int]:
     """Return the bytes that stochastic rounding holds all the time, and for a moment while it updates a chunk.
 
     All the time: an int32 number for each element of a chunk. For a moment, of the elements of a bucket that the rank
     updates, a chunk at most: the master, its gradient and its states in float32, and in int32 the random words, the
     bits of one tensor and its signs.
     """
-    if case.precision.rounding != "stochastic":
+    if workload.precision.rounding != "stochastic":
         return 0, 0
-    chunk = rounding_chunk_elements(case.accelerator)
-    owned = max(bucket.elements // bucket.slices for bucket in bucket_shapes(case))
-    tensors = 5 + len(case.config.optimizer.spec.states)
+    chunk = rounding_chunk_elements(workload.accelerator)
+    owned = max(bucket.elements // bucket.slices for bucket in bucket_shapes(workload))
+    tensors = 5 + len(workload.config.optimizer.spec.states)
     return _FLOAT32 * chunk, tensors * _FLOAT32 * min(chunk, owned)

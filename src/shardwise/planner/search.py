@@ -2,8 +2,6 @@
 
 Each layout has a bound that no schedule can beat: the work of its busiest rank with the update. Layouts are taken by
 this bound; only those that may be among the best are simulated, and only these are checked for memory.
-
-All layouts of a recipe on a number of devices that its rules allow.
 """
 
 from __future__ import annotations
@@ -12,20 +10,16 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import islice
-from typing import get_args
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, check_layout
+from shardwise.config import DTYPE_BYTES, Config, Layout, Recompute, Schedule, check_layout
 from shardwise.config.layout import Stage
-from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
-from shardwise.config.sections import Recompute
-from shardwise.models.parameter_counts import local_parameter_count
+from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from shardwise.models.parameter_counts import flops_per_token, local_parameter_count, model_flops_utilization
 from shardwise.pipeline.partition import stage_plan
 from shardwise.planner.device_specs import Cluster
 from shardwise.planner.memory import MemoryEstimate, expected_memory, memory_of, messages_of_a_micro_batch
-from shardwise.planner.rank_case import RankCase, flops_per_token, model_flops_utilization
+from shardwise.planner.rank_workload import RankWorkload
 from shardwise.planner.step_time import StepTime, least_time, step_time
 
 RESERVED = 0.06
@@ -79,7 +73,7 @@ class Plan:
         return self.time.total * self.config.train.steps
 
 
-@dataclass(frozen=True)
+@dataclass
 class Search:
     """The result of a search.
 
@@ -87,29 +81,17 @@ class Search:
         plans: fastest layouts that fit, fastest first.
         valid: number of layouts that the rules allow.
         too_large: number of layouts that were dropped, by the reason.
-        smallest: if no layout fits, the one that needs the least memory, and its bytes.
+        smallest: the dropped layout that needs the least memory, and its bytes.
     """
 
-    plans: list[Plan]
-    valid: int
-    too_large: Counter[str]
-    smallest: tuple[Choice, float] | None
-
-
-@dataclass
-class _Dropped:
-    """The layouts that do not fit.
-
-    Attributes:
-        reasons: number of layouts by reason.
-        smallest: layout that needs the least memory, and its bytes.
-    """
-
-    reasons: Counter[str] = field(default_factory=Counter)
+    plans: list[Plan] = field(default_factory=list)
+    valid: int = 0
+    too_large: Counter[str] = field(default_factory=Counter)
     smallest: tuple[Choice, float] | None = None
 
-    def add(self, reason: str, choice: Choice, size: float) -> None:
-        self.reasons[reason] += 1
+    def drop(self, reason: str, choice: Choice, size: float) -> None:
+        """Note a layout that does not fit."""
+        self.too_large[reason] += 1
         if self.smallest is None or size < self.smallest[1]:
             self.smallest = (choice, size)
 
@@ -123,56 +105,56 @@ def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collectio
         )
     config = config.with_batch_for(cluster.world)
     limit = cluster.device.memory * (1 - RESERVED)
-    dropped = _Dropped()
+    result = Search()
     # A layout's number keeps the order of `choices` among equal times, and keeps the heap from comparing layouts.
     bounded: list[tuple[float, int, Choice, Layout]] = []
-    number = 0
-    for number, (choice, layout) in enumerate(choices(config, cluster.world, cluster.per_node, fixed), 1):
+    for choice, layout in choices(config, cluster.world, cluster.per_node, fixed):
+        result.valid += 1
         state = _state_bytes(config, choice, layout, cluster)
         if state > limit:
-            dropped.add("parameters, gradients and optimizer state alone are larger than the device", choice, state)
+            result.drop("parameters, gradients and optimizer state alone are larger than the device", choice, state)
         else:
-            bounded.append((least_time(choice.applied(config), layout, cluster), number, choice, layout))
-    valid = number
-    plans = list(islice(_fastest_first(config, cluster, limit, bounded, dropped), best))
-    return Search(plans, valid, dropped.reasons, None if plans else dropped.smallest)
+            bounded.append((least_time(choice.applied(config), layout, cluster), result.valid, choice, layout))
+    _add_fastest(result, config, cluster, limit, bounded, best)
+    return result
 
 
-def _fastest_first(
+def _add_fastest(
+    result: Search,
     config: Config,
     cluster: Cluster,
     limit: float,
     bounded: list[tuple[float, int, Choice, Layout]],
-    dropped: _Dropped,
-) -> Iterator[Plan]:
-    """Yield the layouts that fit, fastest first; only those that a bound cannot rule out are simulated.
+    best: int,
+) -> None:
+    """Add the `best` fastest layouts that fit to a result; only those that a bound cannot rule out are simulated.
 
     Args:
+        result: the search's result, which also gets the layouts that do not fit.
         config: the recipe's configuration.
         cluster: devices that it runs on.
         limit: bytes that a rank may need.
         bounded: (bound of the time, number, choice, layout) of each layout.
-        dropped: record of the layouts that do not fit, to which this adds.
+        best: number of layouts to add.
     """
     heapq.heapify(bounded)
     simulated: list[tuple[float, int, Plan]] = []
-    while bounded:
+    while len(result.plans) < best and (bounded or simulated):
         # No layout that is still to be simulated can be faster than the lowest bound.
-        if simulated and simulated[0][0] <= bounded[0][0]:
-            yield heapq.heappop(simulated)[2]
+        if simulated and (not bounded or simulated[0][0] <= bounded[0][0]):
+            result.plans.append(heapq.heappop(simulated)[2])
             continue
         _, number, choice, layout = heapq.heappop(bounded)
         chosen = choice.applied(config)
+        # Memory comes first, as a layout that does not fit needs no simulation.
         memory = _memory(chosen, layout, cluster, limit)
         if memory.total > limit:
             reason = "activations do not fit beside parameters, gradients and optimizer state"
-            dropped.add(reason, choice, float(memory.total))
+            result.drop(reason, choice, float(memory.total))
             continue
         time = step_time(chosen, layout, cluster)
         assert time is not None
         heapq.heappush(simulated, (time.total, number, Plan(choice, chosen, layout, cluster, time, memory)))
-    while simulated:
-        yield heapq.heappop(simulated)[2]
 
 
 def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
@@ -196,19 +178,20 @@ def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
 
 
 def _state_bytes(config: Config, choice: Choice, layout: Layout, cluster: Cluster) -> float:
-    """Return bytes that a rank needs at least: the state of the blocks of an average pipeline rank."""
+    """Return bytes that a rank needs at least: the state of the blocks of an average pipeline rank.
+
+    Some rank has at least the average, and embedding and head, which are left out, only add to it.
+    """
     precision = config.precision.resolved(cluster.device.is_accelerator)
     model = config.known_shapes
     layers = max(1, model.num_hidden_layers // layout.pipeline)
-    elements = _block_elements(model, layout.tensor) * layers
+    # A stage between others has blocks alone.
+    inner_stage = Stage(index=1, rank=0, layers=range(1), stages=3)
+    elements = (local_parameter_count(model, layout.tensor, stages=(inner_stage,)) or 0) * layers
     kept_tensors = config.optimizer.spec.kept_tensors(separate_masters=precision.parameter != precision.optimizer)
-    each = DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient]
-    return elements * (each + kept_tensors * DTYPE_BYTES[precision.optimizer] / (layout.data if choice.zero else 1))
-
-
-@lru_cache(maxsize=256)
-def _block_elements(model: ModelConfig, tensor: int) -> int:
-    return local_parameter_count(model, tensor, stages=[Stage(1, 0, range(1), 3)]) or 0
+    replicated = DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient]
+    kept = kept_tensors * DTYPE_BYTES[precision.optimizer]
+    return elements * (replicated + kept / (layout.data if choice.zero else 1))
 
 
 def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> MemoryEstimate:
@@ -239,11 +222,11 @@ def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> M
         blocks[stage.rank] += len(stage.layers)
     first_with = {blocks[rank]: rank for rank in range(p - 2, 0, -1)}
     ranks = {0, max(0, p - 2), p - 1, *first_with.values()}
-    cases = RankCase.of_ranks(short_config, layout, accelerator, only=ranks)
+    workloads = RankWorkload.of_ranks(short_config, layout, accelerator, only=ranks)
     estimates: list[MemoryEstimate] = []
-    for case in sorted(cases, key=lambda case: -case.layers):
-        memory = memory_of(case)
-        messages = (micro_batches - shorter) * messages_of_a_micro_batch(case)
+    for workload in sorted(workloads, key=lambda workload: -workload.layers):
+        memory = memory_of(workload)
+        messages = (micro_batches - shorter) * messages_of_a_micro_batch(workload)
         estimates.append(replace(memory, pipeline=memory.pipeline + messages))
         if estimates[-1].total > limit:
             break
@@ -253,9 +236,10 @@ def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> M
 # The default comes first: among layouts that take equally long, the first is preferred.
 _SCHEDULES: tuple[Schedule, ...] = (
     DEFAULT_SCHEDULE,
-    *(name for name in get_args(Schedule) if name != DEFAULT_SCHEDULE),
+    *(name for name in SCHEDULES if name != DEFAULT_SCHEDULE),
 )
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+# An assumption: larger micro-batches take memory and gain little. The recipe's own is tried too.
 _MOST_IN_MICRO_BATCH = 16
 FIXABLE = (
     "parallel.tensor", "parallel.sequence", "parallel.pipeline", "parallel.schedule", "parallel.virtual_stages",
@@ -279,8 +263,14 @@ class Choice:
 
     def applied(self, config: Config) -> Config:
         """Return the configuration with this layout."""
-        pipeline = {"pipeline": self.pipeline, "schedule": self.schedule, "virtual_stages": self.virtual}
-        parallel = {"tensor": self.tensor, "sequence": self.sequence, **pipeline}
+        parallel = {
+            "tensor": self.tensor,
+            "sequence": self.sequence,
+            "pipeline": self.pipeline,
+            "schedule": self.schedule,
+            "virtual_stages": self.virtual,
+        }
+        # A recipe's sizes of stages are for its own number of stages.
         if len(config.parallel.stages or ()) != self.pipeline * (self.virtual or 1):
             parallel["stages"] = None
         train = {"micro_batch": self.micro_batch, "recompute": self.recompute}
@@ -314,6 +304,7 @@ def choices(config: Config, world: int, per_node: int, fixed: Collection[str] = 
     recomputes = (config.train.recompute,) if "train.recompute" in fixed else _RECOMPUTES
     for degrees in _degrees(config, world, per_node, fixed):
         for micro_batch in _micro_batches(config, fixed):
+            # Recompute and ZeRO change no rule, so that one check serves all of their values.
             first = Choice(*degrees, micro_batch, "none", 1)
             data = world // (first.tensor * first.pipeline)
             if config.train.global_batch % (micro_batch * data):

@@ -1,6 +1,6 @@
 """The time of an optimizer step on a cluster, and what it is spent on. Deterministic; nothing is measured.
 
-Legend: see `planner/rank_case.py`. Ranks are [pipeline, data, tensor], tensor fastest, and nodes take consecutive
+Legend: see `planner/rank_workload.py`. Ranks are [pipeline, data, tensor], tensor fastest, and nodes take consecutive
 ranks.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 
-from shardwise.config import DTYPE_BYTES, Config, Layout, ModelConfig, Precision
+from shardwise.config import DTYPE_BYTES, Config, Layout, Precision
 from shardwise.config.layout import Stage
 from shardwise.models.parameter_counts import LocalWidths, local_parameter_count
 from shardwise.optim.bucket_layout import bucket_bytes
@@ -18,7 +18,7 @@ from shardwise.pipeline.makespan import makespan
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
 from shardwise.planner import block_seconds, device_seconds
-from shardwise.planner.block_seconds import PartSeconds, PassSeconds, ProgramTraits
+from shardwise.planner.block_seconds import BlockShape, PartSeconds, PassSeconds, ProgramTraits
 from shardwise.planner.device_seconds import Constants, RankGroup, constants_of, group
 from shardwise.planner.device_specs import Cluster
 
@@ -112,34 +112,36 @@ def step_time(
 
     Args:
         config: the whole configuration.
-        layout: its layout.
+        layout: degrees of parallelism.
         cluster: devices that it runs on.
         program: traits of the program that trains; None: this package.
         constants: constants of the device; None: those that were measured on it, else those that were fitted.
     """
     if config.shapes is None:
         return None
-    case = _StepCase.of(config, layout, cluster, program, constants)
-    message = case.message_seconds()
-    if case.program.waits_for_messages and layout.pipeline > 1:
+    inputs = _StepInputs.of(config, layout, cluster, program, constants)
+    message = inputs.message_seconds()
+    if inputs.program.waits_for_messages and layout.pipeline > 1:
         # The rank spends the time of a message in the pass that sends it, so nothing is under way between ranks.
-        wait = message + case.constants.wait
+        wait = message + inputs.constants.wait
         in_flight = 0.0
     else:
         wait = 0.0
         in_flight = message
     times = tuple(
-        StageTimes(work.times.forward + wait, work.times.backward + wait, work.times.weight) for work in case.works
+        StageTimes(work.times.forward + wait, work.times.backward + wait, work.times.weight) for work in inputs.works
     )
-    busy = _busy_seconds(case.works, times, layout.pipeline)
+    busy = _busy_seconds(inputs.works, times, layout.pipeline)
     longest = max(range(layout.pipeline), key=busy.__getitem__)
     m = layout.accumulation(config.train)
     makespan_seconds = makespan(config.parallel, m, times, in_flight, config.train.recompute)
-    works = [work for work in case.works if work.stage.rank == longest]
+    # The parts are those of one rank, and all that it does not work is bubble, so that they sum to the makespan.
+    works = [work for work in inputs.works if work.stage.rank == longest]
     forward, backward, recompute = _block_sums(works)
+    # The backward pass contains the recompute, which has a row of its own.
     model_work = forward.plus(backward).plus(recompute, -1)
-    ends = sum((sum(end.forward.total + end.backward.total for end in work.ends) for work in works), start=0.0)
-    update = case.update_seconds()
+    ends = sum(end.forward.total + end.backward.total for work in works for end in work.ends)
+    update = inputs.update_seconds()
     return StepTime(
         matmul=m * model_work.matmul,
         attention=m * model_work.attention,
@@ -148,7 +150,7 @@ def step_time(
         head=m * ends,
         recompute=m * recompute.total,
         tensor=m * model_work.tensor,
-        messages=m * wait * 2 * len(works),
+        messages=m * wait * 2 * len(works),  # each stage sends one message in each direction
         bubble=max(0.0, makespan_seconds - m * busy[longest]),
         reduction=update.reduction,
         gather=update.gather,
@@ -157,19 +159,22 @@ def step_time(
 
 
 def least_time(config: Config, layout: Layout, cluster: Cluster) -> float:
-    """Return seconds that no schedule can beat: the work of the busiest rank, and the update."""
-    case = _StepCase.of(config, layout, cluster)
-    busy = _busy_seconds(case.works, [work.times for work in case.works], layout.pipeline)
+    """Return seconds that no schedule can beat: the work of the busiest rank, and the update.
+
+    Waits for other ranks and for messages are left out, which only add to them.
+    """
+    inputs = _StepInputs.of(config, layout, cluster)
+    busy = _busy_seconds(inputs.works, [work.times for work in inputs.works], layout.pipeline)
     micro_batches = layout.accumulation(config.train)
-    return max(busy) * micro_batches + case.update_seconds().total
+    return max(busy) * micro_batches + inputs.update_seconds().total
 
 
 def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
     """Return the timeline of a step, with the times that `step_time` adds up."""
-    case = _StepCase.of(config, layout, cluster)
-    stages = [work.times for work in case.works]
+    inputs = _StepInputs.of(config, layout, cluster)
+    stages = [work.times for work in inputs.works]
     micro_batches = layout.accumulation(config.train)
-    return timeline(config.parallel, micro_batches, stages, case.message_seconds(), config.train.recompute)
+    return timeline(config.parallel, micro_batches, stages, inputs.message_seconds(), config.train.recompute)
 
 
 def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
@@ -194,18 +199,21 @@ def stage_works(
     model = config.known_shapes
     local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
     precision = config.precision.resolved(cluster.device.is_accelerator)
-    shape = block_seconds.shape_of(
-        model,
-        widths=(local.query, local.key_value),
+    shape = BlockShape(
+        model=model,
+        local=local,
         batch=config.train.micro_batch,
         length=config.train.sequence_length,
-        layout=(layout.tensor, layout.sequence_parallel, min(layout.tensor, cluster.per_node)),
-        dtypes=(precision.parameter, precision.gradient),
+        tensor=layout.tensor,
+        sequence_parallel=layout.sequence_parallel,
+        inside=min(layout.tensor, cluster.per_node),
+        dtype=precision.parameter,
+        gradient=precision.gradient,
         recompute=config.train.recompute,
     )
     block = block_seconds.block(shape, cluster.device, constants, program)
-    embedding = block_seconds.embedding(shape, local.vocabulary, cluster.device, constants, program)
-    head = block_seconds.head(shape, local.vocabulary, cluster.device, constants, program)
+    embedding = block_seconds.embedding(shape, cluster.device, constants, program)
+    head = block_seconds.head(shape, cluster.device, constants, program)
     action = constants.action if layout.pipeline > 1 else 0.0
     works = []
     for stage in stage_plan(config, layout):
@@ -259,7 +267,7 @@ class _UpdateSeconds:
 
 
 @dataclass(frozen=True)
-class _StepCase:
+class _StepInputs:
     """The inputs of a step's formulas."""
 
     config: Config
@@ -277,12 +285,12 @@ class _StepCase:
         cluster: Cluster,
         program: ProgramTraits | None = None,
         constants: Constants | None = None,
-    ) -> _StepCase:
+    ) -> _StepInputs:
         program = program or shardwise_traits(config, cluster)
         constants = constants or constants_of(cluster.device)
         precision = config.precision.resolved(cluster.device.is_accelerator)
         works = stage_works(config, layout, cluster, program, constants)
-        return _StepCase(config, layout, cluster, program, constants, precision, works)
+        return _StepInputs(config, layout, cluster, program, constants, precision, works)
 
     def message_seconds(self) -> float:
         """Return the seconds of a message between stages: x, [T/s, H]."""
@@ -327,12 +335,12 @@ class _StepCase:
 
     def _most_elements(self) -> int:
         """Return the parameters of the pipeline rank that has most: the embedding or the head makes it an outer one."""
+        model = self.config.model
+        multiple = self.config.parallel.vocab_multiple
         counts = []
         for rank in {0, self.layout.pipeline - 1}:
             stages = tuple(work.stage for work in self.works if work.stage.rank == rank)
-            counts.append(
-                _element_count(self.config.model, self.layout.tensor, self.config.parallel.vocab_multiple, stages)
-            )
+            counts.append(local_parameter_count(model, self.layout.tensor, vocab_multiple=multiple, stages=stages) or 0)
         return max(counts)
 
     def _reduction_seconds(self, elements: int, uses_zero: bool) -> float:
@@ -354,10 +362,6 @@ class _StepCase:
         # Each bucket beyond the first adds the latency of a collective: the time of one that sends a byte.
         latency = device_seconds.collective(device, c, self._data_group, 1.0, reduces_all=reduces_all)
         seconds += (buckets - 1) * latency
-        backward = self.works[0].times.backward * (layout.virtual if layout.pipeline > 1 else 1)
+        # The first rank's stages, whose gradients are complete last: their reductions end the step.
+        backward = self.works[0].times.backward * layout.virtual
         return max(seconds / buckets, seconds - c.overlap * backward)
-
-
-@lru_cache(maxsize=2**12)
-def _element_count(model: ModelConfig, tensor: int, multiple: int, stages: tuple[Stage, ...]) -> int:
-    return local_parameter_count(model, tensor, vocab_multiple=multiple, stages=stages) or 0

@@ -142,7 +142,7 @@ def _pipeline_view(rank: int, views: Sequence[RankView]) -> PipelineView:
         rank=rank,
         ranks=tuple(view.rank for view in views),
         work_seconds=_mean(view.work_seconds for view in views),
-        # A rank that holds several stages, as in an interleaved schedule, records each of them.
+        # A rank that holds several stages, as some schedules have them, records each of them.
         forward_seconds=_mean(sum(stage["forward"] for stage in stages) for stages in stage_seconds),
         backward_seconds=_mean(sum(stage["backward"] for stage in stages) for stages in stage_seconds),
         bubble=_mean(view.last.get("bubble") for view in views),

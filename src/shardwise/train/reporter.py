@@ -27,7 +27,7 @@ from shardwise.base.redaction import redacted
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, Precision
-from shardwise.planner.rank_case import flops_per_token, model_flops_utilization
+from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
 from shardwise.runs.folder import RunDirectory, now
 from shardwise.train.compile.run_graphs import CapturedGraphs
 from shardwise.train.experiment_trackers import ExperimentTrackers

@@ -16,7 +16,13 @@ from shardwise.base.errors import listing
 from shardwise.base.hardware import available_memory, bfloat16_unit, peak_flops
 from shardwise.config import Config, Layout, Precision, dump_yaml
 from shardwise.config.layout import Stage
-from shardwise.models.parameter_counts import canonical_tensor_count, local_parameter_count, parameter_count
+from shardwise.models.parameter_counts import (
+    canonical_tensor_count,
+    flops_per_token,
+    local_parameter_count,
+    parameter_count,
+    recomputed_flops_per_token,
+)
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import bubble, simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
@@ -28,7 +34,6 @@ from shardwise.planner.memory import (
     memory_of_machine,
     neediest_rank,
 )
-from shardwise.planner.rank_case import flops_per_token, recomputed_flops_per_token
 from shardwise.train.memory_remedies import remedies_of_machine
 
 if TYPE_CHECKING:

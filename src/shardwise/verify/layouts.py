@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_name
 from shardwise.config import Config, Recompute, Schedule
-from shardwise.config.load import parse_value
+from shardwise.config.recipe_files import parse_value
 from shardwise.config.schedules import SCHEDULES
 
 ALL = "all"

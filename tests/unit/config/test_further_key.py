@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import load, schema, sections
+from shardwise.config import error_texts, load, run_config, schema, sections
 
 _RECIPE = """
 model: {family: llama, vocab_size: 64, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2,
@@ -20,17 +20,18 @@ class TrainConfig(sections.TrainConfig):
     further: int = Field(default=1, gt=0, description="a further key")
 
 
-class _Config(sections.Config):
+class _Config(run_config.Config):
     train: TrainConfig = Field(description="how long and in what portions")
 
 
 @pytest.fixture(autouse=True)
 def further_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(load, "Config", _Config)
+    monkeypatch.setattr(error_texts, "Config", _Config)
     monkeypatch.setattr(schema, "Config", _Config)
-    load._known_paths.cache_clear()
+    error_texts._known_paths.cache_clear()
     yield
-    load._known_paths.cache_clear()
+    error_texts._known_paths.cache_clear()
 
 
 @pytest.fixture

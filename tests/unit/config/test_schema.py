@@ -10,7 +10,8 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.cli import main
 from shardwise.config import load_config, recipe_names
-from shardwise.config.load import config_from, dump_yaml, parse_yaml, recipe_text
+from shardwise.config.load import config_from
+from shardwise.config.recipe_files import dump_yaml, parse_yaml, recipe_text
 from shardwise.config.schema import recipe_schema
 from tests.arch.source import ROOT, config_fields
 

@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import PrecisionConfig, apply_overrides, check_layout, config_from, dump_yaml, load_config
-from shardwise.config.load import parse_yaml
+from shardwise.config.recipe_files import parse_yaml
 
 
 def test_heads_are_derived_where_hugging_face_has_null() -> None:

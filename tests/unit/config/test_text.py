@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
-from shardwise.config.load import dump_yaml, parse_value, parse_yaml
+from shardwise.config.recipe_files import dump_yaml, parse_value, parse_yaml
 
 SCALARS = [
     ("1e-4", 1e-4),

@@ -10,7 +10,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import Config, config_from
 from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
-from shardwise.models.user_model import check_own
+from shardwise.models.user_model import check_user_model
 
 HEAD = """
 import torch
@@ -45,7 +45,7 @@ def config(family: str, sections: dict[str, dict[str, Any]] | None = None, **key
 
 def problems(chosen: Config) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        check_own(chosen)
+        check_user_model(chosen)
     return caught.value.problems
 
 

@@ -12,7 +12,7 @@ from shardwise.config import check_layout
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
 from shardwise.distributed.torch_private import fake_tensors
-from shardwise.models.user_model import check_own
+from shardwise.models.user_model import check_user_model
 from tests.unit.models.own_classes import HEAD, PLAIN, Write, build, config, problem, problems, unbuildable
 
 # ---- where it is looked for
@@ -20,22 +20,22 @@ from tests.unit.models.own_classes import HEAD, PLAIN, Write, build, config, pro
 
 @pytest.mark.parametrize("path", ["mine.py", "package/mine.py", "some/package/mine.py"])
 def test_it_is_found_in_the_current_directory(path: str, write: Write) -> None:
-    assert check_own(config(write(path=path))).__name__ == "Model"
+    assert check_user_model(config(write(path=path))).__name__ == "Model"
 
 
 def test_the_current_directory_stands_in_for_no_library_afterwards(write: Write, tmp_path: Path) -> None:
     family = write()
     before = list(sys.path)
-    check_own(config(family))
+    check_user_model(config(family))
     assert sys.path == [*before, str(tmp_path)], "what the module imports later must be found, after all else"
-    check_own(config(family))
+    check_user_model(config(family))
     assert sys.path == [*before, str(tmp_path)]
 
 
 def test_the_current_directory_comes_before_installed_packages(write: Write, tmp_path: Path) -> None:
     write(path="installed/mine.py")
     sys.path.insert(0, str(tmp_path / "installed"))
-    model_class = check_own(config(write()))
+    model_class = check_user_model(config(write()))
     assert sys.modules[model_class.__module__].__file__ == str(tmp_path / "mine.py")
 
 
@@ -270,7 +270,7 @@ def test_what_a_layout_asks_for_must_be_an_argument(write: Write) -> None:
         "train.recompute (selective) must be none: mine:Model takes no argument recompute",
     ]
     alone = {"parallel": {"tensor": 1, "sequence": True}}
-    assert check_own(config("mine:Model", alone)), "sequence parallelism has no effect at TP 1"
+    assert check_user_model(config("mine:Model", alone)), "sequence parallelism has no effect at TP 1"
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_forward_takes_the_batch_and_needs_no_more(forward: str, shown: str, wri
     "parameters", ["ids_SB, targets_SB, dropout", "*, targets_SB, ids_SB, dropout=None", "ids_SB, mask=None, **rest"]
 )
 def test_forward_may_take_more(parameters: str, write: Write) -> None:
-    assert check_own(config(write(PLAIN, f"    def forward(self, {parameters}):\n        pass")))
+    assert check_user_model(config(write(PLAIN, f"    def forward(self, {parameters}):\n        pass")))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_forward_may_take_more(parameters: str, write: Write) -> None:
     ],
 )
 def test_the_argument_of_forward_that_receives_the_model_may_have_any_name(forward: str, write: Write) -> None:
-    assert check_own(config(write(PLAIN, f"    {forward}\n        pass")))
+    assert check_user_model(config(write(PLAIN, f"    {forward}\n        pass")))
 
 
 def test_a_message_shows_forward_without_the_argument_that_receives_the_model(write: Write) -> None:
@@ -322,7 +322,7 @@ RESETS = {"data": {"reset_position_ids": True, "reset_attention_mask": True}}
 
 def test_forward_may_take_what_the_data_section_asks_for(write: Write) -> None:
     takes = "def forward(self, ids_SB, targets_SB, positions_SB, starts_SB):\n        pass"
-    assert check_own(config(write(PLAIN, f"    {takes}"), RESETS))
+    assert check_user_model(config(write(PLAIN, f"    {takes}"), RESETS))
 
 
 def test_forward_must_take_what_the_data_section_asks_for(write: Write) -> None:

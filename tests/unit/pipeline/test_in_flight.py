@@ -25,7 +25,7 @@ from shardwise.planner.memory import (
     invariant_dropout,
     memory_by_rank,
 )
-from shardwise.planner.rank_case import RankCase
+from shardwise.planner.rank_workload import RankWorkload
 from tests.unit.planner.families import MODELS, family, make_config, section
 
 S, B, H, LAYERS, M = 16, 1, 32, 4, 8
@@ -269,7 +269,7 @@ def test_only_the_ends_look_up_and_predict() -> None:
     for rank in range(4):
         transfers = step_transfers(chosen, layout, pipeline_rank=rank)
         assert transfers is not None
-        whats.append({one.what for one in transfers if one.axis == "tp"})
+        whats.append({one.tensor for one in transfers if one.axis == "tp"})
     blocks = {"token ids and targets", "outputs of attention and MLP", "gradients of the inputs of attention and MLP"}
     head = {"largest logit of each token", "sum of exponentials and target logit", "gradient of the head's input"}
     assert whats == [blocks | {"embedding output"}, blocks, blocks, blocks | head]
@@ -285,7 +285,7 @@ def test_a_tied_embeddings_gradient_is_summed_over_both_ends(zero: int, pipeline
         for data_rank in range(2):
             transfers = step_transfers(chosen, layout, pipeline_rank=rank, data_rank=data_rank)
             assert transfers is not None
-            ends = [one for one in transfers if one.what == "gradient of the tied embedding"]
+            ends = [one for one in transfers if one.tensor == "gradient of the tied embedding"]
             assert [(one.axis, one.kind, one.ranks) for one in ends] in ([], [(axis, "all_reduce", 2)])
             summed += sum(one.bytes for one in ends)
         copies = 1 if zero else 2
@@ -297,7 +297,7 @@ def test_where_one_rank_has_both_ends_there_is_nothing_to_sum() -> None:
     for rank in range(2):
         transfers = step_transfers(chosen, check_layout(chosen, 2), pipeline_rank=rank)
         assert transfers is not None
-        assert "gradient of the tied embedding" not in {one.what for one in transfers}
+        assert "gradient of the tied embedding" not in {one.tensor for one in transfers}
 
 
 def test_padding_at_the_ends_is_not_sent() -> None:
@@ -306,13 +306,13 @@ def test_padding_at_the_ends_is_not_sent() -> None:
     for tensor_rank in range(2):
         transfers = step_transfers(chosen, check_layout(chosen, 4), tensor_rank=tensor_rank)
         assert transfers is not None
-        found += [one.bytes for one in transfers if one.what == "gradient of the tied embedding"]
+        found += [one.bytes for one in transfers if one.tensor == "gradient of the tied embedding"]
     assert found == [4 * 32 * H, 4 * 18 * H]
 
 
 def test_a_case_has_the_stages_of_its_rank() -> None:
     chosen = config(schedule="zbv")
-    cases = [RankCase.of(chosen, check_layout(chosen, 2), False, rank) for rank in range(2)]
+    cases = [RankWorkload.of(chosen, check_layout(chosen, 2), False, rank) for rank in range(2)]
     assert [[stage.index for stage in case.stages] for case in cases if case] == [[0, 3], [1, 2]]
     assert [(case.has_first, case.has_last, case.layers) for case in cases if case] == [
         (True, True, 2),

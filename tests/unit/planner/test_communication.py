@@ -11,7 +11,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 from shardwise.optim.buckets import Dtypes, make_buckets
 from shardwise.planner.communication import Transfer, bucket_shapes, evaluation_transfers, step_transfers, wire_bytes
-from shardwise.planner.rank_case import RankCase
+from shardwise.planner.rank_workload import RankWorkload
 from shardwise.train.build import decay_groups
 from tests.unit.planner.families import MODELS, make_config, section
 
@@ -47,7 +47,7 @@ def by_tensor(config: Config, layout: Layout) -> dict[str, float]:
     """Wire bytes of a step over tensor parallelism, by what is sent."""
     transfers = step_transfers(config, layout)
     assert transfers is not None
-    return {one.what: one.wire_bytes for one in transfers if one.axis == "tp"}
+    return {one.tensor: one.wire_bytes for one in transfers if one.axis == "tp"}
 
 
 def bucket_elements(t: int, slices: int) -> int:
@@ -100,7 +100,7 @@ def test_shared_key_value_heads_are_summed_over_the_ranks_that_hold_them(kv_head
     transfers = step_transfers(make_config(chosen), Layout(4, tensor=4))
     assert transfers is not None
     gradient = 4 * L * 2 * (H // HEADS) * H
-    assert [one for one in transfers if one.what == "partial gradients"] == [
+    assert [one for one in transfers if one.tensor == "partial gradients"] == [
         Transfer(axis, "all_reduce", 4 // kv_heads, gradient, 1, "partial gradients")
     ]
 
@@ -115,7 +115,7 @@ def test_the_slices_partial_gradients_add_up(sequence: bool, bucket_mib: float) 
         transfers = step_transfers(chosen, Layout(16, tensor=4, sequence_parallel=sequence), data_rank=rank)
         assert transfers is not None
         for one in transfers:
-            if one.what == "partial gradients":
+            if one.tensor == "partial gradients":
                 found[one.axis] += one.bytes
     assert found == expected
 
@@ -159,7 +159,7 @@ def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float | None,
             dtypes=Dtypes(torch.float32, torch.float32, torch.float32),
         )
     ]
-    case = RankCase.of(chosen, Layout(1), False)
+    case = RankWorkload.of(chosen, Layout(1), False)
     assert case is not None
     assert [bucket.elements for bucket in bucket_shapes(case)] == made
 
@@ -232,7 +232,7 @@ def test_berts_heads_see_masked_positions_only() -> None:
     assert found["input of the head"] == found["gradient of the head's input"] == n * HIDDEN / 2
     evaluated = evaluation_transfers(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
     assert evaluated is not None
-    assert "gradient of the decoder's input" not in {one.what for one in evaluated}
+    assert "gradient of the decoder's input" not in {one.tensor for one in evaluated}
 
 
 def test_berts_two_objectives_are_counted_apart() -> None:

@@ -3,8 +3,12 @@
 import pytest
 
 from shardwise.config import BertConfig, GPTConfig, LlamaConfig, UserModelConfig
-from shardwise.models.parameter_counts import matmul_parameter_count
-from shardwise.planner.rank_case import flops_per_token, model_flops_utilization, recomputed_flops_per_token
+from shardwise.models.parameter_counts import (
+    flops_per_token,
+    matmul_parameter_count,
+    model_flops_utilization,
+    recomputed_flops_per_token,
+)
 
 LLAMA2_7B = LlamaConfig(
     family="llama",

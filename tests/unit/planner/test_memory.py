@@ -13,7 +13,7 @@ from shardwise.models.parameter_counts import local_parameter_count, parameter_c
 from shardwise.planner.activations import BlockStack, block_stack
 from shardwise.planner.communication import bucket_shapes
 from shardwise.planner.memory import MemoryEstimate, checkpoint_bytes, expected_memory, invariant_dropout
-from shardwise.planner.rank_case import RankCase
+from shardwise.planner.rank_workload import RankWorkload
 from tests.unit.planner.families import MODELS, make_config, section
 
 VOCABULARY, HIDDEN, LAYERS = 500, 64, 3
@@ -56,8 +56,8 @@ def estimate(config: Config, layout: Layout = Layout(1), accelerator: bool = Fal
     return found
 
 
-def case(config: Config, layout: Layout = Layout(1), accelerator: bool = False) -> RankCase:  # noqa: B008
-    found = RankCase.of(config, layout, accelerator)
+def case(config: Config, layout: Layout = Layout(1), accelerator: bool = False) -> RankWorkload:  # noqa: B008
+    found = RankWorkload.of(config, layout, accelerator)
     assert found is not None
     return found
 

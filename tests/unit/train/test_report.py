@@ -15,10 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardwise.base import units
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, check_layout, config_from
-from shardwise.models.parameter_counts import parameter_count
+from shardwise.models.parameter_counts import flops_per_token, parameter_count
 from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.planner.memory import expected_memory, invariant_dropout, neediest_rank
-from shardwise.planner.rank_case import flops_per_token
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import reporter as report
 from shardwise.train.reporter import Reporter

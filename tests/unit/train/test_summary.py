@@ -6,12 +6,16 @@ import pytest
 
 from shardwise.base import units
 from shardwise.config import CheckpointConfig, Config, Layout, check_layout, config_from
-from shardwise.models.parameter_counts import local_parameter_count, parameter_count
+from shardwise.models.parameter_counts import (
+    flops_per_token,
+    local_parameter_count,
+    parameter_count,
+    recomputed_flops_per_token,
+)
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.planner.memory import checkpoint_bytes, expected_memory, invariant_dropout, memory_by_rank, neediest_rank
-from shardwise.planner.rank_case import flops_per_token, recomputed_flops_per_token
 from shardwise.train.pipeline_at_start import schedule_picture
 from shardwise.train.summary import dry_run
 

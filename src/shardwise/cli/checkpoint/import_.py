@@ -20,7 +20,7 @@ from shardwise.base.units import count, counted, size
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
-from shardwise.config.load import parse_value
+from shardwise.config.recipe_files import parse_value
 from shardwise.data import hub
 
 if TYPE_CHECKING:

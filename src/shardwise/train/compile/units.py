@@ -48,7 +48,7 @@ from shardwise.layers.matmul import define_linear
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import Context
 from shardwise.models.causal import CausalLM
-from shardwise.models.user_model import check_own
+from shardwise.models.user_model import check_user_model
 from shardwise.train.compile.graph_cache import Facts
 
 BLOCK = "block"
@@ -383,7 +383,7 @@ def _code(config: Config) -> str:
     root = Path(shardwise.__file__).parent
     paths = {path for pattern in _SOURCES for path in root.glob(pattern)}
     if config.shapes is None:
-        paths |= _user_sources(check_own(config))
+        paths |= _user_sources(check_user_model(config))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()[:16]
 
 

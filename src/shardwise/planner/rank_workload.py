@@ -9,8 +9,6 @@ Legend:
        a sequence (BERT)         h   query heads                        m  micro-batches of a step on each rank
     x  the residual stream,      q   h · head_dim                       a  bytes of an element of an activation,
        [T/s, H] on a rank        kv  key/value heads · head_dim            which has the parameters' dtype
-
-Floating-point operations that a model needs, and the share of the hardware's peak that they make.
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, ModelConfig, Precision, Recompute, shapes_of
+from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, Precision
 from shardwise.config.layout import Stage
-from shardwise.models.parameter_counts import LocalWidths, attention_work, block_work, head_work, matmul_parameter_count
+from shardwise.models.parameter_counts import LocalWidths
 from shardwise.pipeline.partition import stage_plan
 
 
 @dataclass(frozen=True)
-class RankCase:
+class RankWorkload:
     """The inputs of the formulas, for one pipeline rank.
 
     Attributes:
@@ -49,16 +47,16 @@ class RankCase:
     stages: tuple[Stage, ...]
 
     @staticmethod
-    def of(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int = 0) -> RankCase | None:
-        """The case of one pipeline rank; None for a model of your own, of which nothing is known before it is built."""
-        cases = RankCase.of_ranks(config, layout, accelerator)
-        return cases[pipeline_rank] if cases else None
+    def of(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int = 0) -> RankWorkload | None:
+        """The workload of one pipeline rank; None for a model of your own, whose shapes are not known."""
+        workloads = RankWorkload.of_ranks(config, layout, accelerator)
+        return workloads[pipeline_rank] if workloads else None
 
     @staticmethod
     def of_ranks(
         config: Config, layout: Layout, accelerator: bool, only: Collection[int] | None = None
-    ) -> list[RankCase]:
-        """The cases of all pipeline ranks, or of those in `only`; empty for a model of your own."""
+    ) -> list[RankWorkload]:
+        """The workloads of all pipeline ranks, or of those in `only`; empty for a model of your own."""
         model = config.shapes
         if model is None:
             return []
@@ -66,7 +64,7 @@ class RankCase:
         precision = config.precision.resolved(accelerator)
         plan = stage_plan(config, layout)
         return [
-            RankCase(
+            RankWorkload(
                 config,
                 layout,
                 model,
@@ -173,48 +171,3 @@ class RankCase:
         """True if attention computes and keeps its probabilities, because no fused kernel does their dropout."""
         invariant = self.config.train.dropout_mode == "invariant"
         return self.model.attention_dropout_p > 0 and (invariant or not self.accelerator)
-
-
-def flops_per_token(
-    model: ModelConfig, sequence_length: int, predictions: int | None = None, *, count_masked: bool = False
-) -> float | None:
-    """Model FLOPs of one training token: forward and backward, without recompute. None for a model of your own.
-
-    6·N + 12·L·q·S / 2, where N are the parameters in matrix products (`matmul_parameter_count`), q = heads · head_dim
-    and S the sequence length: two FLOPs a multiply-add, the backward pass twice the forward. The causal mask halves the
-    second term; BERT's tokens attend to all S, so its is not halved. `models/parameter_counts.py` says how BERT's heads
-    count.
-
-    Args:
-        predictions: positions that BERT predicts (default: ⌈0.15·S⌉); other families predict at every position.
-        count_masked: leave the halving out. That is the convention of PaLM (arXiv:2204.02311, appendix B) and of most
-            published figures; it reports a higher utilisation for the same speed.
-    """
-    shapes = shapes_of(model)
-    if shapes is None:
-        return None
-    blocks = shapes.num_hidden_layers * block_work(shapes, sequence_length, count_masked=count_masked)
-    return 6.0 * (blocks + head_work(shapes, sequence_length, predictions))
-
-
-def recomputed_flops_per_token(model: ModelConfig, sequence_length: int, recompute: Recompute) -> float | None:
-    """FLOPs a token that recompute adds: the forward pass of the attention cores, or of whole blocks.
-
-    They are work of the hardware, not of the model: no part of its FLOPs or of MFU. None for a model of your own.
-    """
-    shapes = shapes_of(model)
-    if shapes is None:
-        return None
-    if recompute == "none":
-        return 0.0
-    core = 2.0 * shapes.num_hidden_layers * attention_work(shapes, sequence_length)
-    return core if recompute == "selective" else core + 2.0 * matmul_parameter_count(shapes, "token")
-
-
-def model_flops_utilization(
-    token_flops: float | None, tokens_per_second: float, ranks: int, peak_flops: float | None
-) -> float | None:
-    """Model FLOPs done per second over the peak of all ranks' devices, in [0, 1]; None where either is unknown."""
-    if token_flops is None or peak_flops is None:
-        return None
-    return token_flops * tokens_per_second / (ranks * peak_flops)

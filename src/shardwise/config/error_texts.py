@@ -1,0 +1,122 @@
+"""Messages for keys and values that pydantic refuses: the key, its value, and the rule that it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from shardwise.base.errors import ConfigError, listing, nearest_name
+from shardwise.config.model import FAMILIES
+from shardwise.config.run_config import Config
+from shardwise.config.section import PROBLEMS, as_given
+
+
+def refusal(error: ValidationError, section: str, family: str = "") -> ConfigError:
+    """The error for a section that is read by itself, from what pydantic says."""
+    problems = []
+    for details in error.errors(include_url=False):
+        problems += error_texts({**details, "loc": (section, *details["loc"])}, family)
+    return ConfigError(list(dict.fromkeys(problems)))
+
+
+def error_texts(details: Any, family: str = "") -> list[str]:
+    """The messages of one pydantic error. `family`: family of the `model` section that holds the key."""
+    kind = details["type"]
+    context = details.get("ctx", {})
+    location = details["loc"]
+    path = ".".join(str(part) for part in location)
+    value = details["input"]
+    known = _known_paths(family)
+    field = known.get(path)
+    if kind == PROBLEMS:  # raised by `reject`: these texts have their quantities already
+        return list(context["problems"])
+    if kind == "default_factory_not_called":  # a value that the default depends on is wrong, and has its own error
+        return []
+    if kind == "missing" and isinstance(location[-1], int):  # an item of a list
+        key = path.rpartition(".")[0]
+        return [f"{key} {_list_rule(known[key])}"]
+    if kind == "missing":
+        return [f"{path} is missing" + (f" ({field.description})" if field and field.description else "")]
+    if kind == "extra_forbidden":
+        return [_unknown(path, known)]
+    rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)
+    shown = f" ({as_given(value)!r})" if not isinstance(value, (dict, list)) else ""
+    return [f"{path}{shown} {rule or 'is not valid: ' + details['msg']}"]
+
+
+_RULES = {
+    "float_type": "must be a number",
+    "string_type": "must be text; put it in quotes",
+    "path_type": "must be a path",
+    "string_too_short": "must not be empty; null leaves it unset",
+    "string_pattern_mismatch": "must read package.module:Class",
+    "finite_number": "must be a finite number",
+    "model_type": "must be a mapping of keys",
+    "model_attributes_type": "must be a mapping of keys",
+    "dict_type": "must be a mapping of keys",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+}
+"""The rule that a message gives after `quantity (value)`, by pydantic's type of error; its context has the numbers."""
+# In these errors pydantic speaks of tuples, which YAML lacks.
+_NO_LIST = ("tuple_type", "too_short", "too_long")
+
+
+def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
+    """The rule that a message gives after `quantity (value)`; None for a type of error without words here."""
+    if kind == "bool_type":
+        word = str(value).lower()
+        return "must be true or false" + (f"; write {word} without quotes" if word in ("true", "false") else "")
+    if kind == "int_type":
+        is_whole = isinstance(value, float) and value.is_integer()
+        return "must be a whole number" + (f"; write {int(value)}" if is_whole else "")
+    if kind == "literal_error":
+        # pydantic writes Python: 'a', 'b' or 'c', and True where YAML has true.
+        expected = str(context["expected"]).replace("'", "")
+        return f"must be {expected.lower() if expected in ('True', 'False') else expected}"
+    return _RULES[kind].format_map(context) if kind in _RULES else None
+
+
+def _list_rule(field: FieldInfo) -> str:
+    """The rule that a message gives for a list: two numbers, or any length, with the field's example."""
+    annotations = (field.annotation, *get_args(field.annotation))
+    (tuple_type,) = (annotation for annotation in annotations if get_origin(annotation) is tuple)
+    kind, *further = get_args(tuple_type)
+    if further != [...]:
+        return "must be a list of two numbers"
+    entries = "whole numbers" if kind is int or get_args(kind)[:1] == (int,) else "numbers"
+    if kind is str or get_origin(kind) is Literal:
+        entries = "names"
+    return f"must be a list of {entries}, such as {listing(field.examples or [], 'or')}"
+
+
+def _unknown(path: str, known_paths: Mapping[str, FieldInfo]) -> str:
+    """The message for an unknown key. It suggests the same name in another section, else a similar one in this one."""
+    section, _, leaf = path.rpartition(".")
+    same_leaf = [known for known in known_paths if known.rpartition(".")[2] == leaf]
+    siblings = [known for known in known_paths if known.rpartition(".")[0] == section]
+    near = same_leaf[0] if len(same_leaf) == 1 else nearest_name(path, siblings, cutoff=0.75)
+    if near:
+        return f"{path}: unknown key; did you mean {near}?"
+    names = [known.rpartition(".")[2] for known in siblings]
+    return f"{path}: unknown key; {section or 'the top level'} has {listing(names)}"
+
+
+@cache
+def _known_paths(family: str) -> dict[str, FieldInfo]:
+    """Every key by its dotted path; those of `model` as this family has them, or of all families for another name."""
+    paths = {}
+    for name, field in Config.model_fields.items():
+        paths[name] = field
+        sections: list[Any] = [field.annotation]
+        if name == "model":
+            sections = [FAMILIES[family]] if family in FAMILIES else [*FAMILIES.values()]
+        for section in sections:
+            paths |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
+    return paths

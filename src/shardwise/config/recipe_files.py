@@ -1,0 +1,123 @@
+"""Recipe files: their names and texts, and YAML that is read and written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.base.errors import ConfigError, listing, nearest_name, see
+from shardwise.base.files import read_small
+from shardwise.base.parsing import TAG, NotReadError, scalar, yaml_value
+from shardwise.config.run_config import Config
+from shardwise.config.section import with_stand_ins
+
+_RECIPES = Path(__file__).parent / "recipes"
+_SUFFIXES = (".yaml", ".yml")
+_DATA_COMMENT = r"(?m)^ *# ((?:\S.*: +|  +)data\..+)"
+"""A comment of a recipe that names data for it, such as `# For a trial:  data.dataset=python`, or continues one."""
+
+
+def recipe_names() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(path.stem for path in _RECIPES.glob("*.yaml"))
+
+
+def recipe_text(recipe: str) -> str:
+    """The YAML of a shipped recipe's name or of a file.
+
+    Raises:
+        ConfigError: the recipe is unknown, or its file cannot be read.
+    """
+    is_file = recipe.endswith(_SUFFIXES) or "/" in recipe
+    if not is_file and recipe not in recipe_names():
+        near = nearest_name(recipe, recipe_names(), cutoff=0.4)
+        hint = f"did you mean {near}? " if near else ""
+        raise ConfigError(
+            f"unknown recipe {recipe!r}: {hint}shipped recipes are {listing(recipe_names())}; "
+            "a path to your own ends with .yaml"
+        )
+    path = Path(recipe).expanduser() if is_file else _RECIPES / f"{recipe}.yaml"
+    try:
+        with path.open("rb") as file:  # it may be a pipe, as the shell makes of <(command)
+            return read_small(file, path).decode()
+    except FileNotFoundError:
+        raise ConfigError(f"there is no recipe file {recipe}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the recipe file {recipe} cannot be read: {error}") from None
+
+
+def recipe_name(recipe: str) -> str:
+    """The short name of a recipe, after which its runs are named: `llama` of `my/llama.yaml`."""
+    return Path(recipe).stem if recipe.endswith(_SUFFIXES) else Path(recipe).name
+
+
+def require_data(config: Config, recipe: str) -> None:
+    """Raises ConfigError, with the comments of the recipe that name data for it, where nothing names data."""
+    if not config.data.is_named and config.hooks.data is None:
+        lines = re.findall(_DATA_COMMENT, recipe_text(recipe)) or ["For a trial:  data.dataset=python"]
+        shown = "\n".join(f"  {line}" for line in lines)
+        raise ConfigError(
+            f"{recipe_name(recipe)} must name its data by data.path, data.blend or data.dataset"
+            f"{see('runs#no-data-named')}:\n{shown}"
+        )
+
+
+def parse_yaml(text: str, origin: str) -> Any:
+    """The value that `text` holds; `origin` names it in errors.
+
+    Raises:
+        ConfigError: the text is no YAML, has too many levels or values, or keys are given twice; with every such key.
+    """
+    try:
+        return yaml_value(text, origin)
+    except NotReadError as error:
+        raise ConfigError(error.problems) from None
+
+
+def parse_value(text: str, origin: str) -> Any:
+    """The value of a command line's `key=value`: YAML in brackets, braces or quotes, else one plain scalar."""
+    return parse_yaml(text.strip(), origin) if is_yaml(text) else scalar(text.strip())
+
+
+def is_yaml(text: str) -> bool:
+    """True if the value of a `key=value` is YAML in brackets, braces or quotes."""
+    return text.strip()[:1] in ("[", "{", '"', "'")
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """`values` as YAML that `parse_yaml` reads back as the same; a path is written as its text."""
+    text: str = yaml.serialize(_node(dict(values)), Dumper=yaml.SafeDumper, width=120, allow_unicode=True)
+    return "\n".join(map(_escaped, text.split("\n")))
+
+
+def _escaped(line: str) -> str:
+    """A line with an escape for each character that is not printable: these stand in double quotes alone."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in line)
+
+
+def _node(value: Any) -> yaml.Node:
+    if isinstance(value, Mapping):
+        pairs = [(_node(str(key)), _node(item)) for key, item in value.items()]
+        return yaml.MappingNode(TAG + "map", pairs, flow_style=False)
+    if isinstance(value, (list, tuple)):
+        return yaml.SequenceNode(TAG + "seq", [_node(item) for item in value], flow_style=True)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        value = with_stand_ins(value)
+        plain = scalar(value) == value and value.isprintable()
+        return yaml.ScalarNode(TAG + "str", value, style=None if plain else '"')
+    if value is None:
+        return yaml.ScalarNode(TAG + "null", "null")
+    if isinstance(value, bool):
+        return yaml.ScalarNode(TAG + "bool", "true" if value else "false")
+    if isinstance(value, int):
+        return yaml.ScalarNode(TAG + "int", str(value))
+    # YAML 1.1 readers (PyYAML's own among them) take 1e-05 for a word and 1.0e-05 for a number.
+    text = repr(float(value))
+    return yaml.ScalarNode(TAG + "float", text if "." in text else text.replace("e", ".0e"))

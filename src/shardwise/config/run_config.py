@@ -1,0 +1,89 @@
+"""The whole configuration of a run: all sections together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from shardwise.base import units
+from shardwise.base.errors import ConfigError
+from shardwise.base.redaction import without_secrets
+from shardwise.config.data import DataConfig
+from shardwise.config.families import FamilyConfig
+from shardwise.config.launch import LaunchConfig
+from shardwise.config.model import AnyModel, shapes_of
+from shardwise.config.section import Section
+from shardwise.config.sections import (
+    CheckpointConfig,
+    CompileConfig,
+    HooksConfig,
+    LogConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+
+
+class Config(Section):
+    """Everything that a run reads, resolved and immutable."""
+
+    model: AnyModel = Field(description="what is trained")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="how the model is cut")
+    train: TrainConfig = Field(description="how long and in what portions")
+    optimizer: OptimizerConfig = Field(description="the update rule, its schedule and its sharding")
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="which dtype holds what")
+    data: DataConfig = Field(default_factory=DataConfig, description="what the model reads")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
+    )
+    compile: CompileConfig = Field(default_factory=CompileConfig, description="what is compiled, and where it is kept")
+    hooks: HooksConfig = Field(default_factory=HooksConfig, description="functions and classes of your own")
+    launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how the ranks work together")
+    log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")
+
+    def recorded(self) -> dict[str, Any]:
+        """The plain values that files show: as resolved, without the secrets that a text among them may hold."""
+        recorded: dict[str, Any] = without_secrets(self.model_dump(mode="json"))
+        return recorded
+
+    @property
+    def shapes(self) -> FamilyConfig | None:
+        """The model's configuration if it is of a family; None for a class of the user's, whose shapes nobody knows."""
+        return shapes_of(self.model)
+
+    @property
+    def known_shapes(self) -> FamilyConfig:
+        """The model's configuration of a family, after a rule has refused classes of the user's."""
+        shapes = self.shapes
+        assert shapes is not None, "the shapes of a class of the user's are not known"
+        return shapes
+
+    @property
+    def companions(self) -> str | None:
+        """The place that `checkpoint.companions` names, else that of `model.config`, unless weights are loaded."""
+        checkpoint = self.checkpoint
+        if checkpoint.companions is not None or checkpoint.load is not None or self.shapes is None:
+            return checkpoint.companions
+        return self.shapes.origin.file
+
+    def with_batch_for(self, ranks: int) -> Config:
+        """This configuration with the global batch that its rule gives for a number of ranks.
+
+        Raises:
+            ConfigError: the result is no whole number.
+        """
+        if self.train.rule is None:
+            return self
+        sequences, per = self.train.rule
+        if sequences * ranks % per:
+            raise ConfigError(
+                f"train.global_batch ({self.train.batch_rule}) must be a whole number on "
+                f"{units.counted(ranks, 'rank')} ({sequences * ranks / per:g}): set train.global_batch to a number"
+            )
+        return self.with_batch(sequences * ranks // per)
+
+    def with_batch(self, global_batch: int) -> Config:
+        """This configuration with another global batch."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"global_batch": global_batch})})
