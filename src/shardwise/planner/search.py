@@ -10,6 +10,7 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import DTYPE_BYTES, Config, Layout, Recompute, Schedule, check_layout
@@ -236,7 +237,7 @@ def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> M
 # The default comes first: among layouts that take equally long, the first is preferred.
 _SCHEDULES: tuple[Schedule, ...] = (
     DEFAULT_SCHEDULE,
-    *(name for name in SCHEDULES if name != DEFAULT_SCHEDULE),
+    *(name for name in get_args(Schedule) if name != DEFAULT_SCHEDULE),
 )
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 # An assumption: larger micro-batches take memory and gain little. The recipe's own is tried too.
