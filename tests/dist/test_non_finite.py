@@ -9,7 +9,7 @@ import torch
 from shardwise.base.errors import RunError
 from shardwise.models.blocks import Stages
 from shardwise.train.build import build_trainer
-from shardwise.verify.testing.ranks import RankPool
+from shardwise.verify.rank_pool import RankPool
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 

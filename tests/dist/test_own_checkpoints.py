@@ -15,7 +15,7 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.root import Root
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
-from shardwise.verify.testing.ranks import RankPool
+from shardwise.verify.rank_pool import RankPool
 from tests.dist.checkpoints import PLACE
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.own_models import Mixed

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.verify.testing.ranks import RankPool
+from shardwise.verify.rank_pool import RankPool
 from tests.dist import cells
 from tests.strict import device
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwise.verify.testing.ranks import RankPool
+from shardwise.verify.rank_pool import RankPool
 from tests.dist.test_compiled_training import GPT_DROPOUT, SEQUENCE, Cell, losses
 from tests.dist.training import FAMILIES
 

@@ -15,7 +15,7 @@ from shardwise.distributed.placement import placements
 from shardwise.train import build
 from shardwise.train.build import build_optimizer
 from shardwise.train.trainer import Trainer
-from shardwise.verify.testing.ranks import RankPool
+from shardwise.verify.rank_pool import RankPool
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.training import make_config
 

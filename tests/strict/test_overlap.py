@@ -7,7 +7,7 @@ import torch
 
 from shardwise.config import Config
 from shardwise.models.blocks import units
-from shardwise.verify.testing.ranks import RankPool
+from shardwise.verify.rank_pool import RankPool
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import FAMILIES, MODEL, make_config
 

@@ -9,7 +9,7 @@ import torch
 
 from shardwise import LAMB
 from shardwise.config import Config
-from shardwise.verify.testing.ranks import RankPool
+from shardwise.verify.rank_pool import RankPool
 from tests.dist import test_drift as drift
 from tests.dist import test_own_loop as loops
 from tests.dist import test_own_training as training

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.verify.testing.ranks import RankPool
+from shardwise.verify.rank_pool import RankPool
 from tests.arch.source import ROOT
 from tests.arch.test_docs import SCRIPTS
 from tests.e2e.command import Outcome, shardwise

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.verify.testing.ranks import RankPool
+from shardwise.verify.rank_pool import RankPool
 from tests.dist import cells
 from tests.dist.cells import Cell, array, small
 from tests.e2e.command import metrics, miniature, shardwise

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from shardwise.config import Config
-from shardwise.verify.testing.ranks import RankPool
+from shardwise.verify.rank_pool import RankPool
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import make_config
 from tests.strict import device

@@ -27,11 +27,13 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-_LINKS = (errno.ELOOP, errno.EMLINK)  # what systems answer to O_NOFOLLOW
+# The answers of systems to O_NOFOLLOW.
+_LINKS = (errno.ELOOP, errno.EMLINK)
 MOST_BYTES = 1 << 26
 """The largest file that is read whole, such as a configuration: far more than any needs."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_MOST_LINKS = 40  # as many as Linux follows in one path
+# As many as Linux follows in one path.
+_MOST_LINKS = 40
 ANYONE_WRITES = stat.S_IWOTH
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 """Bits of a mode, for `open_folder` and `open_own`."""

@@ -67,7 +67,8 @@ def _is_within(value: Any, levels: int) -> bool:
 _LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
-_MOST_DIGITS = 1000  # far below the 4,300 at which Python refuses to read an integer
+# Far below the 4,300 at which Python refuses to read an integer.
+_MOST_DIGITS = 1000
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _STARTS = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
 _ENDS = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
@@ -144,7 +145,8 @@ def _require_small(text: str, origin: str) -> None:
             level -= 1
         if level > MOST_LEVELS:
             raise NotReadError([_too_deep(origin)])
-        if number > 2 * MOST_VALUES:  # a collection has two events
+        # A collection has two events, its start and its end.
+        if number > 2 * MOST_VALUES:
             raise NotReadError([_too_many(origin)])
 
 
@@ -344,6 +346,7 @@ def _matches(value: Any, hint: Any) -> bool:
         return count_of(value) is not None
     if hint is float:
         return _amount(value) is not None
-    if get_args(hint):  # a Literal
+    # Only a Literal has arguments here.
+    if get_args(hint):
         return value in get_args(hint)
     return type(value) is (NoneType if hint is None else hint)

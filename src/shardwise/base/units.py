@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-_COUNT_SUFFIXES = ("", " k", " M", " billion", " trillion")  # no B: that is bytes
+# Not B for billion, which would be read as bytes.
+_COUNT_SUFFIXES = ("", " k", " M", " billion", " trillion")
 _LARGEST_WORD = 999.5e12
 _SIZE_SUFFIXES = (" B", " KiB", " MiB", " GiB", " TiB", " PiB")
 

@@ -38,7 +38,8 @@ _STYLE: dict[str, Any] = {
     "axes.grid": True,
     "grid.alpha": 0.3,
     "legend.frameon": False,
-    "svg.hashsalt": "shardwise",  # equal curves give equal files
+    # Ids of the picture are hashed with this salt, not with a random one: equal curves give equal files.
+    "svg.hashsalt": "shardwise",
 }
 
 
@@ -104,7 +105,8 @@ def _draw(
     file: Path, curves: list[tuple[str, Mapping[int, float]]], differences: Mapping[int, float], tolerance: float
 ) -> None:
     """Draw the curves and, below them, their difference on a logarithmic scale."""
-    from shardwise.data.reading.content import optional_library  # costly to import, for a plot alone
+    # Costly to import, for a plot alone.
+    from shardwise.data.reading.content import optional_library
 
     matplotlib, figures = (
         optional_library(name, "--plot needs", "plot") for name in ("matplotlib", "matplotlib.figure")
@@ -167,7 +169,8 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
             fields = {str(key).strip().lower(): value for key, value in row.items()}
             names |= dict.fromkeys(fields)
             losses = {loss: fields[loss] for loss in loss_names if fields.get(loss) not in (None, "")}
-            if not losses and fields.get("event") != "resume":  # an evaluation, or another scalar
+            # An evaluation, or another scalar of TensorBoard.
+            if not losses and fields.get("event") != "resume":
                 continue
             at = next((fields[key] for key in _STEPS if key in fields), number)
             step = _whole(at, f"{path}: the step of row {number:,}")
@@ -243,7 +246,8 @@ def _of_json(path: Path, text: str) -> _Rows:
     except ValueError:
         value = _of_lines(path, text)
     if isinstance(value, Mapping) and isinstance(value.get("log_history"), list):
-        value = value["log_history"]  # of the trainer_state.json of transformers
+        # The trainer_state.json of transformers has its rows under this key.
+        value = value["log_history"]
     for number, entry in enumerate(_of_columns(value) if isinstance(value, Mapping) else value, 1):
         numbers = entry if isinstance(entry, list) else [entry]
         if not isinstance(entry, Mapping) and (len(numbers) not in _UNNAMED or None in numbers):
@@ -263,7 +267,8 @@ def _of_lines(path: Path, text: str) -> Iterator[Any]:
             if line.strip():
                 yield json_value(line)
         except ValueError as error:
-            if is_run:  # a crash may have cut the line short
+            # A crash may have cut the last line of a run short.
+            if is_run:
                 continue
             raise ConfigError(
                 f"{path} must be JSON, or have JSON in each line: line {number:,} ({_shown(line)}) is cut short or is "

@@ -23,8 +23,8 @@ from shardwise.cli import output
 from shardwise.data.hub import is_url
 from shardwise.launch.environment import RANK_PROCESS
 from shardwise.runs.folder import RUNS
-from shardwise.verify.doctor.collective import collective
-from shardwise.verify.doctor.machine import Check, machine, software
+from shardwise.verify.collective_check import collective
+from shardwise.verify.machine_checks import Check, machine, software
 
 _MARKS = {"ok": "ok", "warning": "warning", "wrong": "WRONG"}
 

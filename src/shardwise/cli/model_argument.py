@@ -158,7 +158,8 @@ def open_folder(
                 f"{folder.root} must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a Hugging "
                 "Face folder to this machine first"
             )
-        if hub.is_url(target):  # file://
+        # A local URL, file://…, names a folder too.
+        if hub.is_url(target):
             target = str(folder.root.local())
     if step_of(Path(target).name) is not None and not Path(target).expanduser().exists():
         raise ConfigError(f"there is no checkpoint {target}: it was not saved, or was removed as an old one")
@@ -260,7 +261,8 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     if part == "all":
         data["split"] = "1,0"
     user_data = values.get("data", {})
-    if not user_data.keys().isdisjoint(("dataset", "path", "blend")):  # other data than the run's
+    # The user names other data: the keys that describe the run's own do not fit them.
+    if not user_data.keys().isdisjoint(("dataset", "path", "blend")):
         data |= {key: None for key in ("path", "blend") if key not in user_data}
         if "format" not in user_data and data.get("format") in ("megatron", "hdf5", "datasets"):
             data["format"] = "auto"

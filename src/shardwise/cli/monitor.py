@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: end.set())
     if port is not None:
-        from shardwise.runs.prometheus import serve  # costly to import, for a server alone
+        # Costly to import, for a server alone.
+        from shardwise.runs.prometheus import serve
 
         serve(watched, port, arguments.host)
         output.progress(f"serving {watched.name} at http://{arguments.host}:{port}/metrics")

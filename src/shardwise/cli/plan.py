@@ -113,7 +113,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     other_options = ("recipe", "overrides", "device", "nodes", "budget", "why", "write", "plot")
     if any(getattr(arguments, option) for option in other_options) or arguments.json:
         raise ConfigError("--calibrate must go alone or with -o FILE: it measures this machine, whatever the recipe")
-    from shardwise.verify.calibration.run import calibrate  # imports torch, which plans do without
+    # This imports torch, which plans do without.
+    from shardwise.verify.calibrate import calibrate
 
     target: Path = arguments.output or Path("measured.yaml")
     output.progress("measuring this machine takes about a minute; other work on it makes the figures worse")
@@ -286,7 +287,8 @@ _MOST_BARS = 20_000
 
 def draw(plans: Sequence[Plan], path: Path) -> None:
     """Draw time against memory of all plans, and the timeline of the best one, in the format of the file's suffix."""
-    from shardwise.data.reading.content import optional_library  # costly to import, for a plot alone
+    # Costly to import, for a plot alone.
+    from shardwise.data.reading.content import optional_library
 
     figures = optional_library("matplotlib.figure", "--plot needs", "plot")
     figure = figures.Figure(figsize=(11, 8), layout="constrained")

@@ -26,7 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.schema:
         if name is not None or target is not None:
             raise ConfigError("--schema stands alone: it prints one schema for all recipes")
-        from shardwise.config.schema import recipe_schema  # pydantic's schemas take long to import
+        # Pydantic's schemas take long to import.
+        from shardwise.config.schema import recipe_schema
 
         output.raw(json.dumps(recipe_schema(), indent=2))
         return 0

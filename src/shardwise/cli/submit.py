@@ -21,7 +21,7 @@ from pathlib import Path
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.base.redaction import redacted
 from shardwise.cli import output
-from shardwise.cli.following import follow
+from shardwise.cli.jobs import follow
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.config import Layout, load_config, recipe_name, recipe_text, require_data
 from shardwise.launch.slurm import commands, submission
@@ -104,13 +104,15 @@ def run(arguments: argparse.Namespace) -> int:
         for script in scripts:
             output.line()
             output.raw(redacted(script))
-        if problems:  # last: the numbers and the script are of use on a machine without the files too
+        # Last: the numbers and the script are of use on a machine without the files too.
+        if problems:
             raise ConfigError(problems)
         if not arguments.dry_run and (arguments.yes or _is_wanted()):
             return _submit(job, arguments)
     finally:
         if run_path is None and not is_shown_only:
-            with contextlib.suppress(OSError):  # the job uses it
+            # The folder that was reserved is removed only while it is empty: otherwise a job uses it.
+            with contextlib.suppress(OSError):
                 name.rmdir()
     if not arguments.dry_run:
         output.line("nothing was submitted")
@@ -178,7 +180,8 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
 def _by_ssh(where: str) -> int:
     """Run this command on another machine, in this folder's path there or in that of HOST:DIR."""
     host, _, folder = where.partition(":")
-    folder = folder.removeprefix("~/")  # ssh starts there
+    # In HOST:~/DIR the home is where ssh starts.
+    folder = folder.removeprefix("~/")
     given = sys.argv[sys.argv.index("submit") + 1 :]
     kept = [
         argument

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.cli import output
-from shardwise.cli.claim import is_finished
+from shardwise.cli.run_preparation import is_finished
 from shardwise.cli.train import with_batch
 from shardwise.config import check_layout, load_config
 from shardwise.launch import stop_requests
@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             supervisor.run()
         finally:
-            stop_requests.ignore()  # a late signal would kill this process, and the job's script start another one
+            # A late signal would kill this process, and the job's script would start another one.
+            stop_requests.ignore()
     return 0
 
 
@@ -81,6 +82,7 @@ def _await_lock(run_path: Path) -> None:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the disk of the log is full
+    # The disk of the log may be full, which must not end the job.
+    with contextlib.suppress(OSError):
         for line in text.splitlines():
             output.progress(f"shardwise: {line}")

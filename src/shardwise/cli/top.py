@@ -40,9 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     _require_screen()
     reader = Reader(arguments.run)
-    from shardwise.runs.screen.app import Top  # costly to import, for the screen alone
+    # Costly to import, for the screen alone.
+    from shardwise.runs.screen.app import Top
 
-    Top(reader.read, arguments.interval).run(mouse=False)  # so that the terminal still selects text
+    # Without the mouse, so that the terminal still selects text.
+    Top(reader.read, arguments.interval).run(mouse=False)
     return 0
 
 

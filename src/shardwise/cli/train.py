@@ -36,7 +36,8 @@ from shardwise.launch.environment import is_launched, joined, launches_node
 from shardwise.runs.folder import RunDirectory
 
 if TYPE_CHECKING:
-    from shardwise.planner.device_specs import Cluster  # costly to import, for a cluster alone
+    # Costly to import, for the option --device alone.
+    from shardwise.planner.device_specs import Cluster
 
 _ANY_TOKENIZER = 512
 """Vocabulary into which a byte-level tokenizer trained on built-in data always fits: twice the 256 bytes."""
@@ -104,8 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
     if place is None or place.rank == 0:
         stdio.survive_hangup()
     with ExitStack() as claims:
-        if not is_launched():  # else the launcher has done this
-            from shardwise.cli.claim import is_finished, prepare_run
+        # A launched rank finds the folder claimed and the data prepared by the process that launched it.
+        if not is_launched():
+            from shardwise.cli.run_preparation import is_finished, prepare_run
 
             if run_path is not None and is_finished(claims, config, run_path, place):
                 return 0
@@ -249,7 +251,7 @@ def _on_node(arguments: argparse.Namespace) -> int:
     world = nproc * node.attempt.nodes
 
     def prepare() -> None:
-        from shardwise.cli.claim import fetch_inputs
+        from shardwise.cli.run_preparation import fetch_inputs
         from shardwise.launch.rank_process import check_accelerators
 
         config = load_config(arguments.recipe, arguments.overrides)

@@ -31,8 +31,8 @@ from shardwise.config import Config, load_config, recipe_name
 from shardwise.launch.environment import joined
 from shardwise.verify.layouts import AXES, Cell, candidates, parse_layouts
 from shardwise.verify.miniature import existing, miniature
-from shardwise.verify.run import CLEAR_LINE, CellOutcome, Verification
 from shardwise.verify.tolerance import Tolerance
+from shardwise.verify.verification import CLEAR_LINE, CellOutcome, Verification
 
 _CPU_RANKS = 4
 
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     devices = _devices(arguments.devices, arguments.nproc)
     config, cells, refused = _plan(recipe, devices, parse_layouts(arguments.layouts), arguments.steps)
     from shardwise.launch.local import EndedError
-    from shardwise.verify.run import verify
+    from shardwise.verify.verification import verify
 
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     is_named = False

@@ -260,7 +260,8 @@ class PlacedModule(nn.Module):
 
 def of(parameter: Tensor) -> Placement | None:
     """A parameter's record, or None for one that is whole here and was made by somebody else's code."""
-    record: Placement | None = getattr(parameter, "placement", None)  # a fake tensor's parameter is no PlacedParameter
+    # By name and not by class: the parameter of a fake tensor is no PlacedParameter.
+    record: Placement | None = getattr(parameter, "placement", None)
     return record
 
 

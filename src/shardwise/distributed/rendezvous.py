@@ -159,7 +159,8 @@ class Watch:
         since = {}
         for thread, used in waiting.items():
             earlier = self._since.get(thread)
-            if earlier is None or earlier[0] != used:  # it has begun to wait, or has worked in between
+            # The thread has begun to wait, or has worked in between.
+            if earlier is None or earlier[0] != used:
                 earlier = (used, self._ran)
             since[thread] = earlier
         self._since = since
@@ -206,7 +207,8 @@ def _waiting() -> dict[int, int]:
         if frame is not None and frame.f_code.co_filename.startswith(_WAITING_CODE):
             # Python keeps the number that the main thread had before a fork.
             number = os.getpid() if thread is threading.main_thread() else thread.native_id or 0
-            with contextlib.suppress(OSError):  # the thread has just ended
+            # The thread may have just ended.
+            with contextlib.suppress(OSError):
                 nanoseconds = Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]
                 waiting[number] = int(nanoseconds) // 1_000_000
     return waiting
@@ -217,5 +219,6 @@ def close_connections() -> None:
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                connection.getpeername()  # fails for one that only listens
+                # This fails for a socket that only listens, which is left open.
+                connection.getpeername()
                 connection.shutdown(socket.SHUT_RDWR)

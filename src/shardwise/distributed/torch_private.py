@@ -175,7 +175,8 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if _COMPILER in sys.modules:
         optimizer.step()
     else:
-        with torch.no_grad():  # as the decorators of `step` do
+        # The decorators of `step` do this too.
+        with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(optimizer)
 
 
@@ -272,7 +273,8 @@ def inductor_options_problem(options: Mapping[str, Any]) -> str | None:
             return f"inductor has no option {name}" + (f"; did you mean {near}?" if near else "")
     try:
         _TorchCompileInductorWrapper(None, dict(options), False)
-    except RuntimeError as error:  # of another type
+    except RuntimeError as error:
+        # An option has a value of another type.
         return str(error).partition("\n")[0]
     return None
 

@@ -98,7 +98,8 @@ def unjoined(variables: Mapping[str, str] = os.environ) -> str | None:
 
 def may_be_a_task(variables: Mapping[str, str] = os.environ) -> bool:
     """Return True if srun or mpirun may have started this process as one of several; `tasks.task_of` knows."""
-    is_placed = any(name in variables for name in ("RANK", "WORLD_SIZE", NODE))  # by torchrun, the user or a supervisor
+    # Placed already: by torchrun, the user or the supervisor of a job.
+    is_placed = any(name in variables for name in ("RANK", "WORLD_SIZE", NODE))
     return not is_placed and any(name in variables for name in (*TASK_RANKS, *TASK_COUNTS))
 
 

@@ -94,7 +94,8 @@ def report_failure(failure: Failure) -> bool:
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
-    Path(path).parent.mkdir(parents=True, exist_ok=True)  # it may have been removed with the run's folder
+    # The folder may have been removed with that of the run.
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     # "x": of ranks that fail at once, the file system lets one alone make the file. One write without a buffer: the
     # launcher may kill this process at any moment after the file is there.
     with contextlib.suppress(FileExistsError), Path(path).open("xb", buffering=0) as file:

@@ -91,9 +91,11 @@ def beating(describe: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
                 temporary.write_text(json.dumps({**fixed, **facts, "since": time.monotonic() - began}))
                 temporary.replace(path)
             except FileNotFoundError:
-                return  # the launcher has ended, and its folder with it
+                # The launcher has ended, and its folder with it.
+                return
             except OSError:
-                pass  # the disk is full; the rank must not look silent for ever
+                # The disk is full. The thread goes on: the rank must not look silent for ever.
+                pass
             ended.wait(SECONDS)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)

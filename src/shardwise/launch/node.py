@@ -124,7 +124,8 @@ class SupervisorConnection:
         self.ended: str | None = None
         self._node = node
         self._beat = beat
-        self._lock = threading.Lock()  # messages come from several threads
+        # Messages come from several threads, and each must be one line.
+        self._lock = threading.Lock()
         self._leaving = threading.Event()
 
     def __enter__(self) -> SupervisorConnection:
@@ -179,7 +180,8 @@ class SupervisorConnection:
                     self.ended = "the supervisor has ended the attempt"
                     return
         except (OSError, ValueError):
-            pass  # closed, by the end of this launcher or by the other side
+            # The socket was closed, by the end of this launcher or by the other side.
+            pass
         self.ended = "the supervisor does not answer"
 
 

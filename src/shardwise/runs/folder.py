@@ -455,7 +455,8 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
     None outside of a repository.
     """
-    import subprocess  # costly to import, for the start of a run alone
+    # Costly to import, for the start of a run alone.
+    import subprocess
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
@@ -498,7 +499,8 @@ class FollowedFolder:
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError:
-            return  # a network disk may not answer for a moment
+            # A network disk may not answer for a moment.
+            return
         new_path = next((path for path in self._candidates() if _is_at(status, path)), None)
         if new_path is None:
             raise RunError(

@@ -166,5 +166,6 @@ def _without_most_steps(lines: Iterable[bytes]) -> list[bytes]:
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        with contextlib.suppress(ValueError):  # a crash, or a full disk, cut the line short
+        # A crash, or a full disk, cuts a line short.
+        with contextlib.suppress(ValueError):
             yield record_of(line, orjson.loads)

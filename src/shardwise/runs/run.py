@@ -61,9 +61,11 @@ class RunView:
         self.path = path
         self.directory = RunDirectory(path)
         self._metrics = GrowingFile(self.directory.metrics, whole=whole)
-        self._files: dict[Path, tuple[int, dict[str, Any]]] = {}  # modification time in ns, and the content
+        # Modification time in ns, and the content, of each file that is replaced as a whole.
+        self._files: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._problems: dict[Path, str] = {}
-        self._ranks: dict[int, tuple[float, RankView]] = {}  # modification time of the rank's file, and its view
+        # Modification time of each rank's file, and the view that was made of it.
+        self._ranks: dict[int, tuple[float, RankView]] = {}
         self._starts: dict[int, dict[str, Any]] = {}
         self._clear()
         try:
@@ -82,7 +84,8 @@ class RunView:
         """Read the added lines; returns True if there were any. While the files cannot be read, nothing is new."""
         try:
             return self._read()
-        except OSError:  # as while a network disk is away for a moment: `heard` tells how old everything is
+        except OSError:
+            # A network disk may be away for a moment: `heard` tells how old everything is.
             return False
 
     def _clear(self) -> None:
@@ -92,7 +95,8 @@ class RunView:
         self.last: dict[str, Any] = {}
         self.before_starts: list[float] = []
         self.lost = LostTime()
-        self._first_recent = 0  # position in `series` of the first step since the last start
+        # Position in `series` of the first step since the last start.
+        self._first_recent = 0
         self._trains = False
 
     def _read(self) -> bool:
@@ -234,7 +238,8 @@ class RunView:
         elif kind == "eval":
             self.evaluations.append(event)
         elif kind is not None:
-            self.events.append(without_secrets(event))  # the text of a library, or of another program, may hold one
+            # The text of a library, or of another program, may hold a secret.
+            self.events.append(without_secrets(event))
             self._trains = self._trains and kind not in ("start", "stop")
             if kind == "start":
                 self._first_recent = len(self.series.steps)
@@ -310,7 +315,8 @@ class RunView:
             changed = 0
             content = {}
         except OSError as error:
-            changed = 0  # so that it is read again as soon as it can be
+            # Time 0, so that the file is read again as soon as it can be.
+            changed = 0
             content = {}
             problem = f"{path} cannot be read: {reason_of(error)}"
         except ValueError as error:
@@ -399,7 +405,8 @@ def name_of(path: Path) -> str:
     """Return the name of a run: that of its folder, or of the folder to which a link leads."""
     try:
         return path.resolve().name
-    except (OSError, RuntimeError):  # a link in a circle
+    except (OSError, RuntimeError):
+        # A link in a circle: Python before 3.13 raises RuntimeError for it.
         return path.name
 
 

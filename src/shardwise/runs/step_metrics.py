@@ -217,7 +217,8 @@ def equal_widths(steps: Sequence[int], first: int, count: int) -> list[tuple[int
     ranges = []
     begin = bisect_left(steps, first)
     for column in range(count):
-        stop = len(steps)  # of the last column: the rounding of its width must lose no step
+        # The last column ends with the steps: the rounding of its width must lose none.
+        stop = len(steps)
         if column + 1 < count:
             stop = bisect_left(steps, first + (column + 1) * width, begin)
         ranges.append((begin, stop))
@@ -241,7 +242,8 @@ def columns_of(steps: Sequence[int], values: Sequence[float], ranges: Sequence[t
             continue
         least = min(finite)
         largest = max(finite)
-        mean = min(max(sum(finite) / len(finite), least), largest)  # rounding may put the mean outside
+        # Rounding may put the mean outside of the two.
+        mean = min(max(sum(finite) / len(finite), least), largest)
         columns.append(Column(steps[stop - 1], least, mean, largest))
     return columns
 

@@ -174,10 +174,12 @@ def _last(metrics: Path, *kinds: str) -> dict[str, Any] | None:
             while (position := max(lines.rfind(f'"event": "{kind}"'.encode(), 0, end) for kind in kinds)) >= 0:
                 lines.seek(lines.rfind(b"\n", 0, position) + 1)
                 end = lines.tell()
-                with contextlib.suppress(ValueError):  # a crash cut the line short
+                # A crash cut the line short.
+                with contextlib.suppress(ValueError):
                     event = record_of(lines.readline())
                     if event.get("event") in kinds:
                         return event
-    except (OSError, ValueError):  # ValueError: an empty file cannot be mapped
+    except (OSError, ValueError):
+        # ValueError: an empty file cannot be mapped.
         pass
     return None

@@ -105,7 +105,8 @@ def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any
     }
     if "no_rope_layers" in given:
         sizes["no_rope_layers"] = tuple(itertools.islice(itertools.cycle(given["no_rope_layers"]), layers))
-    if given.get("rope_scaling"):  # some have a factor for each frequency
+    # Some kinds have a factor for each frequency, of which there are fewer in narrow heads.
+    if given.get("rope_scaling"):
         sizes["rope_scaling"] = {
             key: value[: int(head_dim * rotary) // 2] if isinstance(value, list) else value
             for key, value in given["rope_scaling"].items()
@@ -150,7 +151,8 @@ def at(config: Config, cell: Cell) -> Config:
     if cell.schedule is not None:
         parallel["schedule"] = cell.schedule
     if cell.schedule is not None and SCHEDULES[cell.schedule].splits_backward:
-        parallel["tensor_overlap"] = None  # they exclude each other
+        # Overlap and a backward pass in two parts exclude each other.
+        parallel["tensor_overlap"] = None
     elif config.parallel.tensor_overlap == "symmetric_memory" and (cell.device == "cpu" or not cell.sequence):
         parallel["tensor_overlap"] = "pieces"
     micro_batch = 1

@@ -103,4 +103,5 @@ def process_group(device: torch.device, timeout: float = 600.0) -> Iterator[Grou
         torch.set_num_threads(1)
     join(device, timeout=timeout)
     yield Group.world()
-    leave()  # not after an error: other ranks may have ended
+    # Not in a `finally`: after an error other ranks may have ended, and would never answer.
+    leave()

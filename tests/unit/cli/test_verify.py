@@ -10,8 +10,8 @@ from shardwise.cli.verify import Verified
 from shardwise.config import load_config
 from shardwise.verify.layouts import Cell, candidates, parse_layouts
 from shardwise.verify.miniature import miniature
-from shardwise.verify.run import CellOutcome, Verification
 from shardwise.verify.tolerance import Differences
+from shardwise.verify.verification import CellOutcome, Verification
 
 EXACT = Differences(0.0, 9.8e-8, 4.1e-7, 1e-7, "w", "g")
 
@@ -67,7 +67,7 @@ def test_a_reference_that_fails_is_one_sentence(
     def fail(*_: object) -> None:
         raise ValueError("no such kernel")
 
-    monkeypatch.setattr("shardwise.verify.run.train_reference", fail)
+    monkeypatch.setattr("shardwise.verify.verification.train_reference", fail)
     assert main(["verify", "llama2-tiny"]) == 1
     err = capsys.readouterr().err
     assert err == ("shardwise: one process on cpu, the reference, cannot be trained: ValueError: no such kernel\n")

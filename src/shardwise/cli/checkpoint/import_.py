@@ -91,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     root = answering_root(arguments.dest if "://" in arguments.dest else Path(arguments.dest).expanduser())
     if (root / "checkpoints").is_folder():
-        root = root / "checkpoints"  # DEST is a run's folder
+        # DEST is the folder of a run.
+        root = root / "checkpoints"
     opened = _open(arguments)
     for note in opened.notes:
         output.progress(f"note: {note}")

@@ -233,7 +233,8 @@ def allocation(variables: Mapping[str, str]) -> Allocation:
 
     if "SLURM_JOB_ID" not in variables:
         raise ConfigError("SLURM_JOB_ID must be set: only a job of SLURM is supervised; `shardwise submit` makes one")
-    ends = variables.get("SLURM_JOB_END_TIME", "")  # which SLURM 22.05 does not set
+    # SLURM 22.05 does not set this variable; `squeue` knows the end there too.
+    ends = variables.get("SLURM_JOB_END_TIME", "")
     return Allocation(
         job=variables["SLURM_JOB_ID"],
         requeues=int(variables.get("SLURM_RESTART_COUNT", "0")),

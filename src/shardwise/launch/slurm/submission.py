@@ -65,7 +65,8 @@ def submitted(run_path: Path) -> list[Submitted]:
     jobs = []
     with contextlib.suppress(OSError):
         for line in read_plain(run_path / _JOBS).splitlines():
-            with contextlib.suppress(ValueError):  # a crash cut the line short
+            # A crash cuts a line short.
+            with contextlib.suppress(ValueError):
                 jobs.append(instance(Submitted, record_of(line)))
     return jobs
 

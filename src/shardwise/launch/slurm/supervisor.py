@@ -108,7 +108,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
 
         def hear(number: int, _frame: FrameType | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, as the job has ended
+            # The loop is closed once the job has ended.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._ask, signal_name(number))
 
         # The loop's own handlers would end with it by the signals' default, which is to kill this process.
@@ -136,7 +137,8 @@ class Supervisor:
             goes_on = self._goes_on(ending, outcome)
             if goes_on:
                 await asyncio.sleep(_PAUSE_SECONDS)
-            if goes_on and self._asked is not None:  # a signal during the pause
+            # A signal came during the pause.
+            if goes_on and self._asked is not None:
                 self._leave(f"the job was stopped by {self._asked}; {_saved(ending)}", ending)
 
     def _id(self) -> str:
@@ -226,7 +228,8 @@ class Supervisor:
         if self._asked == _WARNING:
             ends = self._machines.allocation.ends
             warning = self._config.launch.warning_seconds
-            is_near = ends is not None and ends - time.time() < warning + 120  # SLURM's signals may be a minute early
+            # SLURM's signals may be a minute early, and preemptions send the same one.
+            is_near = ends is not None and ends - time.time() < warning + 120
             return "time limit" if is_near else "preempted"
         if self._asked is not None:
             return "ended by SLURM"
@@ -253,7 +256,8 @@ class Supervisor:
         if not decision.again:
             raise LaunchError(f"{text}\n{decision.why}", ending.exit_code or RunError.exit_code)
         if ending.how == "failed" and ending.until_joined is None and self._watch is not None:
-            self._requeue(text, decision)  # a machine may be gone, which SLURM has not noticed yet
+            # No launcher joined: a machine may be gone, which SLURM has not noticed yet.
+            self._requeue(text, decision)
         self._say(f"{text}\n{decision.why}, in the same allocation")
         return True
 

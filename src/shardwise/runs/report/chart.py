@@ -119,7 +119,8 @@ def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[floa
     area = _PlotArea(rows[0][0], max(rows[-1][0], rows[0][0] + 1), 0.0, ticks[-1])
     used = [number for number in range(len(names)) if any(row[number + 1] for row in rows)]
     drawn = []
-    for number in reversed(used):  # each part reaches down to 0, and the parts below it are drawn over it
+    # Each part reaches down to 0, and the parts below it are drawn over it.
+    for number in reversed(used):
         tops = [(row[0], sum(row[1 : number + 2])) for row in rows]
         # Along the bottom back to the beginning; one column alone is drawn over the whole width.
         corners = [(area.high_x, tops[-1][1]), (area.high_x, 0.0), (area.low_x, 0.0), (area.low_x, tops[0][1])]
@@ -143,7 +144,8 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
     ticks = _ticks([0.0, max(column.largest for column in columns)], 4)
     begins = [columns[0].step - 0.5, *(column.step + 0.5 for column in columns[:-1])]
     area = _PlotArea(begins[0], columns[-1].step + 0.5, 0.0, ticks[-1])
-    gap = 1.5 if len(columns) <= _PLOT_WIDTH // 6 else 0.0  # narrower bars would vanish in their gaps
+    # Bars narrower than this would vanish in their gaps.
+    gap = 1.5 if len(columns) <= _PLOT_WIDTH // 6 else 0.0
     drawn = [_y_axis(area, ticks, suffix)]
     heights = {"most": [column.largest for column in columns], "least": [column.least for column in columns]}
     for style, values in heights.items():
@@ -301,7 +303,8 @@ def _x_axis(area: _PlotArea, name: str) -> str:
     for tick, text in zip(ticks, short(ticks), strict=True):
         x = area.x(tick)
         anchor = "middle"
-        if x > WIDTH - 3 * RIGHT:  # a text in the middle of its tick would leave the picture
+        # A text in the middle of its tick would leave the picture.
+        if x > WIDTH - 3 * RIGHT:
             anchor = "end"
         elif x < LEFT + 4:
             anchor = "start"

@@ -239,9 +239,11 @@ def _timeline(run: RunView, events: Sequence[Mapping[str, Any]]) -> dict[str, An
     begins = [seconds_of(event) for event in run.events if event.get("event") == "start"]
     next_begins = [*begins[1:], math.inf]
     last_steps = [*run.before_starts[1:], seconds_of(run.last)]
-    for begin, next_begin, last_step in zip(begins, next_begins, last_steps, strict=False):  # there may be no start
+    # Not strict: there may be no start, while the last step always has a time.
+    for begin, next_begin, last_step in zip(begins, next_begins, last_steps, strict=False):
         signs = [event["at"] for event in timed if begin <= event["at"] < next_begin and event["kind"] != "ended"]
-        if signs:  # none if the start has no time
+        # A start whose event has no time has no sign either.
+        if signs:
             # A start that was killed wrote steps after its last event; before its first step `last_step` is older.
             end = max(*signs, begin, last_step if last_step >= begin else begin)
             training.append([begin - first, end - first])
@@ -255,7 +257,8 @@ def _when(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return the time of an event, as text and in seconds since the epoch, and the step before it."""
     at = seconds_of(event)
     step = event.get("step")
-    if event.get("event") == "ended":  # the record of a start has the time of its beginning
+    # The record of a start has the time of its beginning.
+    if event.get("event") == "ended":
         at = number(event.get("began")) + number(event.get("seconds"))
     return {
         "time": None if math.isnan(at) else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds"),

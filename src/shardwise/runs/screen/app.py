@@ -37,7 +37,8 @@ class Panel(Widget):
             return Text(" reading the run…", drawing.FAINT)
         try:
             lines = list(self._draw(frame, width, height))[:height]
-        except UNEXPECTED as error:  # a value of another type in a file of the run
+        except UNEXPECTED as error:
+            # A value of another type in a file of the run.
             text = f"a file of the run is not as expected ({type(error).__name__}: {error})"
             lines = drawing.sentences(width, text, drawing.WARN)[:height]
         for line in lines:
@@ -88,7 +89,8 @@ class Top(App[None]):
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-low"), (36, "-high")]
         self._is_reading = self._is_paused = False
-        self._view = 0  # indices in VIEWS, METRICS and SPANS
+        # These three are indices in VIEWS, METRICS and SPANS.
+        self._view = 0
         self._metric = 0
         self._span = 0
         self._moved = [0] * len(VIEWS)
@@ -173,7 +175,8 @@ class Top(App[None]):
         if self.frame is not None:
             is_high = self.size.height >= 36
             self.query_one("#grid").styles.height = views.grid_height(self.frame, 18 if is_high else 11)
-            room = self.size.height - 3 - 10  # header and footer; eight pipeline ranks with their headings
+            # Room for the header and the footer, and for eight pipeline ranks with their headings.
+            room = self.size.height - 3 - 10
             self.query_one("#schedule").styles.height = max(6, min(room, views.schedule_height(self.frame)))
         for panel in self.query(Panel):
             panel.refresh()

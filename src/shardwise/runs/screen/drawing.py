@@ -156,7 +156,8 @@ def heat(
         return line
     cells = min(count, width)
     cell_width = max(1, min(8, width // count))
-    body = cell_width - 1 if cell_width > 2 else cell_width  # wide cells have a gap between them
+    # Wide cells have a gap between them.
+    body = cell_width - 1 if cell_width > 2 else cell_width
     for cell in range(cells):
         group = range(cell * count // cells, (cell + 1) * count // cells)
         known = [value for value in values[group.start : group.stop] if value is not None]
@@ -242,7 +243,8 @@ def plot(curve: Curve, width: int, height: int, style: str, shown: Callable[[flo
     low, high = _range(curve)
     if math.isnan(low) or rows < 2:
         return []
-    if high - low < 1e-9 * max(1.0, abs(high)):  # a constant: give it some room, so that nothing divides by zero
+    # A constant gets some room, so that nothing divides by zero.
+    if high - low < 1e-9 * max(1.0, abs(high)):
         low = low - max(1e-9, abs(low) * 0.05)
         high = high + max(1e-9, abs(high) * 0.05)
     labels = {row: shown(high - (high - low) * row / (rows - 1)) for row in {0, (rows - 1) // 2, rows - 1}}
@@ -268,7 +270,8 @@ def _marks(curve: Curve, cells: int, rows: int, low: float, high: float) -> set[
     distance = max(1, math.ceil(len(curve.dots) * _MARK_DISTANCE / cells))
     count = len(curve.columns)
     marks = set()
-    for step, value in curve.dots[::-1][::distance]:  # from the end, so that the newest is among them
+    # Counted from the end, so that the newest one is marked.
+    for step, value in curve.dots[::-1][::distance]:
         if low <= value <= high:
             column = int((step - curve.span[0]) / column_width(curve.span, count))
             row = int((high - value) / (high - low) * (rows - 1) + 0.5)
@@ -319,10 +322,12 @@ def _drawn(columns: Sequence[tuple[float, float]], cells: int, rows: int, low: f
     """Return the bits of the dots of each cell, by row and cell."""
     bits = [[0] * cells for _ in range(rows)]
     lowest_dot = rows * 4 - 1
-    before = (math.nan, math.nan)  # values of the column before
+    # The least and largest values of the column before.
+    before = (math.nan, math.nan)
     for column, (least, largest) in enumerate(columns):
         if math.isfinite(least):
-            if math.isfinite(before[0]):  # up or down to the column before
+            # The line goes up or down to the column before, so that it has no holes.
+            if math.isfinite(before[0]):
                 least = min(least, before[1])
                 largest = max(largest, before[0])
             if least > high or largest < low:

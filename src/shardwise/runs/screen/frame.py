@@ -141,7 +141,8 @@ def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_histor
         pipeline=pipeline_views(ranks),
         silent=silent_ranks(ranks, run.step_seconds),
         events=_events(run),
-        lost=copy.deepcopy(run.lost),  # the run goes on counting in another thread
+        # A copy: the run goes on counting in another thread.
+        lost=copy.deepcopy(run.lost),
         has_history=has_history,
     )
 
@@ -178,7 +179,8 @@ def _events(run: RunView) -> list[Mapping[str, Any]]:
         if math.isfinite(seconds):
             ends.append({"event": "ended", "time": datetime.fromtimestamp(seconds, UTC).isoformat(), **line})
     if not ends:
-        return [*run.events]  # a copy: the run adds events in another thread
+        # A copy: the run adds events in another thread.
+        return [*run.events]
     return sorted([*run.events, *ends], key=lambda event: str(event.get("time", "")))
 
 

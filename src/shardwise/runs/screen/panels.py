@@ -107,7 +107,8 @@ def split(frame: Frame, width: int, height: int) -> list[Text]:
     bar = Text.assemble(" ", drawing.segments(frame.split, width - 2))
     shares = {name: amount / whole for name, amount in frame.split.items()}
     legend = _legend(shares, "  ")
-    if legend.cell_len > width:  # the names of larger parts are in the bar
+    # The names of larger parts are in the bar, so small ones can be left out.
+    if legend.cell_len > width:
         legend = _legend({name: share for name, share in shares.items() if share >= 0.005}, " ")
     return [head, bar, legend]
 

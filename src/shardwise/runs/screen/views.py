@@ -415,7 +415,8 @@ def _rows(frame: Frame, most: int) -> list[tuple[str, list[int]]]:
 def ordered(frame: Frame, metric: Metric) -> list[RankView]:
     """Sort the ranks by need of attention: silent ones, then by the number, the worst first."""
     metric_style = _METRIC_STYLES[metric]
-    sign = 1 if metric == "use" else -1  # a device with little use is the worst
+    # A device with little use is the worst; of work and memory the most is.
+    sign = 1 if metric == "use" else -1
 
     def place(view: RankView) -> tuple[bool, float, int]:
         value = metric_style.value(view)

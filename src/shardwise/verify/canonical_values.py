@@ -36,7 +36,8 @@ def step_with_gradients(trainer: Trainer) -> tuple[StepRecord, dict[str, Tensor]
     def keep(*_: object) -> None:
         gradients.update(canonical_gradients(trainer.model, optimizer))
         for bucket in optimizer.buckets:
-            bucket.note_gradients()  # it was filled with other ranks' parts, which is no change
+            # Each bucket was filled with other ranks' parts, which is no change of its gradients.
+            bucket.note_gradients()
 
     hook = optimizer.register_step_pre_hook(keep)
     try:

@@ -139,7 +139,8 @@ def searched(start: Constants, badness: Callable[[Constants], float]) -> Constan
                     value = min(max(float(f"{getattr(best, name) * factor:.4g}"), low), high)
                     tried = replace(best, **{name: value})
                     tried_badness = badness(tried)
-                    if tried_badness < least * (1 - 1e-3):  # smaller gains are not worth further rounds
+                    # Smaller gains are not worth further rounds.
+                    if tried_badness < least * (1 - 1e-3):
                         best = tried
                         least = tried_badness
                         improves = True

@@ -25,9 +25,9 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.train.build import build_trainer
 from shardwise.train.rank_agreement import check_replicas
 from shardwise.train.trainer import Trainer
+from shardwise.verify.canonical_values import canonical_weights, gradient_errors, step_with_gradients
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import at
-from shardwise.verify.testing.canonical import canonical_weights, gradient_errors, step_with_gradients
 from shardwise.verify.tolerance import Differences
 
 _SAMPLES = 256
@@ -174,7 +174,8 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
     reference = Reference.load(folder)
     trainer = make_trainer(config, cell)
     weights, gradients, losses, checkpoint = first_half(trainer, target)
-    later_losses = continued(config, cell, source)  # a new trainer: nothing of the first one helps it to resume
+    # This makes a new trainer: nothing of the first one helps it to resume.
+    later_losses = continued(config, cell, source)
     _require_same_names(set(weights), set(reference.weights), trainer.mesh)
     by_rank = collectives.all_gather_objects(_tensor_differences(weights, gradients, reference), trainer.mesh.world)
     weight_difference, weight = max(weight for weight, _ in by_rank)

@@ -16,7 +16,7 @@ from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.train.build import build_trainer
 from shardwise.train.trainer import Trainer
-from shardwise.verify.calibration.fit import LARGE_PRODUCTS, PRODUCTS, Measurements, Probe, probes, undisturbed
+from shardwise.verify.calibration_fit import LARGE_PRODUCTS, PRODUCTS, Measurements, Probe, probes, undisturbed
 
 _COPIED = 2**26
 """Elements of a copy: far more than caches hold."""
@@ -174,7 +174,8 @@ def _steps(miniatures: Sequence[Probe], world: Group, budget: Budget) -> list[fl
         for _ in range(_WARM_UP):
             miniature.step()
     left = budget.left()
-    step = (left_before - left) / _WARM_UP  # seconds of a step of all trainers, one after the other
+    # Seconds of a step of all trainers, one after the other.
+    step = (left_before - left) / _WARM_UP
     at_once = max(1, min(_STEPS, int(left / step / _ROUNDS)))
     for _ in range(_ROUNDS):
         for miniature, step_seconds in zip(trainers, seconds, strict=True):

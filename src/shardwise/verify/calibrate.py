@@ -15,7 +15,7 @@ from shardwise.base.hardware import accelerators
 from shardwise.launch.environment import joined
 from shardwise.planner.device_specs import require_suffix, write_new
 from shardwise.runs.folder import now
-from shardwise.verify.calibration.fit import Measurements, device_file, rows
+from shardwise.verify.calibration_fit import Measurements, device_file, rows
 from shardwise.verify.rank_calls import call_on_ranks, process_group
 
 _CPU_RANKS = 2
@@ -52,7 +52,7 @@ def calibrate(target: Path) -> list[tuple[str, str]]:
 def _measure(until: float) -> Iterator[Measurements]:
     """Measure on this rank until about this time. It imports torch, which the process that calibrates does without."""
     from shardwise.distributed import devices
-    from shardwise.verify.calibration.measure import measured
+    from shardwise.verify.calibration_measure import measured
 
     device = devices.local_device()
     with process_group(device) as world:

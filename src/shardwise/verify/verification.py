@@ -16,8 +16,8 @@ import torch
 from shardwise.base.errors import RunError, ShardwiseError
 from shardwise.config import Config
 from shardwise.distributed import collectives, devices
+from shardwise.verify.cell_training import Reference, continued, loss_difference, measure, train_reference
 from shardwise.verify.layouts import Cell
-from shardwise.verify.measure import Reference, continued, loss_difference, measure, train_reference
 from shardwise.verify.rank_calls import call_on_ranks, process_group
 from shardwise.verify.tolerance import Differences, Tolerance
 
@@ -180,7 +180,8 @@ def measure_cells(
             checkpoint = MiddleCheckpoint(saved, cell.name)
             yield CellResult(differences, checkpoint, source.layout, time.perf_counter() - start)
             if world.rank == 0 and source != one_process:
-                shutil.rmtree(source.folder.parent)  # small, but there may be hundreds
+                # It is small, but there may be hundreds.
+                shutil.rmtree(source.folder.parent)
             source = one_process if differences.problems(tolerance, source.layout) else checkpoint
             collectives.barrier(world)
 
