@@ -133,7 +133,6 @@ def refuse_unknown_arguments(
     Args:
         owner: the function's or class's name.
         given: names of the arguments of the call.
-        known: names that it takes.
         replaced: what to do instead of arguments that another library's function or class of this name takes.
 
     Raises:

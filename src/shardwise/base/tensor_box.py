@@ -59,7 +59,6 @@ class Box:
         """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order.
 
         Args:
-            shape: shape of the tensor.
             within: elements of the flat tensor; runs outside of them are left out, and cost nothing.
         """
         if not self.numel:

@@ -167,6 +167,7 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
     try:
         for number, row in enumerate(_rows(path), 1):
             fields = {str(key).strip().lower(): value for key, value in row.items()}
+            # A dict in place of a set: a message lists the names in the order of the file.
             names |= dict.fromkeys(fields)
             losses = {loss: fields[loss] for loss in loss_names if fields.get(loss) not in (None, "")}
             # An evaluation, or another scalar of TensorBoard.
@@ -174,6 +175,7 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
                 continue
             at = next((fields[key] for key in _STEPS if key in fields), number)
             step = _whole(at, f"{path}: the step of row {number:,}")
+            # A run that was resumed undid the steps after its checkpoint: they leave the curve.
             kept = last_that_counts(fields | {"step": step})
             if kept is not None and kept < last:
                 curves = {loss: {at: curve[at] for at in curve if at <= kept} for loss, curve in curves.items()}
@@ -299,6 +301,7 @@ def _of_table(path: Path, text: str) -> _Rows:
     mark = next((mark for mark in ",;\t" if lines and mark in lines[0]), None)
     table = [line.split() for line in lines] if mark is None else list(csv.reader(lines, delimiter=mark))
     names: Sequence[str] = _UNNAMED.get(len(table[0]), ()) if table else ()
+    # The first row names the columns unless it begins with a number.
     if table and not _is_number(table[0][0]):
         names = table.pop(0)
     for number, cells in enumerate(table, 1):

@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             adopt_task()
         code = _dispatch(arguments)
+        # Flushed here and not at exit, so that a reader who has gone is met inside of this `try`.
         sys.stdout.flush()
         return code
     except ShardwiseError as error:

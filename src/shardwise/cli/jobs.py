@@ -149,6 +149,7 @@ def _follow(log: Path, job: str, run_path: Path) -> None:
             else:
                 sys.stdout.buffer.write(new)
             sys.stdout.flush()
+        # The log was read once more after the job had left the queue: its last lines may have come in between.
         if not present:
             break
         if time.monotonic() - asked > _ASK_SLURM_SECONDS:

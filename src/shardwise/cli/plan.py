@@ -15,7 +15,7 @@ import datetime
 import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -23,10 +23,11 @@ from typing import Any
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
+from shardwise.base.files import write_new
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, config_from, dump_yaml, load_config, recipe_name
 from shardwise.planner.device_seconds import constants_of
-from shardwise.planner.device_specs import CONSTANTS, Cluster, cluster, described, require_suffix, write_new
+from shardwise.planner.device_specs import CONSTANTS, Cluster, cluster, described, require_suffix
 from shardwise.planner.search import Plan, Search, predicted, search
 from shardwise.planner.step_time import timeline_of
 from shardwise.runs.run import RunView, open_run
@@ -189,6 +190,7 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
     right_seconds = dict(right.time.rows())
     parts = [(part, seconds, right_seconds[part]) for part, seconds in left.time.rows()]
     parts.append(("step", left.time.total, right.time.total))
+    # The step itself stays last, below its parts.
     parts[:-1] = sorted(parts[:-1], key=lambda part: -abs(part[2] - part[1]))
     rows = [(name.replace("_", " "), f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}") for name, a, b in parts if a or b]
     output.table(rows, ("seconds", str(first), str(second), "difference"), right=(1, 2, 3))
@@ -204,14 +206,9 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
 
 def _write(path: Path, name: str, plan: Plan) -> None:
     text = f"# {name} on {plan.cluster}: {plan.choice.text()}, as `shardwise plan` predicts it fastest\n"
+    # Keys that the recipe left out stay out: a later release may have a better default for them.
     values = plan.config.model_dump(mode="json", exclude_unset=True)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text + dump_yaml(values))
-    except FileExistsError:
-        raise ConfigError(f"--write {path}: the file exists already; choose another name or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"--write {path}: {error.strerror}") from None
+    write_new(path, text + dump_yaml(values), "--write")
     output.progress(f"wrote {path}; train it with: shardwise train {path}")
 
 
@@ -242,8 +239,10 @@ def _search_within_budget(config: Config, device: str, budget: str, fixed: set[s
         if config.train.rule is None and machines.world > config.train.global_batch * machines.per_node * 64:
             break
         try:
+            # One plan tells whether the time suffices. The whole list is made for the chosen number of nodes alone.
             plans = search(config, machines, best=1, fixed=fixed).plans
         except ConfigError:
+            # No layout of the recipe is valid on so many devices, and one may be on more.
             continue
         if not plans:
             continue
@@ -272,6 +271,7 @@ def _why_nothing_fits(result: Search, config: Config, device: str, nodes: int, f
         if more > nodes and search(config, cluster(device, more), best=1, fixed=fixed).plans:
             fix = f"--nodes {more} is the fewest that fits"
             break
+        # Each further number costs a whole search, and a cluster so much larger is no advice.
         if more > 64 * nodes:
             break
     return (
@@ -301,6 +301,7 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
     best = plans[0]
     ranks = timeline_of(best.config, best.layout, best.cluster).ranks
     for rank, actions in enumerate(ranks):
+        # Of a long pipeline the first actions are drawn, which have all that repeats.
         for timed in actions[: max(1, _MOST_BARS // len(ranks))]:
             color = _COLOURS[timed.action.kind]
             bars.barh(rank, timed.end - timed.start, left=timed.start, color=color, linewidth=0)
@@ -337,35 +338,27 @@ def _show_comparison(name: str, comparison: Comparison) -> None:
     plan = comparison.plan
     output.line(f"{name} on {plan.cluster}: {plan.choice.text()}; medians of {comparison.steps:,} steps")
     output.line()
-    rows = [(part, *_seconds_cells(*pair)) for part, pair in comparison.parts.items()]
-    rows.append(("step", *_seconds_cells(*comparison.total)))
+    seconds = [*comparison.parts.items(), ("step", comparison.total)]
+    rows = [(part, *_cells(pair, "{:.4f}".format)) for part, pair in seconds]
     output.table(rows, ("seconds", "predicted", "measured", "error"), right=(1, 2, 3))
     output.line()
-    memory = [(kind, *_size_cells(*pair)) for kind, pair in comparison.state.items()]
-    memory.append(("peak of a rank", *_size_cells(*comparison.peak)))
+    sizes = [*comparison.state.items(), ("peak of a rank", comparison.peak)]
+    memory = [(kind, *_cells(pair, units.size)) for kind, pair in sizes]
     output.table(memory, ("memory", "predicted", "measured", "error"), right=(1, 2, 3))
     if not plan.cluster.device.is_accelerator:
         output.line("On a CPU the measured peak is the whole process's, with Python and torch.")
 
 
-def _seconds_cells(predicted: float, measured: float | None) -> tuple[str, str, str]:
-    measured_text = "" if measured is None else f"{measured:.4f}"
-    return f"{predicted:.4f}", measured_text, _error(predicted, measured)
-
-
-def _size_cells(predicted: int, measured: int | None) -> tuple[str, str, str]:
-    measured_text = "" if measured is None else units.size(measured)
-    return units.size(predicted), measured_text, _error(predicted, measured)
-
-
-def _error(predicted: float, measured: float | None) -> str:
-    return f"{predicted / measured - 1:+.1%}" if measured and predicted else ""
+def _cells(pair: tuple[float, float | None], shown: Callable[[float], str]) -> tuple[str, str, str]:
+    """The predicted and the measured amount, and by how much the prediction is off."""
+    predicted, measured = pair
+    error = f"{predicted / measured - 1:+.1%}" if measured and predicted else ""
+    return shown(predicted), "" if measured is None else shown(measured), error
 
 
 def _comparison_facts(comparison: Comparison) -> dict[str, Any]:
     def named(pair: tuple[float, float | None]) -> dict[str, float | None]:
-        predicted, measured = pair
-        return {"predicted": predicted, "measured": measured}
+        return dict(zip(("predicted", "measured"), pair, strict=True))
 
     return {
         "steps": comparison.steps,
@@ -477,6 +470,7 @@ def corrected(comparison: Comparison) -> dict[str, float]:
         longer = measured / predicted_seconds
         for name, is_rate in names:
             low, high = CONSTANTS[name]
+            # A part takes longer by a smaller rate, or by a larger constant that is a time.
             value = getattr(current, name) * (1 / longer if is_rate else longer)
             constants[name] = min(max(float(f"{value:.4g}"), low), high)
     return constants

@@ -29,6 +29,7 @@ def claim(locks: ExitStack, run_path: Path) -> None:
         output.progress(
             f"warning: {run_path} cannot be locked ({lock.problem}): a second run in this folder would not be refused"
         )
+    # After the lock is taken: else a request to the run that has it would be lost.
     stop_requests.clear(run_path)
 
 
@@ -70,6 +71,7 @@ def prepare_run(
     Raises:
         ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
     """
+    # Before the folder is made, so that wrong inputs leave none behind.
     fetch_inputs(config, output.progress if place is None or place.local_rank == 0 else None)
     if place is not None and place.rank != 0:
         return run_path

@@ -92,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     inputs, problems = ([], []) if arguments.kubernetes is not None else glance_at_inputs(recipe, config)
     if problems and not is_shown_only:
         raise ConfigError(problems)
+    # What only shows the job reserves no folder for it.
     name = run_path or (RUNS / recipe_name(recipe) if is_shown_only else new_run_path(recipe))
     job = JobPlan(config, recipe, tuple(_overrides(arguments)), name.absolute(), Path.cwd(), nodes, ranks, gres)
     if arguments.kubernetes is not None:
@@ -146,6 +147,7 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
     """Write the run's folder and submit what it holds."""
     text = recipe_text(job.recipe)
+    # The job reads the copy of the recipe in its folder: it may wait for days, and the user edits the original.
     kept = JobPlan(**{**vars(job), "recipe": str(job.run_path / "recipe.yaml")})
     script = submission.write_inputs(kept, job_script(kept), text)
     options = []
@@ -157,9 +159,11 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
             output.line(
                 f"job {compiling} compiles all graphs first; its log: {job.run_path}/logs/compile-{compiling}.log"
             )
+            # By the second option SLURM cancels a training whose compilation failed, which else would wait for ever.
             options = [f"--dependency=afterok:{compiling}", "--kill-on-invalid-dep=yes"]
         number = commands.submit(script.read_text(encoding="utf-8", errors="surrogateescape"), options)
     except ConfigError:
+        # SLURM refuses the training: without it the graphs are of no use.
         if compiling is not None:
             with contextlib.suppress(RunError):
                 commands.cancel(compiling)
@@ -182,6 +186,7 @@ def _by_ssh(where: str) -> int:
     host, _, folder = where.partition(":")
     # In HOST:~/DIR the home is where ssh starts.
     folder = folder.removeprefix("~/")
+    # The words as the user gave them, but for `--ssh HOST` and `--ssh=HOST`: the other machine submits by itself.
     given = sys.argv[sys.argv.index("submit") + 1 :]
     kept = [
         argument

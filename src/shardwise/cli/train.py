@@ -84,10 +84,12 @@ def run(arguments: argparse.Namespace) -> int:
 
         place = enter_job(arguments.nproc)
     world = place.world if place is not None else _number_of_ranks(config, arguments.nproc)
+    # Only now, as a batch that is given by a rule follows from the number of ranks.
     config = with_batch(config, world, run_path)
     layout = check_layout(config, world, is_new=run_path is None)
     if not arguments.dry_run:
         require_data(config, recipe)
+    # Code of the user's own is imported before any rank starts, so that its errors are told once.
     if config.shapes is None:
         from shardwise.models.user_model import check_own
 
@@ -102,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         from shardwise.launch.rank_process import check_accelerators
 
         check_accelerators(world, accelerators()[1])
+    # These two keep the user's terminal; other ranks write to their logs.
     if place is None or place.rank == 0:
         stdio.survive_hangup()
     with ExitStack() as claims:
@@ -116,6 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.run_dir = run_path
             return _launch(arguments, world)
         with as_rank(place, run_path) as ending:
+            # Imported inside, with torch: what fails there is told as a failure of this rank.
             from shardwise.train.run import run as train
 
             train(config, run_path, recipe_name(recipe))
@@ -225,6 +229,7 @@ def _number_of_ranks(config: Config, nproc: int | None) -> int:
             keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {degree})"
             fix = "lower one of them, or start it on several nodes by torchrun"
         raise ConfigError(f"{keys} must be at most the number of accelerators ({count}): {fix}")
+    # Ranks beyond whole copies of the model would have no work.
     return count // degree * degree
 
 
@@ -235,6 +240,7 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
     from shardwise.checkpoint.storage.run_identity import earlier_run
 
     earlier = None if run_path is None else earlier_run(RunDirectory(run_path), config)
+    # The run keeps the batch with which it began, on any number of ranks: its schedule counts steps of that size.
     kept = None if earlier is None else kept_batch(earlier.config, config)
     if kept is None:
         return config.with_batch_for(world)

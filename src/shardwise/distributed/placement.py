@@ -218,7 +218,6 @@ def make_parameter(
 
     Args:
         shape: local shape, such as `[rows / g, columns]`.
-        pieces: record of the parameter.
         group: the ranks over which the canonical tensors are cut or copied.
         seed: the run's seed, from which each canonical tensor draws by its name: the same global tensor at any layout.
             None takes a fresh seed from torch's default generator (as `torch.nn` layers do), agreed on by the group.
@@ -277,7 +276,6 @@ def of_or_whole(parameter: Tensor, name: str = "", tensor: Group | None = None) 
     """A parameter's record; one without, such as those of torch's own modules, is one canonical tensor, whole.
 
     Args:
-        parameter: parameter of a model.
         name: canonical name of a parameter without a record.
         tensor: the tensor-parallel ranks of the model. Each of them has a copy of a parameter that no group cuts.
     """

@@ -27,9 +27,8 @@ import psutil
 import torch
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # stubs leave the class out
 
+from shardwise.base import files, units
 from shardwise.base.errors import ConfigError, RunError, see
-from shardwise.base.files import reason_of
-from shardwise.base.units import counted
 
 _LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 """Names that mean this machine on each machine, as its own name does not, each with the address to listen at."""
@@ -53,7 +52,7 @@ def meet(rank: int, world: int, timeout: timedelta) -> TCPStore | None:
     except OSError as error:
         raise ConfigError(
             f"MASTER_ADDR ({address}) must be the address of rank 0's machine, and on {socket.gethostname()} it does "
-            f"not resolve: {reason_of(error)}{see('runs#first-node-not-found')}"
+            f"not resolve: {files.reason_of(error)}{see('runs#first-node-not-found')}"
         ) from None
     if address in _LOOPBACK:
         _keep_gloo_on_loopback()
@@ -91,14 +90,16 @@ def _open_store(address: str, port: int, world: int, timeout: timedelta) -> TCPS
     except OSError as error:
         raise ConfigError(
             f"MASTER_PORT ({port}) must be a free port of rank 0's machine, and rank 0 cannot listen at it: "
-            f"{reason_of(error).partition(' (')[0]}; set another one on all ranks, or end the program that uses it"
+            f"{files.reason_of(error).partition(' (')[0]}; set another one on all ranks, or end the program that uses "
+            "it"
         ) from None
     try:
         return TCPStore(address, port, world, True, timeout, multi_tenant=True, master_listen_fd=listener.detach())
     except DistError as error:
         raise RunError(
-            f"rank 0 waited at {address}:{port} (MASTER_ADDR and MASTER_PORT) for {counted(world - 1, 'other rank')}, "
-            f"and WORLD_SIZE ({world}) ranks did not come within {timeout.total_seconds():g} s (launch.timeout)"
+            f"rank 0 waited at {address}:{port} (MASTER_ADDR and MASTER_PORT) for "
+            f"{units.counted(world - 1, 'other rank')}, and WORLD_SIZE ({world}) ranks did not come within "
+            f"{timeout.total_seconds():g} s (launch.timeout)"
         ) from error
 
 
@@ -113,7 +114,7 @@ def _await_store(address: str, port: int, rank: int, timeout: timedelta) -> None
             if time.monotonic() > deadline:
                 raise RunError(
                     f"rank {rank} must reach rank 0 at {address}:{port} (MASTER_ADDR and MASTER_PORT), and could not "
-                    f"within {timeout.total_seconds():g} s (launch.timeout): {reason_of(error)}"
+                    f"within {timeout.total_seconds():g} s (launch.timeout): {files.reason_of(error)}"
                     f"{see('runs#first-node-not-reached')}"
                 ) from None
             time.sleep(_RETRY_SECONDS)

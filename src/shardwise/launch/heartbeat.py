@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +116,6 @@ def read(folder: Path, host: str | None = None) -> list[Beat]:
             beat = from_plain({**json.loads(path.read_text()), "age": age})
             beats.append(beat if host is None else replace(beat, host=host))
     return beats
-
-
-def plain(beat: Beat) -> dict[str, Any]:
-    return asdict(beat)
 
 
 def from_plain(facts: Mapping[str, Any]) -> Beat:

@@ -66,8 +66,6 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     `die_with_parent`. Call it in the main thread: only there can signals be handled.
 
     Args:
-        command: command of each rank.
-        nproc: number of ranks.
         run_path: the run's folder; `logs/` in it is made, and the launcher's own files in that are replaced.
 
     Raises:
@@ -154,7 +152,6 @@ def run_ranks(
         logs: folder for the files between ranks, agent and this process; former files of that kind are removed.
         watch: function that gets the agent's process.
         beats: empty folder for the heartbeats of the ranks; None for a temporary one.
-        first: lowest of the ranks.
     """
     error_file = (logs / "error.json").resolve()
     # Files of a former start would be taken for those of this one.

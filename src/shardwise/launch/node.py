@@ -219,7 +219,7 @@ def launch_on_node(
         beats.mkdir()
 
         def beat() -> dict[str, Any]:
-            ranks = [heartbeat.plain(rank_beat) for rank_beat in heartbeat.read(beats, node.name)]
+            ranks = [asdict(rank_beat) for rank_beat in heartbeat.read(beats, node.name)]
             return {"training": stop_requests.training_mark(logs).exists(), "beats": ranks}
 
         with SupervisorConnection(node, beat) as control:
@@ -243,7 +243,7 @@ def launch_on_node(
                 stopped=ended.stopped,
                 reported=None if ended.reported is None else asdict(ended.reported),
                 exit_codes=dict(ended.exit_codes),
-                beats=[heartbeat.plain(replace(rank_beat, host=node.name)) for rank_beat in ended.beats],
+                beats=[asdict(replace(rank_beat, host=node.name)) for rank_beat in ended.beats],
                 log=path.read_text(errors="replace")[-_LOG_CHARACTERS:] if path.exists() else "",
             )
             return ended.code

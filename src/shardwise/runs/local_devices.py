@@ -116,6 +116,7 @@ def _nvidia(found_devices: DeviceList, ranks: Owners) -> None:
             for index, handle in enumerate(handles)
             if handle is not None
         }
+        # Some releases of pynvml lack the constant; then links are not told.
         most_links = getattr(pynvml, "NVML_NVLINK_MAX_LINKS", 0)
         for index, handle in enumerate(handles):
             if handle is None:

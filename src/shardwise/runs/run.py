@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from shardwise.base import files, parsing, redaction
 from shardwise.base.errors import ConfigError
-from shardwise.base.files import reason_of
-from shardwise.base.parsing import count_of, read_mapping, read_record
-from shardwise.base.redaction import without_secrets
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
 from shardwise.runs.json_lines import GrowingFile, last_lines, last_lines_of_rank
 from shardwise.runs.lost_time import LostTime, number, seconds_of
@@ -72,8 +70,10 @@ class RunView:
             self._read()
         except OSError as error:
             unread = error.filename or path
-            raise ConfigError(f"RUN ({path}) must be readable: {unread} cannot be read: {reason_of(error)}") from None
-        identity = self._file(self.directory.identity, read_record)
+            raise ConfigError(
+                f"RUN ({path}) must be readable: {unread} cannot be read: {files.reason_of(error)}"
+            ) from None
+        identity = self._file(self.directory.identity, parsing.read_record)
         self.id: str | None = identity.get("id")
         if (identity.get("format") or 0) > FORMAT:
             raise ConfigError(
@@ -100,9 +100,9 @@ class RunView:
         self._trains = False
 
     def _read(self) -> bool:
-        self.config = self._file(self.directory.config, read_mapping)
-        self.environment = self._file(self.directory.environment, read_record)
-        self.results = self._file(self.directory.results, read_record)
+        self.config = self._file(self.directory.config, parsing.read_mapping)
+        self.environment = self._file(self.directory.environment, parsing.read_record)
+        self.results = self._file(self.directory.results, parsing.read_record)
         is_new = self._metrics.was_replaced()
         if is_new:
             self._clear()
@@ -151,17 +151,19 @@ class RunView:
     def step(self) -> int:
         """Number of steps that are done."""
         recorded = self.series.steps[-1] if self.series.steps else 0
+        # A run that has just resumed has no step of its own, and is at that of the checkpoint.
         return max(recorded, self._last_event("resume").get("step") or 0)
 
     @property
     def steps(self) -> int | None:
         """Number of steps of the whole training."""
-        return count_of(self.section("train").get("steps", self.start.get("steps")))
+        return parsing.count_of(self.section("train").get("steps", self.start.get("steps")))
 
     @property
     def step_seconds(self) -> float | None:
         """Mean of the last 20 recorded steps since the last start."""
         seconds = self.series.numbers["step_seconds"]
+        # Steps of an earlier start may be of other devices, or of another layout.
         begin = max(self._first_recent, len(seconds) - _RECENT_STEPS)
         recent = [value for value in seconds[begin:] if not math.isnan(value)]
         return sum(recent) / len(recent) if recent else None
@@ -187,7 +189,9 @@ class RunView:
     def restarts(self) -> list[dict[str, Any]]:
         """Return the end of each start of a submitted job (`restarts.jsonl`)."""
         try:
-            return [without_secrets(line) for line in last_lines(self.path / "restarts.jsonl", _RESTARTS_BYTES)]
+            return [
+                redaction.without_secrets(line) for line in last_lines(self.path / "restarts.jsonl", _RESTARTS_BYTES)
+            ]
         except OSError:
             return []
 
@@ -239,7 +243,7 @@ class RunView:
             self.evaluations.append(event)
         elif kind is not None:
             # The text of a library, or of another program, may hold a secret.
-            self.events.append(without_secrets(event))
+            self.events.append(redaction.without_secrets(event))
             self._trains = self._trains and kind not in ("start", "stop")
             if kind == "start":
                 self._first_recent = len(self.series.steps)
@@ -274,7 +278,7 @@ class RunView:
 
     def _is_silent(self) -> bool:
         """True if the run has written nothing for long."""
-        steps_of_a_record = count_of(self.section("log").get("every")) or 1
+        steps_of_a_record = parsing.count_of(self.section("log").get("every")) or 1
         steps = max(SILENT_STEPS, _SILENT_RECORDS * steps_of_a_record)
         least_seconds = SILENT_SECONDS if self._trains else _SILENT_AT_THE_START
         patience = max(least_seconds, steps * (self.step_seconds or 0.0))
@@ -318,7 +322,7 @@ class RunView:
             # Time 0, so that the file is read again as soon as it can be.
             changed = 0
             content = {}
-            problem = f"{path} cannot be read: {reason_of(error)}"
+            problem = f"{path} cannot be read: {files.reason_of(error)}"
         except ValueError as error:
             content = {}
             problem = f"{path} is damaged: {error}"
@@ -362,7 +366,7 @@ def folders(root: Path = RUNS) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise ConfigError(f"{error.filename or root} must be readable: {reason_of(error)}") from None
+        raise ConfigError(f"{error.filename or root} must be readable: {files.reason_of(error)}") from None
     return [path for path in paths if _may_hold_run(path)]
 
 

@@ -22,19 +22,9 @@ from shardwise.runs.step_metrics import STEP_METRIC_NAMES
 SCHEMA = 1
 """Version of the JSON. It grows when a field is renamed, removed or changes its meaning, not when one is added."""
 _ROW_FIELDS = (
-    "run",
-    "path",
-    "state",
-    "reason",
-    "step",
-    "steps",
-    "loss",
-    "tokens_per_second",
-    "mfu",
-    "eta_seconds",
-    "goodput",
+    "run", "path", "state", "reason", "step", "steps", "loss", "tokens_per_second", "mfu", "eta_seconds", "goodput",
     "heard",
-)
+)  # fmt: skip
 
 
 def row(run: RunView | Unreadable) -> dict[str, Any]:

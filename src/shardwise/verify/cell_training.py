@@ -165,8 +165,6 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
     """Train one cell on this rank: from the start, then from the checkpoint `source` of another one. Collective.
 
     Args:
-        config: configuration of the miniature.
-        cell: layout to train.
         folder: folder of the reference.
         source: folder of the checkpoint of another layout.
         target: folder for this cell's own checkpoint, whose place is returned.
@@ -208,6 +206,7 @@ def _tensor_differences(
 ) -> tuple[tuple[float, str], tuple[float, str]]:
     """Return the largest difference of this rank's weights, and of its gradients, each with the name of the tensor."""
     by_name = {name: _difference(tensor, reference.weights[name]) for name, tensor in weights.items()}
+    # Gradients of other stages stand for themselves: the scale is that of the whole model.
     errors = gradient_errors({**reference.gradients, **gradients}, dict(reference.gradients))
     return _largest(by_name), _largest({name: errors[name] for name in gradients})
 

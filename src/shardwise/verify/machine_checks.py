@@ -98,6 +98,7 @@ def fabric(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/inf
     yield ok("network", ", ".join(f"{name}{speeds[name]}" for name in up) or "no interface is up")
     for key in _INTERFACE_KEYS:
         value = variables.get(key, "")
+        # NCCL and gloo take beginnings of names; `=` asks NCCL for whole names, and `^` for all others.
         names = [name.strip() for name in value.lstrip("=").split(",") if name.strip()]
         if names and not value.startswith("^") and not any(interface.startswith(tuple(names)) for interface in up):
             yield Check("network", "wrong", f"{key} ({value}) must name an interface that is up", f"unset {key}")
@@ -125,7 +126,6 @@ def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Che
     """Check the threads of a rank.
 
     Args:
-        variables: environment variables.
         cpus: number of CPUs that the process may run on.
         limit: CPUs that its container may use at once; None without a limit.
     """
@@ -170,6 +170,7 @@ def limits(shared: Path = Path("/dev/shm")) -> Iterator[Check]:
     import resource
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A limit of -1 stands for none.
     if 0 <= most < _FEW_FILES:
         mend = f"raise it: ulimit -Hn {_FEW_FILES}, or LimitNOFILE of the service"
         yield Check(
@@ -191,6 +192,7 @@ def place(name: str, folder: Path) -> Iterator[Check]:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".shardwise-doctor-") as file:
             file.write(b"x" * 2**16)
             file.flush()
+            # A disk that is full, or behind a network, may refuse the bytes only now.
             os.fsync(file.fileno())
             try:
                 lock(file.fileno(), wait=False)
@@ -341,5 +343,6 @@ def _applies(requirement: Requirement, extra: str) -> bool:
 
 def _extras(requirement: Requirement) -> set[str]:
     """Return the extras that bring a package."""
+    # A package of an extra has a marker that is true only where the extra is asked for.
     all_extras = metadata.metadata("shardwise").get_all("Provides-Extra") or []
     return {extra for extra in all_extras if not _applies(requirement, "") and _applies(requirement, extra)}

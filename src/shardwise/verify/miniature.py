@@ -39,6 +39,7 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
     lr = optimizer.spec.miniature_lr
     is_own = config.shapes is None
     length = math.lcm(_LENGTH, *degrees)
+    # A model of the user's own keeps its sizes, so the sequence must not be longer than it can read.
     if is_own and model.max_position_embeddings is not None:
         length = min(length, model.max_position_embeddings)
     document_keys = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import RunError
-from shardwise.cli import doctor, main
+from shardwise.cli import main
 from shardwise.launch.environment import RANK_PROCESS
 from shardwise.verify import collective_check as ranks
 from shardwise.verify import machine_checks
@@ -191,9 +191,9 @@ def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = Check(
         "cache", "wrong", f"{tmp_path}/cache of https://u:hidden-word@host cannot be written", "make it writable"
     )
-    monkeypatch.setattr(doctor, "software", lambda: iter([ok("torch", "2.13.0")]))
-    monkeypatch.setattr(doctor, "machine", lambda _: iter([bad]))
-    monkeypatch.setattr(doctor, "collective", lambda: ok("collective", "2 ranks"))
+    monkeypatch.setattr(machine_checks, "software", lambda: iter([ok("torch", "2.13.0")]))
+    monkeypatch.setattr(machine_checks, "machine", lambda _: iter([bad]))
+    monkeypatch.setattr(ranks, "collective", lambda: ok("collective", "2 ranks"))
 
 
 @pytest.mark.usefixtures("some")
@@ -247,7 +247,7 @@ def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("some")
 def test_a_machine_that_is_well_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "machine", lambda _: iter([Check("disk", "warning", "little", "make room")]))
+    monkeypatch.setattr(machine_checks, "machine", lambda _: iter([Check("disk", "warning", "little", "make room")]))
     assert main(["doctor", "--run-dir", os.devnull]) == 0
 
 

@@ -1,8 +1,8 @@
 """The submission of a job: its checks, its script, the text that the user reads, and the record of submitted jobs.
 
 The script is one for `sbatch`, or a manifest for Kubernetes, and each setting stands with its reason. A text of the
-user's passes through `in_one_line`, `operand`, `shell` or `header` before it enters a script: it could end the line
-that holds it, or be taken for an option.
+user's passes through `in_one_line`, `operand`, `shlex.join` or `header` before it enters a script: it could end the
+line that holds it, or be taken for an option.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -272,7 +272,7 @@ def ssh_command(host: str, arguments: Sequence[str], directory: Path) -> list[st
     """
     for part in host.split("@"):
         operand("--ssh", part)
-    remote_command = f"{shell(['cd', '--', str(directory)])} && {shell(['shardwise', 'submit', *arguments])}"
+    remote_command = f"{shlex.join(['cd', '--', str(directory)])} && {shlex.join(['shardwise', 'submit', *arguments])}"
     return ["ssh", "-t", "--", host, remote_command]
 
 
@@ -319,9 +319,8 @@ class JobPlan:
     @property
     def where(self) -> str:
         """Nodes and ranks, as the user reads them."""
-        node_plural = "" if self.nodes[1] == 1 else "s"
-        rank_plural = "" if self.ranks_per_node == 1 else "s"
-        return f"{self.node_range} node{node_plural} × {self.ranks_per_node} rank{rank_plural}"
+        plural = "" if self.nodes[1] == 1 else "s"
+        return f"{self.node_range} node{plural} × {units.counted(self.ranks_per_node, 'rank')}"
 
 
 def job_script(job: JobPlan) -> str:
@@ -353,7 +352,7 @@ def job_script(job: JobPlan) -> str:
         "# NUMA: no rank is bound to some of the processors; Linux keeps its memory near those that it runs on.",
         "# Devices: a rank takes that of its number on the node (LOCAL_RANK).",
         *_exports(job),
-        _SUPERVISED.format(command=shell(supervise), restarts=launch.max_restarts),
+        _SUPERVISED.format(command=shlex.join(supervise), restarts=launch.max_restarts),
     ]
     return "\n".join(lines)
 
@@ -371,7 +370,7 @@ def compile_script(job: JobPlan) -> str:
         "#SBATCH --nodes=1",
         *_further(job.config.launch.sbatch),
         *_exports(job),
-        f"exec {shell(command)}",
+        f"exec {shlex.join(command)}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -453,7 +452,7 @@ def _further(options: Sequence[str]) -> list[str]:
 
 def _exports(job: JobPlan) -> list[str]:
     """Return the lines of `launch.environment`, whose names the configuration has checked."""
-    return [f"export {name}={shell([value])}" for name, value in sorted(job.config.launch.environment.items())]
+    return [f"export {name}={shlex.join([value])}" for name, value in sorted(job.config.launch.environment.items())]
 
 
 def _name(job: JobPlan) -> str:
@@ -523,16 +522,12 @@ def in_one_line(name: str, text: str) -> str:
     Raises:
         ConfigError: the text has some.
     """
-    if _LINE_ENDS.search(_in_utf8(text)):
+    shown = text
+    with contextlib.suppress(UnicodeError):
+        shown = utf8_text(text)
+    if _LINE_ENDS.search(shown):
         raise ConfigError(f"{name} ({text!r}) must be without line breaks and other control characters: rename it")
     return text
-
-
-def _in_utf8(text: str) -> str:
-    try:
-        return utf8_text(text)
-    except UnicodeError:
-        return text
 
 
 def operand(name: str, text: str) -> str:
@@ -546,16 +541,10 @@ def operand(name: str, text: str) -> str:
     return text
 
 
-def shell(words: Iterable[str]) -> str:
-    """Quote words for a shell; a line break in a word is part of it."""
-    return shlex.join(words)
-
-
 def header(option: str, text: str | None = None, *, name: str | None = None) -> str:
     """Return a line of a script that gives sbatch an option, with quotes around a value that needs them.
 
     Args:
-        option: option with its hyphens.
         name: the user's name of the value, for the message.
 
     Raises:

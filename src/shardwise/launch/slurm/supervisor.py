@@ -65,7 +65,6 @@ class Supervisor:
 
     Args:
         run_path: the run's folder, which is locked by this process.
-        command: command of a node's launcher.
         say: function that prints a line for the user.
         killed_by: signal that killed this job's supervisor before this one, if any.
     """

@@ -65,7 +65,6 @@ def line_chart(
     Returns an empty text if no curve has a value.
 
     Args:
-        curves: curves by name.
         is_cut: True if few columns that would hide the rest, such as the steep beginning, may leave the chart; then the
             chart says so.
         notes: sentences under the title.
@@ -142,6 +141,7 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
     if not columns:
         return ""
     ticks = _ticks([0.0, max(column.largest for column in columns)], 4)
+    # A bar stands for whole numbers, and reaches half a number beyond them on both sides.
     begins = [columns[0].step - 0.5, *(column.step + 0.5 for column in columns[:-1])]
     area = _PlotArea(begins[0], columns[-1].step + 0.5, 0.0, ticks[-1])
     # Bars narrower than this would vanish in their gaps.
@@ -195,6 +195,7 @@ def time_ticks(seconds: float) -> list[tuple[float, str]]:
     while choices[-1][0] * 8 < seconds:
         choices.append((days * 86400.0, "d"))
         days *= 2
+    # Eight steps at most give nine ticks.
     step, unit = next(choice for choice in choices if choice[0] * 8 >= seconds)
     return [(tick * step, f"{tick * step / units[unit]:g} {unit}") for tick in range(int(seconds / step) + 1)]
 
@@ -369,6 +370,7 @@ def _ticks(values: Sequence[float], count: int, *, whole: bool = False) -> list[
     if high <= low and whole:
         high = low + 1
     elif high <= low:
+        # A constant is shown in the middle of a range as wide as itself; 0 in one from -0.5 to 0.5.
         low, high = (low - abs(low) / 2 or -0.5, low + abs(low) / 2 or 0.5)
     raw_step = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw_step))

@@ -13,11 +13,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from shardwise.base import units
-from shardwise.base.redaction import without_secrets
+from shardwise.base import redaction, units
 from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.runs.lost_time import CAUSES, number, seconds_of
-from shardwise.runs.rank_views import RankView
 from shardwise.runs.report.chart import attribute
 from shardwise.runs.run import RunView
 from shardwise.runs.step_metrics import (
@@ -37,6 +35,8 @@ _COLUMNS = 120
 _MOST_EVENTS = {"checkpoint": 60, "eval": 60, "start": math.inf, "stop": math.inf, "ended": math.inf}
 """Number of events of a kind that are listed, the last ones; starts and ends tell the story of the run."""
 _MOST_OTHER_EVENTS = 120
+_RANK_FACTS = ("rank", "host", "place", "work_seconds", "relative", "memory_bytes")
+"""Attributes of `RankView`."""
 _LISTED_EVENTS = ("start", "resume", "checkpoint", "warning", "compile", "stop", "ended", "eval")
 
 
@@ -70,14 +70,14 @@ def report_of(run: RunView) -> dict[str, Any]:
         "seconds": run.lost.whole if is_timed else None,
         "useful_seconds": run.lost.useful if is_timed else None,
         "starts": run.lost.starts,
-        "ranks": [_rank(view) for view in run.ranks()],
+        "ranks": [{name: getattr(view, name) for name in _RANK_FACTS} for view in run.ranks()],
         "events": listed,
         "events_left_out": len(events) - len(listed),
         "timeline": _timeline(run, events),
         "layout": run.start.get("layout") or {},
         "precision": run.start.get("precision") or {},
-        "config": without_secrets(run.config),
-        "environment": without_secrets(run.environment),
+        "config": redaction.without_secrets(run.config),
+        "environment": redaction.without_secrets(run.environment),
     }
 
 
@@ -99,8 +99,8 @@ def comparison(a: RunView, b: RunView) -> dict[str, Any]:
             comparable.append({"difference": difference(losses["a"], losses["b"]), **losses})
         else:
             not_finite.append(losses)
-    config_of_a = dict(_flat(without_secrets(a.config)))
-    config_of_b = dict(_flat(without_secrets(b.config)))
+    config_of_a = dict(_flat(redaction.without_secrets(a.config)))
+    config_of_b = dict(_flat(redaction.without_secrets(b.config)))
     keys = [key for key in {**config_of_a, **config_of_b} if config_of_a.get(key) != config_of_b.get(key)]
     return {
         "steps": common_steps,
@@ -125,6 +125,7 @@ def columns(steps: Sequence[int], values: Sequence[float], count: int = _COLUMNS
 
 def _spread(points: Sequence[list[Any]]) -> list[list[Any]]:
     """Choose at most `_COLUMNS` of the points, evenly, with the last one."""
+    # Counted from the end, so that the last point is among the chosen ones.
     every = -(-len(points) // _COLUMNS) or 1
     return [*points[::-1][::every]][::-1]
 
@@ -194,17 +195,6 @@ def _split_by_step(run: RunView) -> list[list[float]]:
     return rows
 
 
-def _rank(view: RankView) -> dict[str, Any]:
-    return {
-        "rank": view.rank,
-        "host": view.host,
-        "place": dict(view.place),
-        "work_seconds": view.work_seconds,
-        "relative": view.relative,
-        "memory_bytes": view.memory_bytes,
-    }
-
-
 def _events(run: RunView) -> list[dict[str, Any]]:
     """Return a run's events, its evaluations and the ends of its job's starts, in the order of time."""
     ends = [{"event": "ended", **line} for line in run.restarts()]
@@ -221,6 +211,7 @@ def _last_of_each_kind(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     """Choose the last events of each kind."""
     room: dict[str, float] = {}
     kept = []
+    # From the end: of each kind the newest events have room.
     for event in reversed(events):
         kind = event["kind"]
         room[kind] = room.get(kind, _MOST_EVENTS.get(kind, _MOST_OTHER_EVENTS)) - 1

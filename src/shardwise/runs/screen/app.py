@@ -43,6 +43,7 @@ class Panel(Widget):
             lines = drawing.sentences(width, text, drawing.WARN)[:height]
         for line in lines:
             line.truncate(width)
+            # Texts of a run's files may have characters that a terminal obeys.
             line.plain = panels.clean(line.plain)
         return Text("\n", no_wrap=True).join(lines)
 
@@ -86,6 +87,7 @@ class Top(App[None]):
         self.frame: Frame | None = None
         self._read = read
         self._interval = interval
+        # Textual gives the screen these classes by its size, and top.tcss arranges the panels by them.
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-low"), (36, "-high")]
         self._is_reading = self._is_paused = False
@@ -103,10 +105,10 @@ class Top(App[None]):
         with ContentSwitcher(initial=VIEWS[0], id="views"):
             with Vertical(id="overview"):
                 with Horizontal(id="curves"):
-                    yield Panel(lambda f, w, h: panels.loss(f, w, h, span()), id="loss")
+                    yield Panel(lambda f, w, h: panels.curve(f, w, h, "loss", span()), id="loss")
                     with Vertical(id="more-curves"):
-                        yield Panel(lambda f, w, h: panels.throughput(f, w, h, span()))
-                        yield Panel(lambda f, w, h: panels.gradient(f, w, h, span()))
+                        yield Panel(lambda f, w, h: panels.curve(f, w, h, "tokens_per_second", span()))
+                        yield Panel(lambda f, w, h: panels.curve(f, w, h, "grad_norm", span()))
                     yield Panel(panels.speed, id="speed")
                 yield Panel(panels.split, id="split")
                 yield Panel(views.strips, id="strips")

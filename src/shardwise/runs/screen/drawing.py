@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
+from rich.console import Console
 from rich.text import Text
 
 from shardwise.base import units
@@ -41,6 +43,8 @@ STATE_COLOURS: Mapping[State, str] = {
 }
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+PLAIN_CONSOLE = Console(file=io.StringIO(), width=200)
+"""The console that `Text.wrap` asks for; nothing is printed on it."""
 NOTHING = "·"
 SILENT = "×"
 """Marks of a rank that recorded no such number, and of one that has written nothing for long."""
@@ -73,12 +77,7 @@ def fitted(line: Text, width: int) -> Text:
 
 def sentences(width: int, text: str, style: str = FAINT) -> list[Text]:
     """Break a text into lines that fit, set in by a space."""
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width - 2:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return [Text(f" {line}", style) for line in lines]
+    return [Text.assemble(" ", line) for line in Text(text, style).wrap(PLAIN_CONSOLE, width - 2)]
 
 
 def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[int] = (), gap: int = 2) -> list[Text]:
@@ -249,7 +248,9 @@ def plot(curve: Curve, width: int, height: int, style: str, shown: Callable[[flo
         high = high + max(1e-9, abs(high) * 0.05)
     labels = {row: shown(high - (high - low) * row / (rows - 1)) for row in {0, (rows - 1) // 2, rows - 1}}
     gutter = max(map(len, labels.values())) + 1
+    # Two cells are the axis and a margin.
     cells = max(4, width - gutter - 2)
+    # Each cell has two columns of dots.
     bits = _drawn(_resampled(curve, cells * 2), cells, rows, low, high)
     marks = _marks(curve, cells, rows, low, high)
     lines = []
@@ -292,6 +293,7 @@ def _range(curve: Curve) -> tuple[float, float]:
     high = max(column.largest for column in later)
     least = min(column.least for column in columns)
     largest = max(column.largest for column in columns)
+    # What was left out is shown all the same if it makes the curve a quarter higher at most.
     margin = 0.25 * (high - low)
     return (least if low - least < margin else low, largest if largest - high < margin else high)
 

@@ -12,9 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.base.errors import ShardwiseError
-from shardwise.base.files import reason_of
-from shardwise.base.redaction import redacted
+from shardwise.base import errors, files, redaction
 from shardwise.runs.lost_time import LostTime, number
 from shardwise.runs.rank_views import NodeView, PipelineView, RankView, pipeline_views, silent_ranks
 from shardwise.runs.run import RunView, State, open_run
@@ -100,20 +98,20 @@ class Reader:
             self._run.refresh()
             self._frame = frame_of(self._run, columns, span, has_history=self._has_history)
         except OSError as error:
-            return self._old(f"{self._run.path} cannot be read: {reason_of(error)}")
+            return self._old(f"{self._run.path} cannot be read: {files.reason_of(error)}")
         except UNEXPECTED as error:
             return self._old(f"{self._run.path} has a file that is not as expected ({type(error).__name__}: {error})")
         return self._frame
 
     def _read_history(self) -> None:
         # An error is shown by `read`, which meets the same one.
-        with contextlib.suppress(ShardwiseError, OSError, *UNEXPECTED):
+        with contextlib.suppress(errors.ShardwiseError, OSError, *UNEXPECTED):
             self._run = open_run(self._run.path, whole=True)
             self._has_history = True
 
     def _old(self, problem: str) -> Frame:
         old = self._frame or Frame(self._run.path, self._run.name, time.time())
-        return replace(old, now=time.time(), problem=redacted(problem))
+        return replace(old, now=time.time(), problem=redaction.redacted(problem))
 
 
 def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_history: bool = False) -> Frame:
