@@ -12,9 +12,9 @@ from shardwise.planner.memory import checkpoint_bytes, expected_memory
 from shardwise.verify.cell_training import train_reference
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature
-from shardwise.verify.rank_pool import RankPool
 from shardwise.verify.tolerance import Tolerance
 from tests.dist.one_moment import recorded, train_and_resume
+from tests.rank_pool import RankPool
 
 RECIPE = "llama2-tiny"
 CHOICE = "optimizer.name=momentum"

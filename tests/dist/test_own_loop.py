@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from shardwise import LAMB, ColumnParallelLinear, Mesh, RMSNorm, ZeroRedundancyOptimizer
 from shardwise.base.errors import ConfigError
 from shardwise.verify.canonical_values import canonical_weights
-from shardwise.verify.rank_pool import RankPool
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.own_models import Sharded
 from tests.dist.test_zero import difference, loss_of, make_model
+from tests.rank_pool import RankPool
 
 # ---- parameters
 

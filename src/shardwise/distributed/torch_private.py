@@ -337,24 +337,3 @@ def open_connections_to_others(stages: Iterable[Any]) -> None:
             return [op for op in plain() if op.group_peer != rank]
 
         stage._get_init_p2p_neighbors_ops = to_others
-
-
-def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
-    """Let a pipeline schedule's first step skip the messages that open its connections.
-
-    This is for a process group that delivers nothing. In torch 2.13 the stages exchange whether they know their shapes,
-    and read the answer; here every stage does. Releases before it send numbers that nobody reads. torch 2.15 knows this
-    process group.
-    """
-    if hasattr(schedule, "_warmup_p2p"):
-        from torch.distributed.pipelining._utils import InferenceMode
-
-        def answered(stages: Iterable[Any], *_: Any) -> None:
-            for stage in stages:
-                stage._inference_mode = InferenceMode.STATIC
-
-        schedule._warmup_p2p = answered
-        return
-    for stage in stages:
-        if hasattr(stage, "_get_init_p2p_neighbors_ops"):
-            stage._get_init_p2p_neighbors_ops = list

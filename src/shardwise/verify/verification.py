@@ -40,23 +40,6 @@ class MiddleCheckpoint:
 
 
 @dataclass(frozen=True)
-class CellResult:
-    """A cell's result, as its ranks found it.
-
-    Attributes:
-        differences: largest differences from the reference.
-        checkpoint: checkpoint that the cell's ranks saved.
-        source: name of the layout whose checkpoint they read.
-        seconds: duration of both trainings of the cell.
-    """
-
-    differences: Differences
-    checkpoint: MiddleCheckpoint
-    source: str
-    seconds: float
-
-
-@dataclass(frozen=True)
 class CellOutcome:
     """A cell's result and its judgement.
 
@@ -123,7 +106,6 @@ def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verif
         text = f"{type(error).__name__}: {error}"
         raise RunError(f"one process on {first.device}, the reference, cannot be trained: {text}") from error
     losses = cell_training.Reference.load(folder).losses
-    tolerance = Tolerance.of(config)
     outcomes: list[CellOutcome] = []
     source = one_process
     for _, group in itertools.groupby(cells, key=lambda cell: (cell.device, cell.ranks)):
@@ -132,14 +114,12 @@ def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verif
             progress = (len(outcomes), len(cells))
             call = (config, pending, folder, source, one_process, progress)
             answer = rank_calls.call_on_ranks(measure_cells, *call, ranks=pending[0].ranks, folder=folder)
-            results: list[CellResult] = answer.values
-            # Results are fewer than cells if the ranks failed: the first cell without a result is at fault.
-            for cell, result in zip(pending, results, strict=False):
-                problems = result.differences.problems(tolerance, result.source)
-                outcomes.append(CellOutcome(cell, result.differences, problems, result.source, result.seconds))
-                # After a breach the checkpoint of one process is read: the next layout must not inherit the error.
-                source = one_process if problems else result.checkpoint
+            results: list[tuple[CellOutcome, MiddleCheckpoint]] = answer.values
+            for outcome, checkpoint in results:
+                outcomes.append(outcome)
+                source = one_process if outcome.problems else checkpoint
             pending = pending[len(results) :]
+            # Results are fewer than cells if the ranks failed: the first cell without a result is at fault.
             if pending:
                 reason = "the ranks ended without a result" if answer.failure is None else str(answer.failure)
                 outcomes.append(CellOutcome(pending[0], None, (reason,)))
@@ -155,8 +135,10 @@ def measure_cells(
     source: MiddleCheckpoint,
     one_process: MiddleCheckpoint,
     progress: tuple[int, int],
-) -> Iterator[CellResult]:
-    """Train each cell on this rank; yield its result. All cells have one device and number of ranks. Collective.
+) -> Iterator[tuple[CellOutcome, MiddleCheckpoint]]:
+    """Train each cell on this rank; yield its outcome, and the checkpoint that its ranks saved. Collective.
+
+    All cells have one device and number of ranks.
 
     A cell that fails ends all ranks: the process that started them knows by the missing result which cell it was.
 
@@ -174,12 +156,15 @@ def measure_cells(
                 _show(f"layout {number + 1} of {total}: {cell.name}")
             start = time.perf_counter()
             differences, saved = cell_training.measure(config, cell, folder, source.folder, folder / f"layout-{number}")
+            problems = differences.problems(tolerance, source.layout)
             checkpoint = MiddleCheckpoint(saved, cell.name)
-            yield CellResult(differences, checkpoint, source.layout, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            yield CellOutcome(cell, differences, problems, source.layout, seconds), checkpoint
             if world.rank == 0 and source != one_process:
                 # It is small, but there may be hundreds.
                 shutil.rmtree(source.folder.parent)
-            source = one_process if differences.problems(tolerance, source.layout) else checkpoint
+            # After a breach the checkpoint of one process is read: the next layout must not inherit the error.
+            source = one_process if problems else checkpoint
             collectives.barrier(world)
 
 
