@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -336,6 +337,19 @@ def instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
         elif field.name in record or field.default is MISSING:
             raise ValueError(f"{field.name} must be {hints[field.name]}")
     return cls(**values)
+
+
+def instances(cls: type[_T], path: Path) -> list[_T]:
+    """The records of a file of JSON lines as dataclasses; none if the file cannot be read.
+
+    A line that is damaged is left out, such as one that a crash cut short.
+    """
+    records: list[_T] = []
+    with suppress(OSError):
+        for line in read_plain(path).splitlines():
+            with suppress(ValueError):
+                records.append(instance(cls, record_of(line)))
+    return records
 
 
 def _matches(value: Any, hint: Any) -> bool:

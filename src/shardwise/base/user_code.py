@@ -107,10 +107,8 @@ def error_text(error: BaseException) -> str:
 def _is_pythons(file: Path) -> bool:
     """True if a file is of the standard library; installed packages lie below it, and may be the user's own."""
     standard = Path(sysconfig.get_path("stdlib"))
-    return file.is_relative_to(standard) and file.relative_to(standard).parts[0] not in (
-        "site-packages",
-        "dist-packages",
-    )
+    installed = ("site-packages", "dist-packages")
+    return file.is_relative_to(standard) and file.relative_to(standard).parts[0] not in installed
 
 
 def _import(key: str, path: str, module_name: str) -> ModuleType:

@@ -40,11 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     checks = [*machine_checks.software(), *machine_checks.machine(Path(run_dir)), collective_check.collective()]
     checks = [replace(check, found=_plain(check.found), mend=_plain(check.mend)) for check in checks]
     counts = {status: sum(check.status == status for check in checks) for status in _MARKS}
-    versions = {
-        "shardwise": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
+    versions = {"shardwise": __version__, "python": platform.python_version(), "platform": platform.platform()}
     if arguments.json:
         checked = {"counts": counts, "checks": [asdict(check) for check in checks]}
         output.json({**versions, "variables": _variables(), **checked})

@@ -43,11 +43,7 @@ _KEYS = (
     "parallel.tensor", "parallel.pipeline", "parallel.stages", "precision.mode", "data.tokenizer", "model.family",
     "model.ignore", "checkpoint.revision",
 )  # fmt: skip
-_ENDS = {
-    "eos": "ended by the model",
-    "max_tokens": "--max-tokens",
-    "context": "the model's longest sequence is full",
-}
+_ENDS = {"eos": "ended by the model", "max_tokens": "--max-tokens", "context": "the model's longest sequence is full"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

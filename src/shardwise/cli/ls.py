@@ -78,21 +78,10 @@ def _processes(processes: Sequence[local_devices.DeviceProcess]) -> str:
         if process.run is not None and process.rank is not None:
             ranks.setdefault(process.run, []).append(process.rank)
     named = [
-        f"{'ranks' if len(rank_numbers) > 1 else 'rank'} {_spans(rank_numbers)} of {run}"
+        f"{'ranks' if len(rank_numbers) > 1 else 'rank'} {', '.join(units.spans(rank_numbers))} of {run}"
         for run, rank_numbers in ranks.items()
     ]
     return "; ".join([*named, *(f"process {process.pid}" for process in processes if process.run is None)])
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    """Numbers as a text of ranges: `0-3, 6`."""
-    spans: list[list[int]] = []
-    for index in sorted(numbers):
-        if spans and index == spans[-1][1] + 1:
-            spans[-1][1] = index
-        else:
-            spans.append([index, index])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def _run(run: RunView | Unreadable) -> tuple[str, ...]:

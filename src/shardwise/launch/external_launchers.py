@@ -25,22 +25,13 @@ _OR_SET = (
     "this process is the only rank"
 )
 _MPI = (
-    (
-        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        *(("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
-        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    ),
-    (
-        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-        *(("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",)),
-        ("PMI_ID",),
-    ),
-    (
-        *("PMI_RANK", "PMI_SIZE"),
-        *(("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
-        ("PMI_JOBID", "PALS_APID"),
-    ),
-)
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+     ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",),
+     ("PMI_ID",)),
+    ("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+     ("PMI_JOBID", "PALS_APID")),
+)  # fmt: skip
 """Variables of Open MPI, of MVAPICH2, and of MPICH and Intel MPI: rank, number of ranks, names of the rank on one
 machine, names of their number there, and names of the job's id."""
 _FIRST_PORT = 15000

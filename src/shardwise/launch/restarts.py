@@ -8,7 +8,6 @@ finite, and the same root failure twice at the same step.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,8 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.base.files import read_plain
-from shardwise.base.parsing import instance, record_of
+from shardwise.base.parsing import instances
 from shardwise.runs.folder import JsonLines
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed"]
@@ -127,12 +125,7 @@ def history_file(run_path: Path) -> Path:
 
 def history(run_path: Path) -> list[AttemptEnding]:
     """Read the recorded endings; a line that a crash cut short is left out."""
-    endings = []
-    with contextlib.suppress(OSError):
-        for line in read_plain(history_file(run_path)).splitlines():
-            with contextlib.suppress(ValueError):
-                endings.append(instance(AttemptEnding, record_of(line)))
-    return endings
+    return instances(AttemptEnding, history_file(run_path))
 
 
 def record(run_path: Path, ending: AttemptEnding) -> None:

@@ -21,9 +21,9 @@ from typing import Any
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, see
-from shardwise.base.files import read_plain, write_atomic
+from shardwise.base.files import write_atomic
 from shardwise.base.hardware import device_memory
-from shardwise.base.parsing import instance, record_of
+from shardwise.base.parsing import instances
 from shardwise.base.redaction import redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.section import utf8_text
@@ -62,13 +62,7 @@ def record(run_path: Path, job: str, kind: str) -> None:
 
 def submitted(run_path: Path) -> list[Submitted]:
     """Read the jobs that were submitted for a run, in their order."""
-    jobs = []
-    with contextlib.suppress(OSError):
-        for line in read_plain(run_path / _JOBS).splitlines():
-            # A crash cuts a line short.
-            with contextlib.suppress(ValueError):
-                jobs.append(instance(Submitted, record_of(line)))
-    return jobs
+    return instances(Submitted, run_path / _JOBS)
 
 
 def commit_text() -> str | None:
@@ -158,7 +152,7 @@ def check_run_folder(run_path: Path, config: Config) -> None:
                 f"--run-dir ({run_path}) is that of job {job.id} ({job.state.lower()}): end it by `shardwise stop "
                 f"{run_path}`, or choose another folder"
             )
-    existing = run_path if run_path.is_dir() else _existing_parent(run_path)
+    existing = next(folder for folder in (run_path, *run_path.parents) if folder.exists())
     if not os.access(existing, os.W_OK):
         raise ConfigError(
             f"--run-dir ({run_path}) must be in a folder that can be written: {existing} cannot"
@@ -167,10 +161,6 @@ def check_run_folder(run_path: Path, config: Config) -> None:
     needed = checkpoint_bytes(config, accelerator=True)
     if needed is not None and config.checkpoint.path is None:
         RunDirectory(existing).require_room(needed)
-
-
-def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.parents if parent.exists())
 
 
 def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool | None = None) -> list[tuple[str, str]]:
@@ -424,14 +414,8 @@ def _options(job: JobPlan, log: Path) -> list[str]:
         header("--chdir", str(job.directory), name="the current directory"),
         header("--output", str(log), name="--run-dir"),
     ]
-    keys = [
-        ("partition", launch.partition),
-        ("account", launch.account),
-        ("time", launch.time),
-        ("constraint", launch.constraint),
-        ("gres", job.gres),
-    ]
-    lines += [header(f"--{key}", value, name=f"launch.{key}") for key, value in keys if value is not None]
+    values = {key: getattr(launch, key) for key in ("partition", "account", "time", "constraint")} | {"gres": job.gres}
+    lines += [header(f"--{key}", value, name=f"launch.{key}") for key, value in values.items() if value is not None]
     # SLURM gives a job with whole machines all processors, and of the memory only what it asks for.
     return [*lines, "#SBATCH --exclusive --mem=0"] if launch.exclusive else lines
 

@@ -390,8 +390,5 @@ def _facts(rank: Mapping[str, Any], number_of: Mapping[str, int], axes: Sequence
 def _row(rank: Mapping[str, Any]) -> list[str]:
     work = "–" if rank["relative"] is None else f"{rank['relative']:.2f} ×"
     used = "–" if rank["memory_bytes"] is None else units.size(rank["memory_bytes"])
-    return [str(rank["rank"]), rank["host"] or "–", _place(rank), work, used]
-
-
-def _place(rank: Mapping[str, Any]) -> str:
-    return " ".join(f"{axis} {at}" for axis, at in rank["place"].items())
+    place = " ".join(f"{axis} {at}" for axis, at in rank["place"].items())
+    return [str(rank["rank"]), rank["host"] or "–", place, work, used]

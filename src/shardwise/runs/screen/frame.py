@@ -162,11 +162,7 @@ def _curve(series: StepSeries, name: str, count: int, span: Span, points: Sequen
     last = series.steps[-1]
     first = max(series.steps[0], last - (last - series.steps[0]) // _PART[span])
     columns = columns_of(series.steps, series.numbers[name], equal_widths(series.steps, first, count))
-    return Curve(
-        columns,
-        dots=[(step, value) for step, value in points if first <= step <= last],
-        span=(first, last),
-    )
+    return Curve(columns, dots=[(step, value) for step, value in points if first <= step <= last], span=(first, last))
 
 
 def _events(run: RunView) -> list[Mapping[str, Any]]:

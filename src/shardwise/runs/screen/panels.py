@@ -31,7 +31,8 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
     heard = "" if frame.heard is None else f"heard {units.duration(round(max(0.0, frame.now - frame.heard)))} ago"
     if frame.heard is not None and frame.now - frame.heard < 1:
         heard = "heard just now"
-    first = _between(width, Text.assemble(name, "  ", state), Text(f"{heard}  {_clock(frame.now)} ", FAINT))
+    clock = datetime.fromtimestamp(frame.now).astimezone().strftime("%H:%M:%S")
+    first = _between(width, Text.assemble(name, "  ", state), Text(f"{heard}  {clock} ", FAINT))
     if frame.problem:
         return [first, drawing.fitted(Text(f" {frame.problem}", f"bold {BAD}"), width)]
     done = frame.step / frame.steps if frame.steps else 0.0
@@ -256,10 +257,6 @@ def _between(width: int, left: Text, right: Text) -> Text:
     left = drawing.fitted(left, max(0, width - right.cell_len))
     left.append_text(right)
     return left
-
-
-def _clock(now: float) -> str:
-    return datetime.fromtimestamp(now).astimezone().strftime("%H:%M:%S")
 
 
 def _moment(event: Mapping[str, Any], now: float | None) -> str:
