@@ -19,10 +19,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from shardwise.base import files, parsing, units
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.files import reason_of
-from shardwise.base.parsing import json_value
-from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.runs.folder import RunDirectory, last_that_counts
 from shardwise.runs.report.numbers import difference
@@ -85,7 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
         return int(bool(beyond))
     result = f"within the tolerance ({tolerance:g})"
     if beyond:
-        result = f"beyond the tolerance ({tolerance:g}) at {counted(len(beyond), 'step')}, first at step {beyond[0]:,}"
+        result = (
+            f"beyond the tolerance ({tolerance:g}) at {units.counted(len(beyond), 'step')}, first at step {beyond[0]:,}"
+        )
     rows = [
         ("A", f"{paths[0]}: {_steps(a)}"),
         ("B", f"{paths[1]}: {_steps(b)}"),
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _steps(curve: Mapping[int, float]) -> str:
-    return f"{counted(len(curve), 'step')}, {min(curve):,} to {max(curve):,}"
+    return f"{units.counted(len(curve), 'step')}, {min(curve):,} to {max(curve):,}"
 
 
 def _draw(
@@ -133,7 +133,7 @@ def _draw(
         try:
             figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else {})
         except OSError as error:
-            raise ConfigError(f"--plot ({file}) cannot be written: {reason_of(error)}") from None
+            raise ConfigError(f"--plot ({file}) cannot be written: {files.reason_of(error)}") from None
 
 
 def _marker(curve: Mapping[int, float]) -> str:
@@ -183,7 +183,7 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
             for loss, value in losses.items():
                 curves.setdefault(loss, {})[step] = value
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
+        raise ConfigError(f"{path} cannot be read: {files.reason_of(error)}") from None
     except (UnicodeDecodeError, csv.Error):
         raise ConfigError(f"{path} must be text or JSON with numbers") from None
     chosen = next((loss for loss in loss_names if loss in curves), None)
@@ -244,7 +244,7 @@ def _scalars(path: Path) -> _Rows:
 def _of_json(path: Path, text: str) -> _Rows:
     """Rows of one JSON value, or of a JSON object in each line, of which a run's metrics.jsonl has other events too."""
     try:
-        value = json_value(text)
+        value = parsing.json_value(text)
     except ValueError:
         value = _of_lines(path, text)
     if isinstance(value, Mapping) and isinstance(value.get("log_history"), list):
@@ -267,7 +267,7 @@ def _of_lines(path: Path, text: str) -> Iterator[Any]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             if line.strip():
-                yield json_value(line)
+                yield parsing.json_value(line)
         except ValueError as error:
             # A crash may have cut the last line of a run short.
             if is_run:
@@ -306,10 +306,12 @@ def _of_table(path: Path, text: str) -> _Rows:
         names = table.pop(0)
     for number, cells in enumerate(table, 1):
         if len(cells) != len(names):
-            needs = f"{counted(len(names), 'value')}, as its first row has" if names else "a loss, or a step and a loss"
+            needs = "a loss, or a step and a loss"
+            if names:
+                needs = f"{units.counted(len(names), 'value')}, as its first row has"
             raise ConfigError(
-                f"{path}: row {number:,} ({counted(len(cells), 'value')}) must have {needs}: a loss curve is a run's "
-                "folder, its metrics.jsonl, TensorBoard's events, JSON, or a table whose rows are equally long"
+                f"{path}: row {number:,} ({units.counted(len(cells), 'value')}) must have {needs}: a loss curve is a "
+                "run's folder, its metrics.jsonl, TensorBoard's events, JSON, or a table whose rows are equally long"
             )
         yield dict(zip(names, cells, strict=True))
 

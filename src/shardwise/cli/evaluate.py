@@ -94,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             from shardwise.train.inference_jobs import run_evaluation
 
             with folder, keys_renamed(ARGUMENTS):
+                # With `all` every document is in the training part.
                 read = "train" if part == "all" else part
                 evaluation = run_evaluation(config, folder.weights, read, _show_progress if leads else None)
             if leads:

@@ -253,6 +253,7 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     sections = _sections(folder, values)
     train = sections["train"]
     data = sections["data"]
+    # The model reads no longer sequences, whatever the run or the default says.
     limit = folder.model.get("max_position_embeddings")
     train.setdefault("sequence_length", _LONGEST_SEQUENCE if limit is None else min(limit, _LONGEST_SEQUENCE))
     train.setdefault("micro_batch", _MICRO_BATCH)
@@ -260,6 +261,7 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     # No step is taken, but every configuration must have a batch that its layout can divide.
     samples_at_once = micro_batch * replicas if isinstance(micro_batch, int) else 1
     train["global_batch"] = samples_at_once * _micro_batches(sections["parallel"])
+    # A split without a second part leaves all documents to the training part.
     if part == "all":
         data["split"] = "1,0"
     user_data = values.get("data", {})

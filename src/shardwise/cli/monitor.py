@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     while True:
         output.json(snapshot(watched), indent=None)
         sys.stdout.flush()
+        # Wakes at once where a signal ends the command, without waiting for the interval.
         if end.wait(interval):
             return 0
         watched.refresh()

@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     run_path: Path | None = arguments.run_dir
     gres = submission.reserved(config)
     on = None if arguments.device is None else cluster(arguments.device, nodes[1])
+    # Where neither the recipe nor SLURM tells the number, `--device h100:8` does.
     if on is not None and config.launch.ranks_per_node is None and gres is None:
         ranks = on.per_node
     else:

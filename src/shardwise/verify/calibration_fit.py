@@ -135,6 +135,7 @@ def searched(start: Constants, badness: Callable[[Constants], float]) -> Constan
             improves = False
             for name in _FITTED:
                 for factor in (1 + step, 1 / (1 + step)):
+                    # A value outside of its range would be refused when the device file is read.
                     low, high = CONSTANTS[name]
                     value = min(max(float(f"{getattr(best, name) * factor:.4g}"), low), high)
                     tried = replace(best, **{name: value})
@@ -178,6 +179,7 @@ def _distance(constants: Constants, start: Constants) -> float:
     for name in _FITTED:
         value = getattr(constants, name)
         start_value = getattr(start, name)
+        # A constant of 0 has no logarithm, and stays at 0 under factors.
         if value > 0 and start_value > 0:
             distance += abs(math.log(value / start_value))
     return distance / len(_FITTED)

@@ -34,6 +34,7 @@ def step_with_gradients(trainer: Trainer) -> tuple[StepRecord, dict[str, Tensor]
     optimizer = trainer.optimizer
 
     def keep(*_: object) -> None:
+        # In a hook, as the update that follows overwrites or frees the gradients.
         gradients.update(canonical_gradients(trainer.model, optimizer))
         for bucket in optimizer.buckets:
             # Each bucket was filled with other ranks' parts, which is no change of its gradients.

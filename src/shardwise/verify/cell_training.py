@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwise.base.errors import RunError, listing
@@ -34,8 +32,7 @@ _SAMPLES = 256
 """Samples of the random text; longer trainings read them again."""
 _PROGRESS_KEYS = ("samples", "position", "tokens")
 """Keys of a manifest, and attributes of a training's progress, that say how far it is."""
-_WEIGHT = "weight "
-_GRADIENT = "gradient "
+_REFERENCE_FILE = "reference.pt"
 
 
 @dataclass(frozen=True)
@@ -53,19 +50,13 @@ class Reference:
     gradients: Mapping[str, Tensor]
 
     def save(self, folder: Path) -> None:
-        named = {_WEIGHT + name: tensor.cpu().contiguous() for name, tensor in self.weights.items()}
-        named |= {_GRADIENT + name: tensor.cpu().contiguous() for name, tensor in self.gradients.items()}
-        save_file(named, folder / "reference.safetensors")
-        (folder / "reference.json").write_text(json.dumps(self.losses), encoding="utf-8")
+        torch.save((self.losses, self.weights, self.gradients), folder / _REFERENCE_FILE)
 
+    # Cached: the ranks of many cells compare with the same one.
     @staticmethod
     @cache
     def load(folder: Path) -> Reference:
-        named = load_file(folder / "reference.safetensors")
-        weights = {name.removeprefix(_WEIGHT): named[name] for name in named if name.startswith(_WEIGHT)}
-        gradients = {name.removeprefix(_GRADIENT): named[name] for name in named if name.startswith(_GRADIENT)}
-        losses = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
-        return Reference(losses, weights, gradients)
+        return Reference(*torch.load(folder / _REFERENCE_FILE, weights_only=True))
 
 
 @cache

@@ -69,6 +69,7 @@ def _sum_on_ranks() -> dict[str, Any]:
     from shardwise.verify.rank_calls import process_group
 
     count = torch.accelerator.device_count()
+    # Two ranks need two devices: with one accelerator the CPU is tested.
     device = devices.local_device() if count > 1 else torch.device("cpu")
     with process_group(device, _TIMEOUT) as world:
         tensor = torch.full((_ELEMENTS,), float(world.rank + 1), device=device)

@@ -121,6 +121,7 @@ def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verif
             pending = pending[len(results) :]
             # Results are fewer than cells if the ranks failed: the first cell without a result is at fault.
             if pending:
+                # Ranks can also end with exit code 0 and no result, by code of the user's own.
                 reason = "the ranks ended without a result" if answer.failure is None else str(answer.failure)
                 outcomes.append(CellOutcome(pending[0], None, (reason,)))
                 source = one_process

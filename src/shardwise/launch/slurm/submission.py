@@ -414,7 +414,8 @@ def _options(job: JobPlan, log: Path) -> list[str]:
         header("--chdir", str(job.directory), name="the current directory"),
         header("--output", str(log), name="--run-dir"),
     ]
-    values = {key: getattr(launch, key) for key in ("partition", "account", "time", "constraint")} | {"gres": job.gres}
+    values = {"partition": launch.partition, "account": launch.account, "time": launch.time}
+    values |= {"constraint": launch.constraint, "gres": job.gres}
     lines += [header(f"--{key}", value, name=f"launch.{key}") for key, value in values.items() if value is not None]
     # SLURM gives a job with whole machines all processors, and of the memory only what it asks for.
     return [*lines, "#SBATCH --exclusive --mem=0"] if launch.exclusive else lines
