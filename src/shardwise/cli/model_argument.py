@@ -246,9 +246,6 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     Args:
         replicas: the data-parallel degree.
         part: `all` puts every document into one part, the training one.
-
-    Raises:
-        ConfigError: every problem of the values.
     """
     sections = _sections(folder, values)
     train = sections["train"]
@@ -286,11 +283,7 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
 
 
 def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
-    """The configuration of a generation: the model, its layout, its dtype and its tokenizer.
-
-    Raises:
-        ConfigError: every problem of the values.
-    """
+    """The configuration of a generation: the model, its layout, its dtype and its tokenizer."""
     sections = _sections(folder, values)
     sections["train"] |= {"sequence_length": 1, "global_batch": _micro_batches(sections["parallel"]), "micro_batch": 1}
     tokenizer = values.get("data", {}).get("tokenizer") or folder.tokenizer

@@ -67,9 +67,6 @@ def prepare_run(
 
     Returns:
         the folder; None where a rank other than 0 does not know it yet.
-
-    Raises:
-        ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
     """
     # Before the folder is made, so that wrong inputs leave none behind.
     fetch_inputs(config, output.progress if place is None or place.local_rank == 0 else None)

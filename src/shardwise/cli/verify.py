@@ -121,9 +121,6 @@ def _plan(
     """The miniature, the layouts at which it can be trained, and why it cannot be at others.
 
     One process on an accelerator is compared too, where the reference is one process on the CPU.
-
-    Raises:
-        ConfigError: there is none.
     """
     first = next(iter(devices))
     alone = [layouts.Cell(device) for device in devices if device != first]

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -173,21 +173,18 @@ def is_watching() -> bool:
     return any(thread.name == _THREAD_NAME for thread in threading.enumerate())
 
 
-def start_watch(seconds: float, give_up: Callable[[], None] | None = None) -> bool:
+def start_watch(seconds: float) -> bool:
     """Watch this process from here on, in a thread; False where the system does not tell what threads do.
 
-    Args:
-        seconds: the limit.
-        give_up: ends a wait; default: `close_connections`.
+    A thread that has waited for the limit finds its connections closed.
     """
     if not Path("/proc/self/schedstat").exists():
         return False
-    arguments = (seconds, give_up or close_connections)
-    threading.Thread(target=_run, args=arguments, name=_THREAD_NAME, daemon=True).start()
+    threading.Thread(target=_run, args=(seconds,), name=_THREAD_NAME, daemon=True).start()
     return True
 
 
-def _run(seconds: float, give_up: Callable[[], None]) -> None:
+def _run(seconds: float) -> None:
     watch = Watch(seconds)
     tick = min(_TICK_SECONDS, seconds / 10)
     while True:
@@ -195,7 +192,7 @@ def _run(seconds: float, give_up: Callable[[], None]) -> None:
         time.sleep(tick)
         # A longer pause means that the process was stopped.
         if watch.is_over(min(time.monotonic() - began, 2 * tick), _waiting()):
-            give_up()
+            close_connections()
             return
 
 

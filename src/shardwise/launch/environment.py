@@ -103,9 +103,9 @@ def may_be_a_task(variables: Mapping[str, str] = os.environ) -> bool:
     return not is_placed and any(name in variables for name in (*TASK_RANKS, *TASK_COUNTS))
 
 
-def launches_node(variables: Mapping[str, str] = os.environ) -> bool:
+def launches_node() -> bool:
     """Return True if this process is the launcher of a node, which a job's supervisor has started."""
-    return NODE in variables and "RANK" not in variables
+    return NODE in os.environ and "RANK" not in os.environ
 
 
 def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
@@ -113,8 +113,8 @@ def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
     return ERROR_FILE in variables
 
 
-def may_restart(variables: Mapping[str, str] = os.environ) -> bool:
+def may_restart() -> bool:
     """Return True if torchrun starts the ranks again when one of them fails."""
-    allowed = variables.get("TORCHELASTIC_MAX_RESTARTS", "")
-    done = variables.get("TORCHELASTIC_RESTART_COUNT", "")
+    allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    done = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return allowed.isdecimal() and int(allowed) > (int(done) if done.isdecimal() else 0)

@@ -82,11 +82,11 @@ class Node:
         return _source_address(self.attempt.address)
 
 
-def this_node(variables: Mapping[str, str] = os.environ) -> Node:
+def this_node() -> Node:
     """Return the node on which this process is the launcher, or a child of the launcher."""
-    attempt = Attempt(**json_value(variables[NODE]))
-    number = int(variables.get("SLURM_NODEID", "0"))
-    return Node(attempt, number, variables.get("SLURMD_NODENAME") or platform.node())
+    attempt = Attempt(**json_value(os.environ[NODE]))
+    number = int(os.environ.get("SLURM_NODEID", "0"))
+    return Node(attempt, number, os.environ.get("SLURMD_NODENAME") or platform.node())
 
 
 def interface_variables(address: str, variables: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -71,11 +71,7 @@ def enter_job(nproc: int | None) -> Rank | None:
 
 
 def check_accelerators(nproc: int, accelerators: int) -> None:
-    """Refuse more local ranks than there are accelerators, if there are any.
-
-    Raises:
-        ConfigError: the text has both numbers.
-    """
+    """Refuse more local ranks than there are accelerators, if there are any, by a ConfigError."""
     if 0 < accelerators < nproc:
         raise ConfigError(
             f"--nproc ({nproc}) must be at most the number of accelerators ({accelerators})"

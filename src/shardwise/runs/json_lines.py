@@ -1,4 +1,7 @@
-"""Reading of growing files of JSON lines: the lines that were added since the last time, or the last ones alone."""
+"""Reading of growing files of JSON lines: the lines that were added since the last time, or the last ones alone.
+
+A file that is not there has no lines; one that cannot be read raises OSError.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +46,7 @@ class GrowingFile:
         self._head = b""
 
     def was_replaced(self) -> bool:
-        """True if the file is another one than before, or was cut: `new` then returns all its lines again.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """True if the file is another one than before, or was cut: `new` then returns all its lines again."""
         try:
             with open_plain(self.path) as file:
                 same = file.read(len(self._head)) == self._head and file.seek(0, 2) >= self._read_bytes
@@ -59,11 +58,7 @@ class GrowingFile:
         return not same
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Return the complete lines that were added since the last call, in their order.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return the complete lines that were added since the last call, in their order."""
         lines = self._lines()
         return _parsed(lines if self.whole else _without_most_steps(lines))
 
@@ -86,11 +81,7 @@ class GrowingFile:
 
 
 def last_lines(path: Path, byte_count: int) -> list[dict[str, Any]]:
-    """Return the complete lines among the last bytes of a file, in their order; [] if the file does not exist.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the complete lines among the last bytes of a file, in their order; [] if the file does not exist."""
     try:
         with open_plain(path) as file:
             begin = max(0, file.seek(0, 2) - byte_count)
@@ -105,9 +96,6 @@ def last_lines_of_rank(path: Path, *, start: bool, after: float | None) -> tuple
     Args:
         start: True to search the whole file for the start if it is not near the end; otherwise {} takes its place.
         after: last start of the rank's process, in seconds since the epoch; None if it started once.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     with open_plain(path) as opened:
         file = opened.fileno()

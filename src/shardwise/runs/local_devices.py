@@ -234,8 +234,8 @@ def _cpu(ranks: Owners) -> LocalDevice:
     )
 
 
-def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    lines = _text(cpuinfo).splitlines()
+def _cpu_name() -> str:
+    lines = _text(Path("/proc/cpuinfo")).splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 

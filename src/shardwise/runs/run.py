@@ -20,7 +20,7 @@ from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that
 from shardwise.runs.json_lines import GrowingFile, last_lines, last_lines_of_rank
 from shardwise.runs.lost_time import LostTime, number, seconds_of
 from shardwise.runs.rank_views import SILENT_SECONDS, SILENT_STEPS, NodeView, RankView, node_views, with_relative_work
-from shardwise.runs.step_metrics import StepSeries
+from shardwise.runs.step_metrics import StepSeries, finite_values
 
 State = Literal["starting", "running", "silent", "finished", "stopped", "failed", "killed"]
 """`silent`: the run should go on, and has written nothing for long. `killed`: it ended, and nothing says why."""
@@ -165,7 +165,7 @@ class RunView:
         seconds = self.series.numbers["step_seconds"]
         # Steps of an earlier start may be of other devices, or of another layout.
         begin = max(self._first_recent, len(seconds) - _RECENT_STEPS)
-        recent = [value for value in seconds[begin:] if not math.isnan(value)]
+        recent = finite_values(seconds[begin:])
         return sum(recent) / len(recent) if recent else None
 
     @property
@@ -211,12 +211,8 @@ class RunView:
 
     def split_seconds(self) -> dict[str, float]:
         """Return the mean of the last 20 recorded steps by `PARTS`; {} if none recorded them."""
-        means = {}
-        for name, values in self.series.parts.items():
-            recent = [value for value in values[-_RECENT_STEPS:] if not math.isnan(value)]
-            if recent:
-                means[name] = sum(recent) / len(recent)
-        return means
+        recent = {name: finite_values(values[-_RECENT_STEPS:]) for name, values in self.series.parts.items()}
+        return {name: sum(seconds) / len(seconds) for name, seconds in recent.items() if seconds}
 
     def graphs(self) -> dict[str, float]:
         """Sum up the compiled graphs since the last start: `graphs`, `hits`, `misses`, `seconds`; {} without any."""

@@ -35,16 +35,16 @@ _FEW_FILES = 4096
 _INTERFACE_KEYS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def machine(run_path: Path, variables: Mapping[str, str] = os.environ) -> Iterator[Check]:
+def machine(run_path: Path) -> Iterator[Check]:
     """Check the whole machine, for runs in the folder `run_path`."""
     yield from devices()
-    yield from fabric(variables)
-    yield threads(variables, cpu_count(), _cpu_limit())
+    yield from fabric(os.environ)
+    yield threads(os.environ, cpu_count(), _cpu_limit())
     yield memory(available_memory())
     yield from limits()
     yield from place("run folder", run_path)
     yield from place("cache", cache_root())
-    yield launcher(variables)
+    yield launcher(os.environ)
 
 
 def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
@@ -147,10 +147,10 @@ def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Che
     return ok("threads", f"{cpus_text}; OMP_NUM_THREADS {value}")
 
 
-def _cpu_limit(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
+def _cpu_limit() -> float | None:
     """Return the number of CPUs that the container may use at once; None without a limit."""
     try:
-        quota, period = path.read_text(encoding="ascii").split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return int(quota) / int(period)
     except (OSError, ValueError):
         return None
@@ -165,7 +165,7 @@ def memory(free: int | None) -> Check:
     return ok("memory", f"{size(free)} free")
 
 
-def limits(shared: Path = Path("/dev/shm")) -> Iterator[Check]:
+def limits() -> Iterator[Check]:
     """Check open files, and on machines with accelerators the shared memory that NCCL uses."""
     import resource
 
@@ -178,6 +178,7 @@ def limits(shared: Path = Path("/dev/shm")) -> Iterator[Check]:
         )
     else:
         yield ok("open files", "no limit" if most < 0 else f"up to {most:,}")
+    shared = Path("/dev/shm")
     if accelerators()[1] and shared.is_dir() and free_bytes(shared) < _LITTLE_SHARED:
         found = f"{shared} ({size(free_bytes(shared))} free) must have at least {size(_LITTLE_SHARED)} for NCCL"
         yield Check("shared memory", "wrong", found, "start the container with --shm-size=1g or --ipc=host")

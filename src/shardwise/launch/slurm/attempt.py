@@ -129,20 +129,19 @@ class AttemptWatch:
         """End the attempt on all nodes at once."""
         self._ending = self._ending or why
 
-    async def run(self, program: Callable[[Attempt], tuple[Sequence[str], Mapping[str, str]]]) -> AttemptOutcome:
+    async def run(self, program: Callable[[Attempt], Sequence[str]]) -> AttemptOutcome:
         """Start the launchers and return when all have ended.
 
         Args:
-            program: function that returns the command that starts a launcher on each node, and its environment.
+            program: function that returns the command that starts a launcher on each node.
         """
         server = await asyncio.start_server(self._serve, self._address, 0, limit=_LINE_BYTES)
         control = server.sockets[0].getsockname()[1]
         port = free_port(self._address)
         attempt = Attempt(self._address, port, control, self._id, self._nodes, self._secret, self._silence)
-        command, variables = program(attempt)
-        environment = {**os.environ, **variables, **attempt.variables()}
+        environment = {**os.environ, **attempt.variables()}
         process = await asyncio.create_subprocess_exec(
-            *command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            *program(attempt), env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
         try:
             problem = await self._watch(process)

@@ -156,13 +156,13 @@ class Supervisor:
         except OSError as error:
             self._say(f"the end of this start cannot be recorded: {self._run_path}: {reason_of(error)}")
 
-    def _program(self, attempt: Attempt) -> tuple[list[str], dict[str, str]]:
+    def _program(self, _attempt: Attempt) -> list[str]:
         nodes = str(self._machines.nodes)
         # A launcher that was bound to some processors would bind all ranks of its node to them.
         unbound = [] if commands.binds_nothing() else ["--cpu-bind=none"]
         # If fewer nodes are used, the first must be among them: all launchers connect to this process there.
         first = ["--relative=0"] if self._machines.nodes < self._machines.allocation.nodes else []
-        return [*_SRUN, *unbound, *first, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command], {}
+        return [*_SRUN, *unbound, *first, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command]
 
     def _ask(self, by: str) -> None:
         """Stop: with a checkpoint where steps are taken, else at once.

@@ -79,7 +79,7 @@ def line_chart(
     least = min(column.least for column in columns)
     largest = max(column.largest for column in columns)
     low, high = _shown_range(columns) if is_cut else (least, largest)
-    ticks = _ticks([low, high], 4)
+    ticks = _ticks([low, high])
     area = _PlotArea(min(steps), max(steps), min(ticks[0], low), max(ticks[-1], high))
     drawn = [_y_axis(area, ticks, percent=percent), _x_axis(area, "step")]
     # The inner picture cuts off the lines that leave the chart. Dots at its edge would be cut too: they come after it.
@@ -103,7 +103,7 @@ def line_chart(
     if breaks:
         data["breaks"] = breaks
     legend = [(f"c{number}", name) for number, name in enumerate(known)] if len(known) > 1 else []
-    return _figure(title, legend, "".join(drawn), [area.low_x, area.high_x], data, notes=notes)
+    return _figure(title, legend, drawn, [area.low_x, area.high_x], data, notes=notes)
 
 
 def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[float]]) -> str:
@@ -114,7 +114,7 @@ def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[floa
     """
     if not rows:
         return ""
-    ticks = _ticks([0.0, max(sum(row[1:]) for row in rows)], 4)
+    ticks = _ticks([0.0, max(sum(row[1:]) for row in rows)])
     area = _PlotArea(rows[0][0], max(rows[-1][0], rows[0][0] + 1), 0.0, ticks[-1])
     used = [number for number in range(len(names)) if any(row[number + 1] for row in rows)]
     drawn = []
@@ -127,7 +127,7 @@ def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[floa
     drawn += [_y_axis(area, ticks, " s"), _x_axis(area, "step")]
     data = {"names": list(names), "rows": _exact(rows)}
     legend = [(f"b{number}", names[number]) for number in used]
-    return _figure(title, legend, "".join(drawn), [area.low_x, area.high_x], data)
+    return _figure(title, legend, drawn, [area.low_x, area.high_x], data)
 
 
 def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, note: str) -> str:
@@ -140,7 +140,7 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
     """
     if not columns:
         return ""
-    ticks = _ticks([0.0, max(column.largest for column in columns)], 4)
+    ticks = _ticks([0.0, max(column.largest for column in columns)])
     # A bar stands for whole numbers, and reaches half a number beyond them on both sides.
     begins = [columns[0].step - 0.5, *(column.step + 0.5 for column in columns[:-1])]
     area = _PlotArea(begins[0], columns[-1].step + 0.5, 0.0, ticks[-1])
@@ -157,7 +157,7 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
         drawn.append(f'<path class="{style}" d="{"".join(bars)}"/>')
     drawn.append(_x_axis(area, axis))
     data = {"curves": {"": _column_data(columns)}, "suffix": suffix, "axis": axis}
-    return _figure(title, [], "".join(drawn), [area.low_x, area.high_x], data, notes=[note] if note else [])
+    return _figure(title, [], drawn, [area.low_x, area.high_x], data, notes=[note] if note else [])
 
 
 def timeline(facts: Mapping[str, Any], names: Mapping[str, str]) -> str:
@@ -237,7 +237,7 @@ def short(values: Sequence[float]) -> list[str]:
 def _figure(
     title: str,
     legend: Sequence[tuple[str, str]],
-    drawn: str,
+    drawn: Sequence[str],
     ends: Sequence[float],
     data: Mapping[str, Any],
     notes: Sequence[str] = (),
@@ -249,7 +249,7 @@ def _figure(
         f"<figure class=\"chart\" data-chart='{attribute({'ends': ends, **data})}'>"
         f"<figcaption>{escape(title)}{keys}{small_print}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
-        f'aria-label="{escape(title)}: arrow keys show values">{drawn}'
+        f'aria-label="{escape(title)}: arrow keys show values">{"".join(drawn)}'
         f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/></svg><output></output></figure>'
     )
 
@@ -300,7 +300,7 @@ def _y_axis(area: _PlotArea, ticks: Sequence[float], suffix: str = "", *, percen
 
 def _x_axis(area: _PlotArea, name: str) -> str:
     parts = [f'<text class="axis" x="{LEFT - 6}" y="{HEIGHT - 8}" text-anchor="end">{name}</text>']
-    ticks = [tick for tick in _ticks([area.low_x, area.high_x], 4, whole=True) if area.low_x <= tick <= area.high_x]
+    ticks = [tick for tick in _ticks([area.low_x, area.high_x], whole=True) if area.low_x <= tick <= area.high_x]
     for tick, text in zip(ticks, short(ticks), strict=True):
         x = area.x(tick)
         anchor = "middle"
@@ -363,8 +363,8 @@ def _tick_text(value: float, percent: bool) -> str:
     return f"{100 * value:.4g} %" if percent else short([value])[0]
 
 
-def _ticks(values: Sequence[float], count: int, *, whole: bool = False) -> list[float]:
-    """Return about `count` round numbers that span the values; `whole`: whole numbers between them."""
+def _ticks(values: Sequence[float], *, whole: bool = False) -> list[float]:
+    """Return about four round numbers that span the values; `whole`: whole numbers between them."""
     low = min(values)
     high = max(values)
     if high <= low and whole:
@@ -372,7 +372,7 @@ def _ticks(values: Sequence[float], count: int, *, whole: bool = False) -> list[
     elif high <= low:
         # A constant is shown in the middle of a range as wide as itself; 0 in one from -0.5 to 0.5.
         low, high = (low - abs(low) / 2 or -0.5, low + abs(low) / 2 or 0.5)
-    raw_step = (high - low) / count
+    raw_step = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw_step))
     # A thousandth less: a step such as 2.5 must not become 5 by rounding.
     step = next(factor * power for factor in _TICK_STEPS if factor * power >= raw_step * 0.999)

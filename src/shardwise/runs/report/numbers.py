@@ -46,12 +46,7 @@ def report_of(run: RunView) -> dict[str, Any]:
     events = _events(run)
     listed = _last_of_each_kind(events)
     is_timed = run.lost.whole > 0
-    diverged = {}
-    for metric in STEP_METRICS:
-        if metric.is_in_every_step:
-            not_finite = _not_finite(run, metric.name)
-            if not_finite:
-                diverged[metric.name] = not_finite
+    diverged = {metric.name: _not_finite(run, metric.name) for metric in STEP_METRICS if metric.is_in_every_step}
     losses = [[event.get("step"), event["loss"]] for event in run.evaluations if _known(event.get("loss"))]
     return {
         "schema": SCHEMA,
@@ -59,7 +54,7 @@ def report_of(run: RunView) -> dict[str, Any]:
         "created": _stamp(time.time()),
         "numbers": _headline(run),
         "curves": {metric.name: columns(series.steps, series.numbers[metric.name]) for metric in REPORT_CURVES},
-        "not_finite": diverged,
+        "not_finite": {name: steps for name, steps in diverged.items() if steps is not None},
         "evaluations": _spread(losses),
         "split_seconds": _split(run),
         "split_by_step": _split_by_step(run),
@@ -176,12 +171,8 @@ def _final_loss(run: RunView) -> float | None:
 
 def _split(run: RunView) -> dict[str, float]:
     """Return the mean seconds of each part of a step."""
-    means = {}
-    for name in PARTS:
-        known = [value for value in run.series.parts[name] if math.isfinite(value)]
-        if known:
-            means[name] = sum(known) / len(known)
-    return means
+    recorded = {name: finite_values(run.series.parts[name]) for name in PARTS}
+    return {name: sum(seconds) / len(seconds) for name, seconds in recorded.items() if seconds}
 
 
 def _split_by_step(run: RunView) -> list[list[float]]:

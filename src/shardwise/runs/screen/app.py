@@ -26,8 +26,8 @@ Draw = Callable[[Frame, int, int], Sequence[Text]]
 class Panel(Widget):
     """A rectangle of the screen, drawn by a function of the frame, its width and its height."""
 
-    def __init__(self, draw: Draw, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
+    def __init__(self, draw: Draw, *, id: str | None = None) -> None:
+        super().__init__(id=id)
         self._draw = draw
 
     def render(self) -> Text:

@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeGuard
 
 from rich.console import Console
 from rich.text import Text
@@ -192,7 +193,7 @@ def use_style(share: float) -> str:
 
 def rate(value: object) -> str:
     """Write a number with three digits, such as `1.25 M`, or a dash."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not _is_finite(value):
         return "–"
     power = 0
     while abs(value) >= 999.5 and power < 5:
@@ -201,8 +202,12 @@ def rate(value: object) -> str:
     return f"{value:.3g}{('', ' k', ' M', ' G', ' T', ' P')[power]}"
 
 
+def _is_finite(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def percent(value: object, digits: int = 1) -> str:
-    return f"{value:.{digits}%}" if isinstance(value, int | float) and math.isfinite(value) else "–"
+    return f"{value:.{digits}%}" if _is_finite(value) else "–"
 
 
 def plain(value: object, form: str = ".4g") -> str:
@@ -217,7 +222,7 @@ def size(value: object) -> str:
 
 
 def seconds(value: object) -> str:
-    return units.duration(value) if isinstance(value, int | float) and math.isfinite(value) else "–"
+    return units.duration(value) if _is_finite(value) else "–"
 
 
 def model(device: str) -> str:

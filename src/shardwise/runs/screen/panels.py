@@ -207,7 +207,7 @@ def told_event(event: Mapping[str, Any], now: float | None, width: int | None = 
     """Write an event in a line. With a `now` the line has the time of an event of that day, else the day."""
     kind = str(event.get("event"))
     step = event.get("step")
-    style = {"warning": WARN, "resume": ACCENT, "start": TEXT, "checkpoint": TEXT}.get(kind, TEXT)
+    style = {"warning": WARN, "resume": ACCENT}.get(kind, TEXT)
     match kind:
         case "warning":
             text = str(event.get("text", ""))

@@ -177,7 +177,9 @@ def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
     titles = Text(f" {'host':<{name_width}}  {'ranks':<10}  {'CPU':<{gauge_width + 5}}  {'RAM':<{memory_width}}", FAINT)
     titles.append("  devices      slowest work", FAINT)
     lines = [_node(row, width, name_width, gauge_width) for row in node_rows[begin : begin + visible]]
-    return [head, titles, *lines, Text(), graphs(frame, width), *_host_note(frame)]
+    device = frame.start.get("device")
+    note = [Text(f" device {device}", FAINT)] if device else []
+    return [head, titles, *lines, Text(), graphs(frame, width), *note]
 
 
 def _node_row(views: Mapping[int, RankView], silent: frozenset[int], node: NodeView) -> _NodeRow:
@@ -195,18 +197,14 @@ def _node(row: _NodeRow, width: int, name_width: int, gauge_width: int) -> Text:
     line.append("  ").append_text(_gauge(node.cpu, gauge_width))
     line.append("  ").append_text(_gauge(memory, gauge_width))
     line.append(f" {drawing.size(node.memory_bytes):>8}" if width >= 100 else "", FAINT)
-    line.append(f"  {f'{len(node.devices)} × {_device(node.devices)}':<11.11}", TEXT)
+    models = ", ".join(sorted({drawing.model(device) for device in node.devices}))
+    line.append(f"  {f'{len(node.devices)} × {models}':<11.11}", TEXT)
     if row.slowest is not None and row.slowest.relative is not None:
         style = drawing.work_style(row.slowest.relative)
         line.append(f"  ×{row.slowest.relative:.2f}", style)
         line.append(f" rank {row.slowest.rank}" if row.slowest.relative >= 1.15 else "", style)
     line.append(f"  {drawing.SILENT} {row.silent} silent" if row.silent else "", f"bold {BAD}")
     return drawing.fitted(line, width)
-
-
-def _host_note(frame: Frame) -> list[Text]:
-    device = frame.start.get("device")
-    return [Text(f" device {device}", FAINT)] if device else []
 
 
 def _gauge(share: float | None, width: int) -> Text:
@@ -225,10 +223,6 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     last = max(ranks)
     is_consecutive = last - first + 1 == len(ranks) and len(ranks) > 1
     return (f"{first}–{last}" if is_consecutive else ", ".join(map(str, ranks)))[:10].ljust(10)
-
-
-def _device(devices: tuple[str, ...]) -> str:
-    return ", ".join(sorted({drawing.model(device) for device in devices}))
 
 
 def keys(width: int, height: int) -> list[Text]:
