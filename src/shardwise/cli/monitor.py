@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--prometheus ({port}) must be a port from 1 to {_LARGEST_PORT:,}, such as 9400")
     if port is not None and arguments.once:
         raise ConfigError("--once prints one object, and --prometheus prints none: leave one of them out")
-    watched = open_run(arguments.run, whole=False)
+    watched = open_run(arguments.run, all_steps=False)
     if arguments.once:
         output.json(snapshot(watched), indent=None)
         return 0

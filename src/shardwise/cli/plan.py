@@ -253,12 +253,12 @@ def _why_nothing_fits(result: Search, config: Config, device: str, nodes: int, f
     assert result.smallest is not None
     choice, size = result.smallest
     fix = "choose a device with more memory"
-    for more in _NODE_COUNTS:
-        if more > nodes and search(config, cluster(device, more), best=1, fixed=fixed).plans:
-            fix = f"--nodes {more} is the fewest that fits"
+    for larger in _NODE_COUNTS:
+        if larger > nodes and search(config, cluster(device, larger), best=1, fixed=fixed).plans:
+            fix = f"--nodes {larger} is the fewest that fits"
             break
         # Each further number costs a whole search, and a cluster so much larger is no advice.
-        if more > 64 * nodes:
+        if larger > 64 * nodes:
             break
     return (
         f"no layout fits {machines}: the smallest ({choice.text()}) needs at least {units.size(size)} on a device of "

@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     paths = [arguments.run] if arguments.other is None else [arguments.run, arguments.other]
-    watched = [open_run(path, whole=True) for path in paths]
+    watched = [open_run(path, all_steps=True) for path in paths]
     reports = [report_of(run) for run in watched]
     compared = comparison(*watched) if len(watched) == 2 else None
     file: Path = arguments.output or watched[0].path / "report.html"

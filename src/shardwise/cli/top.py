@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.interval >= _LEAST_SECONDS:
         raise ConfigError(f"--interval ({arguments.interval:g}) must be at least {_LEAST_SECONDS} seconds")
     if arguments.once:
-        output.table(_rows(frame_of(open_run(arguments.run, whole=False))))
+        output.table(_rows(frame_of(open_run(arguments.run, all_steps=False))))
         return 0
     _require_screen()
     reader = Reader(arguments.run)

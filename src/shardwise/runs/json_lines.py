@@ -35,13 +35,13 @@ class GrowingFile:
     """A file of JSON lines that another process appends to.
 
     Args:
-        whole: True if `new` returns all steps. Otherwise it returns the last ones, and the last one before each "start"
-            event; the others are not parsed, as they are many.
+        all_steps: True if `new` returns all steps. Otherwise it returns the last ones, and the last one before each
+            "start" event; the others are not parsed, as they are many.
     """
 
-    def __init__(self, path: Path, *, whole: bool) -> None:
+    def __init__(self, path: Path, *, all_steps: bool) -> None:
         self.path = path
-        self.whole = whole
+        self.all_steps = all_steps
         self._read_bytes = 0
         self._head = b""
 
@@ -60,7 +60,7 @@ class GrowingFile:
     def new(self) -> Iterator[dict[str, Any]]:
         """Return the complete lines that were added since the last call, in their order."""
         lines = self._lines()
-        return _parsed(lines if self.whole else _without_most_steps(lines))
+        return _parsed(lines if self.all_steps else _without_most_steps(lines))
 
     def _lines(self) -> Iterator[bytes]:
         """Read the added lines in chunks: a file may have gigabytes."""

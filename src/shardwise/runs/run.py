@@ -41,7 +41,7 @@ class RunView:
     """A run, as its folder shows it. `refresh` reads the lines that were added since.
 
     Args:
-        whole: True to read all steps. Otherwise only the last ones are there, which takes little time for any run.
+        all_steps: True to read all steps. Otherwise only the last ones are there, which takes little time for any run.
 
     Attributes:
         id: id of the run; None if it has none.
@@ -55,10 +55,10 @@ class RunView:
         lost: lost time of the run.
     """
 
-    def __init__(self, path: Path, *, whole: bool) -> None:
+    def __init__(self, path: Path, *, all_steps: bool) -> None:
         self.path = path
         self.directory = RunDirectory(path)
-        self._metrics = GrowingFile(self.directory.metrics, whole=whole)
+        self._metrics = GrowingFile(self.directory.metrics, all_steps=all_steps)
         # Modification time in ns, and the content, of each file that is replaced as a whole.
         self._files: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._problems: dict[Path, str] = {}
@@ -329,7 +329,7 @@ class RunView:
         return content
 
 
-def open_run(path: Path | None, *, whole: bool) -> RunView:
+def open_run(path: Path | None, *, all_steps: bool) -> RunView:
     """Open the run in a folder; without a `path` the newest one of `runs`.
 
     Raises:
@@ -337,7 +337,7 @@ def open_run(path: Path | None, *, whole: bool) -> RunView:
     """
     chosen = path or RUNS / "latest"
     if RunDirectory(chosen).holds_run:
-        return RunView(chosen, whole=whole)
+        return RunView(chosen, all_steps=all_steps)
     if not chosen.exists():
         problem = "is not there"
     elif chosen.is_dir():
@@ -395,7 +395,7 @@ def runs(root: Path = RUNS) -> list[RunView | Unreadable]:
     known: list[RunView | Unreadable] = []
     for path in folders(root):
         try:
-            known.append(RunView(path, whole=False))
+            known.append(RunView(path, all_steps=False))
         except ConfigError as error:
             known.append(Unreadable(path, str(error), modification_time(path / "metrics.jsonl")))
     return sorted(known, key=lambda run: run.heard or 0.0, reverse=True)

@@ -82,7 +82,8 @@ def _link(measurements: Measurements) -> tuple[float, float] | None:
     if not measurements.sums:
         return None
     n = measurements.ranks
-    (_, least), (size, most) = measurements.sums[0], measurements.sums[-1]
+    _, least = measurements.sums[0]
+    size, most = measurements.sums[-1]
     latency = max(_LEAST_LATENCY, least / (2 * (n - 1)))
     bandwidth = 2 * size * (n - 1) / n / max(most - least, 1e-9)
     return bandwidth / 1e9, latency * 1e6

@@ -137,8 +137,8 @@ def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Che
     fix = f"set OMP_NUM_THREADS to the CPUs of a rank, at most {usable}"
     if value is None:
         if usable < cpus:
-            found = f"{cpus_text}: each rank would start a thread on every CPU"
-            return Check("threads", "warning", found, fix)
+            problem = f"{cpus_text}: each rank would start a thread on every CPU"
+            return Check("threads", "warning", problem, fix)
         return ok("threads", f"{cpus_text}; the ranks share them, as OMP_NUM_THREADS is not set")
     if not value.isdecimal() or int(value) < 1:
         return Check("threads", "warning", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
@@ -180,8 +180,8 @@ def limits() -> Iterator[Check]:
         yield ok("open files", "no limit" if most < 0 else f"up to {most:,}")
     shared = Path("/dev/shm")
     if accelerators()[1] and shared.is_dir() and free_bytes(shared) < _LITTLE_SHARED:
-        found = f"{shared} ({size(free_bytes(shared))} free) must have at least {size(_LITTLE_SHARED)} for NCCL"
-        yield Check("shared memory", "wrong", found, "start the container with --shm-size=1g or --ipc=host")
+        problem = f"{shared} ({size(free_bytes(shared))} free) must have at least {size(_LITTLE_SHARED)} for NCCL"
+        yield Check("shared memory", "wrong", problem, "start the container with --shm-size=1g or --ipc=host")
 
 
 def place(name: str, folder: Path) -> Iterator[Check]:
@@ -198,8 +198,8 @@ def place(name: str, folder: Path) -> Iterator[Check]:
             try:
                 lock(file.fileno(), wait=False)
             except NoLocksError:
-                found = f"the disk of {folder} has no locks: a second run in one folder is not refused"
-                yield Check(name, "warning", found, "start one run in a folder, or choose another disk by --run-dir")
+                problem = f"the disk of {folder} has no locks: a second run in one folder is not refused"
+                yield Check(name, "warning", problem, "start one run in a folder, or choose another disk by --run-dir")
     except OSError as error:
         setting = "--run-dir" if name == "run folder" else "SHARDWISE_CACHE"
         mend = f"make it writable, or choose another by {setting}"
@@ -207,8 +207,8 @@ def place(name: str, folder: Path) -> Iterator[Check]:
         return
     free = free_bytes(existing)
     if free < _LITTLE_DISK:
-        found = f"free disk space under {folder} ({size(free)}) must be at least {size(_LITTLE_DISK)}"
-        yield Check(name, "warning", found, "make room: `shardwise checkpoint prune` removes old checkpoints")
+        problem = f"free disk space under {folder} ({size(free)}) must be at least {size(_LITTLE_DISK)}"
+        yield Check(name, "warning", problem, "make room: `shardwise checkpoint prune` removes old checkpoints")
     else:
         yield ok(name, f"{folder} can be written, {size(free)} free")
 

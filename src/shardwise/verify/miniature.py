@@ -131,9 +131,9 @@ def _fits(kv_heads: int, degree: int) -> bool:
     return kv_heads % degree == 0 or degree % kv_heads == 0
 
 
-def _are_alike(size: int, other: int, degrees: Iterable[int]) -> bool:
+def _are_alike(size: int, new_size: int, degrees: Iterable[int]) -> bool:
     """Return whether the same degrees divide both sizes."""
-    return all((size % degree == 0) == (other % degree == 0) for degree in degrees)
+    return all((size % degree == 0) == (new_size % degree == 0) for degree in degrees)
 
 
 def _alike(size: int, start: int, degrees: Sequence[int]) -> int:

@@ -252,7 +252,7 @@ class Supervisor:
         """After a failure, return True if another attempt is to be made in this allocation; raises if none is."""
         decision = decide(self._endings, self._config.launch.max_restarts)
         text = f"{ending.text}; {_saved(ending)}"
-        if not decision.again:
+        if not decision.starts_again:
             raise LaunchError(f"{text}\n{decision.why}", ending.exit_code or RunError.exit_code)
         if ending.how == "failed" and ending.until_joined is None and self._watch is not None:
             # No launcher joined: a machine may be gone, which SLURM has not noticed yet.
@@ -264,7 +264,7 @@ class Supervisor:
         """End this start of the job; SLURM starts it again where it was the cluster that ended it."""
         if self._asked == _WARNING:
             decision = decide(self._endings, self._config.launch.max_restarts)
-            if not decision.again:
+            if not decision.starts_again:
                 raise StoppedError(f"{text}\n{decision.why}")
             self._requeue(text, decision)
         raise StoppedError(text)

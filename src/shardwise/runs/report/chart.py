@@ -166,22 +166,22 @@ def timeline(facts: Mapping[str, Any], names: Mapping[str, str]) -> str:
     Args:
         facts: `timeline` of a report.
     """
-    whole = facts["seconds"]
-    if whole <= 0:
+    total = facts["seconds"]
+    if total <= 0:
         return ""
     spans = "".join(
-        f'<i class="span" style="left:{100 * begin / whole:.2f}%;width:{100 * (end - begin) / whole:.2f}%"></i>'
+        f'<i class="span" style="left:{100 * begin / total:.2f}%;width:{100 * (end - begin) / total:.2f}%"></i>'
         for begin, end in facts["training"]
     )
     rows = [("training", spans)]
     for kind, name in names.items():
         # Thousands of checkpoints would fall on the same pixels: each place is drawn once.
-        places = dict.fromkeys(f"{100 * seconds / whole:.1f}" for seconds in facts["marks"].get(kind, []))
+        places = dict.fromkeys(f"{100 * seconds / total:.1f}" for seconds in facts["marks"].get(kind, []))
         if places:
             rows.append((name, "".join(f'<i class="{kind}" style="left:{place}%"></i>' for place in places)))
-    ticks = time_ticks(whole)
-    lines = "".join(f'<u style="left:{100 * seconds / whole:.2f}%"></u>' for seconds, _ in ticks)
-    labels = "".join(f'<span style="left:{100 * seconds / whole:.2f}%">{text}</span>' for seconds, text in ticks)
+    ticks = time_ticks(total)
+    lines = "".join(f'<u style="left:{100 * seconds / total:.2f}%"></u>' for seconds, _ in ticks)
+    labels = "".join(f'<span style="left:{100 * seconds / total:.2f}%">{text}</span>' for seconds, text in ticks)
     tracks = "".join(f"<b>{escape(name)}</b><div>{lines}{marks}</div>" for name, marks in rows)
     return f'<div class="timeline">{tracks}<b></b><div class="axis">{labels}</div></div>'
 
@@ -207,13 +207,13 @@ def bar(parts: Mapping[str, float], label: Mapping[str, str], colours: Sequence[
         label: amount of each part, as the reader sees it.
         colours: number of each part's colour in the page.
     """
-    whole = sum(parts.values())
-    if whole <= 0:
+    total = sum(parts.values())
+    if total <= 0:
         return ""
     pieces = []
     keys = []
     for number, (name, amount) in zip(colours, parts.items(), strict=False):
-        share = 100 * amount / whole
+        share = 100 * amount / total
         text = f"{escape(name)} {escape(label[name])}, {share:.1f} %"
         if amount > 0:
             pieces.append(f'<span class="b{number}" style="width:{share:.3f}%" title="{text}"></span>')
@@ -300,7 +300,7 @@ def _y_axis(area: _PlotArea, ticks: Sequence[float], suffix: str = "", *, percen
 
 def _x_axis(area: _PlotArea, name: str) -> str:
     parts = [f'<text class="axis" x="{LEFT - 6}" y="{HEIGHT - 8}" text-anchor="end">{name}</text>']
-    ticks = [tick for tick in _ticks([area.low_x, area.high_x], whole=True) if area.low_x <= tick <= area.high_x]
+    ticks = [tick for tick in _ticks([area.low_x, area.high_x], are_whole=True) if area.low_x <= tick <= area.high_x]
     for tick, text in zip(ticks, short(ticks), strict=True):
         x = area.x(tick)
         anchor = "middle"
@@ -363,20 +363,21 @@ def _tick_text(value: float, percent: bool) -> str:
     return f"{100 * value:.4g} %" if percent else short([value])[0]
 
 
-def _ticks(values: Sequence[float], *, whole: bool = False) -> list[float]:
-    """Return about four round numbers that span the values; `whole`: whole numbers between them."""
+def _ticks(values: Sequence[float], *, are_whole: bool = False) -> list[float]:
+    """Return about four round numbers that span the values; `are_whole`: whole numbers between them."""
     low = min(values)
     high = max(values)
-    if high <= low and whole:
+    if high <= low and are_whole:
         high = low + 1
     elif high <= low:
         # A constant is shown in the middle of a range as wide as itself; 0 in one from -0.5 to 0.5.
-        low, high = (low - abs(low) / 2 or -0.5, low + abs(low) / 2 or 0.5)
+        high = low + abs(low) / 2 or 0.5
+        low = low - abs(low) / 2 or -0.5
     raw_step = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw_step))
     # A thousandth less: a step such as 2.5 must not become 5 by rounding.
     step = next(factor * power for factor in _TICK_STEPS if factor * power >= raw_step * 0.999)
-    if whole:
+    if are_whole:
         step = max(1.0, round(step))
         first = math.ceil(low / step)
         last = math.floor(high / step)

@@ -115,14 +115,14 @@ def progress(share: float, width: int, style: str) -> Text:
 
 def segments(parts: Mapping[str, float], width: int, *, are_named: bool = True) -> Text:
     """Draw parts of a step side by side in proportion, each with its name if that fits."""
-    whole = sum(parts.values())
+    parts_sum = sum(parts.values())
     line = Text()
     total = 0.0
     begin = 0
     for name, amount in parts.items():
         total += amount
         # The sum is rounded, not the part: otherwise the roundings of many parts would add up.
-        end = round(total / whole * width) if whole > 0 else 0
+        end = round(total / parts_sum * width) if parts_sum > 0 else 0
         room = end - begin
         if room > 0:
             label = f" {name}" if are_named and room >= len(name) + 2 else ""

@@ -78,7 +78,7 @@ class Reader:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._run = open_run(path, whole=False)
+        self._run = open_run(path, all_steps=False)
         self._has_history = False
         self._frame: Frame | None = None
 
@@ -106,7 +106,7 @@ class Reader:
     def _read_history(self) -> None:
         # An error is shown by `read`, which meets the same one.
         with contextlib.suppress(errors.ShardwiseError, OSError, *UNEXPECTED):
-            self._run = open_run(self._run.path, whole=True)
+            self._run = open_run(self._run.path, all_steps=True)
             self._has_history = True
 
     def _old(self, problem: str) -> Frame:

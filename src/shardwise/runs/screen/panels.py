@@ -114,9 +114,9 @@ def split(frame: Frame, width: int, height: int) -> list[Text]:
     head = drawing.heading(width, "step", Text(duration, f"bold {TEXT}"), "rank 0, mean of 20 steps")
     if not frame.split:
         return [head, Text(" this run has not recorded where the time of a step goes", FAINT)]
-    whole = sum(frame.split.values()) or 1.0
+    total = sum(frame.split.values()) or 1.0
     bar = Text.assemble(" ", drawing.segments(frame.split, width - 2))
-    shares = {name: amount / whole for name, amount in frame.split.items()}
+    shares = {name: amount / total for name, amount in frame.split.items()}
     legend = _legend(shares, "  ")
     # The names of larger parts are in the bar, so small ones can be left out.
     if legend.cell_len > width:
