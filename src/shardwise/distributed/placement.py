@@ -218,6 +218,7 @@ def make_parameter(
 
     Args:
         shape: local shape, such as `[rows / g, columns]`.
+        pieces: record of the parameter.
         group: the ranks over which the canonical tensors are cut or copied.
         seed: the run's seed, from which each canonical tensor draws by its name: the same global tensor at any layout.
             None takes a fresh seed from torch's default generator (as `torch.nn` layers do), agreed on by the group.

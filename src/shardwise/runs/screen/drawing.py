@@ -62,9 +62,7 @@ def heading(width: int, title: str, summary: Text | str = "", right: Text | str 
         room = width - line.cell_len
     line.append("─" * max(0, room), RULE)
     if ending:
-        line.append(" ")
-        line.append_text(ending)
-        line.append(" ")
+        line.append_text(Text.assemble(" ", ending, " "))
     line.truncate(width, overflow="ellipsis")
     return line
 
@@ -83,27 +81,23 @@ def sentences(width: int, text: str, style: str = FAINT) -> list[Text]:
 
 def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[int] = (), gap: int = 2) -> list[Text]:
     """Align rows of (text, style) in columns. `right`: indices of the columns that are set flush right."""
-    if not rows:
-        return []
-    widths = [max(len(row[column][0]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(len(text) for text, _ in column) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        line = Text(" ")
+        cells = []
         for column, (text, style) in enumerate(row):
             padded = text.rjust(widths[column]) if column in right else text.ljust(widths[column])
-            if column:
-                line.append(" " * gap)
-            line.append(padded, style)
-        lines.append(line)
+            cells.append(Text(padded, style))
+        lines.append(Text.assemble(" ", Text(" " * gap).join(cells)))
     return lines
 
 
-def meter(share: float, width: int, style: str, ground: str = RULE) -> Text:
+def meter(share: float, width: int, style: str) -> Text:
     """Draw a share of 1 as a bar of `width` cells, exact to an eighth of a cell."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     full, part = divmod(eighths, 8)
     bar = "█" * full + (_EIGHTHS[part] if part else "")
-    return Text.assemble((bar, style), (("─" if ground else " ") * (width - len(bar)), ground))
+    return Text(bar.ljust(width), style)
 
 
 def progress(share: float, width: int, style: str) -> Text:

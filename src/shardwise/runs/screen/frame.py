@@ -16,7 +16,7 @@ from shardwise.base import errors, files, redaction
 from shardwise.runs.lost_time import LostTime, number
 from shardwise.runs.rank_views import NodeView, PipelineView, RankView, pipeline_views, silent_ranks
 from shardwise.runs.run import RunView, State, open_run
-from shardwise.runs.step_metrics import SCREEN_CURVES, Curve, StepSeries, columns_of, equal_widths
+from shardwise.runs.step_metrics import SCREEN_CURVES, Curve, columns_of, equal_widths
 
 Span = Literal["whole", "tenth", "hundredth"]
 """Part of the run that a curve shows, counted from its end."""
@@ -148,21 +148,23 @@ def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_histor
 def _curves(run: RunView, columns: int, span: Span) -> dict[str, Curve]:
     if not columns:
         return {}
-    return {name: _curve(run.series, name, columns, span, _points(run, name)) for name in SCREEN_CURVES}
+    return {name: _curve(run, name, columns, span) for name in SCREEN_CURVES}
 
 
-def _curve(series: StepSeries, name: str, count: int, span: Span, points: Sequence[tuple[int, float]]) -> Curve:
-    """Cut a number of `series` into `count` columns.
-
-    Args:
-        points: (step, value) of single values to show.
-    """
+def _curve(run: RunView, name: str, count: int, span: Span) -> Curve:
+    """Cut a metric into `count` columns; the loss has the evaluations as dots."""
+    series = run.series
     if not series.steps:
         return Curve(())
     last = series.steps[-1]
     first = max(series.steps[0], last - (last - series.steps[0]) // _PART[span])
     columns = columns_of(series.steps, series.numbers[name], equal_widths(series.steps, first, count))
-    return Curve(columns, dots=[(step, value) for step, value in points if first <= step <= last], span=(first, last))
+    dots = []
+    for event in run.evaluations if name == "loss" else ():
+        step = event.get("step")
+        if isinstance(step, int) and first <= step <= last:
+            dots.append((step, number(event.get("loss"))))
+    return Curve(columns, dots, span=(first, last))
 
 
 def _events(run: RunView) -> list[Mapping[str, Any]]:
@@ -176,12 +178,3 @@ def _events(run: RunView) -> list[Mapping[str, Any]]:
         # A copy: the run adds events in another thread.
         return [*run.events]
     return sorted([*run.events, *ends], key=lambda event: str(event.get("time", "")))
-
-
-def _points(run: RunView, name: str) -> list[tuple[int, float]]:
-    """Return (step, loss) of the evaluations for the curve of the loss, nothing for other curves."""
-    if name != "loss":
-        return []
-    return [
-        (event["step"], number(event.get("loss"))) for event in run.evaluations if isinstance(event.get("step"), int)
-    ]

@@ -149,7 +149,7 @@ def lost(frame: Frame, width: int, height: int) -> list[Text]:
         amount = Text(f"{drawing.seconds(seconds)} ", TEXT) if seconds else Text("– ", FAINT)
         name = Text(f" {cause}{count}".ljust(longest + 2), FAINT)
         bar = width - name.cell_len - 15
-        line = Text.assemble(name, drawing.meter(seconds / most, bar, _LOST, "") if bar > 3 else "")
+        line = Text.assemble(name, drawing.meter(seconds / most, bar, _LOST) if bar > 3 else "")
         rows.append(_between(width, line, amount))
     return [head, *rows]
 
