@@ -110,7 +110,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     other_options = ("recipe", "overrides", "device", "nodes", "budget", "why", "write", "plot")
     if any(getattr(arguments, option) for option in other_options) or arguments.json:
         raise ConfigError("--calibrate must go alone or with -o FILE: it measures this machine, whatever the recipe")
-    # This imports torch, which plans do without.
+    # A plan needs neither the launcher of ranks nor what fits constants to measurements.
     from shardwise.verify.calibrate import calibrate
 
     target: Path = arguments.output or Path("measured.yaml")

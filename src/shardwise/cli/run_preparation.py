@@ -19,7 +19,7 @@ from shardwise.runs.folder import RunDirectory, RunLock, new_run_path
 
 
 def claim(locks: ExitStack, run_path: Path) -> None:
-    """Hold the folder's lock until `held` is left, and forget stop requests that were for an earlier run.
+    """Hold the folder's lock until `locks` is left, and forget stop requests that were for an earlier run.
 
     Raises:
         ConfigError: another process runs there; it is named, and nothing of its run is touched.

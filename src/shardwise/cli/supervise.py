@@ -63,8 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         launcher = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
         launcher += ["--nproc", str(ranks), f"--run-dir={run_path}"]
         machines = supervisor.JobMachines(allocation, nodes, ranks)
+        job = supervisor.Supervisor(config, run_path, machines, launcher, _say, arguments.killed_by)
         try:
-            supervisor.Supervisor(config, run_path, machines, launcher, _say, arguments.killed_by).run()
+            job.run()
         finally:
             # A late signal would kill this process, and the job's script would start another one.
             stop_requests.ignore()

@@ -197,7 +197,7 @@ def _tensor_differences(
 ) -> tuple[tuple[float, str], tuple[float, str]]:
     """Return the largest difference of this rank's weights, and of its gradients, each with the name of the tensor."""
     by_name = {name: _difference(tensor, reference.weights[name]) for name, tensor in weights.items()}
-    # Gradients of other stages stand for themselves: the scale is that of the whole model.
+    # In place of the gradients of other stages stand those of the reference: the scale is that of the whole model.
     errors = gradient_errors({**reference.gradients, **gradients}, dict(reference.gradients))
     return _largest(by_name), _largest({name: errors[name] for name in gradients})
 

@@ -97,7 +97,7 @@ def parse_layouts(given: Sequence[str]) -> dict[str, list[Any] | None]:
             # A key that is named limits `all`, before it and after it.
             chosen = dict.fromkeys(AXES) | chosen
         elif key not in AXES:
-            # The last word of a key alone, such as `tensor`, is what people forget the section of.
+            # People give the last word of a key alone, such as `tensor`.
             near = next((name for name in AXES if name.endswith(f".{key}")), None) or nearest_name(key, AXES)
             hint = f"did you mean {near}?" if near else f"it chooses among {listing(AXES)}"
             problems.append(f"--layouts {text}: unknown key; {hint}")

@@ -136,7 +136,7 @@ def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
     if most is None:
         return ""
     least = min(known, key=lambda pair: pair[1])
-    # The unit is that of the largest: each power of 1,024 has a name in the next line.
+    # The power of 1,024 that is the unit of the largest; there are five units.
     power = max(0, min(4, int(math.log(max(1, most[1]), 1024))))
     suffix = (" B", " KiB", " MiB", " GiB", " TiB")[power]
     note = f"from {units.size(least[1])} on rank {least[0]:,} to {units.size(most[1])} on rank {most[0]:,}"
