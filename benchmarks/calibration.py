@@ -138,7 +138,7 @@ def _timed(recipe: str, keys: dict[str, Any], text: str, seconds: list[float]) -
     from shardwise.config import check_layout, load_config
     from shardwise.planner.device_specs import Cluster, parse_device
     from shardwise.planner.step_time import step_time
-    from shardwise.verify.calibration.fit import undisturbed
+    from shardwise.verify.calibration_fit import undisturbed
 
     config = load_config(recipe, _overrides(keys))
     time = step_time(config, check_layout(config, 2), Cluster(parse_device("here", text, "here.yaml"), 1, 2))

@@ -79,7 +79,7 @@ def peak(name: str, overrides: list[str]) -> int:
 
 def peaks(name: str, world: int, overrides: list[str]) -> dict[str, int]:
     """Of the rank with most: as the processes are, and of live tensors, each in fresh processes."""
-    from shardwise.verify.testing.ranks import RankPool
+    from tests.rank_pool import RankPool
 
     found = {}
     for kind, variables in (("resident_bytes", {}), ("live_bytes", {OWN_PAGES: str(128 * 1024)})):
@@ -100,7 +100,7 @@ def measure(runs: list[Path], layouts: list[str], world: int, overrides: list[st
     from shardwise.config import check_layout
     from shardwise.models.parameter_counts import parameter_count
     from shardwise.planner.memory import expected_memory
-    from shardwise.verify.testing.ranks import RankPool
+    from tests.rank_pool import RankPool
 
     losses = {name: losses_of(run) for name, run in zip(CURVES, runs, strict=True)}
     results: dict[str, Any] = {"environment": environment(), "rounds": rounds, "losses": losses, "layouts": {}}

@@ -61,7 +61,7 @@ def live_bytes(overrides: list[str]) -> dict[str, dict[str, int]]:
 
 def measure(degrees: list[int], overrides: list[str]) -> dict[str, Any]:
     from shardwise.models.parameter_counts import parameter_count
-    from shardwise.verify.testing.ranks import RankPool
+    from tests.rank_pool import RankPool
 
     config = common.overridden("gpt2-xl", CUT_DOWN, overrides)
     surroundings, rows = environment(), []

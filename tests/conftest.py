@@ -13,7 +13,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
-    from shardwise.verify.testing.ranks import RankPool
+    from tests.rank_pool import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -113,7 +113,7 @@ def _close_pools() -> None:
 
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config) -> Iterator[Callable[[int], RankPool]]:
-    from shardwise.verify.testing.ranks import RankPool  # torch, which most tests do without
+    from tests.rank_pool import RankPool  # torch, which most tests do without
 
     device = pytestconfig.getoption("--device")
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -64,9 +64,9 @@ print(outcome.failure.text if outcome.failure else "none", outcome.lost, sep="\\
 async def attempt(address: str, command: Sequence[str]) -> AttemptOutcome:
     """One attempt on the two hosts, in the current folder."""
 
-    def program(attempt: Attempt) -> tuple[list[str], Mapping[str, str]]:
+    def program(_attempt: Attempt) -> list[str]:
         quoted = " ".join(command)
-        return ["bash", "-c", "".join(HOST.format(number=n, command=quoted) for n in range(2)) + "wait"], {}
+        return ["bash", "-c", "".join(HOST.format(number=n, command=quoted) for n in range(2)) + "wait"]
 
     watch = AttemptWatch(address, 2, 1, Path("run/logs"), id="1.0.0", silence=SILENCE, heard=lambda _: None)
     return await watch.run(program)

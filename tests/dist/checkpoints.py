@@ -15,7 +15,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.optim.state import state_slices, state_tensors
 from shardwise.train.build import build_trainer
 from shardwise.train.trainer import Trainer
-from shardwise.verify.testing.canonical import canonical_weights
+from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_data
 

@@ -9,8 +9,8 @@ import torch
 
 from shardwise.config import Config
 from shardwise.config.optimizers import OPTIMIZERS, OptimizerSpec
+from shardwise.verify.cell_training import make_trainer, measure
 from shardwise.verify.layouts import Cell
-from shardwise.verify.measure import make_trainer, measure
 from shardwise.verify.tolerance import Differences
 
 

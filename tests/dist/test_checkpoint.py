@@ -16,7 +16,7 @@ from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.restore import load_checkpoint
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
-from shardwise.verify.testing.canonical import canonical_weights
+from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.checkpoints import (
     PLACE,
     Result,

@@ -10,9 +10,9 @@ from shardwise.models.build import build_model
 from shardwise.train import trainer
 from shardwise.train.build import build_trainer
 from shardwise.train.rank_agreement import check_replicas
-from shardwise.verify.testing.ranks import RankPool
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import MODEL, make_config, make_data
+from tests.rank_pool import RankPool
 
 NORM = "norm.weight"
 QKV = "layers.0.self_attn.qkv.weight"

@@ -16,7 +16,7 @@ from shardwise.distributed.placement import placements
 from shardwise.models.bert import Bert
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
-from shardwise.verify.testing.canonical import gradient_errors
+from shardwise.verify.canonical_values import gradient_errors
 from tests.dist.dense import fill, mesh, run
 
 S, B, P = 16, 3, 4

@@ -25,7 +25,7 @@ from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.train.build import build_trainer
 from shardwise.train.loss import count_targets
-from shardwise.verify.testing.canonical import canonical_weights
+from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.checkpoints import load as load_checkpoint
 from tests.dist.checkpoints import make_trainer, step_folder
 from tests.dist.checkpoints import run as run_checkpointed

@@ -20,7 +20,7 @@ from shardwise.distributed.placement import placements
 from shardwise.models.blocks import Stages
 from shardwise.models.llama import Llama
 from shardwise.pipeline.stages import build_stages, relay
-from shardwise.verify.testing.canonical import gradient_errors
+from shardwise.verify.canonical_values import gradient_errors
 from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config
 

@@ -9,9 +9,9 @@ import torch
 from shardwise.base.errors import RunError
 from shardwise.models.blocks import Stages
 from shardwise.train.build import build_trainer
-from shardwise.verify.testing.ranks import RankPool
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
+from tests.rank_pool import RankPool
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 DEEP = "model.layers.{}.mlp.down_proj.weight"

@@ -9,10 +9,10 @@ from torch import nn
 from shardwise import GQAQKVColumnParallelLinear, ZeroRedundancyOptimizer
 from shardwise.train.build import build_trainer
 from shardwise.train.loss import count_targets
-from shardwise.verify.testing.canonical import canonical_gradients, canonical_weights
-from shardwise.verify.testing.ranks import RankPool
+from shardwise.verify.canonical_values import canonical_gradients, canonical_weights
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
+from tests.rank_pool import RankPool
 
 
 def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[str, int]]:

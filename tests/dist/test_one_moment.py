@@ -9,12 +9,12 @@ import pytest
 from shardwise.cli.entry import main
 from shardwise.config import Layout, load_config
 from shardwise.planner.memory import checkpoint_bytes, expected_memory
+from shardwise.verify.cell_training import train_reference
 from shardwise.verify.layouts import Cell
-from shardwise.verify.measure import train_reference
 from shardwise.verify.miniature import miniature
-from shardwise.verify.testing.ranks import RankPool
 from shardwise.verify.tolerance import Tolerance
 from tests.dist.one_moment import recorded, train_and_resume
+from tests.rank_pool import RankPool
 
 RECIPE = "llama2-tiny"
 CHOICE = "optimizer.name=momentum"

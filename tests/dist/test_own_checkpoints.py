@@ -15,11 +15,11 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.root import Root
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
-from shardwise.verify.testing.ranks import RankPool
 from tests.dist.checkpoints import PLACE
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.own_models import Mixed
 from tests.dist.test_drift import flip
+from tests.rank_pool import RankPool
 
 
 def parts() -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from shardwise import LAMB, ColumnParallelLinear, Mesh, RMSNorm, ZeroRedundancyOptimizer
 from shardwise.base.errors import ConfigError
-from shardwise.verify.testing.canonical import canonical_weights
-from shardwise.verify.testing.ranks import RankPool
+from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.own_models import Sharded
 from tests.dist.test_zero import difference, loss_of, make_model
+from tests.rank_pool import RankPool
 
 # ---- parameters
 

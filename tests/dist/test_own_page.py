@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.config import Config
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import placements
-from shardwise.verify.testing.canonical import gradient_errors
+from shardwise.verify.canonical_values import gradient_errors
 from tests.dist import dense
 from tests.dist.training import make_config, train
 from tests.e2e.test_own_model import OPTIONAL, blocks

@@ -14,7 +14,7 @@ import torch
 from shardwise.config import Config, load_config
 from shardwise.distributed.placement import placements
 from shardwise.train.build import build_trainer
-from shardwise.verify.testing.canonical import canonical_weights, gradient_errors
+from shardwise.verify.canonical_values import canonical_weights, gradient_errors
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import Outcome, make_config, make_data, train, whole
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import ColumnParallelLinear, ZeroRedundancyOptimizer
 from shardwise.distributed.mesh import Group
-from shardwise.verify.testing.ranks import RankPool
+from tests.rank_pool import RankPool
 
 STEPS, BATCH, MICRO = 5, 16, 2
 

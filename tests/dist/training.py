@@ -11,7 +11,7 @@ from shardwise.data.formats.text import random_text as make_data
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.train.build import build_trainer
 from shardwise.train.loss import count_targets
-from shardwise.verify.testing.canonical import canonical_gradients, canonical_weights
+from shardwise.verify.canonical_values import canonical_gradients, canonical_weights
 from tests.dist.dense import mesh as shared_mesh
 
 MODEL: dict[str, Any] = {

@@ -101,7 +101,7 @@ def test_every_rank_has_its_own_lines(trained: Trained) -> None:
 
 def test_it_can_be_watched(trained: Trained) -> None:
     """What `shardwise monitor` reads is what the training writes."""
-    found = snapshot(RunView(trained.run, whole=False))
+    found = snapshot(RunView(trained.run, all_steps=False))
     assert (found["state"], found["step"], found["steps"], found["starts"]) == ("finished", 4, 4, 1)
     assert [name for name, value in found["train"].items() if value is None] == ["mfu", "bubble", "loss_spike"]
     assert all(found[name] for name in ("id", "split_seconds", "communication_bytes", "memory_bytes", "eval", "heard"))

@@ -40,7 +40,8 @@ _IMPORTED = (
     "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.launcher.api",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local", "s3fs",
     "shardwise.checkpoint.importing", "shardwise.train", "shardwise.launch.local", "shardwise.data.prepare",
-    "shardwise.train.run", "shardwise.verify.run", "shardwise.cli.claim", "shardwise.launch.rank_process",
+    "shardwise.train.run", "shardwise.verify.verification", "shardwise.cli.run_preparation",
+    "shardwise.launch.rank_process",
     *(
         f"shardwise.cli.{name}"
         for name in ("train", "stop", "evaluate", "generate", "verify", "checkpoint", "data", "recipes")

@@ -8,7 +8,7 @@ in which one block of each stage stands for all, always run; all of them, with a
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +22,6 @@ from shardwise.config import Config, Layout, Schedule, check_layout, load_config
 from shardwise.config.schedules import SCHEDULES
 from shardwise.data.formats.common import PreparedText
 from shardwise.distributed.mesh import Mesh
-from shardwise.distributed.torch_private import skip_pipeline_warm_up
 from shardwise.models.blocks import gives_losses
 from shardwise.pipeline.partition import stage_plan
 from shardwise.planner.communication import step_transfers, wire_bytes
@@ -45,6 +44,27 @@ ALWAYS = {
     ("gpt3-23b", "interleaved", 2), ("gpt3-23b", "interleaved_zero_bubble", 1),
 }  # fmt: skip
 """Both recipes, every schedule, both ends and ranks between."""
+
+
+def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
+    """Let a pipeline schedule's first step skip the messages that open its connections.
+
+    This is for a process group that delivers nothing. In torch 2.13 the stages exchange whether they know their shapes,
+    and read the answer; here every stage does. Releases before it send numbers that nobody reads. torch 2.15 knows this
+    process group.
+    """
+    if hasattr(schedule, "_warmup_p2p"):
+        from torch.distributed.pipelining._utils import InferenceMode
+
+        def answered(stages: Iterable[Any], *_: Any) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        schedule._warmup_p2p = answered
+        return
+    for stage in stages:
+        if hasattr(stage, "_get_init_p2p_neighbors_ops"):
+            stage._get_init_p2p_neighbors_ops = list
 
 
 def config_of(recipe: str, schedule: Schedule, whole: bool) -> tuple[Config, Layout]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from shardwise.verify.testing.ranks import RankPool
+    from tests.rank_pool import RankPool
 
 
 _pools: dict[tuple[int, bool], RankPool] = {}
@@ -29,7 +29,7 @@ def _close_pools() -> None:
 @pytest.fixture(scope="session")
 def strict() -> Iterator[Callable[..., RankPool]]:
     """Pools of ranks by size, as the fixture `ranks` of the CPU, and by whether the device is like CUDA."""
-    from shardwise.verify.testing.ranks import RankPool
+    from tests.rank_pool import RankPool
     from tests.strict import build, ranks
 
     if missing := build.missing():

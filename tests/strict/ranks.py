@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.verify.testing.ranks import RankPool
 from tests.dist import cells
+from tests.rank_pool import RankPool
 from tests.strict import device
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwise.verify.testing.ranks import RankPool
 from tests.dist.test_compiled_training import GPT_DROPOUT, SEQUENCE, Cell, losses
 from tests.dist.training import FAMILIES
+from tests.rank_pool import RankPool
 
 Strict = Callable[..., RankPool]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.verify.testing.ranks import RankPool
+from tests.rank_pool import RankPool
 from tests.strict import device
 
 Strict = Callable[..., RankPool]

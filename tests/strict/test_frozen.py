@@ -15,9 +15,9 @@ from shardwise.distributed.placement import placements
 from shardwise.train import build
 from shardwise.train.build import build_optimizer
 from shardwise.train.trainer import Trainer
-from shardwise.verify.testing.ranks import RankPool
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.training import make_config
+from tests.rank_pool import RankPool
 
 Strict = Callable[..., RankPool]
 STAGES = (("model.embed_tokens.", "model.layers.0."), ("model.layers.1.", "model.norm.", "lm_head."))

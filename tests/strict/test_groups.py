@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.verify.testing.ranks import RankPool
+from tests.rank_pool import RankPool
 
 Strict = Callable[..., RankPool]
 

@@ -11,9 +11,9 @@ import pytest
 from shardwise.config import check_layout
 from shardwise.layers.chunks import ROUNDING_CHUNK_ELEMENTS_ACCELERATOR
 from shardwise.planner.memory import memory_by_rank
-from shardwise.verify.testing.ranks import RankPool
 from tests.dist.test_memory import RECOMPUTE, configuration
 from tests.dist.training import FAMILIES
+from tests.rank_pool import RankPool
 from tests.strict import memory
 
 TOLERANCE = 0.02

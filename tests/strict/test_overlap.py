@@ -7,9 +7,9 @@ import torch
 
 from shardwise.config import Config
 from shardwise.models.blocks import units
-from shardwise.verify.testing.ranks import RankPool
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import FAMILIES, MODEL, make_config
+from tests.rank_pool import RankPool
 
 STEPS = 3
 SIZES = {name: size for name, size in MODEL.items() if name not in ("family", "num_key_value_heads")}

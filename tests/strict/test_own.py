@@ -9,13 +9,13 @@ import torch
 
 from shardwise import LAMB
 from shardwise.config import Config
-from shardwise.verify.testing.ranks import RankPool
 from tests.dist import test_drift as drift
 from tests.dist import test_own_loop as loops
 from tests.dist import test_own_training as training
 from tests.dist.checkpoints import make_trainer
 from tests.dist.own_models import Plain
 from tests.dist.training import make_config
+from tests.rank_pool import RankPool
 from tests.strict.ranks import OnDevice
 
 Strict = Callable[..., RankPool]

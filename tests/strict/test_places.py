@@ -9,7 +9,7 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.distributed import devices
-from shardwise.verify.testing.ranks import RankPool
+from tests.rank_pool import RankPool
 
 
 def places() -> None:

@@ -9,9 +9,9 @@ import torch
 
 from shardwise.config import Config
 from shardwise.train.generation import Sampler, generate
-from shardwise.verify.testing.ranks import RankPool
 from tests.dist.checkpoints import canonical_state, load, make_trainer, run, save, step_folder
 from tests.dist.training import make_config
+from tests.rank_pool import RankPool
 from tests.strict.ranks import default_device
 
 Strict = Callable[..., RankPool]

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.verify.testing.ranks import RankPool
 from tests.arch.source import ROOT
 from tests.arch.test_docs import SCRIPTS
 from tests.e2e.command import Outcome, shardwise
 from tests.e2e.test_user_script import SCRIPT, reference
+from tests.rank_pool import RankPool
 from tests.strict import build
 
 # `env`: in processes of their own, as those kept warm have imported torch without the device.

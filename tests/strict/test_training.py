@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.verify.testing.ranks import RankPool
 from tests.dist import cells
 from tests.dist.cells import Cell, array, small
 from tests.e2e.command import metrics, miniature, shardwise
+from tests.rank_pool import RankPool
 from tests.strict import build, ranks
 
 Strict = Callable[..., RankPool]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from shardwise.config import Config
-from shardwise.verify.testing.ranks import RankPool
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import make_config
+from tests.rank_pool import RankPool
 from tests.strict import device
 from tests.strict.ranks import default_device
 

@@ -147,8 +147,8 @@ def train(
         RunError: training failed.
         StoppedError: the run was asked to stop, and its state is saved; the same call with its `run_dir` continues it.
     """
-    from shardwise.cli.claim import is_finished, prepare_run
     from shardwise.cli.entry import take_any_character
+    from shardwise.cli.run_preparation import is_finished, prepare_run
     from shardwise.cli.train import with_batch
     from shardwise.train.rank_agreement import require_same_run_dir
     from shardwise.train.run import run

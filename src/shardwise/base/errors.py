@@ -133,7 +133,6 @@ def refuse_unknown_arguments(
     Args:
         owner: the function's or class's name.
         given: names of the arguments of the call.
-        known: names that it takes.
         replaced: what to do instead of arguments that another library's function or class of this name takes.
 
     Raises:
@@ -172,7 +171,8 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
 
 def count_problems(values: Mapping[str, object]) -> list[str]:
     """The problems of a program's arguments, by name, that count something; numpy's whole numbers are valid."""
-    from numbers import Integral  # costly for every command
+    # Costly for every command.
+    from numbers import Integral
 
     return [
         f"{name} ({value!r}) must be a whole number of at least 1"

@@ -27,11 +27,15 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-_LINKS = (errno.ELOOP, errno.EMLINK)  # what systems answer to O_NOFOLLOW
+from shardwise.base.errors import ConfigError
+
+# The answers of systems to O_NOFOLLOW.
+_LINKS = (errno.ELOOP, errno.EMLINK)
 MOST_BYTES = 1 << 26
 """The largest file that is read whole, such as a configuration: far more than any needs."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_MOST_LINKS = 40  # as many as Linux follows in one path
+# As many as Linux follows in one path.
+_MOST_LINKS = 40
 ANYONE_WRITES = stat.S_IWOTH
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 """Bits of a mode, for `open_folder` and `open_own`."""
@@ -59,7 +63,6 @@ def open_folder(path: Path, denied: int = 0) -> int:
     A link on the way is followed where its owner counts, so that a home or a scratch folder may be one.
 
     Args:
-        path: path of the folder.
         denied: bits that its mode must not have: `ANYONE_WRITES` for programs, `OTHERS` for a folder of this user
             alone, which must be no link.
 
@@ -129,8 +132,6 @@ def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None)
     """A descriptor of the regular file at `path`; `flags` are those of `os.open`, which may make it.
 
     Args:
-        path: path of the file.
-        flags: flags of `os.open`.
         denied: bits that the modes of the file and of its folder must not have.
         folder: a descriptor of the file's folder, from `open_folder`; None opens it here.
 
@@ -349,6 +350,22 @@ def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None
             temporary.unlink()
         raise
     sync_folder(path.parent)
+
+
+def write_new(path: Path, text: str, option: str) -> None:
+    """Write a file that is not there yet, whose path the user gave by `option`.
+
+    Raises:
+        ConfigError: it is there, or cannot be written.
+    """
+    try:
+        # "x" instead of a test: between a test and the writing another process could make the file.
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{option} {path}: the file exists already; choose another name or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {reason_of(error)}") from None
 
 
 def free_bytes(path: Path) -> int:

@@ -58,7 +58,8 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
     hints = sys.platform == "darwin" or any((dev / name).exists() for name in ("kfd", "dri", "dxg"))
     build = _build_of_torch() if gpus or chips or hints else ""
     if hints and sys.platform != "darwin" and not (dev / "dxg").exists():
-        hints = build.startswith(("rocm", "xpu"))  # any computer with a screen has dev/dri
+        # Any computer with a screen has dev/dri, so the build of torch decides.
+        hints = build.startswith(("rocm", "xpu"))
     if gpus and build != "cpu" and (count := _visible_gpus(len(gpus))):
         return "nvidia", count
     if ((hints and build != "cpu") or _has_plugin()) and (counted := _counted_by_torch())[1]:
@@ -118,10 +119,12 @@ def _memory_groups(membership: Path, cgroups: Path) -> Iterator[tuple[Path, str,
     for line in lines:
         number, _, entry = line.partition(":")
         controllers, _, path = entry.partition(":")
-        if number == "0" and not controllers:  # version 2
+        # Version 2 of control groups.
+        if number == "0" and not controllers:
             top = cgroups
             names = ("memory.max", "memory.current", ("inactive_file", "active_file"))
-        elif "memory" in controllers.split(","):  # version 1
+        elif "memory" in controllers.split(","):
+            # Version 1 of control groups.
             top = cgroups / "memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
         else:
@@ -207,7 +210,8 @@ def _counted_by_torch() -> tuple[str, int]:
 
     This process must neither import torch nor open a device before its ranks start.
     """
-    import subprocess  # a start on a machine without other devices does without it
+    # A start on a machine without other devices does without it.
+    import subprocess
 
     answer = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
     kind, _, count = answer.stdout.strip().rpartition("\n")[2].rpartition(" ")

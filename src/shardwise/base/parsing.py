@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -67,7 +68,8 @@ def _is_within(value: Any, levels: int) -> bool:
 _LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
-_MOST_DIGITS = 1000  # far below the 4,300 at which Python refuses to read an integer
+# Far below the 4,300 at which Python refuses to read an integer.
+_MOST_DIGITS = 1000
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _STARTS = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
 _ENDS = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
@@ -144,7 +146,8 @@ def _require_small(text: str, origin: str) -> None:
             level -= 1
         if level > MOST_LEVELS:
             raise NotReadError([_too_deep(origin)])
-        if number > 2 * MOST_VALUES:  # a collection has two events
+        # A collection has two events, its start and its end.
+        if number > 2 * MOST_VALUES:
             raise NotReadError([_too_many(origin)])
 
 
@@ -336,6 +339,19 @@ def instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
     return cls(**values)
 
 
+def instances(cls: type[_T], path: Path) -> list[_T]:
+    """The records of a file of JSON lines as dataclasses; none if the file cannot be read.
+
+    A line that is damaged is left out, such as one that a crash cut short.
+    """
+    records: list[_T] = []
+    with suppress(OSError):
+        for line in read_plain(path).splitlines():
+            with suppress(ValueError):
+                records.append(instance(cls, record_of(line)))
+    return records
+
+
 def _matches(value: Any, hint: Any) -> bool:
     """True if a value has the type of an annotation."""
     if isinstance(hint, UnionType):
@@ -344,6 +360,7 @@ def _matches(value: Any, hint: Any) -> bool:
         return count_of(value) is not None
     if hint is float:
         return _amount(value) is not None
-    if get_args(hint):  # a Literal
+    # Only a Literal has arguments here.
+    if get_args(hint):
         return value in get_args(hint)
     return type(value) is (NoneType if hint is None else hint)

@@ -120,7 +120,8 @@ def without_secrets(value: Any) -> Any:
         return redacted_arguments(value) if is_command else [without_secrets(inner) for inner in value]
     if isinstance(value, str):
         return redacted(value)
-    return value if value is None or isinstance(value, bool | int | float) else str(value)  # YAML has dates and sets
+    # YAML has dates and sets too.
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def _is_secret_key(name: str) -> bool:

@@ -59,7 +59,6 @@ class Box:
         """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order.
 
         Args:
-            shape: shape of the tensor.
             within: elements of the flat tensor; runs outside of them are left out, and cost nothing.
         """
         if not self.numel:
@@ -91,9 +90,12 @@ def _boxes_of_run(begin: int, end: int, lead: tuple[int, ...], shape: tuple[int,
         return
     row_shape = shape[1:]
     stride = math.prod(row_shape)
-    first = -(-begin // stride)  # the first row that begins inside of the run
-    last = end // stride  # the row in which the run ends
-    if first > last:  # the run is inside one row
+    # The first row that begins inside of the run.
+    first = -(-begin // stride)
+    # The row in which the run ends.
+    last = end // stride
+    # The run is inside one row.
+    if first > last:
         yield from _boxes_of_run(begin - last * stride, end - last * stride, (*lead, last), row_shape)
         return
     if begin < first * stride:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-_COUNT_SUFFIXES = ("", " k", " M", " billion", " trillion")  # no B: that is bytes
+# Not B for billion, which would be read as bytes.
+_COUNT_SUFFIXES = ("", " k", " M", " billion", " trillion")
 _LARGEST_WORD = 999.5e12
 _SIZE_SUFFIXES = (" B", " KiB", " MiB", " GiB", " TiB", " PiB")
 
@@ -24,6 +26,17 @@ def size(value: float) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things: `1 file`, `2,000 files`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def spans(numbers: Iterable[int]) -> list[str]:
+    """Numbers as texts of ranges, in their order: `0-3` and `6`."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ["-".join(map(str, ends)) for ends in ranges]
 
 
 def parse_size(text: str) -> int | None:

@@ -38,7 +38,8 @@ def name_of(value: object) -> str:
     named = value if hasattr(value, "__qualname__") else type(value)
     name = re.sub(r"\W+", "_", named.__qualname__)
     module = getattr(named, "__module__", None)
-    if not module:  # a method of C, such as a list's append, has no module of its own
+    # A method of C, such as a list's append, has no module of its own.
+    if not module:
         module = type(getattr(named, "__self__", named)).__module__
     return f"{module}:{name}"
 
@@ -78,7 +79,8 @@ def accepts(function: Callable[..., Any], *arguments: object, **options: object)
         inspect.signature(function).bind(*arguments, **options)
     except TypeError:
         return False
-    except ValueError:  # a function of C
+    except ValueError:
+        # A function of C may have no signature.
         return True
     return True
 
@@ -92,7 +94,8 @@ def error_text(error: BaseException) -> str:
     for frame in traceback.extract_tb(error.__traceback__):
         file = Path(frame.filename)
         is_library = any(file.is_relative_to(library) for library in libraries) or _is_pythons(file)
-        if not frame.filename.startswith("<") and not is_library:  # "<" begins names of code without a file
+        # Names of code without a file begin with "<".
+        if not frame.filename.startswith("<") and not is_library:
             place = f" ({frame.filename}, line {frame.lineno})"
     if isinstance(error, SystemExit):
         code = "" if error.code is None else repr(error.code)
@@ -104,10 +107,8 @@ def error_text(error: BaseException) -> str:
 def _is_pythons(file: Path) -> bool:
     """True if a file is of the standard library; installed packages lie below it, and may be the user's own."""
     standard = Path(sysconfig.get_path("stdlib"))
-    return file.is_relative_to(standard) and file.relative_to(standard).parts[0] not in (
-        "site-packages",
-        "dist-packages",
-    )
+    installed = ("site-packages", "dist-packages")
+    return file.is_relative_to(standard) and file.relative_to(standard).parts[0] not in installed
 
 
 def _import(key: str, path: str, module_name: str) -> ModuleType:

@@ -19,10 +19,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from shardwise.base import files, parsing, units
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.files import reason_of
-from shardwise.base.parsing import json_value
-from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.runs.folder import RunDirectory, last_that_counts
 from shardwise.runs.report.numbers import difference
@@ -38,7 +36,8 @@ _STYLE: dict[str, Any] = {
     "axes.grid": True,
     "grid.alpha": 0.3,
     "legend.frameon": False,
-    "svg.hashsalt": "shardwise",  # equal curves give equal files
+    # Ids of the picture are hashed with this salt, not with a random one: equal curves give equal files.
+    "svg.hashsalt": "shardwise",
 }
 
 
@@ -84,7 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
         return int(bool(beyond))
     result = f"within the tolerance ({tolerance:g})"
     if beyond:
-        result = f"beyond the tolerance ({tolerance:g}) at {counted(len(beyond), 'step')}, first at step {beyond[0]:,}"
+        result = (
+            f"beyond the tolerance ({tolerance:g}) at {units.counted(len(beyond), 'step')}, first at step {beyond[0]:,}"
+        )
     rows = [
         ("A", f"{paths[0]}: {_steps(a)}"),
         ("B", f"{paths[1]}: {_steps(b)}"),
@@ -97,14 +98,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _steps(curve: Mapping[int, float]) -> str:
-    return f"{counted(len(curve), 'step')}, {min(curve):,} to {max(curve):,}"
+    return f"{units.counted(len(curve), 'step')}, {min(curve):,} to {max(curve):,}"
 
 
 def _draw(
     file: Path, curves: list[tuple[str, Mapping[int, float]]], differences: Mapping[int, float], tolerance: float
 ) -> None:
     """Draw the curves and, below them, their difference on a logarithmic scale."""
-    from shardwise.data.reading.content import optional_library  # costly to import, for a plot alone
+    # Costly to import, for a plot alone.
+    from shardwise.data.reading.content import optional_library
 
     matplotlib, figures = (
         optional_library(name, "--plot needs", "plot") for name in ("matplotlib", "matplotlib.figure")
@@ -131,7 +133,7 @@ def _draw(
         try:
             figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else {})
         except OSError as error:
-            raise ConfigError(f"--plot ({file}) cannot be written: {reason_of(error)}") from None
+            raise ConfigError(f"--plot ({file}) cannot be written: {files.reason_of(error)}") from None
 
 
 def _marker(curve: Mapping[int, float]) -> str:
@@ -165,12 +167,15 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
     try:
         for number, row in enumerate(_rows(path), 1):
             fields = {str(key).strip().lower(): value for key, value in row.items()}
+            # A dict in place of a set: a message lists the names in the order of the file.
             names |= dict.fromkeys(fields)
             losses = {loss: fields[loss] for loss in loss_names if fields.get(loss) not in (None, "")}
-            if not losses and fields.get("event") != "resume":  # an evaluation, or another scalar
+            # An evaluation, or another scalar of TensorBoard.
+            if not losses and fields.get("event") != "resume":
                 continue
             at = next((fields[key] for key in _STEPS if key in fields), number)
             step = _whole(at, f"{path}: the step of row {number:,}")
+            # A run that was resumed undid the steps after its checkpoint: they leave the curve.
             kept = last_that_counts(fields | {"step": step})
             if kept is not None and kept < last:
                 curves = {loss: {at: curve[at] for at in curve if at <= kept} for loss, curve in curves.items()}
@@ -178,7 +183,7 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
             for loss, value in losses.items():
                 curves.setdefault(loss, {})[step] = value
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
+        raise ConfigError(f"{path} cannot be read: {files.reason_of(error)}") from None
     except (UnicodeDecodeError, csv.Error):
         raise ConfigError(f"{path} must be text or JSON with numbers") from None
     chosen = next((loss for loss in loss_names if loss in curves), None)
@@ -239,11 +244,12 @@ def _scalars(path: Path) -> _Rows:
 def _of_json(path: Path, text: str) -> _Rows:
     """Rows of one JSON value, or of a JSON object in each line, of which a run's metrics.jsonl has other events too."""
     try:
-        value = json_value(text)
+        value = parsing.json_value(text)
     except ValueError:
         value = _of_lines(path, text)
     if isinstance(value, Mapping) and isinstance(value.get("log_history"), list):
-        value = value["log_history"]  # of the trainer_state.json of transformers
+        # The trainer_state.json of transformers has its rows under this key.
+        value = value["log_history"]
     for number, entry in enumerate(_of_columns(value) if isinstance(value, Mapping) else value, 1):
         numbers = entry if isinstance(entry, list) else [entry]
         if not isinstance(entry, Mapping) and (len(numbers) not in _UNNAMED or None in numbers):
@@ -261,9 +267,10 @@ def _of_lines(path: Path, text: str) -> Iterator[Any]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             if line.strip():
-                yield json_value(line)
+                yield parsing.json_value(line)
         except ValueError as error:
-            if is_run:  # a crash may have cut the line short
+            # A crash may have cut the last line of a run short.
+            if is_run:
                 continue
             raise ConfigError(
                 f"{path} must be JSON, or have JSON in each line: line {number:,} ({_shown(line)}) is cut short or is "
@@ -294,14 +301,17 @@ def _of_table(path: Path, text: str) -> _Rows:
     mark = next((mark for mark in ",;\t" if lines and mark in lines[0]), None)
     table = [line.split() for line in lines] if mark is None else list(csv.reader(lines, delimiter=mark))
     names: Sequence[str] = _UNNAMED.get(len(table[0]), ()) if table else ()
+    # The first row names the columns unless it begins with a number.
     if table and not _is_number(table[0][0]):
         names = table.pop(0)
     for number, cells in enumerate(table, 1):
         if len(cells) != len(names):
-            needs = f"{counted(len(names), 'value')}, as its first row has" if names else "a loss, or a step and a loss"
+            needs = "a loss, or a step and a loss"
+            if names:
+                needs = f"{units.counted(len(names), 'value')}, as its first row has"
             raise ConfigError(
-                f"{path}: row {number:,} ({counted(len(cells), 'value')}) must have {needs}: a loss curve is a run's "
-                "folder, its metrics.jsonl, TensorBoard's events, JSON, or a table whose rows are equally long"
+                f"{path}: row {number:,} ({units.counted(len(cells), 'value')}) must have {needs}: a loss curve is a "
+                "run's folder, its metrics.jsonl, TensorBoard's events, JSON, or a table whose rows are equally long"
             )
         yield dict(zip(names, cells, strict=True))
 

@@ -116,7 +116,8 @@ def _name(facts: Facts) -> str:
 def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -> int:
     ranks = _positive("--nproc", arguments.nproc)
     layout = check_layout(config, ranks or config.parallel.ranks)
-    device = _device(arguments.device)
+    kind, count = accelerators()
+    device = arguments.device or (kind if count else "cpu")
     only_capture = arguments.capture_only
     threads = _positive("--threads", arguments.threads) or _threads(layout, device)
     workers = _positive("--workers", arguments.workers) or cpu_count()
@@ -131,9 +132,12 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     graphs = list(plan.facts)
     if arguments.retry_failed:
         graphs = [facts for facts in graphs if cache.log_of(facts).exists()]
+    # An entry that a crash left incomplete is compiled again.
     known = [facts for facts in graphs if not only_capture and (hit := cache.find(facts)) and cache.is_whole(hit)]
     if not only_capture:
-        _require_writable(cache)
+        # Before anything is compiled for a folder that cannot be written.
+        with write_errors_explained(cache.root):
+            cache.require_writable()
     done = failed = 0
     for facts in known:
         done += 1
@@ -154,6 +158,7 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
         else:
             said = f"compiled in {seconds}, {units.size(outcome.entry.bytes)}"
         output.line(f"[{done}/{len(graphs)}] {_name(outcome.facts)}: {said}")
+    # The graphs of this training stay whatever the limit is: it is about to read them.
     removed = cache.prune(config.compile.cache_gib * 2**30, kept=plan.facts)
     if removed:
         output.line(
@@ -168,17 +173,6 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     for problem in problems:
         output.line(problem)
     return 1 if failed else 0
-
-
-def _require_writable(cache: GraphCache) -> None:
-    """Refuse a folder that cannot be written before anything is compiled for it."""
-    with write_errors_explained(cache.root):
-        cache.require_writable()
-
-
-def _device(chosen: str | None) -> str:
-    kind, count = accelerators()
-    return chosen or (kind if count else "cpu")
 
 
 def _threads(layout: Layout, device: str) -> int:

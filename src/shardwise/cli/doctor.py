@@ -11,10 +11,8 @@ import argparse
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from itertools import chain
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError
@@ -23,8 +21,7 @@ from shardwise.cli import output
 from shardwise.data.hub import is_url
 from shardwise.launch.environment import RANK_PROCESS
 from shardwise.runs.folder import RUNS
-from shardwise.verify.doctor.collective import collective
-from shardwise.verify.doctor.machine import Check, machine, software
+from shardwise.verify import collective_check, machine_checks
 
 _MARKS = {"ok": "ok", "warning": "warning", "wrong": "WRONG"}
 
@@ -40,52 +37,44 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir: str = arguments.run_dir
     if is_url(run_dir):
         raise ConfigError(f"--run-dir ({run_dir}) must be a folder and no URL: checkpoint.path may be one")
-    checks = [_shown(check) for check in chain(software(), machine(Path(run_dir)), _collective())]
+    checks = [*machine_checks.software(), *machine_checks.machine(Path(run_dir)), collective_check.collective()]
+    checks = [replace(check, found=_plain(check.found), mend=_plain(check.mend)) for check in checks]
     counts = {status: sum(check.status == status for check in checks) for status in _MARKS}
-    facts = _facts()
+    versions = {"shardwise": __version__, "python": platform.python_version(), "platform": platform.platform()}
     if arguments.json:
-        output.json({**facts, "counts": counts, "checks": [asdict(check) for check in checks]})
+        checked = {"counts": counts, "checks": [asdict(check) for check in checks]}
+        output.json({**versions, "variables": _variables(), **checked})
     else:
-        _print(checks, counts, facts)
+        _print(checks, counts, versions)
     return 1 if counts["wrong"] else 0
 
 
-def _collective() -> Iterator[Check]:
-    yield collective()
-
-
-def _shown(check: Check) -> Check:
-    """A check without secrets and without the name of the user's home."""
-    return Check(check.name, check.status, _plain(check.found), _plain(check.mend))
-
-
 def _plain(text: str) -> str:
-    return redacted(text).replace(str(Path.home()), "~") if str(Path.home()) != "/" else redacted(text)
+    """A text without secrets and without the name of the user's home."""
+    home = str(Path.home())
+    # In a container the home may be `/`, which begins every path.
+    return redacted(text).replace(home, "~") if home != "/" else redacted(text)
 
 
-def _facts() -> dict[str, Any]:
-    """The facts that a bug report needs beside the checks."""
+def _variables() -> dict[str, str]:
+    """The environment variables that a bug report needs."""
+    # RANK_PROCESS is of this package's own making, and different in every process.
     variables = recorded_variables({name: value for name, value in os.environ.items() if name != RANK_PROCESS})
-    return {
-        "shardwise": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "variables": {name: _plain(value) for name, value in variables.items()},
-    }
+    return {name: _plain(value) for name, value in variables.items()}
 
 
-def _print(checks: Sequence[Check], counts: dict[str, int], facts: dict[str, Any]) -> None:
-    output.line(f"shardwise {facts['shardwise']}, Python {facts['python']}, {facts['platform']}")
+def _print(checks: Sequence[machine_checks.Check], counts: dict[str, int], versions: dict[str, str]) -> None:
+    output.line("shardwise {shardwise}, Python {python}, {platform}".format(**versions))
     for line in _lines(checks):
         output.line(line)
-    for name, value in facts["variables"].items():
+    for name, value in _variables().items():
         output.line(f"{name}={value}")
     output.line()
     output.line(", ".join(f"{number} {status}" for status, number in counts.items()))
     output.line("For a bug report, paste all of this: it holds no secrets.")
 
 
-def _lines(checks: Sequence[Check]) -> Iterator[str]:
+def _lines(checks: Sequence[machine_checks.Check]) -> Iterator[str]:
     """A line of each check, and below it how to mend it."""
     width = max(len(check.name) for check in checks)
     for check in checks:

@@ -66,10 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_own()
     try:
         if may_be_a_task() and arguments[:1] in _JOINING:
-            from shardwise.launch.external_launchers import adopt_task  # costly to import, for a few starts alone
+            # Costly to import, for the few starts by srun and mpirun.
+            from shardwise.launch.external_launchers import adopt_task
 
             adopt_task()
         code = _dispatch(arguments)
+        # Flushed here and not at exit, so that a reader who has gone is met inside of this `try`.
         sys.stdout.flush()
         return code
     except ShardwiseError as error:
@@ -108,8 +110,10 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS and name not in _INTERNAL:
         _main_parser().parse_args(arguments)
         raise AssertionError(f"argparse accepted {arguments}, which names no command")
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # they are looked for in every installed package
-    gc.disable()  # an import makes objects that stay: to search them for garbage, now or later, frees nothing
+    # Otherwise pydantic looks for plugins in every installed package.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    # An import makes objects that stay: to search them for garbage, now or later, frees nothing.
+    gc.disable()
     module = importlib.import_module(f"shardwise.cli.{name}")
     gc.freeze()
     gc.enable()
@@ -117,13 +121,15 @@ def _dispatch(arguments: list[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     if hasattr(module, "ACTIONS"):
         _add_actions(parser, module)
-        parsed = parser.parse_args(arguments[1:])  # argparse cannot mix options and positionals beside subcommands
+        # Without intermixed arguments: argparse cannot mix options and positionals beside subcommands.
+        parsed = parser.parse_args(arguments[1:])
     else:
         module.configure(parser)
         parsed = parser.parse_intermixed_args(arguments[1:], argparse.Namespace(call=module.run))
     try:
         code: int = parsed.call(parsed)
-    except SystemExit as error:  # by code of the user's own: a command ends only by its return
+    except SystemExit as error:
+        # Raised by code of the user's own: a command ends only by its return.
         from shardwise.base.user_code import error_text
 
         raise RunError(f"shardwise {name} was ended before it was done: {error_text(error)}") from error

@@ -69,12 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
     with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
         part = _part(arguments.part, values, folder)
         _, accelerated = accelerators()
+        # The batch needs the data-parallel degree, which needs the configuration: so it is made twice.
         degree = evaluation_config(folder, values, 1, part).parallel.ranks
         world = place.world if place is not None else arguments.nproc or accelerated // degree * degree or degree
         if world < 1:
             raise ConfigError(f"--nproc ({world}) must be at least 1")
         config = evaluation_config(folder, values, max(1, world // degree), part)
         layout = check_layout(config, world)
+        # Once, before the ranks start: each of them then finds data and tokenizer in the cache.
         if not is_launched():
             from shardwise.data.open_data import prepare
             from shardwise.data.reading.dataset_tables import fetch_dataset
@@ -92,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             from shardwise.train.inference_jobs import run_evaluation
 
             with folder, keys_renamed(ARGUMENTS):
+                # With `all` every document is in the training part.
                 read = "train" if part == "all" else part
                 evaluation = run_evaluation(config, folder.weights, read, _show_progress if leads else None)
             if leads:

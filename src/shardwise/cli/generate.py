@@ -18,10 +18,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.base import files, hardware, units
 from shardwise.base.errors import ConfigError, keys_renamed
-from shardwise.base.files import reason_of
-from shardwise.base.hardware import accelerators
-from shardwise.base.units import count
 from shardwise.cli import output
 from shardwise.cli.model_argument import (
     ARGUMENTS,
@@ -45,11 +43,7 @@ _KEYS = (
     "parallel.tensor", "parallel.pipeline", "parallel.stages", "precision.mode", "data.tokenizer", "model.family",
     "model.ignore", "checkpoint.revision",
 )  # fmt: skip
-_ENDS = {
-    "eos": "ended by the model",
-    "max_tokens": "--max-tokens",
-    "context": "the model's longest sequence is full",
-}
+_ENDS = {"eos": "ended by the model", "max_tokens": "--max-tokens", "context": "the model's longest sequence is full"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
         ids, room = _fit(config, folder, tokenizer, text)
         if place is None:
-            check_accelerators(config.parallel.ranks, accelerators()[1])
+            # Before the ranks start, each of which would fail by itself.
+            check_accelerators(config.parallel.ranks, hardware.accelerators()[1])
             if config.parallel.ranks > 1:
                 return launch_command("generate", arguments, folder, config.parallel.ranks)
         leads = place is None or place.rank == 0
@@ -128,7 +123,7 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
         # Python decodes arguments by the terminal's encoding, which need not be UTF-8.
         text = os.fsencode(arguments.prompt).decode() if file is None else file.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {reason_of(error)}") from None
+        raise ConfigError(f"{name} cannot be read: {files.reason_of(error)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name} must be UTF-8, and byte {error.start} is not") from None
     if not text:
@@ -202,7 +197,7 @@ def _finish(
         output.json(facts, indent=None)
         return
     output.line()
-    speed = f", then {count(decode)} tokens/s" if decode is not None else ""
+    speed = f", then {units.count(decode)} tokens/s" if decode is not None else ""
     output.progress(
-        f"{new:,} tokens ({_ENDS[stopped]}); prompt of {prompt_tokens:,} at {count(prefill)} tokens/s{speed}"
+        f"{new:,} tokens ({_ENDS[stopped]}); prompt of {prompt_tokens:,} at {units.count(prefill)} tokens/s{speed}"
     )

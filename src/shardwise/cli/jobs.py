@@ -7,17 +7,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.cli import output
-from shardwise.cli.following import follow
 from shardwise.launch.restarts import AttemptEnding, history
 from shardwise.launch.slurm import commands, jobs
 from shardwise.launch.slurm.submission import job_log
 from shardwise.runs.folder import RUNS, RunDirectory
 from shardwise.runs.lost_time import seconds_of
+from shardwise.runs.summary import how_it_ended
 
 _HEAD = ("job", "state", "step", "s/step", "loss", "elapsed", "nodes", "run")
 
@@ -115,3 +118,51 @@ def _log(state: jobs.JobState, *, is_followed: bool) -> None:
         output.raw(output.text(log.read_text(encoding="utf-8", errors="replace").removesuffix("\n")))
     else:
         output.line(f"job {state.id} has written no log yet: it is {_state(state)}")
+
+
+_POLL_SECONDS = 0.5
+_ASK_SLURM_SECONDS = 5.0
+
+
+def follow(log: Path, job: str, run_path: Path) -> None:
+    """Print what a job's log has and gets. While the job waits, print why."""
+    with contextlib.suppress(KeyboardInterrupt):
+        _follow(log, job, run_path)
+        return
+    advice = f"follow it by `shardwise jobs log {job} --follow`, end it by `shardwise stop {run_path}`"
+    output.progress(f"job {job} goes on: {advice}")
+
+
+def _follow(log: Path, job: str, run_path: Path) -> None:
+    position = 0
+    said = ""
+    asked = 0.0
+    present = True
+    while True:
+        if log.exists():
+            with log.open("rb") as file:
+                file.seek(position)
+                new = file.read()
+                position = file.tell()
+            if sys.stdout.isatty():
+                sys.stdout.write(output.text(new.decode(errors="replace")))
+            else:
+                sys.stdout.buffer.write(new)
+            sys.stdout.flush()
+        # The log was read once more after the job had left the queue: its last lines may have come in between.
+        if not present:
+            break
+        if time.monotonic() - asked > _ASK_SLURM_SECONDS:
+            asked = time.monotonic()
+            try:
+                queued = commands.jobs(user=False, ids=[job])
+                present = bool(queued)
+                waits = f"job {job} waits: {queued[0].reason}" if queued and queued[0].reason else ""
+            except RunError as error:
+                # A controller that restarts does not answer for a while; the job goes on.
+                waits = str(error)
+            if waits and waits != said:
+                output.progress(waits)
+            said = waits
+        time.sleep(_POLL_SECONDS if present else 0)
+    output.line(f"job {job} has ended{how_it_ended(run_path)}")

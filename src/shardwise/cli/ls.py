@@ -18,11 +18,9 @@ from typing import Any
 
 from shardwise.base import units
 from shardwise.cli import output
+from shardwise.runs import local_devices, lost_time, summary
 from shardwise.runs.folder import RUNS
-from shardwise.runs.local_devices import DeviceProcess, LocalDevice, devices, owners
-from shardwise.runs.lost_time import number
 from shardwise.runs.run import RunView, Unreadable, runs
-from shardwise.runs.summary import SCHEMA, row
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
 _RUNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard")
@@ -35,15 +33,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     listed_runs = runs()
-    machine_devices = devices(owners(run for run in listed_runs if isinstance(run, RunView)))
+    ranks = local_devices.owners(run for run in listed_runs if isinstance(run, RunView))
+    machine_devices = local_devices.devices(ranks)
     problems = [problem for run in listed_runs for problem in _problems(run)] + machine_devices.problems
     if arguments.json:
         machine = {
-            "schema": SCHEMA,
+            "schema": summary.SCHEMA,
             "host": platform.node(),
             "devices": [asdict(device) for device in machine_devices.devices],
         }
-        output.json({**machine, "runs": [row(run) for run in listed_runs], "problems": problems})
+        output.json({**machine, "runs": [summary.row(run) for run in listed_runs], "problems": problems})
         return 0
     _table([_device(device) for device in machine_devices.devices], _DEVICES, (2,), widest=4)
     output.line()
@@ -61,7 +60,7 @@ def _problems(run: RunView | Unreadable) -> list[str]:
     return [run.reason] if isinstance(run, Unreadable) else run.problems
 
 
-def _device(device: LocalDevice) -> tuple[str, ...]:
+def _device(device: local_devices.LocalDevice) -> tuple[str, ...]:
     used = device.memory_bytes
     total = device.memory_total_bytes
     memory = (
@@ -72,34 +71,23 @@ def _device(device: LocalDevice) -> tuple[str, ...]:
     return name, memory, _share(device.utilization), "; ".join(device.links), _processes(device.processes)
 
 
-def _processes(processes: Sequence[DeviceProcess]) -> str:
+def _processes(processes: Sequence[local_devices.DeviceProcess]) -> str:
     """The ranks of each run together; of other processes the numbers."""
     ranks: dict[str, list[int]] = {}
     for process in processes:
         if process.run is not None and process.rank is not None:
             ranks.setdefault(process.run, []).append(process.rank)
     named = [
-        f"{'ranks' if len(rank_numbers) > 1 else 'rank'} {_spans(rank_numbers)} of {run}"
+        f"{'ranks' if len(rank_numbers) > 1 else 'rank'} {', '.join(units.spans(rank_numbers))} of {run}"
         for run, rank_numbers in ranks.items()
     ]
     return "; ".join([*named, *(f"process {process.pid}" for process in processes if process.run is None)])
 
 
-def _spans(numbers: Sequence[int]) -> str:
-    """Numbers as a text of ranges: `0-3, 6`."""
-    spans: list[list[int]] = []
-    for index in sorted(numbers):
-        if spans and index == spans[-1][1] + 1:
-            spans[-1][1] = index
-        else:
-            spans.append([index, index])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-
-
 def _run(run: RunView | Unreadable) -> tuple[str, ...]:
-    fields = row(run)
-    loss = number(fields["loss"])
-    speed = number(fields["tokens_per_second"])
+    fields = summary.row(run)
+    loss = lost_time.number(fields["loss"])
+    speed = lost_time.number(fields["tokens_per_second"])
     eta = fields["eta_seconds"]
     heard = run.heard
     return (
@@ -116,7 +104,7 @@ def _run(run: RunView | Unreadable) -> tuple[str, ...]:
 
 
 def _share(value: Any) -> str:
-    return "" if value is None else f"{number(value):.0%}"
+    return "" if value is None else f"{lost_time.number(value):.0%}"
 
 
 def _short(seconds: float) -> str:
@@ -135,6 +123,7 @@ def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Sequence[i
         return
     kept = [i for i in range(len(head)) if any(line[i] for line in rows)]
     lines = [[output.printable(line[i]) for i in kept] for line in (head, *rows)]
+    # A column without any text is left out, and then the first one gives way.
     at = kept.index(widest) if widest in kept else 0
     width = shutil.get_terminal_size().columns
     other_widths = sum(max(map(len, column)) for i, column in enumerate(zip(*lines, strict=True)) if i != at)

@@ -89,6 +89,7 @@ class ModelFolder:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
+        # Only for weights behind a URL the folder is a copy; else it is the user's own.
         if not self.weights.is_local:
             shutil.rmtree(self.path, ignore_errors=True)
         if self.is_checkpoint and isinstance(error, Exception):
@@ -99,7 +100,6 @@ def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: s
     """The sections that the user's `key=value` arguments give.
 
     Args:
-        overrides: the arguments.
         allowed: the keys that the command reads; one that ends in a dot stands for a section.
         command: name of the command, for messages.
 
@@ -158,8 +158,10 @@ def open_folder(
                 f"{folder.root} must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a Hugging "
                 "Face folder to this machine first"
             )
-        if hub.is_url(target):  # file://
+        # A local URL, file://…, names a folder too.
+        if hub.is_url(target):
             target = str(folder.root.local())
+    # Otherwise the name of a checkpoint would be looked for on the hub.
     if step_of(Path(target).name) is not None and not Path(target).expanduser().exists():
         raise ConfigError(f"there is no checkpoint {target}: it was not saved, or was removed as an old one")
     with keys_renamed(ARGUMENTS):
@@ -197,6 +199,7 @@ def _open_checkpoint(folder: NamedFolder, user_model: Mapping[str, Any]) -> Mode
     `user_model`: as in `_model_section`.
     """
     root = folder.root
+    # Small files at the top of a checkpoint describe the model; those in its folders are states.
     patterns = (_CONFIG, *hub.BESIDE_WEIGHTS)
     try:
         manifest = Manifest.read(root)
@@ -226,6 +229,7 @@ def launch_command(command: str, arguments: argparse.Namespace, folder: ModelFol
 
     `options` replace options of the user. Returns the exit code.
     """
+    # The folder that was opened has the files of the revision already.
     overrides = [text for text in arguments.overrides if not text.startswith("checkpoint.revision=")]
     flags: list[str] = []
     for name, value in {**vars(arguments), "nproc": world, **options}.items():
@@ -240,27 +244,26 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     """The configuration of an evaluation: the run's own data and sequence length unless `values` say otherwise.
 
     Args:
-        folder: the model.
-        values: values of the user.
         replicas: the data-parallel degree.
         part: `all` puts every document into one part, the training one.
-
-    Raises:
-        ConfigError: every problem of the values.
     """
     sections = _sections(folder, values)
     train = sections["train"]
     data = sections["data"]
+    # The model reads no longer sequences, whatever the run or the default says.
     limit = folder.model.get("max_position_embeddings")
     train.setdefault("sequence_length", _LONGEST_SEQUENCE if limit is None else min(limit, _LONGEST_SEQUENCE))
     train.setdefault("micro_batch", _MICRO_BATCH)
     micro_batch = train["micro_batch"]
+    # No step is taken, but every configuration must have a batch that its layout can divide.
     samples_at_once = micro_batch * replicas if isinstance(micro_batch, int) else 1
     train["global_batch"] = samples_at_once * _micro_batches(sections["parallel"])
+    # A split without a second part leaves all documents to the training part.
     if part == "all":
         data["split"] = "1,0"
     user_data = values.get("data", {})
-    if not user_data.keys().isdisjoint(("dataset", "path", "blend")):  # other data than the run's
+    # The user names other data: the keys that describe the run's own do not fit them.
+    if not user_data.keys().isdisjoint(("dataset", "path", "blend")):
         data |= {key: None for key in ("path", "blend") if key not in user_data}
         if "format" not in user_data and data.get("format") in ("megatron", "hdf5", "datasets"):
             data["format"] = "auto"
@@ -280,11 +283,7 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
 
 
 def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
-    """The configuration of a generation: the model, its layout, its dtype and its tokenizer.
-
-    Raises:
-        ConfigError: every problem of the values.
-    """
+    """The configuration of a generation: the model, its layout, its dtype and its tokenizer."""
     sections = _sections(folder, values)
     sections["train"] |= {"sequence_length": 1, "global_batch": _micro_batches(sections["parallel"]), "micro_batch": 1}
     tokenizer = values.get("data", {}).get("tokenizer") or folder.tokenizer
@@ -317,6 +316,7 @@ def open_tokenizer(
 def _sections(folder: ModelFolder, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """All sections of a configuration. Keys that no evaluation or generation reads have any valid value."""
     run = {name: section if isinstance(section, dict) else {} for name, section in folder.run.items()}
+    # The learning rate is a required key; nothing is optimized here.
     run_sections: dict[str, dict[str, Any]] = {"data": run.get("data", {}), "optimizer": {"lr": 1.0}, "parallel": {}}
     for name, keys in _RUN_KEYS.items():
         run_sections[name] = {key: value for key, value in run.get(name, {}).items() if key in keys}
@@ -345,8 +345,6 @@ def _model_section(text: bytes, file: str, user_model: Mapping[str, Any]) -> dic
     """The `model` section that the text of a `config.json` describes.
 
     Args:
-        text: content of the file.
-        file: name of the file, for messages.
         user_model: `model` section of the user, of which `family` and `ignore` count.
     """
     described = _json_object(text, file)

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--prometheus ({port}) must be a port from 1 to {_LARGEST_PORT:,}, such as 9400")
     if port is not None and arguments.once:
         raise ConfigError("--once prints one object, and --prometheus prints none: leave one of them out")
-    watched = open_run(arguments.run, whole=False)
+    watched = open_run(arguments.run, all_steps=False)
     if arguments.once:
         output.json(snapshot(watched), indent=None)
         return 0
@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: end.set())
     if port is not None:
-        from shardwise.runs.prometheus import serve  # costly to import, for a server alone
+        # Costly to import, for a server alone.
+        from shardwise.runs.prometheus import serve
 
         serve(watched, port, arguments.host)
         output.progress(f"serving {watched.name} at http://{arguments.host}:{port}/metrics")
@@ -62,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     while True:
         output.json(snapshot(watched), indent=None)
         sys.stdout.flush()
+        # Wakes at once where a signal ends the command, without waiting for the interval.
         if end.wait(interval):
             return 0
         watched.refresh()

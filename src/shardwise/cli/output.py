@@ -25,6 +25,7 @@ def json(value: Any, *, indent: int | None = 2) -> None:
 
     `indent` None: in one line.
     """
+    # Only a command that prints JSON pays for this import.
     from shardwise.runs.folder import json_text
 
     encoding = sys.stdout.encoding or "utf-8"

@@ -11,29 +11,26 @@ recipe, the run is compared with its prediction, and --write FILE writes the dev
 from __future__ import annotations
 
 import argparse
-import datetime
-import math
 import re
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import count
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
+from shardwise.base.files import write_new
 from shardwise.cli import output
-from shardwise.config import Config, check_layout, config_from, dump_yaml, load_config, recipe_name
-from shardwise.planner.device_seconds import constants_of
-from shardwise.planner.device_specs import CONSTANTS, Cluster, cluster, described, require_suffix, write_new
-from shardwise.planner.search import Plan, Search, predicted, search
+from shardwise.cli.plan_against_run import compare_with_run
+from shardwise.config import Config, dump_yaml, load_config, recipe_name
+from shardwise.planner.device_specs import cluster
+from shardwise.planner.search import Plan, Search, search
 from shardwise.planner.step_time import timeline_of
-from shardwise.runs.run import RunView, open_run
 
 _DAY = 86_400
 _SECONDS_OF = {"hour": 3600, "day": _DAY, "week": 7 * _DAY}
-_MOST_NODES = 16_384
+_NODE_COUNTS = sorted({2**power for power in range(15)} | {3 * 2**power for power in range(13)})
+"""Numbers of nodes that are tried: 1, 2, 3, 4, 6, 8, 12, 16 and so on, up to 16,384."""
 _LEGEND = (
     "MFU counts model FLOPs: neither recompute nor masked attention. Free is what the device has beside the run and",
     "6% for its context, buffers of collectives and gaps of the allocator. Comm. is what nothing hides.",
@@ -76,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device is None:
         raise ConfigError("--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it")
     if Path(arguments.recipe).is_dir():
-        return compare(arguments)
+        return compare_with_run(arguments)
     recipe: str = arguments.recipe
     config = load_config(recipe, arguments.overrides)
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
@@ -113,7 +110,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     other_options = ("recipe", "overrides", "device", "nodes", "budget", "why", "write", "plot")
     if any(getattr(arguments, option) for option in other_options) or arguments.json:
         raise ConfigError("--calibrate must go alone or with -o FILE: it measures this machine, whatever the recipe")
-    from shardwise.verify.calibration.run import calibrate  # imports torch, which plans do without
+    # A plan needs neither the launcher of ranks nor what fits constants to measurements.
+    from shardwise.verify.calibrate import calibrate
 
     target: Path = arguments.output or Path("measured.yaml")
     output.progress("measuring this machine takes about a minute; other work on it makes the figures worse")
@@ -188,6 +186,7 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
     right_seconds = dict(right.time.rows())
     parts = [(part, seconds, right_seconds[part]) for part, seconds in left.time.rows()]
     parts.append(("step", left.time.total, right.time.total))
+    # The step itself stays last, below its parts.
     parts[:-1] = sorted(parts[:-1], key=lambda part: -abs(part[2] - part[1]))
     rows = [(name.replace("_", " "), f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}") for name, a, b in parts if a or b]
     output.table(rows, ("seconds", str(first), str(second), "difference"), right=(1, 2, 3))
@@ -203,14 +202,9 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
 
 def _write(path: Path, name: str, plan: Plan) -> None:
     text = f"# {name} on {plan.cluster}: {plan.choice.text()}, as `shardwise plan` predicts it fastest\n"
+    # Keys that the recipe left out stay out: a later release may have a better default for them.
     values = plan.config.model_dump(mode="json", exclude_unset=True)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text + dump_yaml(values))
-    except FileExistsError:
-        raise ConfigError(f"--write {path}: the file exists already; choose another name or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"--write {path}: {error.strerror}") from None
+    write_new(path, text + dump_yaml(values), "--write")
     output.progress(f"wrote {path}; train it with: shardwise train {path}")
 
 
@@ -221,28 +215,20 @@ def _budget_seconds(budget: str) -> float:
     return float(match[1]) * _SECONDS_OF[match[2]]
 
 
-def _node_counts() -> Iterator[int]:
-    """Yield the numbers of nodes that are tried: 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
-    yield 1
-    for power in count(1):
-        for nodes in (2**power, 3 * 2 ** (power - 1)):
-            if nodes > _MOST_NODES:
-                return
-            yield nodes
-
-
 def _search_within_budget(config: Config, device: str, budget: str, fixed: set[str]) -> Search:
     """Return the best layouts on the fewest nodes on which the training ends in time."""
     limit = _budget_seconds(budget)
     fastest: Plan | None = None
-    for nodes in _node_counts():
+    for nodes in _NODE_COUNTS:
         machines = cluster(device, nodes)
         # A batch that does not grow with the ranks cannot be divided among many more of them.
         if config.train.rule is None and machines.world > config.train.global_batch * machines.per_node * 64:
             break
         try:
+            # One plan tells whether the time suffices. The whole list is made for the chosen number of nodes alone.
             plans = search(config, machines, best=1, fixed=fixed).plans
         except ConfigError:
+            # No layout of the recipe is valid on so many devices, and one may be on more.
             continue
         if not plans:
             continue
@@ -267,11 +253,12 @@ def _why_nothing_fits(result: Search, config: Config, device: str, nodes: int, f
     assert result.smallest is not None
     choice, size = result.smallest
     fix = "choose a device with more memory"
-    for more in _node_counts():
-        if more > nodes and search(config, cluster(device, more), best=1, fixed=fixed).plans:
-            fix = f"--nodes {more} is the fewest that fits"
+    for larger in _NODE_COUNTS:
+        if larger > nodes and search(config, cluster(device, larger), best=1, fixed=fixed).plans:
+            fix = f"--nodes {larger} is the fewest that fits"
             break
-        if more > 64 * nodes:
+        # Each further number costs a whole search, and a cluster so much larger is no advice.
+        if larger > 64 * nodes:
             break
     return (
         f"no layout fits {machines}: the smallest ({choice.text()}) needs at least {units.size(size)} on a device of "
@@ -286,7 +273,8 @@ _MOST_BARS = 20_000
 
 def draw(plans: Sequence[Plan], path: Path) -> None:
     """Draw time against memory of all plans, and the timeline of the best one, in the format of the file's suffix."""
-    from shardwise.data.reading.content import optional_library  # costly to import, for a plot alone
+    # Costly to import, for a plot alone.
+    from shardwise.data.reading.content import optional_library
 
     figures = optional_library("matplotlib.figure", "--plot needs", "plot")
     figure = figures.Figure(figsize=(11, 8), layout="constrained")
@@ -299,6 +287,7 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
     best = plans[0]
     ranks = timeline_of(best.config, best.layout, best.cluster).ranks
     for rank, actions in enumerate(ranks):
+        # Of a long pipeline the first actions are drawn, which have all that repeats.
         for timed in actions[: max(1, _MOST_BARS // len(ranks))]:
             color = _COLOURS[timed.action.kind]
             bars.barh(rank, timed.end - timed.start, left=timed.start, color=color, linewidth=0)
@@ -309,182 +298,3 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path}: {error}") from None
-
-
-def compare(arguments: argparse.Namespace) -> int:
-    """Print predicted and measured, and write the corrected device where `--write` names a file."""
-    if arguments.overrides or arguments.budget or arguments.why or arguments.plot:
-        raise ConfigError("a run's folder must go without key=value, --budget, --why and --plot: the run is as it was")
-    run = open_run(Path(arguments.recipe), whole=True)
-    if not run.config:
-        raise ConfigError(f"RUN ({run.path}) must hold the configuration of the run, config.yaml")
-    machines = cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
-    comparison = compare_run(run, config_from(run.config), machines)
-    if arguments.json:
-        output.json(_comparison_facts(comparison))
-    else:
-        _show_comparison(run.name, comparison)
-    if arguments.write is not None:
-        _write_device_file(arguments.write, comparison, run.name)
-    elif not arguments.json:
-        output.progress("--write FILE writes the device with constants that explain this run")
-    return 0
-
-
-def _show_comparison(name: str, comparison: Comparison) -> None:
-    plan = comparison.plan
-    output.line(f"{name} on {plan.cluster}: {plan.choice.text()}; medians of {comparison.steps:,} steps")
-    output.line()
-    rows = [(part, *_seconds_cells(*pair)) for part, pair in comparison.parts.items()]
-    rows.append(("step", *_seconds_cells(*comparison.total)))
-    output.table(rows, ("seconds", "predicted", "measured", "error"), right=(1, 2, 3))
-    output.line()
-    memory = [(kind, *_size_cells(*pair)) for kind, pair in comparison.state.items()]
-    memory.append(("peak of a rank", *_size_cells(*comparison.peak)))
-    output.table(memory, ("memory", "predicted", "measured", "error"), right=(1, 2, 3))
-    if not plan.cluster.device.is_accelerator:
-        output.line("On a CPU the measured peak is the whole process's, with Python and torch.")
-
-
-def _seconds_cells(predicted: float, measured: float | None) -> tuple[str, str, str]:
-    measured_text = "" if measured is None else f"{measured:.4f}"
-    return f"{predicted:.4f}", measured_text, _error(predicted, measured)
-
-
-def _size_cells(predicted: int, measured: int | None) -> tuple[str, str, str]:
-    measured_text = "" if measured is None else units.size(measured)
-    return units.size(predicted), measured_text, _error(predicted, measured)
-
-
-def _error(predicted: float, measured: float | None) -> str:
-    return f"{predicted / measured - 1:+.1%}" if measured and predicted else ""
-
-
-def _comparison_facts(comparison: Comparison) -> dict[str, Any]:
-    def named(pair: tuple[float, float | None]) -> dict[str, float | None]:
-        predicted, measured = pair
-        return {"predicted": predicted, "measured": measured}
-
-    return {
-        "steps": comparison.steps,
-        "step_seconds": named(comparison.total),
-        "parts_seconds": {part: named(pair) for part, pair in comparison.parts.items()},
-        "memory_bytes": {kind: named(pair) for kind, pair in comparison.state.items()},
-        "peak_memory_bytes": named(comparison.peak),
-        "constants": corrected(comparison),
-    }
-
-
-def _write_device_file(path: Path, comparison: Comparison, name: str) -> None:
-    constants = corrected(comparison)
-    if not constants:
-        raise ConfigError("--write needs a run that recorded the parts of its steps (split_seconds), this one did not")
-    require_suffix(path, "--write")
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    source = f"corrected {today} by run {name}, {comparison.steps} steps"
-    write_new(path, described(comparison.plan.cluster.device, constants, source), "--write")
-    output.progress(f"wrote {path}; plan with: shardwise plan RECIPE --device {path}")
-
-
-PARTS: Mapping[str, tuple[str, ...]] = {
-    "computation": ("matmul", "attention", "memory_bound", "launch", "head", "recompute"),
-    "communication": ("tensor", "messages", "bubble", "reduction", "gather"),
-    "optimizer": ("optimizer",),
-    "data and other": (),
-}
-"""The parts of a prediction that a run's `split_seconds` records together, under each name that is shown."""
-_RECORDED: Mapping[str, tuple[str, ...]] = {  # keys of `split_seconds`, likewise
-    "computation": ("forward", "backward"),
-    "communication": ("communication",),
-    "optimizer": ("optimizer",),
-    "data and other": ("data", "checkpoint", "other"),
-}
-# The first steps of a start compile, and fill caches.
-_SKIPPED = 2
-# By part, the constants to correct and whether they are rates: a larger rate takes less time.
-_CORRECTS: Mapping[str, tuple[tuple[str, bool], ...]] = {
-    "computation": (("matmul", True), ("memory", True), ("fused_attention", True), ("host", False)),
-    "communication": (("node", True), ("network", True)),
-    "optimizer": (("update", True), ("step", False)),
-}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A run's own figures and what was predicted of it, each as (predicted, measured).
-
-    Attributes:
-        plan: the prediction.
-        steps: number of steps whose medians are compared.
-        parts: seconds by part; measured is None where the run recorded no parts.
-        total: seconds of a step.
-        state: bytes of parameters, gradients and optimizer on the first rank, by kind.
-        peak: bytes of the first rank at its peak; on a CPU the measured ones are the process's.
-    """
-
-    plan: Plan
-    steps: int
-    parts: Mapping[str, tuple[float, float | None]]
-    total: tuple[float, float]
-    state: Mapping[str, tuple[int, int | None]]
-    peak: tuple[int, int | None]
-
-
-def compare_run(run: RunView, config: Config, cluster: Cluster) -> Comparison:
-    """Compare the steps that a run recorded with what is predicted of it on a cluster.
-
-    Raises:
-        ConfigError: it recorded too few steps, or is of a model whose shapes are not known.
-    """
-    ranks = run.start.get("ranks")
-    if not isinstance(ranks, int) or ranks != cluster.world:
-        raise ConfigError(
-            f"--device must name as many devices as the run had ranks ({ranks}), and with --nodes it names "
-            f"{cluster.world}: add :N to the device"
-        )
-    config = config.with_batch_for(ranks)
-    plan = predicted(config, check_layout(config, ranks), cluster)
-    if plan is None:
-        raise ConfigError(f"model.family ({config.model.family}) must be one whose shapes are known to be predicted")
-    seconds = run.series.numbers["step_seconds"]
-    total = _median(seconds)
-    if total is None:
-        raise ConfigError(f"RUN ({run.path}) must have recorded more than {_SKIPPED} steps, it has {len(seconds)}")
-    parts = {}
-    for part, names in PARTS.items():
-        predicted_seconds = float(sum(getattr(plan.time, name) for name in names))
-        recorded = [_median(run.series.parts[key]) for key in _RECORDED[part]]
-        parts[part] = (predicted_seconds, _sum_of_known(recorded))
-    predicted_bytes = dict(plan.memory.rows())
-    recorded_bytes = run.last.get("memory_bytes") or {}
-    state = {
-        kind: (predicted_bytes[kind], recorded_bytes.get(kind)) for kind in ("parameters", "gradients", "optimizer")
-    }
-    peak = (plan.memory.total, run.last.get("peak_memory_bytes"))
-    return Comparison(plan, len(seconds) - _SKIPPED, parts, (plan.time.total, total), state, peak)
-
-
-def corrected(comparison: Comparison) -> dict[str, float]:
-    """Return constants with which the prediction of each part would be what was measured, within their ranges."""
-    current = constants_of(comparison.plan.cluster.device)
-    constants = {}
-    for part, names in _CORRECTS.items():
-        predicted_seconds, measured = comparison.parts[part]
-        if measured is None or measured <= 0 or predicted_seconds <= 0:
-            continue
-        longer = measured / predicted_seconds
-        for name, is_rate in names:
-            low, high = CONSTANTS[name]
-            value = getattr(current, name) * (1 / longer if is_rate else longer)
-            constants[name] = min(max(float(f"{value:.4g}"), low), high)
-    return constants
-
-
-def _median(values: Iterable[float]) -> float | None:
-    known = [value for value in list(values)[_SKIPPED:] if math.isfinite(value)]
-    return statistics.median(known) if known else None
-
-
-def _sum_of_known(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.files import write_new
 from shardwise.cli import output
 from shardwise.config import recipe_names, recipe_text
 
@@ -26,7 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.schema:
         if name is not None or target is not None:
             raise ConfigError("--schema stands alone: it prints one schema for all recipes")
-        from shardwise.config.schema import recipe_schema  # pydantic's schemas take long to import
+        # Pydantic's schemas take long to import.
+        from shardwise.config.schema import recipe_schema
 
         output.raw(json.dumps(recipe_schema(), indent=2))
         return 0
@@ -41,13 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     if target is None:
         output.raw(output.text(text.removesuffix("\n")))
         return 0
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"--write {target}: the file exists already; choose another name or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"--write {target}: {error.strerror}") from None
+    write_new(target, text, "--write")
     output.line(f"wrote {target}; train it with: shardwise train {target}")
     return 0
 

@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     paths = [arguments.run] if arguments.other is None else [arguments.run, arguments.other]
-    watched = [open_run(path, whole=True) for path in paths]
+    watched = [open_run(path, all_steps=True) for path in paths]
     reports = [report_of(run) for run in watched]
     compared = comparison(*watched) if len(watched) == 2 else None
     file: Path = arguments.output or watched[0].path / "report.html"
@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--output ({file}) must be a file, it is a folder: name a file in it")
     try:
         if arguments.png is not None:
-            from shardwise.runs.report.page import draw  # costly to import, for pictures alone
+            # Costly to import, for pictures alone.
+            from shardwise.runs.report.page import draw
 
             files = draw(reports, arguments.png)
             if not arguments.json:
@@ -48,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             output.json(reports[0] if compared is None else {"a": reports[0], "b": reports[1], "compared": compared})
             return 0
-        from shardwise.runs.report.page import page  # costly to import, for the page alone
+        # Costly to import, for the page alone.
+        from shardwise.runs.report.page import page
 
         write_atomic(file, page(reports, compared))
     except OSError as error:

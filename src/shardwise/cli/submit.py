@@ -21,7 +21,7 @@ from pathlib import Path
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.base.redaction import redacted
 from shardwise.cli import output
-from shardwise.cli.following import follow
+from shardwise.cli.jobs import follow
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.config import Layout, load_config, recipe_name, recipe_text, require_data
 from shardwise.launch.slurm import commands, submission
@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     run_path: Path | None = arguments.run_dir
     gres = submission.reserved(config)
     on = None if arguments.device is None else cluster(arguments.device, nodes[1])
+    # Where neither the recipe nor SLURM tells the number, `--device h100:8` does.
     if on is not None and config.launch.ranks_per_node is None and gres is None:
         ranks = on.per_node
     else:
@@ -92,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     inputs, problems = ([], []) if arguments.kubernetes is not None else glance_at_inputs(recipe, config)
     if problems and not is_shown_only:
         raise ConfigError(problems)
+    # What only shows the job reserves no folder for it.
     name = run_path or (RUNS / recipe_name(recipe) if is_shown_only else new_run_path(recipe))
     job = JobPlan(config, recipe, tuple(_overrides(arguments)), name.absolute(), Path.cwd(), nodes, ranks, gres)
     if arguments.kubernetes is not None:
@@ -104,13 +106,15 @@ def run(arguments: argparse.Namespace) -> int:
         for script in scripts:
             output.line()
             output.raw(redacted(script))
-        if problems:  # last: the numbers and the script are of use on a machine without the files too
+        # Last: the numbers and the script are of use on a machine without the files too.
+        if problems:
             raise ConfigError(problems)
         if not arguments.dry_run and (arguments.yes or _is_wanted()):
             return _submit(job, arguments)
     finally:
         if run_path is None and not is_shown_only:
-            with contextlib.suppress(OSError):  # the job uses it
+            # The folder that was reserved is removed only while it is empty: otherwise a job uses it.
+            with contextlib.suppress(OSError):
                 name.rmdir()
     if not arguments.dry_run:
         output.line("nothing was submitted")
@@ -144,6 +148,7 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
     """Write the run's folder and submit what it holds."""
     text = recipe_text(job.recipe)
+    # The job reads the copy of the recipe in its folder: it may wait for days, and the user edits the original.
     kept = JobPlan(**{**vars(job), "recipe": str(job.run_path / "recipe.yaml")})
     script = submission.write_inputs(kept, job_script(kept), text)
     options = []
@@ -155,9 +160,11 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
             output.line(
                 f"job {compiling} compiles all graphs first; its log: {job.run_path}/logs/compile-{compiling}.log"
             )
+            # By the second option SLURM cancels a training whose compilation failed, which else would wait for ever.
             options = [f"--dependency=afterok:{compiling}", "--kill-on-invalid-dep=yes"]
         number = commands.submit(script.read_text(encoding="utf-8", errors="surrogateescape"), options)
     except ConfigError:
+        # SLURM refuses the training: without it the graphs are of no use.
         if compiling is not None:
             with contextlib.suppress(RunError):
                 commands.cancel(compiling)
@@ -178,7 +185,9 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
 def _by_ssh(where: str) -> int:
     """Run this command on another machine, in this folder's path there or in that of HOST:DIR."""
     host, _, folder = where.partition(":")
-    folder = folder.removeprefix("~/")  # ssh starts there
+    # In HOST:~/DIR the home is where ssh starts.
+    folder = folder.removeprefix("~/")
+    # The words as the user gave them, but for `--ssh HOST` and `--ssh=HOST`: the other machine submits by itself.
     given = sys.argv[sys.argv.index("submit") + 1 :]
     kept = [
         argument

@@ -7,17 +7,15 @@ import contextlib
 import os
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.cli import output
-from shardwise.cli.claim import is_finished
+from shardwise.cli.run_preparation import is_finished
 from shardwise.cli.train import with_batch
 from shardwise.config import check_layout, load_config
 from shardwise.launch import stop_requests
-from shardwise.launch.slurm import commands
-from shardwise.launch.slurm.supervisor import JobMachines, Supervisor, usable_nodes
+from shardwise.launch.slurm import commands, supervisor
 from shardwise.runs.folder import RunLock
 
 _LOCK_TRIES = 60
@@ -53,22 +51,24 @@ def run(arguments: argparse.Namespace) -> int:
             return str(error)
         return None
 
+    # The process that had the lock before is gone, and the file system may not know it yet.
     if allocation.requeues or arguments.killed_by is not None:
         _await_lock(run_path)
-    with ExitStack() as locks:
+    with contextlib.ExitStack() as locks:
         if is_finished(locks, config, run_path, None):
             return 0
-        nodes = usable_nodes(allocation.nodes, ranks, refusal)
+        nodes = supervisor.usable_nodes(allocation.nodes, ranks, refusal)
         if nodes < allocation.nodes:
             output.line(f"{nodes} of the job's {allocation.nodes} nodes are used: {refusal(allocation.nodes * ranks)}")
         launcher = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
         launcher += ["--nproc", str(ranks), f"--run-dir={run_path}"]
-        place = JobMachines(allocation, nodes, ranks)
-        supervisor = Supervisor(config, run_path, place, launcher, _say, arguments.killed_by)
+        machines = supervisor.JobMachines(allocation, nodes, ranks)
+        job = supervisor.Supervisor(config, run_path, machines, launcher, _say, arguments.killed_by)
         try:
-            supervisor.run()
+            job.run()
         finally:
-            stop_requests.ignore()  # a late signal would kill this process, and the job's script start another one
+            # A late signal would kill this process, and the job's script would start another one.
+            stop_requests.ignore()
     return 0
 
 
@@ -81,6 +81,7 @@ def _await_lock(run_path: Path) -> None:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the disk of the log is full
+    # The disk of the log may be full, which must not end the job.
+    with contextlib.suppress(OSError):
         for line in text.splitlines():
             output.progress(f"shardwise: {line}")

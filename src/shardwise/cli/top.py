@@ -36,13 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.interval >= _LEAST_SECONDS:
         raise ConfigError(f"--interval ({arguments.interval:g}) must be at least {_LEAST_SECONDS} seconds")
     if arguments.once:
-        output.table(_rows(frame_of(open_run(arguments.run, whole=False))))
+        output.table(_rows(frame_of(open_run(arguments.run, all_steps=False))))
         return 0
     _require_screen()
     reader = Reader(arguments.run)
-    from shardwise.runs.screen.app import Top  # costly to import, for the screen alone
+    # Costly to import, for the screen alone.
+    from shardwise.runs.screen.app import Top
 
-    Top(reader.read, arguments.interval).run(mouse=False)  # so that the terminal still selects text
+    # Without the mouse, so that the terminal still selects text.
+    Top(reader.read, arguments.interval).run(mouse=False)
     return 0
 
 

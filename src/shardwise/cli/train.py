@@ -36,7 +36,8 @@ from shardwise.launch.environment import is_launched, joined, launches_node
 from shardwise.runs.folder import RunDirectory
 
 if TYPE_CHECKING:
-    from shardwise.planner.device_specs import Cluster  # costly to import, for a cluster alone
+    # Costly to import, for the option --device alone.
+    from shardwise.planner.device_specs import Cluster
 
 _ANY_TOKENIZER = 512
 """Vocabulary into which a byte-level tokenizer trained on built-in data always fits: twice the 256 bytes."""
@@ -83,10 +84,12 @@ def run(arguments: argparse.Namespace) -> int:
 
         place = enter_job(arguments.nproc)
     world = place.world if place is not None else _number_of_ranks(config, arguments.nproc)
+    # Only now, as a batch that is given by a rule follows from the number of ranks.
     config = with_batch(config, world, run_path)
     layout = check_layout(config, world, is_new=run_path is None)
     if not arguments.dry_run:
         require_data(config, recipe)
+    # Code of the user's own is imported before any rank starts, so that its errors are told once.
     if config.shapes is None:
         from shardwise.models.user_model import check_user_model
 
@@ -101,11 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
         from shardwise.launch.rank_process import check_accelerators
 
         check_accelerators(world, accelerators()[1])
+    # These two keep the user's terminal; other ranks write to their logs.
     if place is None or place.rank == 0:
         stdio.survive_hangup()
     with ExitStack() as claims:
-        if not is_launched():  # else the launcher has done this
-            from shardwise.cli.claim import is_finished, prepare_run
+        # A launched rank finds the folder claimed and the data prepared by the process that launched it.
+        if not is_launched():
+            from shardwise.cli.run_preparation import is_finished, prepare_run
 
             if run_path is not None and is_finished(claims, config, run_path, place):
                 return 0
@@ -114,6 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.run_dir = run_path
             return _launch(arguments, world)
         with as_rank(place, run_path) as ending:
+            # Imported inside, with torch: what fails there is told as a failure of this rank.
             from shardwise.train.run import run as train
 
             train(config, run_path, recipe_name(recipe))
@@ -223,6 +229,7 @@ def _number_of_ranks(config: Config, nproc: int | None) -> int:
             keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {degree})"
             fix = "lower one of them, or start it on several nodes by torchrun"
         raise ConfigError(f"{keys} must be at most the number of accelerators ({count}): {fix}")
+    # Ranks beyond whole copies of the model would have no work.
     return count // degree * degree
 
 
@@ -233,6 +240,7 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
     from shardwise.checkpoint.storage.run_identity import earlier_run
 
     earlier = None if run_path is None else earlier_run(RunDirectory(run_path), config)
+    # The run keeps the batch with which it began, on any number of ranks: its schedule counts steps of that size.
     kept = None if earlier is None else kept_batch(earlier.config, config)
     if kept is None:
         return config.with_batch_for(world)
@@ -249,7 +257,7 @@ def _on_node(arguments: argparse.Namespace) -> int:
     world = nproc * node.attempt.nodes
 
     def prepare() -> None:
-        from shardwise.cli.claim import fetch_inputs
+        from shardwise.cli.run_preparation import fetch_inputs
         from shardwise.launch.rank_process import check_accelerators
 
         config = load_config(arguments.recipe, arguments.overrides)

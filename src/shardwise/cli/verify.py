@@ -14,8 +14,8 @@ Exit code 0: every layout keeps the contract; 1: one breaks it or fails; 2: the 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
-import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
@@ -23,15 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.base import hardware, units
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.hardware import accelerators
-from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.config import Config, load_config, recipe_name
 from shardwise.launch.environment import joined
-from shardwise.verify.layouts import AXES, Cell, candidates, parse_layouts
-from shardwise.verify.miniature import existing, miniature
-from shardwise.verify.run import CLEAR_LINE, CellOutcome, Verification
+from shardwise.launch.local import EndedError
+from shardwise.verify import layouts, miniature, verification
 from shardwise.verify.tolerance import Tolerance
 
 _CPU_RANKS = 4
@@ -47,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         nargs="+",
         default=[],
-        help=f"which layouts: `all`, or values of {listing(AXES, 'or')}",
+        help=f"which layouts: `all`, or values of {listing(layouts.AXES, 'or')}",
     )
     parser.add_argument(
         "--devices",
@@ -79,37 +77,35 @@ def run(arguments: argparse.Namespace) -> int:
 
         check_user_model(recipe)
     devices = _devices(arguments.devices, arguments.nproc)
-    config, cells, refused = _plan(recipe, devices, parse_layouts(arguments.layouts), arguments.steps)
-    from shardwise.launch.local import EndedError
-    from shardwise.verify.run import verify
-
+    config, cells, refused = _plan(recipe, devices, layouts.parse_layouts(arguments.layouts), arguments.steps)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     is_named = False
     try:
-        verification = verify(config, cells, folder)
-        is_named = any(str(folder) in problem for outcome in verification.broken for problem in outcome.problems)
+        result = verification.verify(config, cells, folder)
+        # The logs of ranks that failed lie in the folder, and the user is told their paths: then it stays.
+        is_named = any(str(folder) in problem for outcome in result.broken for problem in outcome.problems)
     except EndedError as error:
         raise EndedError(str(error).replace("the run", "the verification")) from None
     finally:
-        if sys.stderr.isatty():
-            sys.stderr.write(CLEAR_LINE)
+        verification.clear_progress()
         if not is_named:
             shutil.rmtree(folder, ignore_errors=True)
-    shown = Verified(recipe_name(arguments.recipe), recipe, config, verification, refused)
+    shown = Verified(recipe_name(arguments.recipe), recipe, config, result, refused)
     if arguments.json:
         output.json(shown.facts())
     else:
         shown.show()
-    return int(bool(verification.broken))
+    return int(bool(result.broken))
 
 
 def _devices(named: Sequence[str] | None, nproc: int | None) -> dict[str, int]:
     """The number of ranks on each device: `cpu`, or the accelerators' kind."""
-    kind, count = accelerators()
+    kind, count = hardware.accelerators()
     if named is not None and "accelerator" in named and not count:
         raise ConfigError("--devices accelerator: there is none on this machine that torch can use; leave it out")
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc ({nproc}) must be at least 1")
+    # By default every device of this machine takes part: the contract holds across devices too.
     kinds = named if named is not None else ("cpu", "accelerator") if count else ("cpu",)
     if nproc is not None and "accelerator" in kinds and nproc > count:
         raise ConfigError(
@@ -121,25 +117,25 @@ def _devices(named: Sequence[str] | None, nproc: int | None) -> dict[str, int]:
 
 def _plan(
     recipe: Config, devices: dict[str, int], chosen: dict[str, list[Any] | None], steps: int
-) -> tuple[Config, list[Cell], list[str]]:
+) -> tuple[Config, list[layouts.Cell], list[str]]:
     """The miniature, the layouts at which it can be trained, and why it cannot be at others.
 
     One process on an accelerator is compared too, where the reference is one process on the CPU.
-
-    Raises:
-        ConfigError: there is none.
     """
     first = next(iter(devices))
-    alone = [Cell(device) for device in devices if device != first]
-    chosen_cells = [cell for device, ranks in devices.items() for cell in candidates(recipe, device, ranks, chosen)]
+    alone = [layouts.Cell(device) for device in devices if device != first]
+    chosen_cells = [
+        cell for device, ranks in devices.items() for cell in layouts.candidates(recipe, device, ranks, chosen)
+    ]
+    # One process on an accelerator may be among the chosen layouts too, and is trained once.
     cells = list(dict.fromkeys([*alone, *chosen_cells]))
     if not chosen_cells:
         raise ConfigError(
             f"no layout of {listing(devices.values(), 'or')} ranks is chosen by --layouts: parallel.tensor × "
             "parallel.pipeline must divide the number of ranks (--nproc)"
         )
-    config = miniature(recipe, cells, steps, has_accelerator=set(devices) != {"cpu"})
-    kept_cells, reasons = existing(config, cells)
+    config = miniature.miniature(recipe, cells, steps, has_accelerator=set(devices) != {"cpu"})
+    kept_cells, reasons = miniature.existing(config, cells)
     if not kept_cells:
         raise ConfigError(reasons)
     return config, sorted(kept_cells, key=lambda cell: [*devices].index(cell.device)), reasons
@@ -156,14 +152,14 @@ class Verified:
         name: the recipe's name.
         recipe: the recipe's configuration.
         config: the configuration of the miniature.
-        verification: the outcomes.
+        result: the outcomes.
         refused: the reasons for which layouts were left out.
     """
 
     name: str
     recipe: Config
     config: Config
-    verification: Verification
+    result: verification.Verification
     refused: Sequence[str]
 
     def facts(self) -> dict[str, Any]:
@@ -172,34 +168,35 @@ class Verified:
             "recipe": self.name,
             "miniature": self.config.recorded(),
             "tolerance": asdict(Tolerance.of(self.config)),
-            "losses": list(self.verification.losses),
+            "losses": list(self.result.losses),
             "left_out": list(self.refused),
-            "layouts": [outcome.facts() for outcome in self.verification.outcomes],
-            "broken": len(self.verification.broken),
+            "layouts": [outcome.facts() for outcome in self.result.outcomes],
+            "broken": len(self.result.broken),
         }
 
     def show(self) -> None:
         """Print what was trained, a table for each device, and the verdict."""
-        *outcomes, _ = self.verification.outcomes
+        # The last outcome is that of one process, which read the last layout's checkpoint.
+        *outcomes, _ = self.result.outcomes
         self._show_training()
-        for device in dict.fromkeys(outcome.cell.device for outcome in outcomes):
-            of_device = [outcome for outcome in outcomes if outcome.cell.device == device]
+        for device, of_device in itertools.groupby(outcomes, key=lambda outcome: outcome.cell.device):
             output.line()
             output.line(f"{device}, the largest differences from one process:")
-            _show_table(of_device)
+            _show_table(list(of_device))
         output.line()
         self._show_verdict()
 
     def _show_training(self) -> None:
         train = self.config.train
-        losses = self.verification.losses
-        first = self.verification.outcomes[-1].cell
+        losses = self.result.losses
+        first = self.result.outcomes[-1].cell
         tolerance = Tolerance.of(self.config)
+        steps = units.counted(train.steps, "step")
         middle = train.steps // 2
         fields = {
             "model": f"{self.name} in miniature: {_sizes(self.config)}",
-            "training": f"{counted(train.steps, 'step')} of {train.global_batch} samples of {train.sequence_length} "
-            f"random tokens, {self.config.optimizer.name}, precision.mode {self.config.precision.mode}",
+            "training": f"{steps} of {train.global_batch} samples of {train.sequence_length} random tokens, "
+            f"{self.config.optimizer.name}, precision.mode {self.config.precision.mode}",
             "reference": f"one process on {first.device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at step "
             f"{train.steps}",
             "layouts": "TP, PP, DP: degrees of parallelism; SP: sequence parallelism; Z1: ZeRO-1",
@@ -226,28 +223,28 @@ class Verified:
             _show_wrapped(text, f"{name.strip():9}  ", " " * 11)
 
     def _show_verdict(self) -> None:
-        broken = self.verification.broken
-        number = len(self.verification.outcomes) - 1
+        broken = self.result.broken
+        number = len(self.result.outcomes) - 1
         for outcome in broken:
             _show_wrapped(f"{outcome.cell.name}:")
             for line in "\n".join(outcome.problems).splitlines():
                 _show_wrapped(line, "  ", "  ")
             output.line()
         if broken:
-            output.line(f"BROKEN by {len(broken)} of {counted(number, 'layout')}")
+            output.line(f"BROKEN by {len(broken)} of {units.counted(number, 'layout')}")
         else:
-            output.line(f"{'All ' if number > 1 else ''}{counted(number, 'layout')} trained like one process.")
+            output.line(f"{'All ' if number > 1 else ''}{units.counted(number, 'layout')} trained like one process.")
 
 
 def _sizes(config: Config) -> str:
     model = config.shapes
     if model is None:
         return ""
-    heads = counted(model.num_attention_heads, "head")
+    heads = units.counted(model.num_attention_heads, "head")
     if model.num_key_value_heads != model.num_attention_heads:
-        heads += f" with {counted(model.num_key_value_heads, 'key/value head')}"
+        heads += f" with {units.counted(model.num_key_value_heads, 'key/value head')}"
     tie = ", tied embedding" if model.tie_word_embeddings else ""
-    blocks = f"{counted(model.num_hidden_layers, 'block')} of width {model.hidden_size}"
+    blocks = f"{units.counted(model.num_hidden_layers, 'block')} of width {model.hidden_size}"
     return f"{model.family}, {blocks}, {heads}, vocabulary of {model.vocab_size}{tie}"
 
 
@@ -258,7 +255,7 @@ def _show_wrapped(text: str, first: str = "", then: str = "") -> None:
         output.line(line)
 
 
-def _show_table(outcomes: Sequence[CellOutcome]) -> None:
+def _show_table(outcomes: Sequence[verification.CellOutcome]) -> None:
     """A row for each layout. Settings that all layouts share stand above; a mark is before those that are broken."""
     columns: dict[str, list[str]] = {
         "": ["✗" if outcome.problems else "" for outcome in outcomes],
@@ -274,6 +271,7 @@ def _show_table(outcomes: Sequence[CellOutcome]) -> None:
     }
     if not any(columns[""]):
         del columns[""]
+    # A column in which all layouts agree becomes a line above the table, which then is narrow enough.
     for key in ("schedule", "recompute"):
         same = {*columns[key]} - {"-"}
         if len(same) < 2 and len(outcomes) > 1:
@@ -286,7 +284,7 @@ def _show_table(outcomes: Sequence[CellOutcome]) -> None:
     output.table(rows, [*columns], right=range(len(columns) - 4, len(columns)), gap=gap)
 
 
-def _number(outcome: CellOutcome, field: str) -> str:
+def _number(outcome: verification.CellOutcome, field: str) -> str:
     if outcome.differences is None:
         return "failed"
     value: float = getattr(outcome.differences, field)

@@ -58,10 +58,14 @@ def is_lost_connection(error: BaseException) -> bool:
 
 _LOST_PEER_WORDS = (
     "gloo",
-    "Application timeout caused pair closure",  # gloo, without its name: a rank did not answer in time
-    "ncclRemoteError",  # NCCL: a rank's process has exited, or a network error
-    "ncclSystemError",  # NCCL: a socket was closed
-    "communicator was aborted",  # by NCCL's watchdog, which has found that a collective does not end
+    # gloo says so, without its name, of a rank that did not answer in time.
+    "Application timeout caused pair closure",
+    # NCCL says so of a rank whose process has exited, and of network errors.
+    "ncclRemoteError",
+    # NCCL says so where a socket was closed.
+    "ncclSystemError",
+    # NCCL's watchdog aborts the communicator of a collective that does not end.
+    "communicator was aborted",
     "Watchdog caught collective operation timeout",
     "Connection closed by remote peer",
 )
@@ -471,7 +475,8 @@ def union(items: Iterable[_Item], group: Group) -> list[_Item]:
     if not any_rank(bool(local_items), group):
         return []
     by_rank = all_gather_objects(local_items, group)
-    return list(dict.fromkeys(chain.from_iterable(by_rank)))  # not a set: its order may differ from rank to rank
+    # Not a set, whose order may differ from rank to rank.
+    return list(dict.fromkeys(chain.from_iterable(by_rank)))
 
 
 def agree(problems: list[str], group: Group) -> None:

@@ -188,7 +188,8 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
-    "Storage size calculation overflowed",  # of a tensor that no memory could hold
+    # torch says so of a tensor that no memory could hold.
+    "Storage size calculation overflowed",
 )
 
 

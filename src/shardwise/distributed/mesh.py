@@ -170,7 +170,8 @@ class Group:
             if self._shares_graphs:
                 return
             self.graph_name = f"shardwise-{self.name}-{number}"
-            with suppress(RuntimeError):  # a group of another mesh has the name
+            # A group of another mesh has the name: the next number is tried.
+            with suppress(RuntimeError):
                 assert self.process_group is not None
                 register_group_name(self.graph_name, self.process_group)
                 self._shares_graphs = True
@@ -210,11 +211,13 @@ class Group:
     def count(self, kind: str, whole_bytes: int) -> None:
         """Add a collective of a tensor of `whole_bytes` to the meter of its `kind`."""
         self.meter.calls[kind] += 1
-        if kind == "send":  # not noted: its receiver notes nothing, and `called` must be equal on ranks that agree
+        # Not noted: its receiver notes nothing, and `called` must be equal on ranks that agree.
+        if kind == "send":
             self.meter.bytes[kind] += whole_bytes
             return
         self.note(kind)
-        rounds = 2 if kind == "all_reduce" else 1  # a ring reduces and scatters, and gathers
+        # A ring reduces and scatters in one round, and gathers in a second.
+        rounds = 2 if kind == "all_reduce" else 1
         self.meter.bytes[kind] += rounds * whole_bytes * (self.size - 1) // self.size
 
 
@@ -264,7 +267,8 @@ _by_process_group: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDi
 def calls_of_groups() -> dict[str, tuple[int, str]]:
     """`Group.called` of each group in use, named by its axis and its first rank: `tp@0`. Any thread may call it."""
     groups: list[Group] = []
-    with suppress(RuntimeError):  # the main thread has just made a group
+    # The main thread has just made a group, while this one goes through the set.
+    with suppress(RuntimeError):
         groups = list(_open_groups)
     return {f"{group.name}@{group.ranks[0]}": group.called for group in groups if group.called[0]}
 
@@ -305,7 +309,8 @@ class Mesh:
         chosen = {"tensor": tensor, "pipeline": pipeline}
         if problems := count_problems(chosen):
             raise ArgumentError(problems)
-        degrees = {name: int(degree) for name, degree in chosen.items()}  # numpy's too
+        # Numbers of numpy are valid too, and become plain ones.
+        degrees = {name: int(degree) for name, degree in chosen.items()}
         self.device = torch.device(device) if device is not None else devices.local_device()
         self.world = Group.world()
         model_ranks = math.prod(degrees.values())

@@ -260,7 +260,8 @@ class PlacedModule(nn.Module):
 
 def of(parameter: Tensor) -> Placement | None:
     """A parameter's record, or None for one that is whole here and was made by somebody else's code."""
-    record: Placement | None = getattr(parameter, "placement", None)  # a fake tensor's parameter is no PlacedParameter
+    # By name and not by class: the parameter of a fake tensor is no PlacedParameter.
+    record: Placement | None = getattr(parameter, "placement", None)
     return record
 
 
@@ -276,7 +277,6 @@ def of_or_whole(parameter: Tensor, name: str = "", tensor: Group | None = None) 
     """A parameter's record; one without, such as those of torch's own modules, is one canonical tensor, whole.
 
     Args:
-        parameter: parameter of a model.
         name: canonical name of a parameter without a record.
         tensor: the tensor-parallel ranks of the model. Each of them has a copy of a parameter that no group cuts.
     """

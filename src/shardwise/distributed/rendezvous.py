@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,9 +27,8 @@ import psutil
 import torch
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # stubs leave the class out
 
+from shardwise.base import files, units
 from shardwise.base.errors import ConfigError, RunError, see
-from shardwise.base.files import reason_of
-from shardwise.base.units import counted
 
 _LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 """Names that mean this machine on each machine, as its own name does not, each with the address to listen at."""
@@ -53,7 +52,7 @@ def meet(rank: int, world: int, timeout: timedelta) -> TCPStore | None:
     except OSError as error:
         raise ConfigError(
             f"MASTER_ADDR ({address}) must be the address of rank 0's machine, and on {socket.gethostname()} it does "
-            f"not resolve: {reason_of(error)}{see('runs#first-node-not-found')}"
+            f"not resolve: {files.reason_of(error)}{see('runs#first-node-not-found')}"
         ) from None
     if address in _LOOPBACK:
         _keep_gloo_on_loopback()
@@ -91,14 +90,16 @@ def _open_store(address: str, port: int, world: int, timeout: timedelta) -> TCPS
     except OSError as error:
         raise ConfigError(
             f"MASTER_PORT ({port}) must be a free port of rank 0's machine, and rank 0 cannot listen at it: "
-            f"{reason_of(error).partition(' (')[0]}; set another one on all ranks, or end the program that uses it"
+            f"{files.reason_of(error).partition(' (')[0]}; set another one on all ranks, or end the program that uses "
+            "it"
         ) from None
     try:
         return TCPStore(address, port, world, True, timeout, multi_tenant=True, master_listen_fd=listener.detach())
     except DistError as error:
         raise RunError(
-            f"rank 0 waited at {address}:{port} (MASTER_ADDR and MASTER_PORT) for {counted(world - 1, 'other rank')}, "
-            f"and WORLD_SIZE ({world}) ranks did not come within {timeout.total_seconds():g} s (launch.timeout)"
+            f"rank 0 waited at {address}:{port} (MASTER_ADDR and MASTER_PORT) for "
+            f"{units.counted(world - 1, 'other rank')}, and WORLD_SIZE ({world}) ranks did not come within "
+            f"{timeout.total_seconds():g} s (launch.timeout)"
         ) from error
 
 
@@ -113,7 +114,7 @@ def _await_store(address: str, port: int, rank: int, timeout: timedelta) -> None
             if time.monotonic() > deadline:
                 raise RunError(
                     f"rank {rank} must reach rank 0 at {address}:{port} (MASTER_ADDR and MASTER_PORT), and could not "
-                    f"within {timeout.total_seconds():g} s (launch.timeout): {reason_of(error)}"
+                    f"within {timeout.total_seconds():g} s (launch.timeout): {files.reason_of(error)}"
                     f"{see('runs#first-node-not-reached')}"
                 ) from None
             time.sleep(_RETRY_SECONDS)
@@ -159,7 +160,8 @@ class Watch:
         since = {}
         for thread, used in waiting.items():
             earlier = self._since.get(thread)
-            if earlier is None or earlier[0] != used:  # it has begun to wait, or has worked in between
+            # The thread has begun to wait, or has worked in between.
+            if earlier is None or earlier[0] != used:
                 earlier = (used, self._ran)
             since[thread] = earlier
         self._since = since
@@ -171,21 +173,18 @@ def is_watching() -> bool:
     return any(thread.name == _THREAD_NAME for thread in threading.enumerate())
 
 
-def start_watch(seconds: float, give_up: Callable[[], None] | None = None) -> bool:
+def start_watch(seconds: float) -> bool:
     """Watch this process from here on, in a thread; False where the system does not tell what threads do.
 
-    Args:
-        seconds: the limit.
-        give_up: ends a wait; default: `close_connections`.
+    A thread that has waited for the limit finds its connections closed.
     """
     if not Path("/proc/self/schedstat").exists():
         return False
-    arguments = (seconds, give_up or close_connections)
-    threading.Thread(target=_run, args=arguments, name=_THREAD_NAME, daemon=True).start()
+    threading.Thread(target=_run, args=(seconds,), name=_THREAD_NAME, daemon=True).start()
     return True
 
 
-def _run(seconds: float, give_up: Callable[[], None]) -> None:
+def _run(seconds: float) -> None:
     watch = Watch(seconds)
     tick = min(_TICK_SECONDS, seconds / 10)
     while True:
@@ -193,7 +192,7 @@ def _run(seconds: float, give_up: Callable[[], None]) -> None:
         time.sleep(tick)
         # A longer pause means that the process was stopped.
         if watch.is_over(min(time.monotonic() - began, 2 * tick), _waiting()):
-            give_up()
+            close_connections()
             return
 
 
@@ -206,7 +205,8 @@ def _waiting() -> dict[int, int]:
         if frame is not None and frame.f_code.co_filename.startswith(_WAITING_CODE):
             # Python keeps the number that the main thread had before a fork.
             number = os.getpid() if thread is threading.main_thread() else thread.native_id or 0
-            with contextlib.suppress(OSError):  # the thread has just ended
+            # The thread may have just ended.
+            with contextlib.suppress(OSError):
                 nanoseconds = Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]
                 waiting[number] = int(nanoseconds) // 1_000_000
     return waiting
@@ -217,5 +217,6 @@ def close_connections() -> None:
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                connection.getpeername()  # fails for one that only listens
+                # This fails for a socket that only listens, which is left open.
+                connection.getpeername()
                 connection.shutdown(socket.SHUT_RDWR)

@@ -175,7 +175,8 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if _COMPILER in sys.modules:
         optimizer.step()
     else:
-        with torch.no_grad():  # as the decorators of `step` do
+        # The decorators of `step` do this too.
+        with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(optimizer)
 
 
@@ -272,7 +273,8 @@ def inductor_options_problem(options: Mapping[str, Any]) -> str | None:
             return f"inductor has no option {name}" + (f"; did you mean {near}?" if near else "")
     try:
         _TorchCompileInductorWrapper(None, dict(options), False)
-    except RuntimeError as error:  # of another type
+    except RuntimeError as error:
+        # An option has a value of another type.
         return str(error).partition("\n")[0]
     return None
 
@@ -335,24 +337,3 @@ def open_connections_to_others(stages: Iterable[Any]) -> None:
             return [op for op in plain() if op.group_peer != rank]
 
         stage._get_init_p2p_neighbors_ops = to_others
-
-
-def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
-    """Let a pipeline schedule's first step skip the messages that open its connections.
-
-    This is for a process group that delivers nothing. In torch 2.13 the stages exchange whether they know their shapes,
-    and read the answer; here every stage does. Releases before it send numbers that nobody reads. torch 2.15 knows this
-    process group.
-    """
-    if hasattr(schedule, "_warmup_p2p"):
-        from torch.distributed.pipelining._utils import InferenceMode
-
-        def answered(stages: Iterable[Any], *_: Any) -> None:
-            for stage in stages:
-                stage._inference_mode = InferenceMode.STATIC
-
-        schedule._warmup_p2p = answered
-        return
-    for stage in stages:
-        if hasattr(stage, "_get_init_p2p_neighbors_ops"):
-            stage._get_init_p2p_neighbors_ops = list

@@ -44,7 +44,8 @@ def main() -> int:
     log = sys.stdout = sys.stderr = log_path.open("a", encoding="utf-8", errors="replace", buffering=1)
     code = _run(command, int(nproc), Path(logs))
     if os.fstat(log.fileno()).st_size == 0:
-        log_path.unlink(missing_ok=True)  # the run's folder may have been renamed
+        # Nothing was said. The file may be missing, as the run's folder may have been renamed.
+        log_path.unlink(missing_ok=True)
     return code
 
 
@@ -58,7 +59,8 @@ def _run(command: list[str], nproc: int, logs: Path) -> int:
 
     if is_quiet:
         del os.environ[_NATIVE_LOG_LEVEL]
-    os.environ[PARENT_PID] = str(os.getpid())  # this process is the parent of the ranks
+    # This process is the parent of the ranks: they end with it (`local.die_with_parent`).
+    os.environ[PARENT_PID] = str(os.getpid())
     config = LaunchConfig(
         nproc_per_node=nproc,
         max_restarts=0,

@@ -98,13 +98,14 @@ def unjoined(variables: Mapping[str, str] = os.environ) -> str | None:
 
 def may_be_a_task(variables: Mapping[str, str] = os.environ) -> bool:
     """Return True if srun or mpirun may have started this process as one of several; `tasks.task_of` knows."""
-    is_placed = any(name in variables for name in ("RANK", "WORLD_SIZE", NODE))  # by torchrun, the user or a supervisor
+    # Placed already: by torchrun, the user or the supervisor of a job.
+    is_placed = any(name in variables for name in ("RANK", "WORLD_SIZE", NODE))
     return not is_placed and any(name in variables for name in (*TASK_RANKS, *TASK_COUNTS))
 
 
-def launches_node(variables: Mapping[str, str] = os.environ) -> bool:
+def launches_node() -> bool:
     """Return True if this process is the launcher of a node, which a job's supervisor has started."""
-    return NODE in variables and "RANK" not in variables
+    return NODE in os.environ and "RANK" not in os.environ
 
 
 def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
@@ -112,8 +113,8 @@ def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
     return ERROR_FILE in variables
 
 
-def may_restart(variables: Mapping[str, str] = os.environ) -> bool:
+def may_restart() -> bool:
     """Return True if torchrun starts the ranks again when one of them fails."""
-    allowed = variables.get("TORCHELASTIC_MAX_RESTARTS", "")
-    done = variables.get("TORCHELASTIC_RESTART_COUNT", "")
+    allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    done = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return allowed.isdecimal() and int(allowed) > (int(done) if done.isdecimal() else 0)

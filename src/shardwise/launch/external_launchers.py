@@ -25,22 +25,13 @@ _OR_SET = (
     "this process is the only rank"
 )
 _MPI = (
-    (
-        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        *(("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
-        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    ),
-    (
-        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-        *(("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",)),
-        ("PMI_ID",),
-    ),
-    (
-        *("PMI_RANK", "PMI_SIZE"),
-        *(("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
-        ("PMI_JOBID", "PALS_APID"),
-    ),
-)
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+     ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",),
+     ("PMI_ID",)),
+    ("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+     ("PMI_JOBID", "PALS_APID")),
+)  # fmt: skip
 """Variables of Open MPI, of MVAPICH2, and of MPICH and Intel MPI: rank, number of ranks, names of the rank on one
 machine, names of their number there, and names of the job's id."""
 _FIRST_PORT = 15000
@@ -126,7 +117,8 @@ def end_step(failure: Failure, variables: Mapping[str, str] = os.environ) -> Non
     scancel = shutil.which("scancel")
     step = ".".join(variables.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     if "TORCHELASTIC_RUN_ID" in variables:
-        return  # srun has started the agent of this rank, which ends the others, and tells why or starts them again
+        # srun has started the agent of this rank, which ends the others, and tells why or starts them again.
+        return
     if not _is_of_srun(variables) or not re.fullmatch(r"\d+\.\d+", step) or scancel is None:
         return
     seconds = _TIME_TO_TELL * (_TURNS if failure.waited else 1)
@@ -149,7 +141,8 @@ def _of_srun(variables: Mapping[str, str]) -> LauncherTask | None:
     in_script = not has_step and variables.get("ENVIRONMENT") == "BATCH"
     is_first = variables.get("SLURM_PROCID", "0") == "0"
     if in_script and is_first:
-        return None  # this is the script of a job itself, which has the variables of a task but for those of the step
+        # This is a job's own script, which has the variables of a task but for those of the step.
+        return None
     if has_step or in_script:
         size = "SLURM_STEP_NUM_TASKS"
         per_node = "SLURM_STEP_TASKS_PER_NODE"
@@ -181,7 +174,8 @@ def _of_mpirun(variables: Mapping[str, str]) -> LauncherTask | None:
         )
         names = (rank, local_rank, size, local_size)
         if _is_of_srun(variables) and not all(name in variables for name in names):
-            continue  # srun --mpi=pmi2 sets a part of them for its own tasks
+            # srun --mpi=pmi2 sets a part of them for its own tasks.
+            continue
         number, local_number, world, local_world = _numbers(variables, names, "mpirun")
         namespace = next((variables[name] for name in job if variables.get(name)), "")
         return LauncherTask(number, local_number, world, local_world, "mpirun", namespace)

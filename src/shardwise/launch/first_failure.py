@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from shardwise.base import files, parsing, redaction
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError, see
-from shardwise.base.files import write_atomic
-from shardwise.base.parsing import json_value
-from shardwise.base.redaction import redacted
 from shardwise.launch import output
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, Rank
 
@@ -53,7 +51,7 @@ class Failure:
 def complain(text: str) -> None:
     """Print an error for the user."""
     sys.stdout.flush()
-    sys.stderr.write(f"shardwise: {redacted(text)}\n")
+    sys.stderr.write(f"shardwise: {redaction.redacted(text)}\n")
     sys.stderr.flush()
 
 
@@ -72,7 +70,7 @@ def show_failure(failure: Failure, place: Rank | None) -> None:
     """
     text = failure.text
     if place is not None:
-        if report_failure(replace(failure, text=redacted(text))):
+        if report_failure(replace(failure, text=redaction.redacted(text))):
             return
         if place.rank != 0 and not failure.waited:
             # The launcher ends every rank when the first one exits. So rank 0 goes first, for an error that all ranks
@@ -81,7 +79,7 @@ def show_failure(failure: Failure, place: Rank | None) -> None:
             turns = _INPUT_TURNS if failure.exit_code == ConfigError.exit_code else 1
             time.sleep(_TURN_SECONDS * turns * (2 if place.local_rank else 1))
             text = f"rank {place.rank}: {text.removeprefix(f'rank {place.rank} ')}"
-            output.tell_past_log(f"shardwise: {redacted(text)}\n")
+            output.tell_past_log(f"shardwise: {redaction.redacted(text)}\n")
     complain(text)
 
 
@@ -94,7 +92,8 @@ def report_failure(failure: Failure) -> bool:
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
-    Path(path).parent.mkdir(parents=True, exist_ok=True)  # it may have been removed with the run's folder
+    # The folder may have been removed with that of the run.
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     # "x": of ranks that fail at once, the file system lets one alone make the file. One write without a buffer: the
     # launcher may kill this process at any moment after the file is there.
     with contextlib.suppress(FileExistsError), Path(path).open("xb", buffering=0) as file:
@@ -105,7 +104,7 @@ def report_failure(failure: Failure) -> bool:
 def read_failure(path: Path) -> Failure | None:
     """Read a recorded failure; None if there is none, or its writer was killed before it had finished."""
     try:
-        return Failure(**json_value(path.read_text(encoding="utf-8")))
+        return Failure(**parsing.json_value(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
         return None
 
@@ -116,7 +115,7 @@ def report_stop(rank: int, text: str) -> bool:
     if path is None:
         return False
     if rank == 0:
-        write_atomic(stop_record(Path(path).parent), json.dumps({"text": text}))
+        files.write_atomic(stop_record(Path(path).parent), json.dumps({"text": text}))
     return True
 
 
@@ -158,7 +157,7 @@ def exit_codes_file(logs: Path) -> Path:
 def read_exit_codes(logs: Path) -> dict[int, int]:
     """Read the exit codes of this node's failed ranks; {} if their agent could not write them."""
     try:
-        codes = json_value(exit_codes_file(logs).read_text(encoding="utf-8"))
+        codes = parsing.json_value(exit_codes_file(logs).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
     return {int(rank): code for rank, code in codes.items()}

@@ -16,11 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import listing
+from shardwise.base.units import spans
 from shardwise.launch.environment import HEARTBEATS, joined
 
 SECONDS = 1.0
@@ -91,9 +92,11 @@ def beating(describe: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
                 temporary.write_text(json.dumps({**fixed, **facts, "since": time.monotonic() - began}))
                 temporary.replace(path)
             except FileNotFoundError:
-                return  # the launcher has ended, and its folder with it
+                # The launcher has ended, and its folder with it.
+                return
             except OSError:
-                pass  # the disk is full; the rank must not look silent for ever
+                # The disk is full. The thread goes on: the rank must not look silent for ever.
+                pass
             ended.wait(SECONDS)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
@@ -114,10 +117,6 @@ def read(folder: Path, host: str | None = None) -> list[Beat]:
             beat = from_plain({**json.loads(path.read_text()), "age": age})
             beats.append(beat if host is None else replace(beat, host=host))
     return beats
-
-
-def plain(beat: Beat) -> dict[str, Any]:
-    return asdict(beat)
 
 
 def from_plain(facts: Mapping[str, Any]) -> Beat:
@@ -160,19 +159,14 @@ def _awaited(beats: Iterable[Beat]) -> dict[int, str]:
     late: dict[int, str] = {}
     for name, calls in groups.items():
         most, kind = max(calls.values())
+        axis = name.partition("@")[0]
+        callers = _ranks(rank for rank, (count, _) in calls.items() if count == most)
         for rank, (count, _) in calls.items():
             if count < most:
-                axis = name.partition("@")[0]
-                late.setdefault(
-                    rank, f"{kind} {count + 1:,} of its {axis} group, which {_ranks(_at(calls, most))} called"
-                )
+                late.setdefault(rank, f"{kind} {count + 1:,} of its {axis} group, which {callers} called")
     # A rank that waits in one group is late in the next one. The cause waits for nobody.
     waits = {rank for calls in groups.values() for rank in calls if calls[rank][0] > min(calls.values())[0]}
     return {rank: text for rank, text in late.items() if rank not in waits}
-
-
-def _at(calls: Mapping[int, tuple[int, str]], count: int) -> list[int]:
-    return [rank for rank, (number, _) in calls.items() if number == count]
 
 
 def _who(beat: Beat) -> str:
@@ -188,11 +182,5 @@ def _waited(beats: list[Beat]) -> str:
 
 def _ranks(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    shown = ["-".join(map(str, dict.fromkeys(run))) for run in runs]
-    return f"rank{'' if len(runs) == 1 and len(set(runs[0])) == 1 else 's'} {listing(shown, most=8)}"
+    numbers = list(ranks)
+    return f"rank{'' if len(numbers) == 1 else 's'} {listing(spans(numbers), most=8)}"

@@ -66,8 +66,6 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     `die_with_parent`. Call it in the main thread: only there can signals be handled.
 
     Args:
-        command: command of each rank.
-        nproc: number of ranks.
         run_path: the run's folder; `logs/` in it is made, and the launcher's own files in that are replaced.
 
     Raises:
@@ -110,7 +108,8 @@ def _raise_failure(ended: LocalRanksEnd, stop: _Stop, logs: Path) -> None:
         return
     if stop.ended_by is not None:
         if sys.stdout.isatty():
-            sys.stdout.write(_SHOW_CURSOR)  # a rank that is killed leaves it hidden by its progress line
+            # A rank that is killed leaves the cursor hidden by its progress line.
+            sys.stdout.write(_SHOW_CURSOR)
         raise EndedError(f"the run was stopped by {stop.ended_by}")
     failure = root_cause(ended.reported, ended.exit_codes, logs, lambda: heartbeat.missing(ended.beats))
     if failure is not None:
@@ -153,7 +152,6 @@ def run_ranks(
         logs: folder for the files between ranks, agent and this process; former files of that kind are removed.
         watch: function that gets the agent's process.
         beats: empty folder for the heartbeats of the ranks; None for a temporary one.
-        first: lowest of the ranks.
     """
     error_file = (logs / "error.json").resolve()
     # Files of a former start would be taken for those of this one.
@@ -164,7 +162,8 @@ def run_ranks(
         beats = beats or Path(temporary)
         environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
         environment |= {ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid()), HEARTBEATS: str(beats)}
-        environment.pop(RANK_PROCESS, None)  # these variables are for the ranks, whatever process this one is
+        # These variables are for the ranks, whatever process this one is.
+        environment.pop(RANK_PROCESS, None)
         # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
         agent = subprocess.Popen(agent_command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         watch(agent)
@@ -177,7 +176,8 @@ def run_ranks(
     text = None
     if record.exists():
         text = json_value(record.read_text(encoding="utf-8"))["text"]
-        record.unlink()  # of no use once the user has read the text
+        # It is of no use once the user has read the text.
+        record.unlink()
     if early is not None and text is None:
         return LocalRanksEnd(early.exit_code, None, early, {}, last_beats)
     return LocalRanksEnd(code, text, read_failure(error_file), read_exit_codes(logs), last_beats)
@@ -236,7 +236,8 @@ class _Stop:
 
     def watch(self, agent: subprocess.Popen[bytes]) -> None:
         self._agent = agent
-        if self.ended_by is not None:  # the signal came while the agent was started, and found no process to kill
+        # The signal came while the agent was started, and found no process to kill.
+        if self.ended_by is not None:
             kill_with_children(agent)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
@@ -254,7 +255,8 @@ class _Stop:
                 stop_requests.say(f"the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
 
 
-_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+# The option of `prctl` in <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
 _PARENT_POLL_SECONDS = 0.5
 
 

@@ -82,11 +82,11 @@ class Node:
         return _source_address(self.attempt.address)
 
 
-def this_node(variables: Mapping[str, str] = os.environ) -> Node:
+def this_node() -> Node:
     """Return the node on which this process is the launcher, or a child of the launcher."""
-    attempt = Attempt(**json_value(variables[NODE]))
-    number = int(variables.get("SLURM_NODEID", "0"))
-    return Node(attempt, number, variables.get("SLURMD_NODENAME") or platform.node())
+    attempt = Attempt(**json_value(os.environ[NODE]))
+    number = int(os.environ.get("SLURM_NODEID", "0"))
+    return Node(attempt, number, os.environ.get("SLURMD_NODENAME") or platform.node())
 
 
 def interface_variables(address: str, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -124,7 +124,8 @@ class SupervisorConnection:
         self.ended: str | None = None
         self._node = node
         self._beat = beat
-        self._lock = threading.Lock()  # messages come from several threads
+        # Messages come from several threads, and each must be one line.
+        self._lock = threading.Lock()
         self._leaving = threading.Event()
 
     def __enter__(self) -> SupervisorConnection:
@@ -179,7 +180,8 @@ class SupervisorConnection:
                     self.ended = "the supervisor has ended the attempt"
                     return
         except (OSError, ValueError):
-            pass  # closed, by the end of this launcher or by the other side
+            # The socket was closed, by the end of this launcher or by the other side.
+            pass
         self.ended = "the supervisor does not answer"
 
 
@@ -217,7 +219,7 @@ def launch_on_node(
         beats.mkdir()
 
         def beat() -> dict[str, Any]:
-            ranks = [heartbeat.plain(rank_beat) for rank_beat in heartbeat.read(beats, node.name)]
+            ranks = [asdict(rank_beat) for rank_beat in heartbeat.read(beats, node.name)]
             return {"training": stop_requests.training_mark(logs).exists(), "beats": ranks}
 
         with SupervisorConnection(node, beat) as control:
@@ -241,7 +243,7 @@ def launch_on_node(
                 stopped=ended.stopped,
                 reported=None if ended.reported is None else asdict(ended.reported),
                 exit_codes=dict(ended.exit_codes),
-                beats=[heartbeat.plain(replace(rank_beat, host=node.name)) for rank_beat in ended.beats],
+                beats=[asdict(replace(rank_beat, host=node.name)) for rank_beat in ended.beats],
                 log=path.read_text(errors="replace")[-_LOG_CHARACTERS:] if path.exists() else "",
             )
             return ended.code

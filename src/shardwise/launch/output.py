@@ -30,7 +30,8 @@ def redirect(rank: int, log_path: Path) -> None:
     log_path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
     for stream, target in ((sys.stdout, 1), (sys.stderr, 2)):
-        stream.flush()  # before `dup2`: text in the buffer belongs to the terminal
+        # Before `dup2`: text in the buffer belongs to the terminal.
+        stream.flush()
         os.dup2(descriptor, target)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
@@ -82,6 +83,7 @@ class _Terminal(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno != errno.EIO:  # Linux answers EIO once the other end of a terminal is gone
+            # Linux answers EIO once the other end of a terminal is gone.
+            if error.errno != errno.EIO:
                 raise
             return memoryview(data).nbytes

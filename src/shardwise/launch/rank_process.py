@@ -71,11 +71,7 @@ def enter_job(nproc: int | None) -> Rank | None:
 
 
 def check_accelerators(nproc: int, accelerators: int) -> None:
-    """Refuse more local ranks than there are accelerators, if there are any.
-
-    Raises:
-        ConfigError: the text has both numbers.
-    """
+    """Refuse more local ranks than there are accelerators, if there are any, by a ConfigError."""
     if 0 < accelerators < nproc:
         raise ConfigError(
             f"--nproc ({nproc}) must be at most the number of accelerators ({accelerators})"
@@ -113,16 +109,19 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[RankEx
         rank_exit.code = _report_stop(place, str(error))
         if place is not None:
             _leave(place, rank_exit.code)
-    except BaseException as error:  # SystemExit too: the user's own code must not end a rank as if it were done
+    except BaseException as error:
+        # SystemExit too: the user's own code must not end a rank as if its work were done.
         if isinstance(error, BrokenPipeError) and place is None and run_path is None:
-            raise  # the reader of the output, such as `head`, has read enough
+            # The reader of the output, such as `head`, has read enough; `main` ends the command quietly.
+            raise
         failure = _failure(error, rank, run_path, log)
         # The text before the end of the other tasks: they may be killed as soon as srun is asked to.
         show_failure(failure, place)
         rank_exit.code = failure.exit_code
         end_step(failure)
         if place is not None or isinstance(error, KeyboardInterrupt):
-            _leave(place, rank_exit.code)  # without waiting for threads that still write
+            # Without waiting for threads that still write.
+            _leave(place, rank_exit.code)
     else:
         if place is not None:
             _leave(place, rank_exit.code)
@@ -161,7 +160,8 @@ def _report_stop(place: Rank | None, text: str) -> int:
     """Report, once for all ranks, that the run stopped with all saved; returns the exit code of this rank."""
     rank = 0 if place is None else place.rank
     if report_stop(rank, text):
-        return 0  # torchrun's agent takes anything else for a failure; the exit code of the launcher is 75
+        # torchrun's agent takes anything else for a failure; the exit code of the launcher is 75.
+        return 0
     if rank == 0:
         complain(text)
     # torchrun would start a rank that failed once more, and the run that was asked to stop would continue.

@@ -8,7 +8,6 @@ finite, and the same root failure twice at the same step.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,8 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.base.files import read_plain
-from shardwise.base.parsing import instance, record_of
+from shardwise.base.parsing import instances
 from shardwise.runs.folder import JsonLines
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed"]
@@ -78,9 +76,9 @@ class AttemptEnding:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about another attempt: `again`, and the reason as the user reads it."""
+    """The decision about another attempt: `starts_again`, and the reason as the user reads it."""
 
-    again: bool
+    starts_again: bool
     why: str
 
 
@@ -88,17 +86,18 @@ def decide(endings: Sequence[AttemptEnding], max_restarts: int) -> Decision:
     """Decide what follows from the last of the endings of a job, which are in the order of time."""
     last = endings[-1]
     if last.how in ("finished", "stopped"):
-        return Decision(again=False, why="")
+        return Decision(starts_again=False, why="")
     if last.how in ("preempted", "ended by SLURM"):
-        return Decision(again=True, why="what SLURM ends is not counted")
+        return Decision(starts_again=True, why="what SLURM ends is not counted")
     if last.exit_code == ConfigError.exit_code:
         return Decision(
-            again=False,
+            starts_again=False,
             why=f"the job is not started again: its input must be corrected first{see('jobs#input-is-wrong')}",
         )
     if last.how == "failed" and _NOT_FINITE in last.text:
         return Decision(
-            again=False, why=f"the job is not started again: it would meet the same loss{see('jobs#same-loss-again')}"
+            starts_again=False,
+            why=f"the job is not started again: it would meet the same loss{see('jobs#same-loss-again')}",
         )
     former = [ending for ending in endings[:-1] if ending.how == "failed"]
     if last.how == "failed" and former and former[-1].root == last.root:
@@ -106,7 +105,7 @@ def decide(endings: Sequence[AttemptEnding], max_restarts: int) -> Decision:
             f"the job is not started again: the same failure came twice at step {last.step:,}"
             f"{see('jobs#same-failure-twice')}"
         )
-        return Decision(again=False, why=why)
+        return Decision(starts_again=False, why=why)
     # Attempts since the one that brought the run to the state that is kept now: a newer state clears the count.
     counted = 0
     for ending in reversed(endings):
@@ -116,8 +115,10 @@ def decide(endings: Sequence[AttemptEnding], max_restarts: int) -> Decision:
     if counted > max_restarts:
         since = f"since the state of step {last.kept:,} was kept" if last.kept else "without a checkpoint"
         bound = f"launch.max_restarts ({max_restarts})"
-        return Decision(again=False, why=f"the job is not started again: {counted} restarts {since} exceed {bound}")
-    return Decision(again=True, why=f"restart {counted} of {max_restarts} (launch.max_restarts)")
+        return Decision(
+            starts_again=False, why=f"the job is not started again: {counted} restarts {since} exceed {bound}"
+        )
+    return Decision(starts_again=True, why=f"restart {counted} of {max_restarts} (launch.max_restarts)")
 
 
 def history_file(run_path: Path) -> Path:
@@ -127,12 +128,7 @@ def history_file(run_path: Path) -> Path:
 
 def history(run_path: Path) -> list[AttemptEnding]:
     """Read the recorded endings; a line that a crash cut short is left out."""
-    endings = []
-    with contextlib.suppress(OSError):
-        for line in read_plain(history_file(run_path)).splitlines():
-            with contextlib.suppress(ValueError):
-                endings.append(instance(AttemptEnding, record_of(line)))
-    return endings
+    return instances(AttemptEnding, history_file(run_path))
 
 
 def record(run_path: Path, ending: AttemptEnding) -> None:

@@ -49,7 +49,8 @@ class Requests:
 
     def __init__(self) -> None:
         self.by: str | None = None
-        self._first_ending: float | None = None  # time of the first SIGINT or SIGTERM, by the monotonic clock
+        # The time of the first SIGINT or SIGTERM, by the monotonic clock.
+        self._first_ending: float | None = None
         # `next` of a counter is one step of the interpreter. A handler may be interrupted by another one between a
         # test and an assignment.
         self._numbers = itertools.count()
@@ -69,7 +70,8 @@ class Requests:
         return now - self._first_ending >= _ONE_REQUEST_SECONDS
 
 
-_requests = Requests()  # of this process, as its signal handlers are
+# One for this process, as its signal handlers are.
+_requests = Requests()
 
 
 def install() -> None:
@@ -153,7 +155,8 @@ def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Han
 def _note(number: int, _frame: FrameType | None) -> None:
     """Note the first signal as a request to stop; raise `Interrupted` at the second."""
     if number == signal.SIGTERM and is_launched() and Path(os.environ[ERROR_FILE]).exists():
-        os._exit(1)  # torchrun's agent ends the other ranks by SIGTERM once one has failed, and said why
+        # torchrun's agent ends the other ranks by SIGTERM once one has failed, and that one has said why.
+        os._exit(1)
     first = _requests.is_first()
     if _requests.hear(number):
         raise Interrupted(signal_name(number))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.files import read_plain, reason_of
+from shardwise.base.files import read_plain
 from shardwise.config import DtypeName, parse_yaml
 
 _FOLDER = Path(__file__).parent / "devices"
@@ -319,18 +319,3 @@ def require_suffix(path: Path, option: str) -> None:
     """
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{option} ({path}) must end in .yaml, by which --device knows a file")
-
-
-def write_new(path: Path, text: str, option: str) -> None:
-    """Write a file that is not there yet.
-
-    Raises:
-        ConfigError: it is there, or cannot be written.
-    """
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{option} {path}: the file exists already; choose another name or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {reason_of(error)}") from None

@@ -82,6 +82,7 @@ def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None)
         root.mkdir(parents=True, exist_ok=True)
     for attempt in itertools.count(1):
         path = root / (f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}")
+        # `mkdir` itself says whether the name is free: of two launches at once one alone makes it.
         with _making(path), contextlib.suppress(FileExistsError):
             path.mkdir()
             break
@@ -244,6 +245,7 @@ class RunDirectory:
             raise ConfigError(f"{self.metrics} cannot be read: {reason_of(error)}") from None
         with file:
             for line in file:
+                # To look for bytes is much faster than to parse: most lines are steps, which few readers ask for.
                 if any(mark in line for mark in marks):
                     with contextlib.suppress(ValueError):
                         event = record_of(line)
@@ -300,8 +302,6 @@ class RunDirectory:
         """Record where and how this run was started; secrets are redacted, and only listed variables are recorded.
 
         Args:
-            versions: versions of the packages that matter.
-            devices: names of the devices.
             cpus: number of processors that the process may use.
             command_line: words that the user typed, if a launcher started this process (default: its own).
         """
@@ -390,6 +390,7 @@ class RunLock:
                 if is_taken := lock(descriptor, wait=False):
                     break
         except OSError as error:
+            # A disk without locks must not keep anybody from training: `problem` leads to a warning.
             is_taken = True
             self.problem = error.strerror
         if not is_taken:
@@ -411,6 +412,7 @@ class RunLock:
 
     def __exit__(self, *_error: object) -> None:
         assert self._descriptor is not None
+        # Emptied while it is locked: `holder` would name a process that has ended.
         os.truncate(self._descriptor, 0)
         os.close(self._descriptor)
 
@@ -427,6 +429,7 @@ class RunLock:
     def is_held(run: Path) -> bool:
         """Return True if a process runs in this folder, or if the file system cannot tell."""
         try:
+            # Without waiting, as a pipe of this name would have the reader wait for a writer.
             descriptor = os.open(run / _LOCK, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             return not isinstance(error, FileNotFoundError)
@@ -455,7 +458,8 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
     None outside of a repository.
     """
-    import subprocess  # costly to import, for the start of a run alone
+    # Costly to import, for the start of a run alone.
+    import subprocess
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
@@ -498,7 +502,8 @@ class FollowedFolder:
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError:
-            return  # a network disk may not answer for a moment
+            # A network disk may not answer for a moment.
+            return
         new_path = next((path for path in self._candidates() if _is_at(status, path)), None)
         if new_path is None:
             raise RunError(

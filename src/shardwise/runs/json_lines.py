@@ -1,4 +1,7 @@
-"""Reading of growing files of JSON lines: the lines that were added since the last time, or the last ones alone."""
+"""Reading of growing files of JSON lines: the lines that were added since the last time, or the last ones alone.
+
+A file that is not there has no lines; one that cannot be read raises OSError.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +35,18 @@ class GrowingFile:
     """A file of JSON lines that another process appends to.
 
     Args:
-        whole: True if `new` returns all steps. Otherwise it returns the last ones, and the last one before each "start"
-            event; the others are not parsed, as they are many.
+        all_steps: True if `new` returns all steps. Otherwise it returns the last ones, and the last one before each
+            "start" event; the others are not parsed, as they are many.
     """
 
-    def __init__(self, path: Path, *, whole: bool) -> None:
+    def __init__(self, path: Path, *, all_steps: bool) -> None:
         self.path = path
-        self.whole = whole
+        self.all_steps = all_steps
         self._read_bytes = 0
         self._head = b""
 
     def was_replaced(self) -> bool:
-        """True if the file is another one than before, or was cut: `new` then returns all its lines again.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """True if the file is another one than before, or was cut: `new` then returns all its lines again."""
         try:
             with open_plain(self.path) as file:
                 same = file.read(len(self._head)) == self._head and file.seek(0, 2) >= self._read_bytes
@@ -59,13 +58,9 @@ class GrowingFile:
         return not same
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Return the complete lines that were added since the last call, in their order.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Return the complete lines that were added since the last call, in their order."""
         lines = self._lines()
-        return _parsed(lines if self.whole else _without_most_steps(lines))
+        return _parsed(lines if self.all_steps else _without_most_steps(lines))
 
     def _lines(self) -> Iterator[bytes]:
         """Read the added lines in chunks: a file may have gigabytes."""
@@ -86,11 +81,7 @@ class GrowingFile:
 
 
 def last_lines(path: Path, byte_count: int) -> list[dict[str, Any]]:
-    """Return the complete lines among the last bytes of a file, in their order; [] if the file does not exist.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the complete lines among the last bytes of a file, in their order; [] if the file does not exist."""
     try:
         with open_plain(path) as file:
             begin = max(0, file.seek(0, 2) - byte_count)
@@ -105,9 +96,6 @@ def last_lines_of_rank(path: Path, *, start: bool, after: float | None) -> tuple
     Args:
         start: True to search the whole file for the start if it is not near the end; otherwise {} takes its place.
         after: last start of the rank's process, in seconds since the epoch; None if it started once.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     with open_plain(path) as opened:
         file = opened.fileno()
@@ -166,5 +154,6 @@ def _without_most_steps(lines: Iterable[bytes]) -> list[bytes]:
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        with contextlib.suppress(ValueError):  # a crash, or a full disk, cut the line short
+        # A crash, or a full disk, cuts a line short.
+        with contextlib.suppress(ValueError):
             yield record_of(line, orjson.loads)

@@ -80,7 +80,8 @@ def owners(runs: Iterable[RunView]) -> Owners:
 def devices(ranks: Owners, *, dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> DeviceList:
     """Return the accelerators of this machine; its CPU if there is none."""
     found_devices = DeviceList()
-    if any(dev.glob("nvidia*")) or (dev / "dxg").exists():  # dxg: the GPU of Windows, in WSL
+    # dxg is the GPU of Windows, in WSL.
+    if any(dev.glob("nvidia*")) or (dev / "dxg").exists():
         _nvidia(found_devices, ranks)
     program = shutil.which("neuron-ls") or shutil.which(_NEURON_LS)
     if program is not None:
@@ -115,6 +116,7 @@ def _nvidia(found_devices: DeviceList, ranks: Owners) -> None:
             for index, handle in enumerate(handles)
             if handle is not None
         }
+        # Some releases of pynvml lack the constant; then links are not told.
         most_links = getattr(pynvml, "NVML_NVLINK_MAX_LINKS", 0)
         for index, handle in enumerate(handles):
             if handle is None:
@@ -173,7 +175,8 @@ def _bus_address(pci: Any) -> str:
 
 def _neuron(found_devices: DeviceList, ranks: Owners, program: str, sys_root: Path) -> None:
     """Add the chips of AWS that neuron-ls reports."""
-    import subprocess  # costly to import, for machines with the program alone
+    # Costly to import, for machines with the program alone.
+    import subprocess
 
     try:
         done = subprocess.run([program, "-j"], capture_output=True, text=True, timeout=_NEURON_SECONDS, check=False)
@@ -181,7 +184,8 @@ def _neuron(found_devices: DeviceList, ranks: Owners, program: str, sys_root: Pa
         found_devices.problems.append(f"{program} does not tell of this machine's chips: {error}")
         return
     if done.returncode and not done.stdout.strip():
-        return  # neuron-ls ends so on a machine without a chip
+        # neuron-ls ends so on a machine without a chip.
+        return
     try:
         chips = [_chip(fields, ranks, sys_root) for fields in json.loads(done.stdout)]
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -230,8 +234,8 @@ def _cpu(ranks: Owners) -> LocalDevice:
     )
 
 
-def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    lines = _text(cpuinfo).splitlines()
+def _cpu_name() -> str:
+    lines = _text(Path("/proc/cpuinfo")).splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
@@ -244,7 +248,8 @@ def _exists(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # the process is another user's
+    except OSError:
+        # The process exists, and is another user's.
         return True
     return True
 

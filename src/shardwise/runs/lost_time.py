@@ -134,14 +134,16 @@ class LostTime:
         _add_waits(self._lost, self._start)
         self._lost["start"] += before
         self.starts += 1
-        if self._start.last:  # a start without a step undoes none, so the one before it stays the former one
+        # A start without a step undoes none, so the one before it stays the former one.
+        if self._start.last:
             self._former = self._start
         self._start = _RunStart(now, int(number(event.get("steps_before"), 0.0)))
 
     def _undo_after(self, step: int) -> None:
         """Count the steps after `step` that the former start did: they are done again."""
         former = self._former
-        self._former = _RunStart()  # its steps are counted once, also if the run resumes again
+        # Its steps are counted once, also if the run resumes again.
+        self._former = _RunStart()
         self._start.steps = step
         lost = int(number(former.last.get("step"), 0.0)) - max(step, former.steps)
         if lost > 0:

@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from shardwise.base import files, parsing, redaction
 from shardwise.base.errors import ConfigError
-from shardwise.base.files import reason_of
-from shardwise.base.parsing import count_of, read_mapping, read_record
-from shardwise.base.redaction import without_secrets
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
 from shardwise.runs.json_lines import GrowingFile, last_lines, last_lines_of_rank
 from shardwise.runs.lost_time import LostTime, number, seconds_of
 from shardwise.runs.rank_views import SILENT_SECONDS, SILENT_STEPS, NodeView, RankView, node_views, with_relative_work
-from shardwise.runs.step_metrics import StepSeries
+from shardwise.runs.step_metrics import StepSeries, finite_values
 
 State = Literal["starting", "running", "silent", "finished", "stopped", "failed", "killed"]
 """`silent`: the run should go on, and has written nothing for long. `killed`: it ended, and nothing says why."""
@@ -43,7 +41,7 @@ class RunView:
     """A run, as its folder shows it. `refresh` reads the lines that were added since.
 
     Args:
-        whole: True to read all steps. Otherwise only the last ones are there, which takes little time for any run.
+        all_steps: True to read all steps. Otherwise only the last ones are there, which takes little time for any run.
 
     Attributes:
         id: id of the run; None if it has none.
@@ -57,21 +55,25 @@ class RunView:
         lost: lost time of the run.
     """
 
-    def __init__(self, path: Path, *, whole: bool) -> None:
+    def __init__(self, path: Path, *, all_steps: bool) -> None:
         self.path = path
         self.directory = RunDirectory(path)
-        self._metrics = GrowingFile(self.directory.metrics, whole=whole)
-        self._files: dict[Path, tuple[int, dict[str, Any]]] = {}  # modification time in ns, and the content
+        self._metrics = GrowingFile(self.directory.metrics, all_steps=all_steps)
+        # Modification time in ns, and the content, of each file that is replaced as a whole.
+        self._files: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._problems: dict[Path, str] = {}
-        self._ranks: dict[int, tuple[float, RankView]] = {}  # modification time of the rank's file, and its view
+        # Modification time of each rank's file, and the view that was made of it.
+        self._ranks: dict[int, tuple[float, RankView]] = {}
         self._starts: dict[int, dict[str, Any]] = {}
         self._clear()
         try:
             self._read()
         except OSError as error:
             unread = error.filename or path
-            raise ConfigError(f"RUN ({path}) must be readable: {unread} cannot be read: {reason_of(error)}") from None
-        identity = self._file(self.directory.identity, read_record)
+            raise ConfigError(
+                f"RUN ({path}) must be readable: {unread} cannot be read: {files.reason_of(error)}"
+            ) from None
+        identity = self._file(self.directory.identity, parsing.read_record)
         self.id: str | None = identity.get("id")
         if (identity.get("format") or 0) > FORMAT:
             raise ConfigError(
@@ -82,7 +84,8 @@ class RunView:
         """Read the added lines; returns True if there were any. While the files cannot be read, nothing is new."""
         try:
             return self._read()
-        except OSError:  # as while a network disk is away for a moment: `heard` tells how old everything is
+        except OSError:
+            # A network disk may be away for a moment: `heard` tells how old everything is.
             return False
 
     def _clear(self) -> None:
@@ -92,13 +95,14 @@ class RunView:
         self.last: dict[str, Any] = {}
         self.before_starts: list[float] = []
         self.lost = LostTime()
-        self._first_recent = 0  # position in `series` of the first step since the last start
+        # Position in `series` of the first step since the last start.
+        self._first_recent = 0
         self._trains = False
 
     def _read(self) -> bool:
-        self.config = self._file(self.directory.config, read_mapping)
-        self.environment = self._file(self.directory.environment, read_record)
-        self.results = self._file(self.directory.results, read_record)
+        self.config = self._file(self.directory.config, parsing.read_mapping)
+        self.environment = self._file(self.directory.environment, parsing.read_record)
+        self.results = self._file(self.directory.results, parsing.read_record)
         is_new = self._metrics.was_replaced()
         if is_new:
             self._clear()
@@ -147,19 +151,21 @@ class RunView:
     def step(self) -> int:
         """Number of steps that are done."""
         recorded = self.series.steps[-1] if self.series.steps else 0
+        # A run that has just resumed has no step of its own, and is at that of the checkpoint.
         return max(recorded, self._last_event("resume").get("step") or 0)
 
     @property
     def steps(self) -> int | None:
         """Number of steps of the whole training."""
-        return count_of(self.section("train").get("steps", self.start.get("steps")))
+        return parsing.count_of(self.section("train").get("steps", self.start.get("steps")))
 
     @property
     def step_seconds(self) -> float | None:
         """Mean of the last 20 recorded steps since the last start."""
         seconds = self.series.numbers["step_seconds"]
+        # Steps of an earlier start may be of other devices, or of another layout.
         begin = max(self._first_recent, len(seconds) - _RECENT_STEPS)
-        recent = [value for value in seconds[begin:] if not math.isnan(value)]
+        recent = finite_values(seconds[begin:])
         return sum(recent) / len(recent) if recent else None
 
     @property
@@ -183,7 +189,9 @@ class RunView:
     def restarts(self) -> list[dict[str, Any]]:
         """Return the end of each start of a submitted job (`restarts.jsonl`)."""
         try:
-            return [without_secrets(line) for line in last_lines(self.path / "restarts.jsonl", _RESTARTS_BYTES)]
+            return [
+                redaction.without_secrets(line) for line in last_lines(self.path / "restarts.jsonl", _RESTARTS_BYTES)
+            ]
         except OSError:
             return []
 
@@ -203,12 +211,8 @@ class RunView:
 
     def split_seconds(self) -> dict[str, float]:
         """Return the mean of the last 20 recorded steps by `PARTS`; {} if none recorded them."""
-        means = {}
-        for name, values in self.series.parts.items():
-            recent = [value for value in values[-_RECENT_STEPS:] if not math.isnan(value)]
-            if recent:
-                means[name] = sum(recent) / len(recent)
-        return means
+        recent = {name: finite_values(values[-_RECENT_STEPS:]) for name, values in self.series.parts.items()}
+        return {name: sum(seconds) / len(seconds) for name, seconds in recent.items() if seconds}
 
     def graphs(self) -> dict[str, float]:
         """Sum up the compiled graphs since the last start: `graphs`, `hits`, `misses`, `seconds`; {} without any."""
@@ -234,7 +238,8 @@ class RunView:
         elif kind == "eval":
             self.evaluations.append(event)
         elif kind is not None:
-            self.events.append(without_secrets(event))  # the text of a library, or of another program, may hold one
+            # The text of a library, or of another program, may hold a secret.
+            self.events.append(redaction.without_secrets(event))
             self._trains = self._trains and kind not in ("start", "stop")
             if kind == "start":
                 self._first_recent = len(self.series.steps)
@@ -269,7 +274,7 @@ class RunView:
 
     def _is_silent(self) -> bool:
         """True if the run has written nothing for long."""
-        steps_of_a_record = count_of(self.section("log").get("every")) or 1
+        steps_of_a_record = parsing.count_of(self.section("log").get("every")) or 1
         steps = max(SILENT_STEPS, _SILENT_RECORDS * steps_of_a_record)
         least_seconds = SILENT_SECONDS if self._trains else _SILENT_AT_THE_START
         patience = max(least_seconds, steps * (self.step_seconds or 0.0))
@@ -310,9 +315,10 @@ class RunView:
             changed = 0
             content = {}
         except OSError as error:
-            changed = 0  # so that it is read again as soon as it can be
+            # Time 0, so that the file is read again as soon as it can be.
+            changed = 0
             content = {}
-            problem = f"{path} cannot be read: {reason_of(error)}"
+            problem = f"{path} cannot be read: {files.reason_of(error)}"
         except ValueError as error:
             content = {}
             problem = f"{path} is damaged: {error}"
@@ -323,7 +329,7 @@ class RunView:
         return content
 
 
-def open_run(path: Path | None, *, whole: bool) -> RunView:
+def open_run(path: Path | None, *, all_steps: bool) -> RunView:
     """Open the run in a folder; without a `path` the newest one of `runs`.
 
     Raises:
@@ -331,7 +337,7 @@ def open_run(path: Path | None, *, whole: bool) -> RunView:
     """
     chosen = path or RUNS / "latest"
     if RunDirectory(chosen).holds_run:
-        return RunView(chosen, whole=whole)
+        return RunView(chosen, all_steps=all_steps)
     if not chosen.exists():
         problem = "is not there"
     elif chosen.is_dir():
@@ -356,7 +362,7 @@ def folders(root: Path = RUNS) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise ConfigError(f"{error.filename or root} must be readable: {reason_of(error)}") from None
+        raise ConfigError(f"{error.filename or root} must be readable: {files.reason_of(error)}") from None
     return [path for path in paths if _may_hold_run(path)]
 
 
@@ -389,7 +395,7 @@ def runs(root: Path = RUNS) -> list[RunView | Unreadable]:
     known: list[RunView | Unreadable] = []
     for path in folders(root):
         try:
-            known.append(RunView(path, whole=False))
+            known.append(RunView(path, all_steps=False))
         except ConfigError as error:
             known.append(Unreadable(path, str(error), modification_time(path / "metrics.jsonl")))
     return sorted(known, key=lambda run: run.heard or 0.0, reverse=True)
@@ -399,7 +405,8 @@ def name_of(path: Path) -> str:
     """Return the name of a run: that of its folder, or of the folder to which a link leads."""
     try:
         return path.resolve().name
-    except (OSError, RuntimeError):  # a link in a circle
+    except (OSError, RuntimeError):
+        # A link in a circle: Python before 3.13 raises RuntimeError for it.
         return path.name
 
 

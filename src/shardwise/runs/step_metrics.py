@@ -52,23 +52,16 @@ class StepMetric:
 
 STEP_METRICS = (
     StepMetric(
-        name="loss",
-        unit="nats",
-        help="Loss of the last step.",
-        title="Training loss",
-        axis_label="training loss",
+        "loss",
+        "nats",
+        "Loss of the last step.",
+        "Training loss",
+        "training loss",
         is_in_every_step=True,
         is_on_screen=True,
     ),
     # The beginning of the next one is its warm-up, which is as telling as the rest.
-    StepMetric(
-        name="lr",
-        unit="",
-        help="Learning rate.",
-        title="Learning rate",
-        axis_label="learning rate",
-        is_cut=False,
-    ),
+    StepMetric("lr", "", "Learning rate.", "Learning rate", "learning rate", is_cut=False),
     StepMetric(
         name="grad_norm",
         unit="",
@@ -78,14 +71,7 @@ STEP_METRICS = (
         is_in_every_step=True,
         is_on_screen=True,
     ),
-    StepMetric(
-        name="param_norm",
-        unit="",
-        help="Norm of the parameters.",
-        title="Parameter norm",
-        axis_label="parameter norm",
-        is_cut=False,
-    ),
+    StepMetric("param_norm", "", "Norm of the parameters.", "Parameter norm", "parameter norm", is_cut=False),
     StepMetric("tokens", "tokens", "Tokens that have been consumed."),
     StepMetric("samples", "samples", "Samples that have been consumed."),
     StepMetric(
@@ -99,15 +85,15 @@ STEP_METRICS = (
     StepMetric("samples_per_second", "samples/s", "Samples a second, over the last steps."),
     StepMetric("tokens_per_second_per_device", "tokens/s", "Tokens a second on each device."),
     StepMetric("peak_tokens_per_second", "tokens/s", "The most tokens a second so far."),
-    StepMetric("mfu", "share", "Model FLOPs utilization, from 0 to 1.", title="MFU", axis_label="mfu"),
-    StepMetric("step_seconds", "s", "Seconds of the last step.", title="Seconds of a step", axis_label="step seconds"),
+    StepMetric("mfu", "share", "Model FLOPs utilization, from 0 to 1.", "MFU", "mfu"),
+    StepMetric("step_seconds", "s", "Seconds of the last step.", "Seconds of a step", "step seconds"),
     StepMetric("peak_memory_bytes", "bytes", "The most memory of rank 0 so far."),
     StepMetric(
-        name="bubble",
-        unit="share",
-        help="The share of the step in which pipeline ranks waited for others.",
-        title="Pipeline bubble",
-        axis_label="bubble",
+        "bubble",
+        "share",
+        "The share of the step in which pipeline ranks waited for others.",
+        "Pipeline bubble",
+        "bubble",
     ),
     StepMetric(
         name="loss_spike",
@@ -217,7 +203,8 @@ def equal_widths(steps: Sequence[int], first: int, count: int) -> list[tuple[int
     ranges = []
     begin = bisect_left(steps, first)
     for column in range(count):
-        stop = len(steps)  # of the last column: the rounding of its width must lose no step
+        # The last column ends with the steps: the rounding of its width must lose none.
+        stop = len(steps)
         if column + 1 < count:
             stop = bisect_left(steps, first + (column + 1) * width, begin)
         ranges.append((begin, stop))
@@ -241,7 +228,8 @@ def columns_of(steps: Sequence[int], values: Sequence[float], ranges: Sequence[t
             continue
         least = min(finite)
         largest = max(finite)
-        mean = min(max(sum(finite) / len(finite), least), largest)  # rounding may put the mean outside
+        # Rounding may put the mean outside of the two.
+        mean = min(max(sum(finite) / len(finite), least), largest)
         columns.append(Column(steps[stop - 1], least, mean, largest))
     return columns
 

@@ -22,19 +22,9 @@ from shardwise.runs.step_metrics import STEP_METRIC_NAMES
 SCHEMA = 1
 """Version of the JSON. It grows when a field is renamed, removed or changes its meaning, not when one is added."""
 _ROW_FIELDS = (
-    "run",
-    "path",
-    "state",
-    "reason",
-    "step",
-    "steps",
-    "loss",
-    "tokens_per_second",
-    "mfu",
-    "eta_seconds",
-    "goodput",
+    "run", "path", "state", "reason", "step", "steps", "loss", "tokens_per_second", "mfu", "eta_seconds", "goodput",
     "heard",
-)
+)  # fmt: skip
 
 
 def row(run: RunView | Unreadable) -> dict[str, Any]:
@@ -127,7 +117,7 @@ def _stamp(seconds: float | None) -> str | None:
 
 def how_it_ended(run_path: Path) -> str:
     """Return the words to add to a message on a run that is over; empty if no event is known of its end."""
-    stop = _last(RunDirectory(run_path).metrics, "stop")
+    stop = _last(run_path, "stop")
     saved = what_is_saved(run_path, "")
     ending = f": {stop.get('reason', 'ended')} after step {stop.get('step') or 0:,}" if stop is not None else ""
     return f"{ending}; {saved or 'no checkpoint is recorded'}" if ending or saved else ""
@@ -139,45 +129,50 @@ def what_is_saved(run_path: Path, nothing: str = "no checkpoint was saved") -> s
     Args:
         nothing: text to return if there is none.
     """
-    event = _last(RunDirectory(run_path).metrics, "checkpoint", "resume")
+    event = _last(run_path, "checkpoint", "resume")
     return nothing if event is None else f"its newest checkpoint is of step {event.get('step') or 0:,}"
 
 
 def newest_checkpoint(run_path: Path) -> int:
     """Return the step of the newest checkpoint that a run has recorded; 0 without one."""
-    event = _last(RunDirectory(run_path).metrics, "checkpoint", "resume")
-    return 0 if event is None else int(event.get("step") or 0)
+    return _last_step(run_path, "checkpoint", "resume")
 
 
 def last_step_event(run_path: Path) -> dict[str, Any] | None:
     """Return the last "step" event that a run has recorded; None without one."""
-    return _last(RunDirectory(run_path).metrics, "step")
+    return _last(run_path, "step")
 
 
 def last_step(run_path: Path) -> int:
     """Return the last step that a run has recorded; 0 without one."""
-    event = _last(RunDirectory(run_path).metrics, "step", "checkpoint", "resume")
-    return 0 if event is None else int(event.get("step") or 0)
+    return _last_step(run_path, "step", "checkpoint", "resume")
 
 
 def first_step(run_path: Path) -> int:
     """Return the number of steps that were done when the run was started last."""
-    event = _last(RunDirectory(run_path).metrics, "start", "resume") or {}
+    event = _last(run_path, "start", "resume") or {}
     return int(event.get("step") or 0) if event.get("event") == "resume" else 0
 
 
-def _last(metrics: Path, *kinds: str) -> dict[str, Any] | None:
+def _last_step(run_path: Path, *kinds: str) -> int:
+    event = _last(run_path, *kinds) or {}
+    return int(event.get("step") or 0)
+
+
+def _last(run_path: Path, *kinds: str) -> dict[str, Any] | None:
     """Return the last event of these kinds. The file is searched from its end, because it may have gigabytes."""
     try:
-        with open_plain(metrics) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
+        with open_plain(RunDirectory(run_path).metrics) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
             end = len(lines)
             while (position := max(lines.rfind(f'"event": "{kind}"'.encode(), 0, end) for kind in kinds)) >= 0:
                 lines.seek(lines.rfind(b"\n", 0, position) + 1)
                 end = lines.tell()
-                with contextlib.suppress(ValueError):  # a crash cut the line short
+                # A crash cut the line short.
+                with contextlib.suppress(ValueError):
                     event = record_of(lines.readline())
                     if event.get("event") in kinds:
                         return event
-    except (OSError, ValueError):  # ValueError: an empty file cannot be mapped
+    except (OSError, ValueError):
+        # ValueError: an empty file cannot be mapped.
         pass
     return None

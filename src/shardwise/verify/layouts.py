@@ -94,8 +94,10 @@ def parse_layouts(given: Sequence[str]) -> dict[str, list[Any] | None]:
     for text in given:
         key, equals, values = text.partition("=")
         if text == ALL:
-            chosen = dict.fromkeys(AXES) | chosen  # what is named limits `all` before it and after it
+            # A key that is named limits `all`, before it and after it.
+            chosen = dict.fromkeys(AXES) | chosen
         elif key not in AXES:
+            # People give the last word of a key alone, such as `tensor`.
             near = next((name for name in AXES if name.endswith(f".{key}")), None) or nearest_name(key, AXES)
             hint = f"did you mean {near}?" if near else f"it chooses among {listing(AXES)}"
             problems.append(f"--layouts {text}: unknown key; {hint}")

@@ -39,6 +39,7 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
     lr = optimizer.spec.miniature_lr
     is_own = config.shapes is None
     length = math.lcm(_LENGTH, *degrees)
+    # A model of the user's own keeps its sizes, so the sequence must not be longer than it can read.
     if is_own and model.max_position_embeddings is not None:
         length = min(length, model.max_position_embeddings)
     document_keys = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
@@ -105,7 +106,8 @@ def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any
     }
     if "no_rope_layers" in given:
         sizes["no_rope_layers"] = tuple(itertools.islice(itertools.cycle(given["no_rope_layers"]), layers))
-    if given.get("rope_scaling"):  # some have a factor for each frequency
+    # Some kinds have a factor for each frequency, of which there are fewer in narrow heads.
+    if given.get("rope_scaling"):
         sizes["rope_scaling"] = {
             key: value[: int(head_dim * rotary) // 2] if isinstance(value, list) else value
             for key, value in given["rope_scaling"].items()
@@ -129,9 +131,9 @@ def _fits(kv_heads: int, degree: int) -> bool:
     return kv_heads % degree == 0 or degree % kv_heads == 0
 
 
-def _are_alike(size: int, other: int, degrees: Iterable[int]) -> bool:
+def _are_alike(size: int, new_size: int, degrees: Iterable[int]) -> bool:
     """Return whether the same degrees divide both sizes."""
-    return all((size % degree == 0) == (other % degree == 0) for degree in degrees)
+    return all((size % degree == 0) == (new_size % degree == 0) for degree in degrees)
 
 
 def _alike(size: int, start: int, degrees: Sequence[int]) -> int:
@@ -150,7 +152,8 @@ def at(config: Config, cell: Cell) -> Config:
     if cell.schedule is not None:
         parallel["schedule"] = cell.schedule
     if cell.schedule is not None and SCHEDULES[cell.schedule].splits_backward:
-        parallel["tensor_overlap"] = None  # they exclude each other
+        # Overlap and a backward pass in two parts exclude each other.
+        parallel["tensor_overlap"] = None
     elif config.parallel.tensor_overlap == "symmetric_memory" and (cell.device == "cpu" or not cell.sequence):
         parallel["tensor_overlap"] = "pieces"
     micro_batch = 1

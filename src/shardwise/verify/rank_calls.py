@@ -53,13 +53,12 @@ def call_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int, fol
 
     Args:
         function: function of a module's top level, which each rank imports.
-        arguments: values that can be pickled.
-        ranks: number of processes.
         folder: existing folder of this user alone, for the call, its results and the ranks' logs.
 
     Raises:
         EndedError: a signal of the user ended the ranks.
     """
+    # Results of an earlier call in this folder would be taken for those of this one.
     (folder / RESULTS_FILE).unlink(missing_ok=True)
     (folder / CALL_FILE).write_bytes(pickle.dumps((function, arguments)))
     failure = None
@@ -82,6 +81,7 @@ def _read_results(folder: Path) -> Iterator[Any]:
             try:
                 yield pickle.load(file)
             except (EOFError, pickle.UnpicklingError):
+                # The end of the file, or a value whose writer was killed.
                 return
 
 
@@ -103,4 +103,5 @@ def process_group(device: torch.device, timeout: float = 600.0) -> Iterator[Grou
         torch.set_num_threads(1)
     join(device, timeout=timeout)
     yield Group.world()
-    leave()  # not after an error: other ranks may have ended
+    # Not in a `finally`: after an error other ranks may have ended, and would never answer.
+    leave()

@@ -13,6 +13,7 @@ from shardwise.verify.rank_calls import CALL_FILE, RESULTS_FILE
 
 
 def main() -> int:
+    # First, as the caller may be a rank of another job, whose variables are inherited.
     keep_own()
     place = enter_job(None)
     with as_rank(place) as ending:
@@ -21,6 +22,7 @@ def main() -> int:
         result = function(*arguments)
         for value in result if inspect.isgenerator(result) else [result]:
             if place is None or place.rank == 0:
+                # Opened for each value, so that it is in the file before the next one is computed.
                 with (folder / RESULTS_FILE).open("ab") as file:
                     pickle.dump(value, file)
     return ending.code

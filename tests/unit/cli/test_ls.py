@@ -31,7 +31,7 @@ GPUS = [
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ls, "devices", lambda _: DeviceList(list(GPUS)))
+    monkeypatch.setattr(ls.local_devices, "devices", lambda _: DeviceList(list(GPUS)))
 
 
 def write_three() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError, RunError
-from shardwise.cli import following, main, submit
+from shardwise.cli import jobs, main, submit
 from shardwise.launch.slurm import commands
 from shardwise.runs.folder import RunDirectory
 
@@ -206,16 +206,16 @@ def test_a_job_is_followed_though_slurm_does_not_answer_for_a_while(
 ) -> None:
     said = [RunError("squeue did not answer within 60 s"), None]
 
-    def jobs(**_options: object) -> list[commands.SlurmJob]:
+    def queued(**_options: object) -> list[commands.SlurmJob]:
         problem = said.pop(0)
         if problem is not None:
             raise problem
         return []
 
-    monkeypatch.setattr(commands, "jobs", jobs)
-    monkeypatch.setattr(following, "_ASK_SLURM_SECONDS", 0)
-    monkeypatch.setattr(following, "_POLL_SECONDS", 0)
-    following.follow(tmp_path / "job.log", "7", tmp_path)
+    monkeypatch.setattr(commands, "jobs", queued)
+    monkeypatch.setattr(jobs, "_ASK_SLURM_SECONDS", 0)
+    monkeypatch.setattr(jobs, "_POLL_SECONDS", 0)
+    jobs.follow(tmp_path / "job.log", "7", tmp_path)
     shown = capsys.readouterr()
     assert "squeue did not answer" in shown.err
     assert shown.out.endswith("job 7 has ended\n")

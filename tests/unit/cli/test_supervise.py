@@ -35,7 +35,7 @@ def test_the_lock_of_a_lost_machine_is_awaited(lock: ExitStack, monkeypatch: pyt
     def supervisor(*_arguments: object) -> None:
         raise Started
 
-    monkeypatch.setattr(supervise, "Supervisor", supervisor)
+    monkeypatch.setattr(supervise.supervisor, "Supervisor", supervisor)
     monkeypatch.setattr(time, "sleep", lambda seconds: lock.close() if seconds == supervise._LOCK_PAUSE else None)
     with pytest.raises(Started):
         main(COMMAND)
@@ -50,7 +50,7 @@ def test_a_late_signal_starts_no_other_supervisor(lock: ExitStack, monkeypatch: 
             raise StoppedError("the run was stopped")
 
     lock.close()
-    monkeypatch.setattr(supervise, "Supervisor", Supervisor)
+    monkeypatch.setattr(supervise.supervisor, "Supervisor", Supervisor)
     former = {number: signal.getsignal(number) for number in stop_requests.SIGNALS}
     try:
         assert main(COMMAND) == 75

@@ -38,7 +38,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int, Path]
         launches.append((list(command), nproc, run_path))
 
     monkeypatch.setattr("shardwise.launch.local.launch", launch)
-    monkeypatch.setattr("shardwise.cli.claim.prepare", lambda config, announce: None)
+    monkeypatch.setattr("shardwise.cli.run_preparation.prepare", lambda config, announce: None)
     return launches
 
 
@@ -362,7 +362,7 @@ def test_bad_data_starts_nothing(
     def prepare(config: Any, announce: Any) -> None:
         raise DataError("data.path (x) is empty")
 
-    monkeypatch.setattr("shardwise.cli.claim.prepare", prepare)
+    monkeypatch.setattr("shardwise.cli.run_preparation.prepare", prepare)
     assert main(["train", "quickstart"]) == 2
     assert capsys.readouterr().err == "shardwise: data.path (x) is empty\n"
     assert not started

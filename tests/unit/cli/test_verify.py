@@ -10,8 +10,8 @@ from shardwise.cli.verify import Verified
 from shardwise.config import load_config
 from shardwise.verify.layouts import Cell, candidates, parse_layouts
 from shardwise.verify.miniature import miniature
-from shardwise.verify.run import CellOutcome, Verification
 from shardwise.verify.tolerance import Differences
+from shardwise.verify.verification import CellOutcome, Verification
 
 EXACT = Differences(0.0, 9.8e-8, 4.1e-7, 1e-7, "w", "g")
 
@@ -19,7 +19,7 @@ EXACT = Differences(0.0, 9.8e-8, 4.1e-7, 1e-7, "w", "g")
 @pytest.fixture(autouse=True)
 def _nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardwise.cli.verify.accelerators", lambda: ("cpu", 0))
+    monkeypatch.setattr("shardwise.base.hardware.accelerators", lambda: ("cpu", 0))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_job_of_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_more_ranks_than_accelerators_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shardwise.cli.verify.accelerators", lambda: ("nvidia", 2))
+    monkeypatch.setattr("shardwise.base.hardware.accelerators", lambda: ("nvidia", 2))
     assert main(["verify", "llama2-tiny", "--nproc", "4"]) == 2
     assert "--nproc (4) must be at most the number of accelerators (2): " in capsys.readouterr().err
 
@@ -67,7 +67,7 @@ def test_a_reference_that_fails_is_one_sentence(
     def fail(*_: object) -> None:
         raise ValueError("no such kernel")
 
-    monkeypatch.setattr("shardwise.verify.run.train_reference", fail)
+    monkeypatch.setattr("shardwise.verify.cell_training.train_reference", fail)
     assert main(["verify", "llama2-tiny"]) == 1
     err = capsys.readouterr().err
     assert err == ("shardwise: one process on cpu, the reference, cannot be trained: ValueError: no such kernel\n")

@@ -31,7 +31,8 @@ def test_fault_23_time_in_which_the_process_was_stopped_does_not_count(monkeypat
     monkeypatch.setattr(rendezvous.time, "monotonic", lambda: float(next(times)))
     monkeypatch.setattr(rendezvous.time, "sleep", lambda _: None)
     monkeypatch.setattr(rendezvous, "_waiting", lambda: {1: 1})
-    rendezvous._run(6.0, lambda: None)
+    monkeypatch.setattr(rendezvous, "close_connections", lambda: None)
+    rendezvous._run(6.0)
     assert next(times) // 200 == 6, "six pauses of at most 1.2 s each"
 
 

@@ -30,7 +30,7 @@ def test_a_line_is_read_once_and_only_when_it_is_whole(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_lines, "_CHUNK_BYTES", chunk)
-    file = GrowingFile(tmp_path / "metrics.jsonl", whole=True)
+    file = GrowingFile(tmp_path / "metrics.jsonl", all_steps=True)
     assert not file.was_replaced()
     assert list(file.new()) == []  # it is not there yet
     content, seen = text_of(START, step(1), step(2)), []
@@ -45,7 +45,7 @@ def test_a_line_is_read_once_and_only_when_it_is_whole(
 def test_what_is_no_object_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"event": "step", "step": 1\n[1]\nnull\n\xff\xfe\n\n' + text_of(step(2)).encode())
-    assert list(GrowingFile(path, whole=True).new()) == [step(2)]
+    assert list(GrowingFile(path, all_steps=True).new()) == [step(2)]
     assert last_lines(path, 1000) == [step(2)]
 
 
@@ -57,7 +57,7 @@ def test_what_is_no_object_is_left_out(tmp_path: Path) -> None:
 def test_a_file_that_is_another_one_is_read_from_its_beginning(other: str | None, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(text_of(START, step(1), step(2)))
-    file = GrowingFile(path, whole=True)
+    file = GrowingFile(path, all_steps=True)
     assert len(list(file.new())) == 3
     assert not file.was_replaced()
     if other is None:
@@ -72,7 +72,7 @@ def test_of_many_steps_the_last_ones_are_read_and_the_last_before_each_start(tmp
     path = tmp_path / "metrics.jsonl"
     first, second = [step(number) for number in range(1, 101)], [step(number) for number in range(51, 201)]
     path.write_text(text_of(START, *first, EVAL, START, *second[:120], EVAL, *second[120:]))
-    found = list(GrowingFile(path, whole=False).new())
+    found = list(GrowingFile(path, all_steps=False).new())
     assert found == [START, step(100), EVAL, START, *second[86:120], EVAL, *second[120:]]
 
 
@@ -102,9 +102,9 @@ def test_what_may_not_be_read_is_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "metrics.jsonl"
     folder.mkdir()
     with pytest.raises(OSError, match="directory"):
-        list(GrowingFile(folder, whole=True).new())
+        list(GrowingFile(folder, all_steps=True).new())
     if os.geteuid():  # who may read everything is refused nothing
         file = tmp_path / "secret.jsonl"
         file.touch(mode=0)
         with pytest.raises(PermissionError):
-            list(GrowingFile(file, whole=True).new())
+            list(GrowingFile(file, all_steps=True).new())

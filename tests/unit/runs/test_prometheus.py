@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 def registry_of(path: Path) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(RunCollector(RunView(path, whole=False)))
+    registry.register(RunCollector(RunView(path, all_steps=False)))
     return registry
 
 

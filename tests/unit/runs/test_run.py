@@ -37,7 +37,7 @@ def restarted(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_both_ways_of_reading_tell_the_same(whole: bool, restarted: Path) -> None:
-    run, all_of_it = RunView(restarted, whole=whole), RunView(restarted, whole=True)
+    run, all_of_it = RunView(restarted, all_steps=whole), RunView(restarted, all_steps=True)
     for name in ("state", "step", "steps", "step_seconds", "last", "events", "evaluations", "goodput", "reason"):
         assert getattr(run, name) == getattr(all_of_it, name), name
     assert run.lost.by_cause == all_of_it.lost.by_cause
@@ -48,7 +48,7 @@ def test_both_ways_of_reading_tell_the_same(whole: bool, restarted: Path) -> Non
 
 
 def test_steps_that_were_undone_are_left_out(restarted: Path) -> None:
-    run = RunView(restarted, whole=True)
+    run = RunView(restarted, all_steps=True)
     assert list(run.series.steps) == list(range(1, 131))
     assert all(len(column) == 130 for column in (*run.series.numbers.values(), *run.series.parts.values()))
     assert [one["step"] for one in run.evaluations] == list(range(10, 131, 10))
@@ -56,7 +56,7 @@ def test_steps_that_were_undone_are_left_out(restarted: Path) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_steps_that_were_undone_are_gone_before_others_are_taken(whole: bool, tmp_path: Path) -> None:
-    run = RunView(write_run(tmp_path / "run", [Start(0, 27, None), Start(20, 20, None)]), whole=whole)
+    run = RunView(write_run(tmp_path / "run", [Start(0, 27, None), Start(20, 20, None)]), all_steps=whole)
     assert (run.step, run.evaluations[-1]["step"], run.lost.steps) == (20, 20, 7)
     assert max(run.series.steps, default=0) == (20 if whole else 0)
     assert run.step_seconds is None, "what it took before the restart may not come again"
@@ -66,20 +66,20 @@ def test_a_growing_run_is_read_on(restarted: Path) -> None:
     text = (restarted / "metrics.jsonl").read_text()
     for whole in (True, False):
         (restarted / "metrics.jsonl").write_text("")
-        run = RunView(restarted, whole=whole)
+        run = RunView(restarted, all_steps=whole)
         for length in range(0, len(text), 7000):
             (restarted / "metrics.jsonl").write_text(text[:length])
             run.refresh()
         (restarted / "metrics.jsonl").write_text(text)
         assert run.refresh()
         assert not run.refresh()
-        assert run.lost.by_cause == RunView(restarted, whole=True).lost.by_cause
+        assert run.lost.by_cause == RunView(restarted, all_steps=True).lost.by_cause
         assert run.step == 130
         assert run.state == "finished"
 
 
 def test_a_run_that_was_replaced_forgets_what_was_there(tmp_path: Path) -> None:
-    run = RunView(write_run(tmp_path / "run", [Start(0, 50)]), whole=True)
+    run = RunView(write_run(tmp_path / "run", [Start(0, 50)]), all_steps=True)
     (tmp_path / "run/metrics.jsonl").unlink()
     write_run(tmp_path / "run", [Start(0, 12)], first=FIRST + 1000)
     assert run.refresh()
@@ -92,7 +92,7 @@ def test_numbers_that_are_texts_or_missing(tmp_path: Path) -> None:
     append(
         path, {"event": "step", "step": 4, "loss": None, "lr": [1]}, {"event": "step"}, {"event": "step", "step": "x"}
     )
-    loss = RunView(path, whole=True).series.numbers["loss"]
+    loss = RunView(path, all_steps=True).series.numbers["loss"]
     assert loss[0] == 6.0
     assert math.isnan(loss[1])
     assert loss[2] == math.inf
@@ -108,7 +108,7 @@ def test_a_run_of_an_older_version(tmp_path: Path) -> None:
     append(path, *({"event": "step", "step": step, "loss": 2.0, "step_seconds": 0.5} for step in (1, 2)))
     (path / "ranks/rank-0000.jsonl").write_text('{"step": 2, "step_seconds": 0.5, "peak_memory_bytes": 5}\n{"ha')
     with RunLock(path):
-        run = RunView(path, whole=False)
+        run = RunView(path, all_steps=False)
         assert (run.state, run.step, run.steps, run.eta_seconds) == ("running", 2, 9, 3.5)
     assert run.config == run.environment == run.results == {}
     [rank] = run.ranks()
@@ -129,14 +129,14 @@ def test_a_run_of_an_older_version(tmp_path: Path) -> None:
     ],
 )
 def test_the_state_of_a_run_that_is_over(ending: str | None, state: str, tmp_path: Path) -> None:
-    run = RunView(write_run(tmp_path / "run", [Start(0, 5, ending)], steps=9), whole=False)
+    run = RunView(write_run(tmp_path / "run", [Start(0, 5, ending)], steps=9), all_steps=False)
     assert (run.state, run.reason, run.eta_seconds) == (state, ending or "", None)
 
 
 def test_the_state_of_a_run_that_goes_on(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [Start(0, 5, "stopped by SIGTERM")], steps=9)
     with RunLock(path):
-        run = RunView(path, whole=False)
+        run = RunView(path, all_steps=False)
         assert run.state == "starting", "it goes on, and has not said so yet"
         append(path, {"event": "stop", "time": "2100-01-01T00:00:00+00:00", "reason": "stopped by SIGTERM"})
         run.refresh()
@@ -165,14 +165,14 @@ def test_a_lock_of_another_host_that_is_not_seen_here(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [Start(0, 5, None)], steps=9)
     holder = {"host": "elsewhere", "pid": 1, "started": "2026-01-01T00:00:00+00:00"}
     (path / ".lock").write_text(json.dumps(holder))
-    run = RunView(path, whole=False)
+    run = RunView(path, all_steps=False)
     assert run.state == "running"
     os.utime(path / "metrics.jsonl", (FIRST, FIRST))
     assert run.state == "killed"
 
 
 def test_ranks_and_nodes(restarted: Path) -> None:
-    run = RunView(restarted, whole=False)
+    run = RunView(restarted, all_steps=False)
     views = run.ranks()
     assert [view.rank for view in views] == list(range(8))
     assert [view.relative for view in views] == [2.0 if rank == 3 else 1.0 for rank in range(8)]
@@ -185,7 +185,7 @@ def test_ranks_and_nodes(restarted: Path) -> None:
 
 def test_a_rank_that_moved_to_another_machine(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [Start(0, 5, None)], mesh=Mesh(1, 2, 1, 1), steps=9)
-    run = RunView(path, whole=False)
+    run = RunView(path, all_steps=False)
     assert {view.host for view in run.ranks()} == {"node-000"}
     os.utime(path / "ranks/rank-0000.jsonl", (FIRST, FIRST))  # another time than that of what follows
     os.utime(path / "ranks/rank-0001.jsonl", (FIRST, FIRST))
@@ -197,7 +197,7 @@ def test_a_rank_that_moved_to_another_machine(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [Start(0, 5, None)], mesh=Mesh(1, 8, 1, 2), steps=9)
     write_run(path, [Start(5, 9)], mesh=Mesh(1, 4, 1, 1), first=FIRST + 100)
-    run = RunView(path, whole=False)
+    run = RunView(path, all_steps=False)
     assert [view.rank for view in run.ranks()] == [0, 1, 2, 3]
     assert [node.host for node in run.nodes(run.ranks())] == ["node-000"]
 
@@ -206,7 +206,7 @@ def test_a_rank_writes_no_whole_line(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     (path / "ranks/rank-0003.jsonl").write_text('{"event": "sta')
     (path / "ranks/rank-notes.jsonl").touch()
-    views = RunView(path, whole=False).ranks()
+    views = RunView(path, all_steps=False).ranks()
     assert len(views) == 8
     assert (views[3].step, views[3].work_seconds, views[3].relative) == (None, None, None)
 
@@ -216,7 +216,7 @@ def test_damaged_files_beside_the_metrics(tmp_path: Path) -> None:
     for name in ("config.yaml", "environment.json", "results.json"):
         (path / name).write_text('{"a: [')
     (path / "restarts.jsonl").write_text('{"how": "failed"}\n{"how"')
-    run = RunView(path, whole=False)
+    run = RunView(path, all_steps=False)
     assert run.config == run.environment == run.results == {}
     assert (run.state, run.steps, run.restarts()) == ("finished", 20, [{"how": "failed"}])
 
@@ -265,7 +265,7 @@ def test_bad_input_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
         (unreadable, r"metrics\.jsonl cannot be read: Is a directory$"),
     ):
         with pytest.raises(ConfigError, match=message):
-            open_run(path, whole=False)
+            open_run(path, all_steps=False)
 
 
 def test_a_field_of_another_type_counts_as_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,7 +273,7 @@ def test_a_field_of_another_type_counts_as_not_recorded(tmp_path: Path, capsys: 
     first, *others = (run / "ranks/rank-0007.jsonl").read_text().splitlines()
     changed = json_text({**json.loads(first), "place": "here"})
     (run / "ranks/rank-0007.jsonl").write_text("\n".join([changed, *others]) + "\n")
-    assert RunView(run, whole=False).ranks()[7].place == {}
+    assert RunView(run, all_steps=False).ranks()[7].place == {}
     assert main(["top", str(run), "--once"]) == 0
     assert "ranks  8 on 2 nodes" in " ".join(capsys.readouterr().out.split("  "))
 
@@ -283,18 +283,18 @@ def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pyte
         raise PermissionError(13, "Permission denied", str(path))
 
     path = write_run(tmp_path / "run")
-    run = RunView(path, whole=False)
+    run = RunView(path, all_steps=False)
     with monkeypatch.context() as patched:
         patched.setattr("shardwise.runs.json_lines.open_plain", refuse)
         assert run.refresh() is False, "what was read stays"
         with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read: Permission denied"):
-            open_run(path, whole=False)
+            open_run(path, all_steps=False)
         (unreadable,) = runs(tmp_path)
         assert isinstance(unreadable, Unreadable)
         assert (unreadable.name, unreadable.reason.rpartition(": ")[2]) == ("run", "Permission denied")
         patched.setattr(Path, "exists", refuse)
         with pytest.raises(ConfigError, match="it cannot be read: Permission denied"):
-            open_run(path, whole=False)
+            open_run(path, all_steps=False)
         patched.setattr(Path, "iterdir", refuse)
         with pytest.raises(ConfigError, match="must be readable: Permission denied"):
             folders(tmp_path)
@@ -309,11 +309,11 @@ def test_runs_newest_first(tmp_path: Path) -> None:
     (tmp_path / "reserved").mkdir()
     assert [run.name for run in runs(tmp_path)] == ["b", "c", "a"]
     assert runs(tmp_path / "none") == []
-    assert open_run(tmp_path / "latest", whole=False).name == "a"
+    assert open_run(tmp_path / "latest", all_steps=False).name == "a"
 
 
 def test_the_big_run_is_one_run(tmp_path: Path) -> None:
-    run = RunView(write_big(tmp_path / "run", ranks=64, steps=2000, tail=4), whole=True)
+    run = RunView(write_big(tmp_path / "run", ranks=64, steps=2000, tail=4), all_steps=True)
     assert (run.step, len(run.series.steps), run.lost.starts, run.lost.steps) == (2000, 2000, 4, 300)
     views = run.ranks()
     assert len(views) == 64
@@ -347,7 +347,7 @@ def test_fault_21_every_view_bears_a_field_of_any_type(
         for at in {json.loads(line).get("event"): at for at, line in enumerate(lines)}.values():
             lines[at] = broken(lines[at], wrong, turn)
         file.write_text("\n".join(lines) + "\n")
-    run = RunView(path, whole=True)
+    run = RunView(path, all_steps=True)
     assert report_of(run)["run"] == snapshot(run)["run"] == frame_of(run, 80).name == "run"
     assert run.step in (129, 130)
     assert len(run.ranks()) == 8

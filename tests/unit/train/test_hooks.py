@@ -126,7 +126,7 @@ def test_fault_19_a_run_that_a_hook_ends_has_failed(hook: str, told: str, recipe
     config = shardwise.load_recipe(recipe, train={"eval_every": 0})
     with pytest.raises(RunError, match=told):
         shardwise.train(config, run_dir="runs/a", callbacks=[hear], optimizer=Ends if hook == "optimizer" else None)
-    run = RunView(Path("runs/a"), whole=False)
+    run = RunView(Path("runs/a"), all_steps=False)
     assert (run.state, run.results) == ("failed", {})
 
 

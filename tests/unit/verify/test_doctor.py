@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import RunError
-from shardwise.cli import doctor, main
+from shardwise.cli import main
 from shardwise.launch.environment import RANK_PROCESS
-from shardwise.verify.doctor import collective as ranks
-from shardwise.verify.doctor import machine
-from shardwise.verify.doctor.machine import Check, ok, software
+from shardwise.verify import collective_check as ranks
+from shardwise.verify import machine_checks
+from shardwise.verify.machine_checks import Check, ok, software
 
 REQUIRES = ["torch>=2.11", "numpy>=1.26", 'h5py>=3.11; extra == "hdf5"', 'pytest; extra == "dev"']
 VERSIONS = {"torch": "2.13.0+cpu", "numpy": "2.4.6", "h5py": "3.16.0"}
@@ -74,7 +74,7 @@ def test_a_package_that_is_not_installed_says_so() -> None:
     ],
 )
 def test_threads(value: str | None, cpus: int, limit: float | None, status: str, text: str) -> None:
-    found = machine.threads({} if value is None else {"OMP_NUM_THREADS": value}, cpus, limit)
+    found = machine_checks.threads({} if value is None else {"OMP_NUM_THREADS": value}, cpus, limit)
     assert (found.status, text in found.found) == (status, True), found
     assert bool(found.mend) == (status != "ok")
 
@@ -89,7 +89,7 @@ def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", lost)
-    found = list(machine.fabric({"NCCL_SOCKET_IFNAME": "nowhere0", "GLOO_SOCKET_IFNAME": "^docker"}, tmp_path))
+    found = list(machine_checks.fabric({"NCCL_SOCKET_IFNAME": "nowhere0", "GLOO_SOCKET_IFNAME": "^docker"}, tmp_path))
     texts = {check.status: check.found for check in found if check.name == "network"}
     assert texts["wrong"] == "NCCL_SOCKET_IFNAME (nowhere0) must name an interface that is up"
     assert "leads nowhere: Name or service not known" in texts["warning"]
@@ -100,14 +100,14 @@ def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_place_is_written_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = machine.place("run folder", tmp_path / "runs" / "new")
+    (found,) = machine_checks.place("run folder", tmp_path / "runs" / "new")
     assert found.status == "ok"
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(machine, "free_bytes", lambda _: 2**20)
-    (found,) = machine.place("run folder", tmp_path)
+    monkeypatch.setattr(machine_checks, "free_bytes", lambda _: 2**20)
+    (found,) = machine_checks.place("run folder", tmp_path)
     assert (found.status, found.mend.startswith("make room")) == ("warning", True)
     (tmp_path / "file").touch()
-    (found,) = machine.place("cache", tmp_path / "file")
+    (found,) = machine_checks.place("cache", tmp_path / "file")
     assert found.status == "wrong"
     assert found.found == f"{tmp_path / 'file'} cannot be written: Not a directory"
     assert found.mend.endswith("SHARDWISE_CACHE")
@@ -115,22 +115,22 @@ def test_a_place_is_written_and_left_as_it_was(tmp_path: Path, monkeypatch: pyte
 
 def test_accelerators_that_a_run_would_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia0").touch()
-    (found,) = machine.devices(tmp_path)
+    (found,) = machine_checks.devices(tmp_path)
     assert found.status == "warning"
     assert "trainings here run on the CPU" in found.found
-    monkeypatch.setattr(machine, "accelerators", lambda: ("nvidia", 1))
-    (found,) = machine.devices(tmp_path)
+    monkeypatch.setattr(machine_checks, "accelerators", lambda: ("nvidia", 1))
+    (found,) = machine_checks.devices(tmp_path)
     assert (found.status, found.found.endswith("1 × nvidia")) == ("ok", True)
 
 
 def test_variables_of_a_launcher_that_is_not_there() -> None:
-    assert machine.launcher({}).status == "ok"
-    assert machine.launcher({"WORLD_SIZE": "2"}).status == "wrong"
+    assert machine_checks.launcher({}).status == "ok"
+    assert machine_checks.launcher({"WORLD_SIZE": "2"}).status == "wrong"
     whole = {f"OMPI_COMM_WORLD_{name}": number for name, number in zip(("RANK", "SIZE"), "02", strict=True)}
-    assert machine.launcher(whole).status == "wrong"
+    assert machine_checks.launcher(whole).status == "wrong"
     whole |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    assert "several tasks of srun or mpirun" in machine.launcher(whole).found
-    assert machine.memory(2**20).status == "warning"
+    assert "several tasks of srun or mpirun" in machine_checks.launcher(whole).found
+    assert machine_checks.memory(2**20).status == "warning"
 
 
 def test_a_collective_that_fails_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +191,9 @@ def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = Check(
         "cache", "wrong", f"{tmp_path}/cache of https://u:hidden-word@host cannot be written", "make it writable"
     )
-    monkeypatch.setattr(doctor, "software", lambda: iter([ok("torch", "2.13.0")]))
-    monkeypatch.setattr(doctor, "machine", lambda _: iter([bad]))
-    monkeypatch.setattr(doctor, "collective", lambda: ok("collective", "2 ranks"))
+    monkeypatch.setattr(machine_checks, "software", lambda: iter([ok("torch", "2.13.0")]))
+    monkeypatch.setattr(machine_checks, "machine", lambda _: iter([bad]))
+    monkeypatch.setattr(ranks, "collective", lambda: ok("collective", "2 ranks"))
 
 
 @pytest.mark.usefixtures("some")
@@ -247,7 +247,7 @@ def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("some")
 def test_a_machine_that_is_well_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "machine", lambda _: iter([Check("disk", "warning", "little", "make room")]))
+    monkeypatch.setattr(machine_checks, "machine", lambda _: iter([Check("disk", "warning", "little", "make room")]))
     assert main(["doctor", "--run-dir", os.devnull]) == 0
 
 

@@ -7,8 +7,8 @@ import torch
 
 from shardwise.base.errors import RunError
 from shardwise.config import Config, load_config
+from shardwise.verify.cell_training import Reference, make_trainer, measure, save, train_reference
 from shardwise.verify.layouts import Cell
-from shardwise.verify.measure import Reference, make_trainer, measure, save, train_reference
 from shardwise.verify.miniature import miniature
 
 

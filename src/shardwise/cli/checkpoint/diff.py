@@ -41,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
         with output.bar("comparing", sum(a.files().values())) as progress:
             difference = diff(a, b, progress)
     except StoreError as error:
-        raise ConfigError(str(error)) from None  # exit code 1 would say that they differ
+        # As wrong input, whose exit code is 2: exit code 1 would say that the two differ.
+        raise ConfigError(str(error)) from None
     if arguments.json:
         output.json({"a": str(a), "b": str(b), "equal": difference.equal, **asdict(difference)})
         return 0 if difference.equal else 1

@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     with output.bar(f"exporting to {name}", export.nbytes) as progress:
         done = export.write(parent, name, max_shard_bytes, progress)
     formats = " and ".join(sorted(export.dtypes))
+    # Of no tensor, of all or of some the weights come from the masters.
     source = {0: "", len(export.weights): ", from the float32 masters"}.get(
         export.masters, f", {export.masters:,} of them from the float32 masters"
     )

@@ -91,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     root = answering_root(arguments.dest if "://" in arguments.dest else Path(arguments.dest).expanduser())
     if (root / "checkpoints").is_folder():
-        root = root / "checkpoints"  # DEST is a run's folder
+        # DEST is the folder of a run.
+        root = root / "checkpoints"
     opened = _open(arguments)
     for note in opened.notes:
         output.progress(f"note: {note}")
@@ -138,6 +139,7 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
             folder = hub.resolve(arguments.source, arguments.revision, announce=output.progress)
             return open_hugging_face(Root.of(folder), ignore)
     source = Path(arguments.source).expanduser()
+    # Shards of other trainers have no tokenizer beside them.
     vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
     drift = bool(arguments.allow_drift)
     if arguments.kind == _NEURONX:
@@ -157,6 +159,7 @@ def _names(given: str | None) -> list[str]:
     """The names that `--ignore` gives: a,b or [a,b], as of model.ignore."""
     if given is None:
         return []
+    # As a list of YAML, so that quotes mean the same as in a recipe.
     names = parse_value(f"[{given.removeprefix('[').removesuffix(']')}]", "--ignore")
     return [str(name) for name in names]
 

@@ -155,6 +155,7 @@ def _model(manifest: Manifest) -> str:
 
 def _layout(layout: Mapping[str, Any]) -> str:
     keys = ("tensor", "pipeline", "data", "world")
+    # A manifest may be of another version, or edited: then all that it has is shown as it is.
     if not all(type(layout.get(key)) is int for key in keys):
         return _flat(layout)
     tensor, pipeline, data, world = (layout[key] for key in keys)

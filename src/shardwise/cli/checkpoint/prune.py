@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     place = checkpoint_folder(arguments.path)
     if place.is_checkpoint:
         raise ConfigError(f"RUN ({place.root}) must be a run's folder or a folder of checkpoints: it is one checkpoint")
+    # The locks are held until all is removed: a run that starts in between could resume from what goes.
     with ExitStack() as locks:
         if not arguments.dry_run:
             for run in _runs(place, arguments.path):
@@ -86,6 +87,7 @@ def _lock(locks: ExitStack, run: Path) -> None:
     try:
         locks.enter_context(RunLock(run))
     except ConfigError:
+        # The lock failed for another reason, such as a folder that cannot be written.
         if not RunLock.is_held(run):
             raise
         raise ConfigError(

@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     place = checkpoint_folder(arguments.path)
     checkpoints = place.checkpoints()
+    # A run that was killed during its first save has folders, and none that is a checkpoint yet.
     if all(checkpoint.incomplete for checkpoint in checkpoints):
         raise ConfigError(f"{place.root} must hold a checkpoint that was completed: there is none")
     described: list[dict[str, Any]] = []

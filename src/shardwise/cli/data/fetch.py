@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     dest = Path(arguments.dest).expanduser()
     is_single_file = len(remotes) == 1 and "/" not in remotes[0].name
     is_folder = dest.is_dir() or arguments.dest.endswith("/") or not is_single_file
+    # A server need not tell the size of a file.
     total = sum(remote.size or 0 for remote in remotes)
     with output.bar(f"fetching {arguments.url}", total) as progress:
         for remote in remotes:

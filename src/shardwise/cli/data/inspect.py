@@ -106,7 +106,8 @@ def _whole_number(value: object) -> int:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, bool):  # before numbers, as a bool is an int too
+    # Before the numbers, as a bool is an int too.
+    if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
         return f"{value:,}"

@@ -90,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_raw = arguments.token_dtype is not None or is_raw_tokens(source)
     _require_fitting(arguments, source, is_raw)
     if arguments.format == "megatron":
+        # The user may give PREFIX, PREFIX.bin or PREFIX.idx.
         target = prefix_of(target)
     with arguments_named("INPUT"):
         if is_raw:

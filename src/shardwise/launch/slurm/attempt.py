@@ -107,16 +107,19 @@ class AttemptWatch:
         self._logs = logs
         self._id = id
         self._silence = silence
-        self._secret = secrets.token_hex(16)  # a launcher of an earlier attempt may still live, and knows another one
+        # A launcher of an earlier attempt may still live. It knows another secret, and is not heard.
+        self._secret = secrets.token_hex(16)
         self._launchers: dict[int, _NodeLauncher] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._ending: str | None = None
         self._began = time.monotonic()
-        self._ran = 0.0  # seconds in which this process ran, without those for which the job was suspended
+        # Seconds in which this process ran, without those for which the job was suspended.
+        self._ran = 0.0
         self._until_joined: float | None = None
         self._until_training: float | None = None
         self._step = 0
-        self._stepped = self._began  # time of the last step
+        # The time of the last step.
+        self._stepped = self._began
 
     @property
     def is_training(self) -> bool:
@@ -126,20 +129,19 @@ class AttemptWatch:
         """End the attempt on all nodes at once."""
         self._ending = self._ending or why
 
-    async def run(self, program: Callable[[Attempt], tuple[Sequence[str], Mapping[str, str]]]) -> AttemptOutcome:
+    async def run(self, program: Callable[[Attempt], Sequence[str]]) -> AttemptOutcome:
         """Start the launchers and return when all have ended.
 
         Args:
-            program: function that returns the command that starts a launcher on each node, and its environment.
+            program: function that returns the command that starts a launcher on each node.
         """
         server = await asyncio.start_server(self._serve, self._address, 0, limit=_LINE_BYTES)
         control = server.sockets[0].getsockname()[1]
         port = free_port(self._address)
         attempt = Attempt(self._address, port, control, self._id, self._nodes, self._secret, self._silence)
-        command, variables = program(attempt)
-        environment = {**os.environ, **variables, **attempt.variables()}
+        environment = {**os.environ, **attempt.variables()}
         process = await asyncio.create_subprocess_exec(
-            *command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            *program(attempt), env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
         try:
             problem = await self._watch(process)
@@ -219,7 +221,8 @@ class AttemptWatch:
         try:
             joined = json.loads(await asyncio.wait_for(reader.readline(), self._silence))
             if joined.get("kind") != "joined" or not secrets.compare_digest(str(joined.get("secret")), self._secret):
-                return  # another program, or an earlier attempt's
+                # Another program has connected, or a launcher of an earlier attempt.
+                return
             launcher = _NodeLauncher(int(joined["node"]), str(joined["name"]), writer, self._ran)
             self._launchers[launcher.number] = launcher
             if len(self._launchers) == self._nodes:
@@ -229,9 +232,11 @@ class AttemptWatch:
                 launcher.heard = self._ran
                 self._hear(launcher, json.loads(line))
         except (OSError, ValueError, TimeoutError, AttributeError, KeyError, TypeError):
-            pass  # another program's message, or a lost connection, of which `_watch` decides
+            # The message of another program, or a lost connection, of which `_watch` decides.
+            pass
         except asyncio.CancelledError:
-            pass  # the attempt is over; Python 3.11 prints a traceback for a connection whose task was cancelled
+            # The attempt is over. Python 3.11 would print a traceback for a connection whose task was cancelled.
+            pass
         finally:
             if launcher is not None:
                 launcher.is_connected = False

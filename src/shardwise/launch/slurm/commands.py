@@ -85,10 +85,9 @@ def jobs(*, user: bool = True, ids: Sequence[str] = ()) -> list[SlurmJob]:
     """
     choice = ["--me"] if user else [f"--jobs={','.join(ids)}"]
     done = _run(["squeue", *choice, "--noheader", f"--format={'|'.join(_FIELDS)}"])
-    if done.returncode != 0:
-        if "Invalid job id" in done.stderr:
-            return []
-        raise RunError(f"SLURM does not tell its jobs: {own_words(done.stderr)}")
+    if done.returncode != 0 and "Invalid job id" in done.stderr:
+        return []
+    _require_done(done, "SLURM does not tell its jobs")
     return [_job(line) for line in done.stdout.splitlines() if line.count("|") >= len(_FIELDS) - 1]
 
 
@@ -102,16 +101,12 @@ def _job(line: str) -> SlurmJob:
 
 def cancel(job: str) -> None:
     """Cancel a job. Raises RunError: SLURM cannot."""
-    done = _run(["scancel", job])
-    if done.returncode != 0:
-        raise RunError(f"SLURM cannot cancel the job {job}: {own_words(done.stderr)}")
+    _require_done(_run(["scancel", job]), f"SLURM cannot cancel the job {job}")
 
 
 def warn(job: str) -> None:
     """Send a job's script SIGUSR1, as before a preemption. Raises RunError: SLURM cannot."""
-    done = _run(["scancel", "--signal=USR1", "--batch", job])
-    if done.returncode != 0:
-        raise RunError(f"SLURM cannot send a signal to the job {job}: {own_words(done.stderr)}")
+    _require_done(_run(["scancel", "--signal=USR1", "--batch", job]), f"SLURM cannot send a signal to the job {job}")
 
 
 def requeue(job: str) -> str | None:
@@ -187,6 +182,11 @@ def gpus_of(resources: str) -> int:
     return sum(int(count[1] or 1) for count in counts if count)
 
 
+def _require_done(done: subprocess.CompletedProcess[str], problem: str) -> None:
+    if done.returncode != 0:
+        raise RunError(f"{problem}: {own_words(done.stderr)}")
+
+
 def _run(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
@@ -233,7 +233,8 @@ def allocation(variables: Mapping[str, str]) -> Allocation:
 
     if "SLURM_JOB_ID" not in variables:
         raise ConfigError("SLURM_JOB_ID must be set: only a job of SLURM is supervised; `shardwise submit` makes one")
-    ends = variables.get("SLURM_JOB_END_TIME", "")  # which SLURM 22.05 does not set
+    # SLURM 22.05 does not set this variable; `squeue` knows the end there too.
+    ends = variables.get("SLURM_JOB_END_TIME", "")
     return Allocation(
         job=variables["SLURM_JOB_ID"],
         requeues=int(variables.get("SLURM_RESTART_COUNT", "0")),

@@ -132,10 +132,7 @@ def goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tupl
         ("  detection", f"{detection:,.0f} s from the last step before a failure to the end of its start"),
         ("  restart", f"{launch:,.0f} s until the launchers of all nodes were there"),
         ("  load", f"{loading:,.1f} s in which checkpoints were loaded"),
-        (
-            "  first step",
-            f"{first_step:,.0f} s more until the first step: Python, torch, data and the model",
-        ),
+        ("  first step", f"{first_step:,.0f} s more until the first step: Python, torch, data and the model"),
     ]
 
 

@@ -1,8 +1,8 @@
 """The submission of a job: its checks, its script, the text that the user reads, and the record of submitted jobs.
 
 The script is one for `sbatch`, or a manifest for Kubernetes, and each setting stands with its reason. A text of the
-user's passes through `in_one_line`, `operand`, `shell` or `header` before it enters a script: it could end the line
-that holds it, or be taken for an option.
+user's passes through `in_one_line`, `operand`, `shlex.join` or `header` before it enters a script: it could end the
+line that holds it, or be taken for an option.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,9 +21,9 @@ from typing import Any
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, see
-from shardwise.base.files import read_plain, write_atomic
+from shardwise.base.files import write_atomic
 from shardwise.base.hardware import device_memory
-from shardwise.base.parsing import instance, record_of
+from shardwise.base.parsing import instances
 from shardwise.base.redaction import redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.section import utf8_text
@@ -62,12 +62,7 @@ def record(run_path: Path, job: str, kind: str) -> None:
 
 def submitted(run_path: Path) -> list[Submitted]:
     """Read the jobs that were submitted for a run, in their order."""
-    jobs = []
-    with contextlib.suppress(OSError):
-        for line in read_plain(run_path / _JOBS).splitlines():
-            with contextlib.suppress(ValueError):  # a crash cut the line short
-                jobs.append(instance(Submitted, record_of(line)))
-    return jobs
+    return instances(Submitted, run_path / _JOBS)
 
 
 def commit_text() -> str | None:
@@ -157,7 +152,7 @@ def check_run_folder(run_path: Path, config: Config) -> None:
                 f"--run-dir ({run_path}) is that of job {job.id} ({job.state.lower()}): end it by `shardwise stop "
                 f"{run_path}`, or choose another folder"
             )
-    existing = run_path if run_path.is_dir() else _existing_parent(run_path)
+    existing = next(folder for folder in (run_path, *run_path.parents) if folder.exists())
     if not os.access(existing, os.W_OK):
         raise ConfigError(
             f"--run-dir ({run_path}) must be in a folder that can be written: {existing} cannot"
@@ -166,10 +161,6 @@ def check_run_folder(run_path: Path, config: Config) -> None:
     needed = checkpoint_bytes(config, accelerator=True)
     if needed is not None and config.checkpoint.path is None:
         RunDirectory(existing).require_room(needed)
-
-
-def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.parents if parent.exists())
 
 
 def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool | None = None) -> list[tuple[str, str]]:
@@ -271,7 +262,7 @@ def ssh_command(host: str, arguments: Sequence[str], directory: Path) -> list[st
     """
     for part in host.split("@"):
         operand("--ssh", part)
-    remote_command = f"{shell(['cd', '--', str(directory)])} && {shell(['shardwise', 'submit', *arguments])}"
+    remote_command = f"{shlex.join(['cd', '--', str(directory)])} && {shlex.join(['shardwise', 'submit', *arguments])}"
     return ["ssh", "-t", "--", host, remote_command]
 
 
@@ -318,9 +309,8 @@ class JobPlan:
     @property
     def where(self) -> str:
         """Nodes and ranks, as the user reads them."""
-        node_plural = "" if self.nodes[1] == 1 else "s"
-        rank_plural = "" if self.ranks_per_node == 1 else "s"
-        return f"{self.node_range} node{node_plural} × {self.ranks_per_node} rank{rank_plural}"
+        plural = "" if self.nodes[1] == 1 else "s"
+        return f"{self.node_range} node{plural} × {units.counted(self.ranks_per_node, 'rank')}"
 
 
 def job_script(job: JobPlan) -> str:
@@ -352,7 +342,7 @@ def job_script(job: JobPlan) -> str:
         "# NUMA: no rank is bound to some of the processors; Linux keeps its memory near those that it runs on.",
         "# Devices: a rank takes that of its number on the node (LOCAL_RANK).",
         *_exports(job),
-        _SUPERVISED.format(command=shell(supervise), restarts=launch.max_restarts),
+        _SUPERVISED.format(command=shlex.join(supervise), restarts=launch.max_restarts),
     ]
     return "\n".join(lines)
 
@@ -370,7 +360,7 @@ def compile_script(job: JobPlan) -> str:
         "#SBATCH --nodes=1",
         *_further(job.config.launch.sbatch),
         *_exports(job),
-        f"exec {shell(command)}",
+        f"exec {shlex.join(command)}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -424,14 +414,9 @@ def _options(job: JobPlan, log: Path) -> list[str]:
         header("--chdir", str(job.directory), name="the current directory"),
         header("--output", str(log), name="--run-dir"),
     ]
-    keys = [
-        ("partition", launch.partition),
-        ("account", launch.account),
-        ("time", launch.time),
-        ("constraint", launch.constraint),
-        ("gres", job.gres),
-    ]
-    lines += [header(f"--{key}", value, name=f"launch.{key}") for key, value in keys if value is not None]
+    values = {"partition": launch.partition, "account": launch.account, "time": launch.time}
+    values |= {"constraint": launch.constraint, "gres": job.gres}
+    lines += [header(f"--{key}", value, name=f"launch.{key}") for key, value in values.items() if value is not None]
     # SLURM gives a job with whole machines all processors, and of the memory only what it asks for.
     return [*lines, "#SBATCH --exclusive --mem=0"] if launch.exclusive else lines
 
@@ -452,7 +437,7 @@ def _further(options: Sequence[str]) -> list[str]:
 
 def _exports(job: JobPlan) -> list[str]:
     """Return the lines of `launch.environment`, whose names the configuration has checked."""
-    return [f"export {name}={shell([value])}" for name, value in sorted(job.config.launch.environment.items())]
+    return [f"export {name}={shlex.join([value])}" for name, value in sorted(job.config.launch.environment.items())]
 
 
 def _name(job: JobPlan) -> str:
@@ -522,16 +507,12 @@ def in_one_line(name: str, text: str) -> str:
     Raises:
         ConfigError: the text has some.
     """
-    if _LINE_ENDS.search(_in_utf8(text)):
+    shown = text
+    with contextlib.suppress(UnicodeError):
+        shown = utf8_text(text)
+    if _LINE_ENDS.search(shown):
         raise ConfigError(f"{name} ({text!r}) must be without line breaks and other control characters: rename it")
     return text
-
-
-def _in_utf8(text: str) -> str:
-    try:
-        return utf8_text(text)
-    except UnicodeError:
-        return text
 
 
 def operand(name: str, text: str) -> str:
@@ -545,16 +526,10 @@ def operand(name: str, text: str) -> str:
     return text
 
 
-def shell(words: Iterable[str]) -> str:
-    """Quote words for a shell; a line break in a word is part of it."""
-    return shlex.join(words)
-
-
 def header(option: str, text: str | None = None, *, name: str | None = None) -> str:
     """Return a line of a script that gives sbatch an option, with quotes around a value that needs them.
 
     Args:
-        option: option with its hyphens.
         name: the user's name of the value, for the message.
 
     Raises:

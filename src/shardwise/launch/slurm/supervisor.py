@@ -65,7 +65,6 @@ class Supervisor:
 
     Args:
         run_path: the run's folder, which is locked by this process.
-        command: command of a node's launcher.
         say: function that prints a line for the user.
         killed_by: signal that killed this job's supervisor before this one, if any.
     """
@@ -108,7 +107,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
 
         def hear(number: int, _frame: FrameType | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, as the job has ended
+            # The loop is closed once the job has ended.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._ask, signal_name(number))
 
         # The loop's own handlers would end with it by the signals' default, which is to kill this process.
@@ -136,7 +136,8 @@ class Supervisor:
             goes_on = self._goes_on(ending, outcome)
             if goes_on:
                 await asyncio.sleep(_PAUSE_SECONDS)
-            if goes_on and self._asked is not None:  # a signal during the pause
+            # A signal came during the pause.
+            if goes_on and self._asked is not None:
                 self._leave(f"the job was stopped by {self._asked}; {_saved(ending)}", ending)
 
     def _id(self) -> str:
@@ -155,13 +156,13 @@ class Supervisor:
         except OSError as error:
             self._say(f"the end of this start cannot be recorded: {self._run_path}: {reason_of(error)}")
 
-    def _program(self, attempt: Attempt) -> tuple[list[str], dict[str, str]]:
+    def _program(self, _attempt: Attempt) -> list[str]:
         nodes = str(self._machines.nodes)
         # A launcher that was bound to some processors would bind all ranks of its node to them.
         unbound = [] if commands.binds_nothing() else ["--cpu-bind=none"]
         # If fewer nodes are used, the first must be among them: all launchers connect to this process there.
         first = ["--relative=0"] if self._machines.nodes < self._machines.allocation.nodes else []
-        return [*_SRUN, *unbound, *first, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command], {}
+        return [*_SRUN, *unbound, *first, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command]
 
     def _ask(self, by: str) -> None:
         """Stop: with a checkpoint where steps are taken, else at once.
@@ -226,7 +227,8 @@ class Supervisor:
         if self._asked == _WARNING:
             ends = self._machines.allocation.ends
             warning = self._config.launch.warning_seconds
-            is_near = ends is not None and ends - time.time() < warning + 120  # SLURM's signals may be a minute early
+            # SLURM's signals may be a minute early, and preemptions send the same one.
+            is_near = ends is not None and ends - time.time() < warning + 120
             return "time limit" if is_near else "preempted"
         if self._asked is not None:
             return "ended by SLURM"
@@ -250,10 +252,11 @@ class Supervisor:
         """After a failure, return True if another attempt is to be made in this allocation; raises if none is."""
         decision = decide(self._endings, self._config.launch.max_restarts)
         text = f"{ending.text}; {_saved(ending)}"
-        if not decision.again:
+        if not decision.starts_again:
             raise LaunchError(f"{text}\n{decision.why}", ending.exit_code or RunError.exit_code)
         if ending.how == "failed" and ending.until_joined is None and self._watch is not None:
-            self._requeue(text, decision)  # a machine may be gone, which SLURM has not noticed yet
+            # No launcher joined: a machine may be gone, which SLURM has not noticed yet.
+            self._requeue(text, decision)
         self._say(f"{text}\n{decision.why}, in the same allocation")
         return True
 
@@ -261,7 +264,7 @@ class Supervisor:
         """End this start of the job; SLURM starts it again where it was the cluster that ended it."""
         if self._asked == _WARNING:
             decision = decide(self._endings, self._config.launch.max_restarts)
-            if not decision.again:
+            if not decision.starts_again:
                 raise StoppedError(f"{text}\n{decision.why}")
             self._requeue(text, decision)
         raise StoppedError(text)

@@ -65,7 +65,6 @@ def line_chart(
     Returns an empty text if no curve has a value.
 
     Args:
-        curves: curves by name.
         is_cut: True if few columns that would hide the rest, such as the steep beginning, may leave the chart; then the
             chart says so.
         notes: sentences under the title.
@@ -80,7 +79,7 @@ def line_chart(
     least = min(column.least for column in columns)
     largest = max(column.largest for column in columns)
     low, high = _shown_range(columns) if is_cut else (least, largest)
-    ticks = _ticks([low, high], 4)
+    ticks = _ticks([low, high])
     area = _PlotArea(min(steps), max(steps), min(ticks[0], low), max(ticks[-1], high))
     drawn = [_y_axis(area, ticks, percent=percent), _x_axis(area, "step")]
     # The inner picture cuts off the lines that leave the chart. Dots at its edge would be cut too: they come after it.
@@ -104,7 +103,7 @@ def line_chart(
     if breaks:
         data["breaks"] = breaks
     legend = [(f"c{number}", name) for number, name in enumerate(known)] if len(known) > 1 else []
-    return _figure(title, legend, "".join(drawn), [area.low_x, area.high_x], data, notes=notes)
+    return _figure(title, legend, drawn, [area.low_x, area.high_x], data, notes=notes)
 
 
 def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[float]]) -> str:
@@ -115,11 +114,12 @@ def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[floa
     """
     if not rows:
         return ""
-    ticks = _ticks([0.0, max(sum(row[1:]) for row in rows)], 4)
+    ticks = _ticks([0.0, max(sum(row[1:]) for row in rows)])
     area = _PlotArea(rows[0][0], max(rows[-1][0], rows[0][0] + 1), 0.0, ticks[-1])
     used = [number for number in range(len(names)) if any(row[number + 1] for row in rows)]
     drawn = []
-    for number in reversed(used):  # each part reaches down to 0, and the parts below it are drawn over it
+    # Each part reaches down to 0, and the parts below it are drawn over it.
+    for number in reversed(used):
         tops = [(row[0], sum(row[1 : number + 2])) for row in rows]
         # Along the bottom back to the beginning; one column alone is drawn over the whole width.
         corners = [(area.high_x, tops[-1][1]), (area.high_x, 0.0), (area.low_x, 0.0), (area.low_x, tops[0][1])]
@@ -127,7 +127,7 @@ def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[floa
     drawn += [_y_axis(area, ticks, " s"), _x_axis(area, "step")]
     data = {"names": list(names), "rows": _exact(rows)}
     legend = [(f"b{number}", names[number]) for number in used]
-    return _figure(title, legend, "".join(drawn), [area.low_x, area.high_x], data)
+    return _figure(title, legend, drawn, [area.low_x, area.high_x], data)
 
 
 def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, note: str) -> str:
@@ -140,10 +140,12 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
     """
     if not columns:
         return ""
-    ticks = _ticks([0.0, max(column.largest for column in columns)], 4)
+    ticks = _ticks([0.0, max(column.largest for column in columns)])
+    # A bar stands for whole numbers, and reaches half a number beyond them on both sides.
     begins = [columns[0].step - 0.5, *(column.step + 0.5 for column in columns[:-1])]
     area = _PlotArea(begins[0], columns[-1].step + 0.5, 0.0, ticks[-1])
-    gap = 1.5 if len(columns) <= _PLOT_WIDTH // 6 else 0.0  # narrower bars would vanish in their gaps
+    # Bars narrower than this would vanish in their gaps.
+    gap = 1.5 if len(columns) <= _PLOT_WIDTH // 6 else 0.0
     drawn = [_y_axis(area, ticks, suffix)]
     heights = {"most": [column.largest for column in columns], "least": [column.least for column in columns]}
     for style, values in heights.items():
@@ -155,7 +157,7 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
         drawn.append(f'<path class="{style}" d="{"".join(bars)}"/>')
     drawn.append(_x_axis(area, axis))
     data = {"curves": {"": _column_data(columns)}, "suffix": suffix, "axis": axis}
-    return _figure(title, [], "".join(drawn), [area.low_x, area.high_x], data, notes=[note] if note else [])
+    return _figure(title, [], drawn, [area.low_x, area.high_x], data, notes=[note] if note else [])
 
 
 def timeline(facts: Mapping[str, Any], names: Mapping[str, str]) -> str:
@@ -164,22 +166,22 @@ def timeline(facts: Mapping[str, Any], names: Mapping[str, str]) -> str:
     Args:
         facts: `timeline` of a report.
     """
-    whole = facts["seconds"]
-    if whole <= 0:
+    total = facts["seconds"]
+    if total <= 0:
         return ""
     spans = "".join(
-        f'<i class="span" style="left:{100 * begin / whole:.2f}%;width:{100 * (end - begin) / whole:.2f}%"></i>'
+        f'<i class="span" style="left:{100 * begin / total:.2f}%;width:{100 * (end - begin) / total:.2f}%"></i>'
         for begin, end in facts["training"]
     )
     rows = [("training", spans)]
     for kind, name in names.items():
         # Thousands of checkpoints would fall on the same pixels: each place is drawn once.
-        places = dict.fromkeys(f"{100 * seconds / whole:.1f}" for seconds in facts["marks"].get(kind, []))
+        places = dict.fromkeys(f"{100 * seconds / total:.1f}" for seconds in facts["marks"].get(kind, []))
         if places:
             rows.append((name, "".join(f'<i class="{kind}" style="left:{place}%"></i>' for place in places)))
-    ticks = time_ticks(whole)
-    lines = "".join(f'<u style="left:{100 * seconds / whole:.2f}%"></u>' for seconds, _ in ticks)
-    labels = "".join(f'<span style="left:{100 * seconds / whole:.2f}%">{text}</span>' for seconds, text in ticks)
+    ticks = time_ticks(total)
+    lines = "".join(f'<u style="left:{100 * seconds / total:.2f}%"></u>' for seconds, _ in ticks)
+    labels = "".join(f'<span style="left:{100 * seconds / total:.2f}%">{text}</span>' for seconds, text in ticks)
     tracks = "".join(f"<b>{escape(name)}</b><div>{lines}{marks}</div>" for name, marks in rows)
     return f'<div class="timeline">{tracks}<b></b><div class="axis">{labels}</div></div>'
 
@@ -193,6 +195,7 @@ def time_ticks(seconds: float) -> list[tuple[float, str]]:
     while choices[-1][0] * 8 < seconds:
         choices.append((days * 86400.0, "d"))
         days *= 2
+    # Eight steps at most give nine ticks.
     step, unit = next(choice for choice in choices if choice[0] * 8 >= seconds)
     return [(tick * step, f"{tick * step / units[unit]:g} {unit}") for tick in range(int(seconds / step) + 1)]
 
@@ -204,13 +207,13 @@ def bar(parts: Mapping[str, float], label: Mapping[str, str], colours: Sequence[
         label: amount of each part, as the reader sees it.
         colours: number of each part's colour in the page.
     """
-    whole = sum(parts.values())
-    if whole <= 0:
+    total = sum(parts.values())
+    if total <= 0:
         return ""
     pieces = []
     keys = []
     for number, (name, amount) in zip(colours, parts.items(), strict=False):
-        share = 100 * amount / whole
+        share = 100 * amount / total
         text = f"{escape(name)} {escape(label[name])}, {share:.1f} %"
         if amount > 0:
             pieces.append(f'<span class="b{number}" style="width:{share:.3f}%" title="{text}"></span>')
@@ -234,7 +237,7 @@ def short(values: Sequence[float]) -> list[str]:
 def _figure(
     title: str,
     legend: Sequence[tuple[str, str]],
-    drawn: str,
+    drawn: Sequence[str],
     ends: Sequence[float],
     data: Mapping[str, Any],
     notes: Sequence[str] = (),
@@ -246,7 +249,7 @@ def _figure(
         f"<figure class=\"chart\" data-chart='{attribute({'ends': ends, **data})}'>"
         f"<figcaption>{escape(title)}{keys}{small_print}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
-        f'aria-label="{escape(title)}: arrow keys show values">{drawn}'
+        f'aria-label="{escape(title)}: arrow keys show values">{"".join(drawn)}'
         f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/></svg><output></output></figure>'
     )
 
@@ -297,11 +300,12 @@ def _y_axis(area: _PlotArea, ticks: Sequence[float], suffix: str = "", *, percen
 
 def _x_axis(area: _PlotArea, name: str) -> str:
     parts = [f'<text class="axis" x="{LEFT - 6}" y="{HEIGHT - 8}" text-anchor="end">{name}</text>']
-    ticks = [tick for tick in _ticks([area.low_x, area.high_x], 4, whole=True) if area.low_x <= tick <= area.high_x]
+    ticks = [tick for tick in _ticks([area.low_x, area.high_x], are_whole=True) if area.low_x <= tick <= area.high_x]
     for tick, text in zip(ticks, short(ticks), strict=True):
         x = area.x(tick)
         anchor = "middle"
-        if x > WIDTH - 3 * RIGHT:  # a text in the middle of its tick would leave the picture
+        # A text in the middle of its tick would leave the picture.
+        if x > WIDTH - 3 * RIGHT:
             anchor = "end"
         elif x < LEFT + 4:
             anchor = "start"
@@ -359,19 +363,21 @@ def _tick_text(value: float, percent: bool) -> str:
     return f"{100 * value:.4g} %" if percent else short([value])[0]
 
 
-def _ticks(values: Sequence[float], count: int, *, whole: bool = False) -> list[float]:
-    """Return about `count` round numbers that span the values; `whole`: whole numbers between them."""
+def _ticks(values: Sequence[float], *, are_whole: bool = False) -> list[float]:
+    """Return about four round numbers that span the values; `are_whole`: whole numbers between them."""
     low = min(values)
     high = max(values)
-    if high <= low and whole:
+    if high <= low and are_whole:
         high = low + 1
     elif high <= low:
-        low, high = (low - abs(low) / 2 or -0.5, low + abs(low) / 2 or 0.5)
-    raw_step = (high - low) / count
+        # A constant is shown in the middle of a range as wide as itself; 0 in one from -0.5 to 0.5.
+        high = low + abs(low) / 2 or 0.5
+        low = low - abs(low) / 2 or -0.5
+    raw_step = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw_step))
     # A thousandth less: a step such as 2.5 must not become 5 by rounding.
     step = next(factor * power for factor in _TICK_STEPS if factor * power >= raw_step * 0.999)
-    if whole:
+    if are_whole:
         step = max(1.0, round(step))
         first = math.ceil(low / step)
         last = math.floor(high / step)

@@ -13,11 +13,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from shardwise.base import units
-from shardwise.base.redaction import without_secrets
+from shardwise.base import redaction, units
 from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.runs.lost_time import CAUSES, number, seconds_of
-from shardwise.runs.rank_views import RankView
 from shardwise.runs.report.chart import attribute
 from shardwise.runs.run import RunView
 from shardwise.runs.step_metrics import (
@@ -37,6 +35,8 @@ _COLUMNS = 120
 _MOST_EVENTS = {"checkpoint": 60, "eval": 60, "start": math.inf, "stop": math.inf, "ended": math.inf}
 """Number of events of a kind that are listed, the last ones; starts and ends tell the story of the run."""
 _MOST_OTHER_EVENTS = 120
+_RANK_FACTS = ("rank", "host", "place", "work_seconds", "relative", "memory_bytes")
+"""Attributes of `RankView`."""
 _LISTED_EVENTS = ("start", "resume", "checkpoint", "warning", "compile", "stop", "ended", "eval")
 
 
@@ -46,12 +46,7 @@ def report_of(run: RunView) -> dict[str, Any]:
     events = _events(run)
     listed = _last_of_each_kind(events)
     is_timed = run.lost.whole > 0
-    diverged = {}
-    for metric in STEP_METRICS:
-        if metric.is_in_every_step:
-            not_finite = _not_finite(run, metric.name)
-            if not_finite:
-                diverged[metric.name] = not_finite
+    diverged = {metric.name: _not_finite(run, metric.name) for metric in STEP_METRICS if metric.is_in_every_step}
     losses = [[event.get("step"), event["loss"]] for event in run.evaluations if _known(event.get("loss"))]
     return {
         "schema": SCHEMA,
@@ -59,7 +54,7 @@ def report_of(run: RunView) -> dict[str, Any]:
         "created": _stamp(time.time()),
         "numbers": _headline(run),
         "curves": {metric.name: columns(series.steps, series.numbers[metric.name]) for metric in REPORT_CURVES},
-        "not_finite": diverged,
+        "not_finite": {name: steps for name, steps in diverged.items() if steps is not None},
         "evaluations": _spread(losses),
         "split_seconds": _split(run),
         "split_by_step": _split_by_step(run),
@@ -70,14 +65,14 @@ def report_of(run: RunView) -> dict[str, Any]:
         "seconds": run.lost.whole if is_timed else None,
         "useful_seconds": run.lost.useful if is_timed else None,
         "starts": run.lost.starts,
-        "ranks": [_rank(view) for view in run.ranks()],
+        "ranks": [{name: getattr(view, name) for name in _RANK_FACTS} for view in run.ranks()],
         "events": listed,
         "events_left_out": len(events) - len(listed),
         "timeline": _timeline(run, events),
         "layout": run.start.get("layout") or {},
         "precision": run.start.get("precision") or {},
-        "config": without_secrets(run.config),
-        "environment": without_secrets(run.environment),
+        "config": redaction.without_secrets(run.config),
+        "environment": redaction.without_secrets(run.environment),
     }
 
 
@@ -99,8 +94,8 @@ def comparison(a: RunView, b: RunView) -> dict[str, Any]:
             comparable.append({"difference": difference(losses["a"], losses["b"]), **losses})
         else:
             not_finite.append(losses)
-    config_of_a = dict(_flat(without_secrets(a.config)))
-    config_of_b = dict(_flat(without_secrets(b.config)))
+    config_of_a = dict(_flat(redaction.without_secrets(a.config)))
+    config_of_b = dict(_flat(redaction.without_secrets(b.config)))
     keys = [key for key in {**config_of_a, **config_of_b} if config_of_a.get(key) != config_of_b.get(key)]
     return {
         "steps": common_steps,
@@ -125,6 +120,7 @@ def columns(steps: Sequence[int], values: Sequence[float], count: int = _COLUMNS
 
 def _spread(points: Sequence[list[Any]]) -> list[list[Any]]:
     """Choose at most `_COLUMNS` of the points, evenly, with the last one."""
+    # Counted from the end, so that the last point is among the chosen ones.
     every = -(-len(points) // _COLUMNS) or 1
     return [*points[::-1][::every]][::-1]
 
@@ -175,12 +171,8 @@ def _final_loss(run: RunView) -> float | None:
 
 def _split(run: RunView) -> dict[str, float]:
     """Return the mean seconds of each part of a step."""
-    means = {}
-    for name in PARTS:
-        known = [value for value in run.series.parts[name] if math.isfinite(value)]
-        if known:
-            means[name] = sum(known) / len(known)
-    return means
+    recorded = {name: finite_values(run.series.parts[name]) for name in PARTS}
+    return {name: sum(seconds) / len(seconds) for name, seconds in recorded.items() if seconds}
 
 
 def _split_by_step(run: RunView) -> list[list[float]]:
@@ -192,17 +184,6 @@ def _split_by_step(run: RunView) -> list[list[float]]:
             means = [sum(part) / len(part) if part else 0.0 for part in parts]
             rows.append([run.series.steps[stop - 1], *means])
     return rows
-
-
-def _rank(view: RankView) -> dict[str, Any]:
-    return {
-        "rank": view.rank,
-        "host": view.host,
-        "place": dict(view.place),
-        "work_seconds": view.work_seconds,
-        "relative": view.relative,
-        "memory_bytes": view.memory_bytes,
-    }
 
 
 def _events(run: RunView) -> list[dict[str, Any]]:
@@ -221,6 +202,7 @@ def _last_of_each_kind(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     """Choose the last events of each kind."""
     room: dict[str, float] = {}
     kept = []
+    # From the end: of each kind the newest events have room.
     for event in reversed(events):
         kind = event["kind"]
         room[kind] = room.get(kind, _MOST_EVENTS.get(kind, _MOST_OTHER_EVENTS)) - 1
@@ -239,9 +221,11 @@ def _timeline(run: RunView, events: Sequence[Mapping[str, Any]]) -> dict[str, An
     begins = [seconds_of(event) for event in run.events if event.get("event") == "start"]
     next_begins = [*begins[1:], math.inf]
     last_steps = [*run.before_starts[1:], seconds_of(run.last)]
-    for begin, next_begin, last_step in zip(begins, next_begins, last_steps, strict=False):  # there may be no start
+    # Not strict: there may be no start, while the last step always has a time.
+    for begin, next_begin, last_step in zip(begins, next_begins, last_steps, strict=False):
         signs = [event["at"] for event in timed if begin <= event["at"] < next_begin and event["kind"] != "ended"]
-        if signs:  # none if the start has no time
+        # A start whose event has no time has no sign either.
+        if signs:
             # A start that was killed wrote steps after its last event; before its first step `last_step` is older.
             end = max(*signs, begin, last_step if last_step >= begin else begin)
             training.append([begin - first, end - first])
@@ -255,7 +239,8 @@ def _when(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return the time of an event, as text and in seconds since the epoch, and the step before it."""
     at = seconds_of(event)
     step = event.get("step")
-    if event.get("event") == "ended":  # the record of a start has the time of its beginning
+    # The record of a start has the time of its beginning.
+    if event.get("event") == "ended":
         at = number(event.get("began")) + number(event.get("seconds"))
     return {
         "time": None if math.isnan(at) else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds"),
@@ -396,8 +381,5 @@ def _facts(rank: Mapping[str, Any], number_of: Mapping[str, int], axes: Sequence
 def _row(rank: Mapping[str, Any]) -> list[str]:
     work = "–" if rank["relative"] is None else f"{rank['relative']:.2f} ×"
     used = "–" if rank["memory_bytes"] is None else units.size(rank["memory_bytes"])
-    return [str(rank["rank"]), rank["host"] or "–", _place(rank), work, used]
-
-
-def _place(rank: Mapping[str, Any]) -> str:
-    return " ".join(f"{axis} {at}" for axis, at in rank["place"].items())
+    place = " ".join(f"{axis} {at}" for axis, at in rank["place"].items())
+    return [str(rank["rank"]), rank["host"] or "–", place, work, used]

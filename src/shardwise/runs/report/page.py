@@ -6,7 +6,7 @@ import importlib
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         compared: result of `comparison` for two runs.
     """
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    # Names and texts come from files that anybody may have written, so all but `Markup` is escaped.
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -108,10 +109,8 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
         "reason": "" if report["reason"] == report["state"] else str(report["reason"] or ""),
         "split": Markup(chart.bar(split, _durations(split))),
         "split_by_step": Markup(chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"])),
-        "goodput": "–" if report["goodput"] is None else f"{report['goodput']:.1%}",
-        "lost": Markup(
-            chart.bar(lost, {part: units.duration(seconds) for part, seconds in lost.items()}, _TIME_COLOURS)
-        ),
+        "goodput": _or_dash(report["goodput"], "{:.1%}".format),
+        "lost": Markup(chart.bar(lost, _durations(lost), _TIME_COLOURS)),
         "memory": Markup(chart.bar(memory, _sizes(memory))),
         "memory_by_rank": Markup(_memory_by_rank(report["ranks"])),
         "sent": Markup(chart.bar(sent, _sizes(sent), _AXIS_COLOURS)),
@@ -137,6 +136,7 @@ def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
     if most is None:
         return ""
     least = min(known, key=lambda pair: pair[1])
+    # The power of 1,024 that is the unit of the largest; there are five units.
     power = max(0, min(4, int(math.log(max(1, most[1]), 1024))))
     suffix = (" B", " KiB", " MiB", " GiB", " TiB")[power]
     note = f"from {units.size(least[1])} on rank {least[0]:,} to {units.size(most[1])} on rank {most[0]:,}"
@@ -157,15 +157,16 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     if not_finite is not None:
         loss_notes.append(f"first not finite at step {not_finite['first']:,}")
     is_loss_bad = _is_not_finite(final) or _is_not_finite(evaluated)
+    peak = _or_dash(numbers["peak_tokens_per_second"], units.count)
     tiles = [
         ("state", str(report["state"]), "", "bad" if report["state"] in ("failed", "killed") else ""),
         ("steps", f"{report['step']:,}", total, ""),
         ("loss", _number(final), ", ".join(loss_notes), "bad" if is_loss_bad else ""),
-        ("tokens/s", _count(numbers["tokens_per_second"]), f"at most {_count(numbers['peak_tokens_per_second'])}", ""),
-        ("MFU", _share(numbers["mfu"]), _mfu_note(numbers), ""),
-        ("a step", _seconds(numbers["step_seconds"]), "mean of the last 20", ""),
-        ("time", _seconds(report["seconds"]), units.counted(report["starts"], "start"), ""),
-        ("goodput", _share(numbers["goodput"]), "time in steps that count", ""),
+        ("tokens/s", _or_dash(numbers["tokens_per_second"], units.count), f"at most {peak}", ""),
+        ("MFU", _or_dash(numbers["mfu"], "{:.1%}".format), _mfu_note(numbers), ""),
+        ("a step", _or_dash(numbers["step_seconds"], units.duration), "mean of the last 20", ""),
+        ("time", _or_dash(report["seconds"], units.duration), units.counted(report["starts"], "start"), ""),
+        ("goodput", _or_dash(numbers["goodput"], "{:.1%}".format), "time in steps that count", ""),
     ]
     if numbers["parameters"]:
         many = f"{numbers['world']:,} × " if isinstance(numbers["world"], int) and numbers["world"] > 1 else ""
@@ -191,16 +192,8 @@ def _number(value: float | None, form: str = ".4f") -> str:
     return "NaN" if math.isnan(value) else format(value, form)
 
 
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else units.duration(value)
-
-
-def _count(value: float | None) -> str:
-    return "–" if value is None else units.count(value)
+def _or_dash(value: float | None, shown: Callable[[float], str]) -> str:
+    return "–" if value is None else shown(value)
 
 
 def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:

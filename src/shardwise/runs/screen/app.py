@@ -26,8 +26,8 @@ Draw = Callable[[Frame, int, int], Sequence[Text]]
 class Panel(Widget):
     """A rectangle of the screen, drawn by a function of the frame, its width and its height."""
 
-    def __init__(self, draw: Draw, *, id: str | None = None, classes: str | None = None) -> None:
-        super().__init__(id=id, classes=classes)
+    def __init__(self, draw: Draw, *, id: str | None = None) -> None:
+        super().__init__(id=id)
         self._draw = draw
 
     def render(self) -> Text:
@@ -37,11 +37,13 @@ class Panel(Widget):
             return Text(" reading the run…", drawing.FAINT)
         try:
             lines = list(self._draw(frame, width, height))[:height]
-        except UNEXPECTED as error:  # a value of another type in a file of the run
+        except UNEXPECTED as error:
+            # A value of another type in a file of the run.
             text = f"a file of the run is not as expected ({type(error).__name__}: {error})"
             lines = drawing.sentences(width, text, drawing.WARN)[:height]
         for line in lines:
             line.truncate(width)
+            # Texts of a run's files may have characters that a terminal obeys.
             line.plain = panels.clean(line.plain)
         return Text("\n", no_wrap=True).join(lines)
 
@@ -85,10 +87,12 @@ class Top(App[None]):
         self.frame: Frame | None = None
         self._read = read
         self._interval = interval
+        # Textual gives the screen these classes by its size, and top.tcss arranges the panels by them.
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-low"), (36, "-high")]
         self._is_reading = self._is_paused = False
-        self._view = 0  # indices in VIEWS, METRICS and SPANS
+        # These three are indices in VIEWS, METRICS and SPANS.
+        self._view = 0
         self._metric = 0
         self._span = 0
         self._moved = [0] * len(VIEWS)
@@ -101,10 +105,10 @@ class Top(App[None]):
         with ContentSwitcher(initial=VIEWS[0], id="views"):
             with Vertical(id="overview"):
                 with Horizontal(id="curves"):
-                    yield Panel(lambda f, w, h: panels.loss(f, w, h, span()), id="loss")
+                    yield Panel(lambda f, w, h: panels.curve(f, w, h, "loss", span()), id="loss")
                     with Vertical(id="more-curves"):
-                        yield Panel(lambda f, w, h: panels.throughput(f, w, h, span()))
-                        yield Panel(lambda f, w, h: panels.gradient(f, w, h, span()))
+                        yield Panel(lambda f, w, h: panels.curve(f, w, h, "tokens_per_second", span()))
+                        yield Panel(lambda f, w, h: panels.curve(f, w, h, "grad_norm", span()))
                     yield Panel(panels.speed, id="speed")
                 yield Panel(panels.split, id="split")
                 yield Panel(views.strips, id="strips")
@@ -173,7 +177,8 @@ class Top(App[None]):
         if self.frame is not None:
             is_high = self.size.height >= 36
             self.query_one("#grid").styles.height = views.grid_height(self.frame, 18 if is_high else 11)
-            room = self.size.height - 3 - 10  # header and footer; eight pipeline ranks with their headings
+            # Room for the header and the footer, and for eight pipeline ranks with their headings.
+            room = self.size.height - 3 - 10
             self.query_one("#schedule").styles.height = max(6, min(room, views.schedule_height(self.frame)))
         for panel in self.query(Panel):
             panel.refresh()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeGuard
 
+from rich.console import Console
 from rich.text import Text
 
 from shardwise.base import units
@@ -41,6 +44,8 @@ STATE_COLOURS: Mapping[State, str] = {
 }
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+PLAIN_CONSOLE = Console(file=io.StringIO(), width=200)
+"""The console that `Text.wrap` asks for; nothing is printed on it."""
 NOTHING = "·"
 SILENT = "×"
 """Marks of a rank that recorded no such number, and of one that has written nothing for long."""
@@ -57,9 +62,7 @@ def heading(width: int, title: str, summary: Text | str = "", right: Text | str 
         room = width - line.cell_len
     line.append("─" * max(0, room), RULE)
     if ending:
-        line.append(" ")
-        line.append_text(ending)
-        line.append(" ")
+        line.append_text(Text.assemble(" ", ending, " "))
     line.truncate(width, overflow="ellipsis")
     return line
 
@@ -73,37 +76,28 @@ def fitted(line: Text, width: int) -> Text:
 
 def sentences(width: int, text: str, style: str = FAINT) -> list[Text]:
     """Break a text into lines that fit, set in by a space."""
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width - 2:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return [Text(f" {line}", style) for line in lines]
+    return [Text.assemble(" ", line) for line in Text(text, style).wrap(PLAIN_CONSOLE, width - 2)]
 
 
 def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[int] = (), gap: int = 2) -> list[Text]:
     """Align rows of (text, style) in columns. `right`: indices of the columns that are set flush right."""
-    if not rows:
-        return []
-    widths = [max(len(row[column][0]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(len(text) for text, _ in column) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        line = Text(" ")
+        cells = []
         for column, (text, style) in enumerate(row):
             padded = text.rjust(widths[column]) if column in right else text.ljust(widths[column])
-            if column:
-                line.append(" " * gap)
-            line.append(padded, style)
-        lines.append(line)
+            cells.append(Text(padded, style))
+        lines.append(Text.assemble(" ", Text(" " * gap).join(cells)))
     return lines
 
 
-def meter(share: float, width: int, style: str, ground: str = RULE) -> Text:
+def meter(share: float, width: int, style: str) -> Text:
     """Draw a share of 1 as a bar of `width` cells, exact to an eighth of a cell."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     full, part = divmod(eighths, 8)
     bar = "█" * full + (_EIGHTHS[part] if part else "")
-    return Text.assemble((bar, style), (("─" if ground else " ") * (width - len(bar)), ground))
+    return Text(bar.ljust(width), style)
 
 
 def progress(share: float, width: int, style: str) -> Text:
@@ -115,14 +109,14 @@ def progress(share: float, width: int, style: str) -> Text:
 
 def segments(parts: Mapping[str, float], width: int, *, are_named: bool = True) -> Text:
     """Draw parts of a step side by side in proportion, each with its name if that fits."""
-    whole = sum(parts.values())
+    parts_sum = sum(parts.values())
     line = Text()
     total = 0.0
     begin = 0
     for name, amount in parts.items():
         total += amount
         # The sum is rounded, not the part: otherwise the roundings of many parts would add up.
-        end = round(total / whole * width) if whole > 0 else 0
+        end = round(total / parts_sum * width) if parts_sum > 0 else 0
         room = end - begin
         if room > 0:
             label = f" {name}" if are_named and room >= len(name) + 2 else ""
@@ -156,7 +150,8 @@ def heat(
         return line
     cells = min(count, width)
     cell_width = max(1, min(8, width // count))
-    body = cell_width - 1 if cell_width > 2 else cell_width  # wide cells have a gap between them
+    # Wide cells have a gap between them.
+    body = cell_width - 1 if cell_width > 2 else cell_width
     for cell in range(cells):
         group = range(cell * count // cells, (cell + 1) * count // cells)
         known = [value for value in values[group.start : group.stop] if value is not None]
@@ -192,7 +187,7 @@ def use_style(share: float) -> str:
 
 def rate(value: object) -> str:
     """Write a number with three digits, such as `1.25 M`, or a dash."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not _is_finite(value):
         return "–"
     power = 0
     while abs(value) >= 999.5 and power < 5:
@@ -201,8 +196,12 @@ def rate(value: object) -> str:
     return f"{value:.3g}{('', ' k', ' M', ' G', ' T', ' P')[power]}"
 
 
+def _is_finite(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def percent(value: object, digits: int = 1) -> str:
-    return f"{value:.{digits}%}" if isinstance(value, int | float) and math.isfinite(value) else "–"
+    return f"{value:.{digits}%}" if _is_finite(value) else "–"
 
 
 def plain(value: object, form: str = ".4g") -> str:
@@ -217,7 +216,7 @@ def size(value: object) -> str:
 
 
 def seconds(value: object) -> str:
-    return units.duration(value) if isinstance(value, int | float) and math.isfinite(value) else "–"
+    return units.duration(value) if _is_finite(value) else "–"
 
 
 def model(device: str) -> str:
@@ -242,12 +241,15 @@ def plot(curve: Curve, width: int, height: int, style: str, shown: Callable[[flo
     low, high = _range(curve)
     if math.isnan(low) or rows < 2:
         return []
-    if high - low < 1e-9 * max(1.0, abs(high)):  # a constant: give it some room, so that nothing divides by zero
+    # A constant gets some room, so that nothing divides by zero.
+    if high - low < 1e-9 * max(1.0, abs(high)):
         low = low - max(1e-9, abs(low) * 0.05)
         high = high + max(1e-9, abs(high) * 0.05)
     labels = {row: shown(high - (high - low) * row / (rows - 1)) for row in {0, (rows - 1) // 2, rows - 1}}
     gutter = max(map(len, labels.values())) + 1
+    # Two cells are the axis and a margin.
     cells = max(4, width - gutter - 2)
+    # Each cell has two columns of dots.
     bits = _drawn(_resampled(curve, cells * 2), cells, rows, low, high)
     marks = _marks(curve, cells, rows, low, high)
     lines = []
@@ -268,7 +270,8 @@ def _marks(curve: Curve, cells: int, rows: int, low: float, high: float) -> set[
     distance = max(1, math.ceil(len(curve.dots) * _MARK_DISTANCE / cells))
     count = len(curve.columns)
     marks = set()
-    for step, value in curve.dots[::-1][::distance]:  # from the end, so that the newest is among them
+    # Counted from the end, so that the newest one is marked.
+    for step, value in curve.dots[::-1][::distance]:
         if low <= value <= high:
             column = int((step - curve.span[0]) / column_width(curve.span, count))
             row = int((high - value) / (high - low) * (rows - 1) + 0.5)
@@ -289,6 +292,7 @@ def _range(curve: Curve) -> tuple[float, float]:
     high = max(column.largest for column in later)
     least = min(column.least for column in columns)
     largest = max(column.largest for column in columns)
+    # What was left out is shown all the same if it makes the curve a quarter higher at most.
     margin = 0.25 * (high - low)
     return (least if low - least < margin else low, largest if largest - high < margin else high)
 
@@ -319,10 +323,12 @@ def _drawn(columns: Sequence[tuple[float, float]], cells: int, rows: int, low: f
     """Return the bits of the dots of each cell, by row and cell."""
     bits = [[0] * cells for _ in range(rows)]
     lowest_dot = rows * 4 - 1
-    before = (math.nan, math.nan)  # values of the column before
+    # The least and largest values of the column before.
+    before = (math.nan, math.nan)
     for column, (least, largest) in enumerate(columns):
         if math.isfinite(least):
-            if math.isfinite(before[0]):  # up or down to the column before
+            # The line goes up or down to the column before, so that it has no holes.
+            if math.isfinite(before[0]):
                 least = min(least, before[1])
                 largest = max(largest, before[0])
             if least > high or largest < low:

@@ -12,13 +12,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.base.errors import ShardwiseError
-from shardwise.base.files import reason_of
-from shardwise.base.redaction import redacted
+from shardwise.base import errors, files, redaction
 from shardwise.runs.lost_time import LostTime, number
 from shardwise.runs.rank_views import NodeView, PipelineView, RankView, pipeline_views, silent_ranks
 from shardwise.runs.run import RunView, State, open_run
-from shardwise.runs.step_metrics import SCREEN_CURVES, Curve, StepSeries, columns_of, equal_widths
+from shardwise.runs.step_metrics import SCREEN_CURVES, Curve, columns_of, equal_widths
 
 Span = Literal["whole", "tenth", "hundredth"]
 """Part of the run that a curve shows, counted from its end."""
@@ -80,7 +78,7 @@ class Reader:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._run = open_run(path, whole=False)
+        self._run = open_run(path, all_steps=False)
         self._has_history = False
         self._frame: Frame | None = None
 
@@ -100,20 +98,20 @@ class Reader:
             self._run.refresh()
             self._frame = frame_of(self._run, columns, span, has_history=self._has_history)
         except OSError as error:
-            return self._old(f"{self._run.path} cannot be read: {reason_of(error)}")
+            return self._old(f"{self._run.path} cannot be read: {files.reason_of(error)}")
         except UNEXPECTED as error:
             return self._old(f"{self._run.path} has a file that is not as expected ({type(error).__name__}: {error})")
         return self._frame
 
     def _read_history(self) -> None:
         # An error is shown by `read`, which meets the same one.
-        with contextlib.suppress(ShardwiseError, OSError, *UNEXPECTED):
-            self._run = open_run(self._run.path, whole=True)
+        with contextlib.suppress(errors.ShardwiseError, OSError, *UNEXPECTED):
+            self._run = open_run(self._run.path, all_steps=True)
             self._has_history = True
 
     def _old(self, problem: str) -> Frame:
         old = self._frame or Frame(self._run.path, self._run.name, time.time())
-        return replace(old, now=time.time(), problem=redacted(problem))
+        return replace(old, now=time.time(), problem=redaction.redacted(problem))
 
 
 def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_history: bool = False) -> Frame:
@@ -141,7 +139,8 @@ def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_histor
         pipeline=pipeline_views(ranks),
         silent=silent_ranks(ranks, run.step_seconds),
         events=_events(run),
-        lost=copy.deepcopy(run.lost),  # the run goes on counting in another thread
+        # A copy: the run goes on counting in another thread.
+        lost=copy.deepcopy(run.lost),
         has_history=has_history,
     )
 
@@ -149,25 +148,23 @@ def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_histor
 def _curves(run: RunView, columns: int, span: Span) -> dict[str, Curve]:
     if not columns:
         return {}
-    return {name: _curve(run.series, name, columns, span, _points(run, name)) for name in SCREEN_CURVES}
+    return {name: _curve(run, name, columns, span) for name in SCREEN_CURVES}
 
 
-def _curve(series: StepSeries, name: str, count: int, span: Span, points: Sequence[tuple[int, float]]) -> Curve:
-    """Cut a number of `series` into `count` columns.
-
-    Args:
-        points: (step, value) of single values to show.
-    """
+def _curve(run: RunView, name: str, count: int, span: Span) -> Curve:
+    """Cut a metric into `count` columns; the loss has the evaluations as dots."""
+    series = run.series
     if not series.steps:
         return Curve(())
     last = series.steps[-1]
     first = max(series.steps[0], last - (last - series.steps[0]) // _PART[span])
     columns = columns_of(series.steps, series.numbers[name], equal_widths(series.steps, first, count))
-    return Curve(
-        columns,
-        dots=[(step, value) for step, value in points if first <= step <= last],
-        span=(first, last),
-    )
+    dots = []
+    for event in run.evaluations if name == "loss" else ():
+        step = event.get("step")
+        if isinstance(step, int) and first <= step <= last:
+            dots.append((step, number(event.get("loss"))))
+    return Curve(columns, dots, span=(first, last))
 
 
 def _events(run: RunView) -> list[Mapping[str, Any]]:
@@ -178,14 +175,6 @@ def _events(run: RunView) -> list[Mapping[str, Any]]:
         if math.isfinite(seconds):
             ends.append({"event": "ended", "time": datetime.fromtimestamp(seconds, UTC).isoformat(), **line})
     if not ends:
-        return [*run.events]  # a copy: the run adds events in another thread
+        # A copy: the run adds events in another thread.
+        return [*run.events]
     return sorted([*run.events, *ends], key=lambda event: str(event.get("time", "")))
-
-
-def _points(run: RunView, name: str) -> list[tuple[int, float]]:
-    """Return (step, loss) of the evaluations for the curve of the loss, nothing for other curves."""
-    if name != "loss":
-        return []
-    return [
-        (event["step"], number(event.get("loss"))) for event in run.evaluations if isinstance(event.get("step"), int)
-    ]

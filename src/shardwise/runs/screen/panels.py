@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.text import Text
 
 from shardwise.base import units
@@ -33,7 +31,8 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
     heard = "" if frame.heard is None else f"heard {units.duration(round(max(0.0, frame.now - frame.heard)))} ago"
     if frame.heard is not None and frame.now - frame.heard < 1:
         heard = "heard just now"
-    first = _between(width, Text.assemble(name, "  ", state), Text(f"{heard}  {_clock(frame.now)} ", FAINT))
+    clock = datetime.fromtimestamp(frame.now).astimezone().strftime("%H:%M:%S")
+    first = _between(width, Text.assemble(name, "  ", state), Text(f"{heard}  {clock} ", FAINT))
     if frame.problem:
         return [first, drawing.fitted(Text(f" {frame.problem}", f"bold {BAD}"), width)]
     done = frame.step / frame.steps if frame.steps else 0.0
@@ -48,25 +47,37 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
     return [first, Text.assemble(" ", drawing.progress(done, room, colour), "  ", progress)]
 
 
-def loss(frame: Frame, width: int, height: int, span: Span = "whole") -> list[Text]:
-    value = frame.last.get("loss")
-    right = _SPAN_NAMES[span] if frame.has_history else "reading all steps…"
-    head = drawing.heading(width, "loss", Text(drawing.plain(value, ".4f"), f"bold {ACCENT}"), right)
-    return [head, *_curve(frame, "loss", width, height - 1, ACCENT, lambda value: f"{value:.4g}")]
+class _CurveStyle(NamedTuple):
+    """The way in which the curve of a metric is shown.
+
+    Attributes:
+        title: heading of the panel.
+        colour: colour of the curve, and of its last value.
+        last: function that writes the last value.
+        scale: function that writes a value at the scale.
+    """
+
+    title: str
+    colour: str
+    last: Callable[[object], str]
+    scale: Callable[[float], str]
 
 
-def throughput(frame: Frame, width: int, height: int, span: Span = "whole") -> list[Text]:
-    told = Text(drawing.rate(frame.last.get("tokens_per_second")), f"bold {GOOD}")
-    head = drawing.heading(width, "tokens/s", told, _SPAN_NAMES[span])
-    return [head, *_curve(frame, "tokens_per_second", width, height - 1, GOOD, drawing.rate)]
+_CURVE_STYLES: Mapping[str, _CurveStyle] = {
+    "loss": _CurveStyle("loss", ACCENT, lambda value: drawing.plain(value, ".4f"), "{:.4g}".format),
+    "tokens_per_second": _CurveStyle("tokens/s", GOOD, drawing.rate, drawing.rate),
+    "grad_norm": _CurveStyle("gradient norm", "#b48ead", lambda value: drawing.plain(value, ".3g"), "{:.3g}".format),
+}
 
 
-def gradient(frame: Frame, width: int, height: int, span: Span = "whole") -> list[Text]:
-    told = Text(drawing.plain(frame.last.get("grad_norm"), ".3g"), "bold #b48ead")
-    return [
-        drawing.heading(width, "gradient norm", told, _SPAN_NAMES[span]),
-        *_curve(frame, "grad_norm", width, height - 1, "#b48ead", lambda value: f"{value:.3g}"),
-    ]
+def curve(frame: Frame, width: int, height: int, name: str, span: Span = "whole") -> list[Text]:
+    """Draw the curve of a metric, with its last value in the heading."""
+    title, colour, last, scale = _CURVE_STYLES[name]
+    # The loss is the largest panel: one notice that the history is still being read is enough.
+    right = "reading all steps…" if name == "loss" and not frame.has_history else _SPAN_NAMES[span]
+    head = drawing.heading(width, title, Text(last(frame.last.get(name)), f"bold {colour}"), right)
+    lines = plot(frame.curves[name], width, height - 1, colour, scale) if name in frame.curves else []
+    return [head, *(lines or [Text(" no step is recorded yet" if not frame.step else " not recorded", FAINT)])]
 
 
 def speed(frame: Frame, width: int, height: int) -> list[Text]:
@@ -103,11 +114,12 @@ def split(frame: Frame, width: int, height: int) -> list[Text]:
     head = drawing.heading(width, "step", Text(duration, f"bold {TEXT}"), "rank 0, mean of 20 steps")
     if not frame.split:
         return [head, Text(" this run has not recorded where the time of a step goes", FAINT)]
-    whole = sum(frame.split.values()) or 1.0
+    total = sum(frame.split.values()) or 1.0
     bar = Text.assemble(" ", drawing.segments(frame.split, width - 2))
-    shares = {name: amount / whole for name, amount in frame.split.items()}
+    shares = {name: amount / total for name, amount in frame.split.items()}
     legend = _legend(shares, "  ")
-    if legend.cell_len > width:  # the names of larger parts are in the bar
+    # The names of larger parts are in the bar, so small ones can be left out.
+    if legend.cell_len > width:
         legend = _legend({name: share for name, share in shares.items() if share >= 0.005}, " ")
     return [head, bar, legend]
 
@@ -137,7 +149,7 @@ def lost(frame: Frame, width: int, height: int) -> list[Text]:
         amount = Text(f"{drawing.seconds(seconds)} ", TEXT) if seconds else Text("– ", FAINT)
         name = Text(f" {cause}{count}".ljust(longest + 2), FAINT)
         bar = width - name.cell_len - 15
-        line = Text.assemble(name, drawing.meter(seconds / most, bar, _LOST, "") if bar > 3 else "")
+        line = Text.assemble(name, drawing.meter(seconds / most, bar, _LOST) if bar > 3 else "")
         rows.append(_between(width, line, amount))
     return [head, *rows]
 
@@ -167,7 +179,7 @@ def all_events(frame: Frame, width: int, height: int, skip: int = 0) -> list[Tex
     lines: list[Text] = []
     for event in reversed(frame.events[: len(frame.events) - skip]):
         begin, text = told_event(event, None).divide([_BEGIN])
-        first, *following = text.wrap(_PLAIN, width - _BEGIN - 1)
+        first, *following = text.wrap(drawing.PLAIN_CONSOLE, width - _BEGIN - 1)
         indented = [Text.assemble(" " * _BEGIN, line) for line in following]
         lines = [Text.assemble(begin, first), *indented, *lines]
         if len(lines) >= room:
@@ -177,8 +189,6 @@ def all_events(frame: Frame, width: int, height: int, skip: int = 0) -> list[Tex
 
 
 _BEGIN = len(" 01-31 23:59 ▌")
-_PLAIN = Console(file=io.StringIO(), width=200)
-"""`Text.wrap` asks for one."""
 
 
 def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:
@@ -197,7 +207,7 @@ def told_event(event: Mapping[str, Any], now: float | None, width: int | None = 
     """Write an event in a line. With a `now` the line has the time of an event of that day, else the day."""
     kind = str(event.get("event"))
     step = event.get("step")
-    style = {"warning": WARN, "resume": ACCENT, "start": TEXT, "checkpoint": TEXT}.get(kind, TEXT)
+    style = {"warning": WARN, "resume": ACCENT}.get(kind, TEXT)
     match kind:
         case "warning":
             text = str(event.get("text", ""))
@@ -242,21 +252,11 @@ def clean(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def _curve(frame: Frame, name: str, width: int, height: int, style: str, shown: Callable[[float], str]) -> list[Text]:
-    curve = frame.curves.get(name)
-    lines = [] if curve is None else plot(curve, width, height, style, shown)
-    return lines or [Text(" no step is recorded yet" if not frame.step else " not recorded", FAINT)]
-
-
 def _between(width: int, left: Text, right: Text) -> Text:
     """Put two texts at both ends of a line; the left one is cut if they do not fit."""
     left = drawing.fitted(left, max(0, width - right.cell_len))
     left.append_text(right)
     return left
-
-
-def _clock(now: float) -> str:
-    return datetime.fromtimestamp(now).astimezone().strftime("%H:%M:%S")
 
 
 def _moment(event: Mapping[str, Any], now: float | None) -> str:

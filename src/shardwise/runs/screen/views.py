@@ -48,6 +48,7 @@ def schedule(frame: Frame, width: int, height: int) -> list[Text]:
             repr(parallel), micro_batches, train.get("recompute", "none"), width - 2, max(2, height - 2)
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AssertionError):
+        # Another version may have written the files: a key may be missing, or have a value of another type.
         return [head, Text(" config.yaml and the start of the run do not tell the schedule", FAINT)]
     lines = [Text.assemble(" ", line) for line in picture]
     for line in lines:
@@ -85,16 +86,8 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
     views = [view for view in frame.pipeline if view.bubble is not None or view.work_seconds is not None]
     if not views:
         return [head, Text(" no rank has recorded the seconds of its stages", FAINT)]
-    rows = [
-        (
-            ("", FAINT),
-            ("ranks", FAINT),
-            ("forward", PART_COLOURS["forward"]),
-            ("backward", PART_COLOURS["backward"]),
-            ("work", FAINT),
-            ("bubble", FAINT),
-        )
-    ]
+    titles = ("", "ranks", "forward", "backward", "work", "bubble")
+    rows = [tuple((title, PART_COLOURS.get(title, FAINT)) for title in titles)]
     left_out = max(0, len(views) - (height - 2))
     shown = views[: len(views) - left_out - 1] if left_out else views
     for view in shown:
@@ -174,6 +167,7 @@ def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
         return [head, Text(" no rank has a file yet", FAINT), Text(), graphs(frame, width)]
     views = {view.rank: view for view in frame.ranks}
     node_rows = sorted((_node_row(views, frame.silent, node) for node in frame.nodes), key=lambda row: row.order)
+    # Five lines are the heading, the titles, a blank one, the graphs and the device.
     visible = height - 5
     begin = max(0, min(cursor - visible // 2, len(node_rows) - visible))
     gauge_width = 24 if width >= 120 else 7
@@ -183,7 +177,9 @@ def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
     titles = Text(f" {'host':<{name_width}}  {'ranks':<10}  {'CPU':<{gauge_width + 5}}  {'RAM':<{memory_width}}", FAINT)
     titles.append("  devices      slowest work", FAINT)
     lines = [_node(row, width, name_width, gauge_width) for row in node_rows[begin : begin + visible]]
-    return [head, titles, *lines, Text(), graphs(frame, width), *_host_note(frame)]
+    device = frame.start.get("device")
+    note = [Text(f" device {device}", FAINT)] if device else []
+    return [head, titles, *lines, Text(), graphs(frame, width), *note]
 
 
 def _node_row(views: Mapping[int, RankView], silent: frozenset[int], node: NodeView) -> _NodeRow:
@@ -201,18 +197,14 @@ def _node(row: _NodeRow, width: int, name_width: int, gauge_width: int) -> Text:
     line.append("  ").append_text(_gauge(node.cpu, gauge_width))
     line.append("  ").append_text(_gauge(memory, gauge_width))
     line.append(f" {drawing.size(node.memory_bytes):>8}" if width >= 100 else "", FAINT)
-    line.append(f"  {f'{len(node.devices)} × {_device(node.devices)}':<11.11}", TEXT)
+    models = ", ".join(sorted({drawing.model(device) for device in node.devices}))
+    line.append(f"  {f'{len(node.devices)} × {models}':<11.11}", TEXT)
     if row.slowest is not None and row.slowest.relative is not None:
         style = drawing.work_style(row.slowest.relative)
         line.append(f"  ×{row.slowest.relative:.2f}", style)
         line.append(f" rank {row.slowest.rank}" if row.slowest.relative >= 1.15 else "", style)
     line.append(f"  {drawing.SILENT} {row.silent} silent" if row.silent else "", f"bold {BAD}")
     return drawing.fitted(line, width)
-
-
-def _host_note(frame: Frame) -> list[Text]:
-    device = frame.start.get("device")
-    return [Text(f" device {device}", FAINT)] if device else []
 
 
 def _gauge(share: float | None, width: int) -> Text:
@@ -231,10 +223,6 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     last = max(ranks)
     is_consecutive = last - first + 1 == len(ranks) and len(ranks) > 1
     return (f"{first}–{last}" if is_consecutive else ", ".join(map(str, ranks)))[:10].ljust(10)
-
-
-def _device(devices: tuple[str, ...]) -> str:
-    return ", ".join(sorted({drawing.model(device) for device in devices}))
 
 
 def keys(width: int, height: int) -> list[Text]:
@@ -282,22 +270,11 @@ class _MetricStyle(NamedTuple):
 
 _METRIC_STYLES: Mapping[Metric, _MetricStyle] = {
     "work": _MetricStyle(
-        "work over the best",
-        lambda view: view.relative,
-        drawing.work_style,
-        lambda value: f"×{value:.2f}",
-        1.0,
-        1.5,
+        "work over the best", lambda view: view.relative, drawing.work_style, "×{:.2f}".format, 1.0, 1.5
     ),
     "memory": _MetricStyle("memory", lambda view: view.memory_bytes, drawing.memory_style, units.size, 0.0, 1.0),
     "use": _MetricStyle(
-        "busy devices",
-        lambda view: view.utilization,
-        drawing.use_style,
-        lambda value: f"{value:.0%}",
-        0.0,
-        1.0,
-        min,
+        "busy devices", lambda view: view.utilization, drawing.use_style, "{:.0%}".format, 0.0, 1.0, worst=min
     ),
 }
 _LABEL = 8
@@ -311,6 +288,7 @@ def strips(frame: Frame, width: int, height: int) -> list[Text]:
         return [*lines, Text(" no rank has recorded a step yet", FAINT)]
     rows = height - 1
     for name in known:
+        # The first number has the lines that the others leave.
         strip_rows = max(1, rows - len(known) + 1) if name == known[0] else 1
         lines += _strip(frame, name, width, strip_rows)
     return lines[:height]
@@ -406,6 +384,7 @@ def _rows(frame: Frame, most: int) -> list[tuple[str, list[int]]]:
     if 1 < len(stages) <= most:
         return [(f"pp {stage}", ranks) for stage, ranks in sorted(stages.items())]
     count = len(frame.ranks)
+    # About 64 ranks fit in a line of a terminal.
     lines = max(1, min(most, -(-count // 64)))
     per_line = max(1, -(-count // lines))
     starts = range(0, count, per_line)
@@ -415,7 +394,8 @@ def _rows(frame: Frame, most: int) -> list[tuple[str, list[int]]]:
 def ordered(frame: Frame, metric: Metric) -> list[RankView]:
     """Sort the ranks by need of attention: silent ones, then by the number, the worst first."""
     metric_style = _METRIC_STYLES[metric]
-    sign = 1 if metric == "use" else -1  # a device with little use is the worst
+    # A device with little use is the worst; of work and memory the most is.
+    sign = 1 if metric == "use" else -1
 
     def place(view: RankView) -> tuple[bool, float, int]:
         value = metric_style.value(view)
@@ -437,6 +417,7 @@ def listing(
     parts = PARTS if width >= 150 else ()
     cells = [tuple((name, FAINT) for name in (*names, *parts))]
     cells += [(*_cells(frame, view), *_parts(view, parts)) for view in views[begin : begin + rows]]
+    # All columns but the host and the device are numbers.
     right = [at for at in range(len(cells[0])) if at not in (4, 5)]
     lines = drawing.columns(cells, right=right, gap=1 if width < 100 else 2)
     for at, line in enumerate(lines[1:], begin):

@@ -40,11 +40,11 @@ def watched(
     )
     threads: list[threading.Thread] = []
 
-    def start(attempt: Attempt) -> tuple[tuple[str, ...], dict[str, str]]:
+    def start(attempt: Attempt) -> tuple[str, ...]:
         threads.extend(threading.Thread(target=launcher, args=(attempt, number)) for number in range(2))
         for thread in threads:
             thread.start()
-        return program, {}
+        return program
 
     outcome = asyncio.run(watch.run(start))
     for thread in threads:

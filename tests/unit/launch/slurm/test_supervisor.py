@@ -69,8 +69,8 @@ class Job:
             def end(self, why: str) -> None:
                 self.ended = why
 
-            async def run(self, program: Callable[[object], tuple[list[str], object]]) -> AttemptOutcome:
-                job.command = program(None)[0]
+            async def run(self, program: Callable[[object], list[str]]) -> AttemptOutcome:
+                job.command = program(None)
                 while isinstance(number := left.pop(0), int):
                     os.kill(os.getpid(), number)
                     await asyncio.sleep(0.01)

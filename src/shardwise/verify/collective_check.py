@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.base.errors import ShardwiseError, shown
 from shardwise.base.hardware import accelerators
-from shardwise.verify.doctor.machine import Check, ok
+from shardwise.verify.machine_checks import Check, ok
 
 _TIMEOUT = 60.0
 """Seconds after which a rank gives up that waits for the other one."""
@@ -69,10 +69,12 @@ def _sum_on_ranks() -> dict[str, Any]:
     from shardwise.verify.rank_calls import process_group
 
     count = torch.accelerator.device_count()
+    # Two ranks need two devices: with one accelerator the CPU is tested.
     device = devices.local_device() if count > 1 else torch.device("cpu")
     with process_group(device, _TIMEOUT) as world:
         tensor = torch.full((_ELEMENTS,), float(world.rank + 1), device=device)
-        collectives.all_reduce_(tensor.clone(), world)  # the first one connects the ranks
+        # The first collective connects the ranks, which takes longer than the sum.
+        collectives.all_reduce_(tensor.clone(), world)
         collectives.barrier(world)
         start = time.perf_counter()
         total = collectives.all_reduce_(tensor, world)

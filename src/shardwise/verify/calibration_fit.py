@@ -82,7 +82,8 @@ def _link(measurements: Measurements) -> tuple[float, float] | None:
     if not measurements.sums:
         return None
     n = measurements.ranks
-    (_, least), (size, most) = measurements.sums[0], measurements.sums[-1]
+    _, least = measurements.sums[0]
+    size, most = measurements.sums[-1]
     latency = max(_LEAST_LATENCY, least / (2 * (n - 1)))
     bandwidth = 2 * size * (n - 1) / n / max(most - least, 1e-9)
     return bandwidth / 1e9, latency * 1e6
@@ -135,11 +136,13 @@ def searched(start: Constants, badness: Callable[[Constants], float]) -> Constan
             improves = False
             for name in _FITTED:
                 for factor in (1 + step, 1 / (1 + step)):
+                    # A value outside of its range would be refused when the device file is read.
                     low, high = CONSTANTS[name]
                     value = min(max(float(f"{getattr(best, name) * factor:.4g}"), low), high)
                     tried = replace(best, **{name: value})
                     tried_badness = badness(tried)
-                    if tried_badness < least * (1 - 1e-3):  # smaller gains are not worth further rounds
+                    # Smaller gains are not worth further rounds.
+                    if tried_badness < least * (1 - 1e-3):
                         best = tried
                         least = tried_badness
                         improves = True
@@ -177,6 +180,7 @@ def _distance(constants: Constants, start: Constants) -> float:
     for name in _FITTED:
         value = getattr(constants, name)
         start_value = getattr(start, name)
+        # A constant of 0 has no logarithm, and stays at 0 under factors.
         if value > 0 and start_value > 0:
             distance += abs(math.log(value / start_value))
     return distance / len(_FITTED)

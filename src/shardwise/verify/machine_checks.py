@@ -35,16 +35,16 @@ _FEW_FILES = 4096
 _INTERFACE_KEYS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def machine(run_path: Path, variables: Mapping[str, str] = os.environ) -> Iterator[Check]:
+def machine(run_path: Path) -> Iterator[Check]:
     """Check the whole machine, for runs in the folder `run_path`."""
     yield from devices()
-    yield from fabric(variables)
-    yield threads(variables, cpu_count(), _cpu_limit())
+    yield from fabric(os.environ)
+    yield threads(os.environ, cpu_count(), _cpu_limit())
     yield memory(available_memory())
     yield from limits()
     yield from place("run folder", run_path)
     yield from place("cache", cache_root())
-    yield launcher(variables)
+    yield launcher(os.environ)
 
 
 def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
@@ -98,6 +98,7 @@ def fabric(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/inf
     yield ok("network", ", ".join(f"{name}{speeds[name]}" for name in up) or "no interface is up")
     for key in _INTERFACE_KEYS:
         value = variables.get(key, "")
+        # NCCL and gloo take beginnings of names; `=` asks NCCL for whole names, and `^` for all others.
         names = [name.strip() for name in value.lstrip("=").split(",") if name.strip()]
         if names and not value.startswith("^") and not any(interface.startswith(tuple(names)) for interface in up):
             yield Check("network", "wrong", f"{key} ({value}) must name an interface that is up", f"unset {key}")
@@ -125,7 +126,6 @@ def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Che
     """Check the threads of a rank.
 
     Args:
-        variables: environment variables.
         cpus: number of CPUs that the process may run on.
         limit: CPUs that its container may use at once; None without a limit.
     """
@@ -137,8 +137,8 @@ def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Che
     fix = f"set OMP_NUM_THREADS to the CPUs of a rank, at most {usable}"
     if value is None:
         if usable < cpus:
-            found = f"{cpus_text}: each rank would start a thread on every CPU"
-            return Check("threads", "warning", found, fix)
+            problem = f"{cpus_text}: each rank would start a thread on every CPU"
+            return Check("threads", "warning", problem, fix)
         return ok("threads", f"{cpus_text}; the ranks share them, as OMP_NUM_THREADS is not set")
     if not value.isdecimal() or int(value) < 1:
         return Check("threads", "warning", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
@@ -147,10 +147,10 @@ def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Che
     return ok("threads", f"{cpus_text}; OMP_NUM_THREADS {value}")
 
 
-def _cpu_limit(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
+def _cpu_limit() -> float | None:
     """Return the number of CPUs that the container may use at once; None without a limit."""
     try:
-        quota, period = path.read_text(encoding="ascii").split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return int(quota) / int(period)
     except (OSError, ValueError):
         return None
@@ -165,11 +165,12 @@ def memory(free: int | None) -> Check:
     return ok("memory", f"{size(free)} free")
 
 
-def limits(shared: Path = Path("/dev/shm")) -> Iterator[Check]:
+def limits() -> Iterator[Check]:
     """Check open files, and on machines with accelerators the shared memory that NCCL uses."""
     import resource
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A limit of -1 stands for none.
     if 0 <= most < _FEW_FILES:
         mend = f"raise it: ulimit -Hn {_FEW_FILES}, or LimitNOFILE of the service"
         yield Check(
@@ -177,9 +178,10 @@ def limits(shared: Path = Path("/dev/shm")) -> Iterator[Check]:
         )
     else:
         yield ok("open files", "no limit" if most < 0 else f"up to {most:,}")
+    shared = Path("/dev/shm")
     if accelerators()[1] and shared.is_dir() and free_bytes(shared) < _LITTLE_SHARED:
-        found = f"{shared} ({size(free_bytes(shared))} free) must have at least {size(_LITTLE_SHARED)} for NCCL"
-        yield Check("shared memory", "wrong", found, "start the container with --shm-size=1g or --ipc=host")
+        problem = f"{shared} ({size(free_bytes(shared))} free) must have at least {size(_LITTLE_SHARED)} for NCCL"
+        yield Check("shared memory", "wrong", problem, "start the container with --shm-size=1g or --ipc=host")
 
 
 def place(name: str, folder: Path) -> Iterator[Check]:
@@ -191,12 +193,13 @@ def place(name: str, folder: Path) -> Iterator[Check]:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".shardwise-doctor-") as file:
             file.write(b"x" * 2**16)
             file.flush()
+            # A disk that is full, or behind a network, may refuse the bytes only now.
             os.fsync(file.fileno())
             try:
                 lock(file.fileno(), wait=False)
             except NoLocksError:
-                found = f"the disk of {folder} has no locks: a second run in one folder is not refused"
-                yield Check(name, "warning", found, "start one run in a folder, or choose another disk by --run-dir")
+                problem = f"the disk of {folder} has no locks: a second run in one folder is not refused"
+                yield Check(name, "warning", problem, "start one run in a folder, or choose another disk by --run-dir")
     except OSError as error:
         setting = "--run-dir" if name == "run folder" else "SHARDWISE_CACHE"
         mend = f"make it writable, or choose another by {setting}"
@@ -204,8 +207,8 @@ def place(name: str, folder: Path) -> Iterator[Check]:
         return
     free = free_bytes(existing)
     if free < _LITTLE_DISK:
-        found = f"free disk space under {folder} ({size(free)}) must be at least {size(_LITTLE_DISK)}"
-        yield Check(name, "warning", found, "make room: `shardwise checkpoint prune` removes old checkpoints")
+        problem = f"free disk space under {folder} ({size(free)}) must be at least {size(_LITTLE_DISK)}"
+        yield Check(name, "warning", problem, "make room: `shardwise checkpoint prune` removes old checkpoints")
     else:
         yield ok(name, f"{folder} can be written, {size(free)} free")
 
@@ -341,5 +344,6 @@ def _applies(requirement: Requirement, extra: str) -> bool:
 
 def _extras(requirement: Requirement) -> set[str]:
     """Return the extras that bring a package."""
+    # A package of an extra has a marker that is true only where the extra is asked for.
     all_extras = metadata.metadata("shardwise").get_all("Provides-Extra") or []
     return {extra for extra in all_extras if not _applies(requirement, "") and _applies(requirement, extra)}

@@ -37,7 +37,6 @@ class RankPool:
     order. After a failure or time-out the next call starts new ranks.
 
     Args:
-        size: number of ranks.
         device_type: `cpu`, or the type of an accelerator with a device for each rank.
         prepare: module-level function that each rank calls first, such as a registration of a device with torch.
     """
@@ -75,6 +74,7 @@ class RankPool:
         return [results[rank] for rank in range(self.size)]
 
     def _start(self) -> None:
+        # A server process imports torch once, and each rank is forked from it in a moment.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(_LOADED_ONCE)
         self._results = context.Queue()

@@ -19,7 +19,7 @@ from shardwise.runs.folder import RunDirectory, RunLock, new_run_path
 
 
 def claim(locks: ExitStack, run_path: Path) -> None:
-    """Hold the folder's lock until `held` is left, and forget stop requests that were for an earlier run.
+    """Hold the folder's lock until `locks` is left, and forget stop requests that were for an earlier run.
 
     Raises:
         ConfigError: another process runs there; it is named, and nothing of its run is touched.
@@ -29,6 +29,7 @@ def claim(locks: ExitStack, run_path: Path) -> None:
         output.progress(
             f"warning: {run_path} cannot be locked ({lock.problem}): a second run in this folder would not be refused"
         )
+    # After the lock is taken: else a request to the run that has it would be lost.
     stop_requests.clear(run_path)
 
 
@@ -66,10 +67,8 @@ def prepare_run(
 
     Returns:
         the folder; None where a rank other than 0 does not know it yet.
-
-    Raises:
-        ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
     """
+    # Before the folder is made, so that wrong inputs leave none behind.
     fetch_inputs(config, output.progress if place is None or place.local_rank == 0 else None)
     if place is not None and place.rank != 0:
         return run_path

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.files import write_new
 from shardwise.base.hardware import accelerators
 from shardwise.launch.environment import joined
-from shardwise.planner.device_specs import require_suffix, write_new
-from shardwise.runs.folder import now
-from shardwise.verify.calibration.fit import Measurements, device_file, rows
+from shardwise.planner.device_specs import require_suffix
+from shardwise.verify.calibration_fit import Measurements, device_file, rows
 from shardwise.verify.rank_calls import call_on_ranks, process_group
 
 _CPU_RANKS = 2
@@ -34,7 +34,7 @@ def calibrate(target: Path) -> list[tuple[str, str]]:
     Raises:
         ConfigError: the file cannot be written, or ranks cannot be started here.
     """
-    require_writable(target, "-o")
+    _require_writable(target)
     if joined() is not None:
         raise ConfigError("--calibrate starts ranks of its own: call it outside of torchrun and srun")
     start = time.time()
@@ -45,27 +45,25 @@ def calibrate(target: Path) -> list[tuple[str, str]]:
         measurements: Measurements = call_on_ranks(_measure, until, ranks=ranks, folder=folder).single()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    write_new(target, device_file(measurements, datetime.date.fromisoformat(now()[:10])), "-o")
+    today = datetime.datetime.now(datetime.UTC).date()
+    write_new(target, device_file(measurements, today), "-o")
     return [*rows(measurements), ("time", f"{time.time() - start:.0f} s")]
 
 
 def _measure(until: float) -> Iterator[Measurements]:
     """Measure on this rank until about this time. It imports torch, which the process that calibrates does without."""
     from shardwise.distributed import devices
-    from shardwise.verify.calibration.measure import measured
+    from shardwise.verify.calibration_measure import measured
 
     device = devices.local_device()
     with process_group(device) as world:
         yield measured(world, device, until)
 
 
-def require_writable(path: Path, option: str) -> None:
-    """Refuse a file that exists or cannot be made, before the work for it.
-
-    Raises:
-        ConfigError: names the reason.
-    """
-    require_suffix(path, option)
-    write_new(path, "", option)
+def _require_writable(target: Path) -> None:
+    """Refuse a file that exists or cannot be made, before the minute of work for it."""
+    require_suffix(target, "-o")
+    # Only making the file tells for sure. It is removed at once, so that a calibration that fails leaves nothing.
+    write_new(target, "", "-o")
     with contextlib.suppress(OSError):
-        path.unlink()
+        target.unlink()

@@ -16,12 +16,10 @@ import torch
 from shardwise.base.errors import RunError, ShardwiseError
 from shardwise.config import Config
 from shardwise.distributed import collectives, devices
-from shardwise.verify.layouts import Cell
-from shardwise.verify.measure import Reference, continued, loss_difference, measure, train_reference
-from shardwise.verify.rank_calls import call_on_ranks, process_group
+from shardwise.verify import cell_training, layouts, rank_calls
 from shardwise.verify.tolerance import Differences, Tolerance
 
-CLEAR_LINE = "\r\x1b[2K"
+_CLEAR_LINE = "\r\x1b[2K"
 """Control sequence by which a terminal clears the line of progress."""
 _TIMEOUT = 120.0
 """Seconds after which a collective fails that a rank never calls: steps of a miniature take less than one."""
@@ -42,23 +40,6 @@ class MiddleCheckpoint:
 
 
 @dataclass(frozen=True)
-class CellResult:
-    """A cell's result, as its ranks found it.
-
-    Attributes:
-        differences: largest differences from the reference.
-        checkpoint: checkpoint that the cell's ranks saved.
-        source: name of the layout whose checkpoint they read.
-        seconds: duration of both trainings of the cell.
-    """
-
-    differences: Differences
-    checkpoint: MiddleCheckpoint
-    source: str
-    seconds: float
-
-
-@dataclass(frozen=True)
 class CellOutcome:
     """A cell's result and its judgement.
 
@@ -70,7 +51,7 @@ class CellOutcome:
         seconds: duration of both trainings of the cell.
     """
 
-    cell: Cell
+    cell: layouts.Cell
     differences: Differences | None
     problems: Sequence[str]
     source: str | None = None
@@ -105,7 +86,7 @@ class Verification:
         return [outcome for outcome in self.outcomes if outcome.problems]
 
 
-def verify(config: Config, cells: Sequence[Cell], folder: Path) -> Verification:
+def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verification:
     """Train the miniature in one process and at every cell, and compare.
 
     The reference runs in this process, on the device of the first cell. The other cells of one device and number of
@@ -114,17 +95,17 @@ def verify(config: Config, cells: Sequence[Cell], folder: Path) -> Verification:
     Raises:
         RunError: the reference cannot be trained.
     """
+    # As many as a rank on the CPU has: another number would sum in another order.
     torch.set_num_threads(1)
-    first = Cell(device=cells[0].device)
+    first = layouts.Cell(device=cells[0].device)
     try:
-        one_process = MiddleCheckpoint(train_reference(config, first, folder), first.name)
+        one_process = MiddleCheckpoint(cell_training.train_reference(config, first, folder), first.name)
     except ShardwiseError:
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         raise RunError(f"one process on {first.device}, the reference, cannot be trained: {text}") from error
-    losses = Reference.load(folder).losses
-    tolerance = Tolerance.of(config)
+    losses = cell_training.Reference.load(folder).losses
     outcomes: list[CellOutcome] = []
     source = one_process
     for _, group in itertools.groupby(cells, key=lambda cell: (cell.device, cell.ranks)):
@@ -132,15 +113,15 @@ def verify(config: Config, cells: Sequence[Cell], folder: Path) -> Verification:
         while pending:
             progress = (len(outcomes), len(cells))
             call = (config, pending, folder, source, one_process, progress)
-            answer = call_on_ranks(measure_cells, *call, ranks=pending[0].ranks, folder=folder)
-            results: list[CellResult] = answer.values
-            # Results are fewer than cells if the ranks failed: the first cell without a result is at fault.
-            for cell, result in zip(pending, results, strict=False):
-                problems = result.differences.problems(tolerance, result.source)
-                outcomes.append(CellOutcome(cell, result.differences, problems, result.source, result.seconds))
-                source = one_process if problems else result.checkpoint
+            answer = rank_calls.call_on_ranks(measure_cells, *call, ranks=pending[0].ranks, folder=folder)
+            results: list[tuple[CellOutcome, MiddleCheckpoint]] = answer.values
+            for outcome, checkpoint in results:
+                outcomes.append(outcome)
+                source = one_process if outcome.problems else checkpoint
             pending = pending[len(results) :]
+            # Results are fewer than cells if the ranks failed: the first cell without a result is at fault.
             if pending:
+                # Ranks can also end with exit code 0 and no result, by code of the user's own.
                 reason = "the ranks ended without a result" if answer.failure is None else str(answer.failure)
                 outcomes.append(CellOutcome(pending[0], None, (reason,)))
                 source = one_process
@@ -150,20 +131,19 @@ def verify(config: Config, cells: Sequence[Cell], folder: Path) -> Verification:
 
 def measure_cells(
     config: Config,
-    cells: Sequence[Cell],
+    cells: Sequence[layouts.Cell],
     folder: Path,
     source: MiddleCheckpoint,
     one_process: MiddleCheckpoint,
     progress: tuple[int, int],
-) -> Iterator[CellResult]:
-    """Train each cell on this rank; yield its result. All cells have one device and number of ranks. Collective.
+) -> Iterator[tuple[CellOutcome, MiddleCheckpoint]]:
+    """Train each cell on this rank; yield its outcome, and the checkpoint that its ranks saved. Collective.
+
+    All cells have one device and number of ranks.
 
     A cell that fails ends all ranks: the process that started them knows by the missing result which cell it was.
 
     Args:
-        config: configuration of the miniature.
-        cells: layouts to train.
-        folder: folder of the verification.
         source: checkpoint that the first cell reads; each later cell reads the checkpoint of the cell before it.
         one_process: checkpoint of the reference, which is read after a cell that broke the contract.
         progress: number of cells before these, and of all cells of the verification.
@@ -171,30 +151,39 @@ def measure_cells(
     device = torch.device("cpu") if cells[0].device == "cpu" else devices.local_device()
     tolerance = Tolerance.of(config)
     done, total = progress
-    with process_group(device, _TIMEOUT) as world:
+    with rank_calls.process_group(device, _TIMEOUT) as world:
         for number, cell in enumerate(cells, start=done):
             if world.rank == 0:
                 _show(f"layout {number + 1} of {total}: {cell.name}")
             start = time.perf_counter()
-            differences, saved = measure(config, cell, folder, source.folder, folder / f"layout-{number}")
+            differences, saved = cell_training.measure(config, cell, folder, source.folder, folder / f"layout-{number}")
+            problems = differences.problems(tolerance, source.layout)
             checkpoint = MiddleCheckpoint(saved, cell.name)
-            yield CellResult(differences, checkpoint, source.layout, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            yield CellOutcome(cell, differences, problems, source.layout, seconds), checkpoint
             if world.rank == 0 and source != one_process:
-                shutil.rmtree(source.folder.parent)  # small, but there may be hundreds
-            source = one_process if differences.problems(tolerance, source.layout) else checkpoint
+                # It is small, but there may be hundreds.
+                shutil.rmtree(source.folder.parent)
+            # After a breach the checkpoint of one process is read: the next layout must not inherit the error.
+            source = one_process if problems else checkpoint
             collectives.barrier(world)
 
 
 def _show(text: str) -> None:
     """Replace the line of progress, if standard error is a terminal."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"{CLEAR_LINE}{text[:_LINE_WIDTH]}")
+        sys.stderr.write(f"{_CLEAR_LINE}{text[:_LINE_WIDTH]}")
         sys.stderr.flush()
 
 
-def _read_back(config: Config, cell: Cell, source: MiddleCheckpoint, losses: Sequence[float]) -> CellOutcome:
+def clear_progress() -> None:
+    """Remove the line of progress from the terminal."""
+    _show("")
+
+
+def _read_back(config: Config, cell: layouts.Cell, source: MiddleCheckpoint, losses: Sequence[float]) -> CellOutcome:
     """Let one process continue from the last layout's checkpoint."""
-    later_losses = continued(config, cell, source.folder)
-    differences = Differences(0.0, 0.0, 0.0, loss_difference(later_losses, losses))
+    later_losses = cell_training.continued(config, cell, source.folder)
+    differences = Differences(0.0, 0.0, 0.0, cell_training.loss_difference(later_losses, losses))
     problems = differences.problems(Tolerance.of(config), source.layout)
     return CellOutcome(cell, differences, problems, source.layout)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardwise.distributed.mesh import Group
-from shardwise.verify.calibration import measure
-from shardwise.verify.calibration.fit import Probe
+from shardwise.verify import calibration_measure
+from shardwise.verify.calibration_fit import Probe
 
 MANY = 24  # steps of each miniature where there is time
 
@@ -30,10 +30,10 @@ def measured(until: float, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float]
     """Seconds of a step of each of two miniatures, how many they did, what is told, and when it ended."""
     clock = [0.0]
     miniatures = {"fast": Miniature(clock, 0.1), "slow": Miniature(clock, 0.9)}
-    monkeypatch.setattr(measure, "time", SimpleNamespace(time=lambda: clock[0]))
-    monkeypatch.setattr(measure, "trainer", lambda probe: miniatures[probe.recipe])
-    budget = measure.Budget(Group(), until)
-    found = measure._steps([Probe("fast", ()), Probe("slow", ())], Group(), budget)
+    monkeypatch.setattr(calibration_measure, "time", SimpleNamespace(time=lambda: clock[0]))
+    monkeypatch.setattr(calibration_measure, "trainer", lambda probe: miniatures[probe.recipe])
+    budget = calibration_measure.Budget(Group(), until)
+    found = calibration_measure._steps([Probe("fast", ()), Probe("slow", ())], Group(), budget)
     return found, [one.steps for one in miniatures.values()], budget.fewer, clock[0]
 
 

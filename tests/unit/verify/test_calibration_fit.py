@@ -12,7 +12,7 @@ from shardwise.planner import device_seconds
 from shardwise.planner.device_seconds import constants_of
 from shardwise.planner.device_specs import Cluster, Device, dump, figure, load_device, parse_device
 from shardwise.planner.step_time import step_time
-from shardwise.verify.calibration.fit import PRODUCTS, Measurements, device_file, probes, rows, undisturbed
+from shardwise.verify.calibration_fit import PRODUCTS, Measurements, device_file, probes, rows, undisturbed
 
 DAY = datetime.date(2026, 1, 2)
 

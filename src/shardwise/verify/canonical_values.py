@@ -34,9 +34,11 @@ def step_with_gradients(trainer: Trainer) -> tuple[StepRecord, dict[str, Tensor]
     optimizer = trainer.optimizer
 
     def keep(*_: object) -> None:
+        # In a hook, as the update that follows overwrites or frees the gradients.
         gradients.update(canonical_gradients(trainer.model, optimizer))
         for bucket in optimizer.buckets:
-            bucket.note_gradients()  # it was filled with other ranks' parts, which is no change
+            # Each bucket was filled with other ranks' parts, which is no change of its gradients.
+            bucket.note_gradients()
 
     hook = optimizer.register_step_pre_hook(keep)
     try:

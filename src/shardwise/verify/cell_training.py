@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwise.base.errors import RunError, listing
@@ -25,17 +23,16 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.train.build import build_trainer
 from shardwise.train.rank_agreement import check_replicas
 from shardwise.train.trainer import Trainer
+from shardwise.verify.canonical_values import canonical_weights, gradient_errors, step_with_gradients
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import at
-from shardwise.verify.testing.canonical import canonical_weights, gradient_errors, step_with_gradients
 from shardwise.verify.tolerance import Differences
 
 _SAMPLES = 256
 """Samples of the random text; longer trainings read them again."""
 _PROGRESS_KEYS = ("samples", "position", "tokens")
 """Keys of a manifest, and attributes of a training's progress, that say how far it is."""
-_WEIGHT = "weight "
-_GRADIENT = "gradient "
+_REFERENCE_FILE = "reference.pt"
 
 
 @dataclass(frozen=True)
@@ -53,19 +50,13 @@ class Reference:
     gradients: Mapping[str, Tensor]
 
     def save(self, folder: Path) -> None:
-        named = {_WEIGHT + name: tensor.cpu().contiguous() for name, tensor in self.weights.items()}
-        named |= {_GRADIENT + name: tensor.cpu().contiguous() for name, tensor in self.gradients.items()}
-        save_file(named, folder / "reference.safetensors")
-        (folder / "reference.json").write_text(json.dumps(self.losses), encoding="utf-8")
+        torch.save((self.losses, self.weights, self.gradients), folder / _REFERENCE_FILE)
 
+    # Cached: the ranks of many cells compare with the same one.
     @staticmethod
     @cache
     def load(folder: Path) -> Reference:
-        named = load_file(folder / "reference.safetensors")
-        weights = {name.removeprefix(_WEIGHT): named[name] for name in named if name.startswith(_WEIGHT)}
-        gradients = {name.removeprefix(_GRADIENT): named[name] for name in named if name.startswith(_GRADIENT)}
-        losses = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
-        return Reference(losses, weights, gradients)
+        return Reference(*torch.load(folder / _REFERENCE_FILE, weights_only=True))
 
 
 @cache
@@ -165,8 +156,6 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
     """Train one cell on this rank: from the start, then from the checkpoint `source` of another one. Collective.
 
     Args:
-        config: configuration of the miniature.
-        cell: layout to train.
         folder: folder of the reference.
         source: folder of the checkpoint of another layout.
         target: folder for this cell's own checkpoint, whose place is returned.
@@ -174,7 +163,8 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
     reference = Reference.load(folder)
     trainer = make_trainer(config, cell)
     weights, gradients, losses, checkpoint = first_half(trainer, target)
-    later_losses = continued(config, cell, source)  # a new trainer: nothing of the first one helps it to resume
+    # This makes a new trainer: nothing of the first one helps it to resume.
+    later_losses = continued(config, cell, source)
     _require_same_names(set(weights), set(reference.weights), trainer.mesh)
     by_rank = collectives.all_gather_objects(_tensor_differences(weights, gradients, reference), trainer.mesh.world)
     weight_difference, weight = max(weight for weight, _ in by_rank)
@@ -207,6 +197,7 @@ def _tensor_differences(
 ) -> tuple[tuple[float, str], tuple[float, str]]:
     """Return the largest difference of this rank's weights, and of its gradients, each with the name of the tensor."""
     by_name = {name: _difference(tensor, reference.weights[name]) for name, tensor in weights.items()}
+    # In place of the gradients of other stages stand those of the reference: the scale is that of the whole model.
     errors = gradient_errors({**reference.gradients, **gradients}, dict(reference.gradients))
     return _largest(by_name), _largest({name: errors[name] for name in gradients})
 

@@ -16,7 +16,7 @@ from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.train.build import build_trainer
 from shardwise.train.trainer import Trainer
-from shardwise.verify.calibration.fit import LARGE_PRODUCTS, PRODUCTS, Measurements, Probe, probes, undisturbed
+from shardwise.verify.calibration_fit import LARGE_PRODUCTS, PRODUCTS, Measurements, Probe, probes, undisturbed
 
 _COPIED = 2**26
 """Elements of a copy: far more than caches hold."""
@@ -60,8 +60,6 @@ def measured(world: Group, device: torch.device, until: float) -> Measurements:
     Steps of miniature trainings tell most. Single operations get half of the time at most, and the steps the rest.
 
     Args:
-        world: ranks that measure.
-        device: device of this rank.
         until: end by `time.time()`. Every part is measured, with fewer repetitions if time is short.
     """
     budget = Budget(world, until)
@@ -87,6 +85,7 @@ def measured(world: Group, device: torch.device, until: float) -> Measurements:
         processors=_processors(device),
         shapes=shapes,
         products={name: _slowest(seconds, world) for name, seconds in products.items()},
+        # A copy reads each byte once and writes it once.
         copied=(2.0 * source.nbytes, copy_seconds),
         launch=launch_seconds,
         sums=[] if world.size == 1 else _sums(world, device, budget, half),
@@ -174,7 +173,9 @@ def _steps(miniatures: Sequence[Probe], world: Group, budget: Budget) -> list[fl
         for _ in range(_WARM_UP):
             miniature.step()
     left = budget.left()
-    step = (left_before - left) / _WARM_UP  # seconds of a step of all trainers, one after the other
+    # Seconds of a step of all trainers, one after the other.
+    step = (left_before - left) / _WARM_UP
+    # All turns of all trainers must fit into the time that is left.
     at_once = max(1, min(_STEPS, int(left / step / _ROUNDS)))
     for _ in range(_ROUNDS):
         for miniature, step_seconds in zip(trainers, seconds, strict=True):

@@ -1,1 +1,0 @@
-"""A device file for this machine: what its ranks measure, and the constants that explain it."""

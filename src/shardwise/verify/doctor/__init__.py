@@ -1,1 +1,0 @@
-"""The examinations of `shardwise doctor`: this machine, its software, and the needs of a run."""
