@@ -63,6 +63,11 @@ class Progress:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SMOOTHED_STEPS))
     phase: str = "start"
 
+    @property
+    def mean_loss(self) -> float:
+        """The mean of `losses`."""
+        return fmean(self.losses)
+
     def advance(self, loss: float, samples: int, length: int) -> None:
         """Count a step that was done, on `samples` samples of `length` tokens."""
         self.step += 1
