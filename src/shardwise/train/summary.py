@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.base import units
+from shardwise.base import hardware, units
 from shardwise.base.errors import listing
-from shardwise.base.hardware import available_memory, bfloat16_unit, peak_flops
 from shardwise.config import Config, Layout, Precision, dump_yaml
 from shardwise.config.layout import Stage
 from shardwise.models.parameter_counts import canonical_tensor_count, local_parameter_count, parameter_count
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import bubble, simulate
+from shardwise.planner import rank_case
 from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.planner.memory import (
     checkpoint_bytes,
@@ -28,7 +28,6 @@ from shardwise.planner.memory import (
     memory_of_machine,
     neediest_rank,
 )
-from shardwise.planner.rank_case import flops_per_token, recomputed_flops_per_token
 from shardwise.train.memory_remedies import remedies_of_machine
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def predicted_rows(config: Config, layout: Layout, cluster: Cluster) -> _Rows:
 
 def _advice(precision: Precision, accelerator: bool) -> str:
     """Advice where this processor would train faster in another precision; empty where it would not."""
-    unit = None if accelerator else bfloat16_unit()
+    unit = None if accelerator else hardware.bfloat16_unit()
     if unit and precision.parameter == "float32":
         return f"; this processor has {unit}: precision.mode=mixed is faster"
     if unit == "" and precision.parameter == "bfloat16":
@@ -224,8 +223,8 @@ def _optimizer(config: Config) -> str:
 def _compute(config: Config) -> _Rows:
     train = config.train
     predictions = config.data.predictions(train.sequence_length)
-    token_flops = flops_per_token(config.model, train.sequence_length, predictions)
-    recomputed_flops = recomputed_flops_per_token(config.model, train.sequence_length, train.recompute)
+    token_flops = rank_case.flops_per_token(config.model, train.sequence_length, predictions)
+    recomputed_flops = rank_case.recomputed_flops_per_token(config.model, train.sequence_length, train.recompute)
     if token_flops is None or recomputed_flops is None:
         return [("compute", _UNKNOWN)]
     tokens = train.global_batch * train.sequence_length * train.steps
@@ -290,7 +289,7 @@ def _host_memory(config: Config, layout: Layout) -> _Rows:
     """The memory of all ranks on this machine's CPU, and what the machine has available."""
     ranks = range(layout.world)
     needed = memory_of_machine(config, layout, ranks)
-    available = available_memory()
+    available = hardware.available_memory()
     if needed is None or available is None:
         return []
     state, expected = needed
@@ -404,10 +403,10 @@ def start_rows(
 def _utilization(config: Config, device_name: str, precision: Precision) -> str:
     """The definition of MFU: model FLOPs over the peak; published figures differ in their count of attention."""
     length = config.train.sequence_length
-    flops = flops_per_token(config.model, length, config.data.predictions(length))
+    flops = rank_case.flops_per_token(config.model, length, config.data.predictions(length))
     if flops is None:
         return "not known for a model of your own"
     counted = "half of attention, as the mask is causal" if config.model.causal else "all of attention"
-    peak = peak_flops(device_name, precision.parameter)
+    peak = hardware.peak_flops(device_name, precision.parameter)
     over = "not known, as the peak of this device is not" if peak is None else f"over {peak / 1e12:,.1f} TFLOP/s"
     return f"{units.count(flops)} FLOPs a token, forward and backward, with {counted}; {over}"

@@ -12,7 +12,7 @@ from shardwise.pipeline.timeline import simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.planner.memory import checkpoint_bytes, expected_memory, invariant_dropout, memory_by_rank, neediest_rank
 from shardwise.planner.rank_case import flops_per_token, recomputed_flops_per_token
-from shardwise.train.pipeline_at_start import schedule_picture
+from shardwise.train.start_screen import schedule_picture
 from shardwise.train.summary import dry_run
 
 SIZES: dict[str, Any] = {
