@@ -216,7 +216,7 @@ def build_memory_copies(opened: OpenedRun, trainer: Trainer) -> MemoryCopies | N
 def _described(opened: OpenedRun) -> dict[str, Any]:
     """The fields of a manifest on layout and data."""
     config = opened.config
-    layout = {**opened.layout.recorded(), "zero": config.optimizer.zero}
+    layout: dict[str, Any] = {**opened.layout.recorded(), "zero": config.optimizer.zero}
     if opened.layout.pipeline == 1:
         del layout["virtual"]
     else:
