@@ -20,7 +20,7 @@ from shardwise.config import Config, Schedule
 from shardwise.config.schedules import SCHEDULES
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.build import build_trainer
-from shardwise.train.rank_agreement import check_replicas
+from shardwise.train.model_checks import check_replicas
 from shardwise.verify.canonical_values import canonical_weights, step_with_gradients
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FACTS, FAMILIES, make_config, make_data, uncount

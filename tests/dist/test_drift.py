@@ -9,7 +9,7 @@ from shardwise.base.errors import RunError
 from shardwise.models.build import build_model
 from shardwise.train import trainer
 from shardwise.train.build import build_trainer
-from shardwise.train.rank_agreement import check_replicas
+from shardwise.train.model_checks import check_replicas
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import MODEL, make_config, make_data
 from tests.rank_pool import RankPool

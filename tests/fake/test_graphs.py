@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config import Config, check_layout
-from shardwise.train.compile.units import BLOCK, HEAD, UNROTATED, planned_graphs
+from shardwise.train.compile.graph_facts import planned_graphs
+from shardwise.train.compile.units import BLOCK, HEAD, UNROTATED
 from shardwise.train.compile.worker import play
 from tests.dist.test_compiled_training import GPT_DROPOUT, SIZES
 from tests.dist.training import FACTS, FAMILIES, make_config

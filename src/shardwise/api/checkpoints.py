@@ -62,7 +62,8 @@ def save_checkpoint(
     from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
-    from shardwise.train.rank_agreement import check_replicas, raised_on_every_rank, versions
+    from shardwise.train.model_checks import check_replicas
+    from shardwise.train.rank_agreement import raised_on_every_rank, versions
 
     mesh = arguments.mesh_of(mesh)
     with raised_on_every_rank(mesh.world):

@@ -88,7 +88,8 @@ class Bucket:
                 p.grad = None
             if p.grad_dtype != self.gradients.dtype:
                 p.grad_dtype = self.gradients.dtype
-        collectives.broadcast_(self.values, group)  # replicas begin with equal values, whatever each rank drew
+        # Replicas begin with equal values, whatever each rank drew.
+        collectives.broadcast_(self.values, group)
         self.attach_gradients()
         self.gradient = self.gradients[self.owned]
         owned_values = self.values[self.owned]
@@ -269,7 +270,7 @@ def in_order(run: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Ten
 def _memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """Return the dimensions of a dense tensor from the slowest to the fastest.
 
-    A dimension of size 1 stays at its place: its stride is arbitrary and changes nothing.
+    A dimension of size 1 stays at its place, since its stride is arbitrary and changes nothing.
     """
     dims_with_stride = [dim for dim, size in enumerate(shape) if size != 1]
     by_stride = iter(sorted(dims_with_stride, key=lambda dim: -strides[dim]))

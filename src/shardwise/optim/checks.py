@@ -104,7 +104,8 @@ def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group, devi
         return
     descriptions = [text for number, options in enumerate(groups) for text in _descriptions(number, options)]
     digest = hashlib.blake2b("\n".join(descriptions).encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1  # 63 bits, so that it and its negative are int64
+    # 63 bits, so that the number and its negative are int64.
+    number = int.from_bytes(digest, "little") >> 1
     digests = torch.tensor([number, -number], device=device)
     if torch.equal(collectives.all_reduce_(digests.clone(), group, op="max"), digests):
         return  # the largest digest of any rank is also the smallest
@@ -255,7 +256,7 @@ _USE = {
     "grad_reduce_in_fp32": "reduce_dtype=torch.float32",
 }
 REPLACED = {name: f"leave it out: {why}" for name, why in _LEAVE_OUT.items()} | {
-    name: f"use {what}" for name, what in _USE.items()
+    name: f"use {replacement}" for name, replacement in _USE.items()
 }
 
 
@@ -379,7 +380,8 @@ def require_loadable(
         kept = kept_state(make, {**group, **loaded})
         loaded_states = [states[number] for number in loaded["params"] if number in states]
         if given.get("steps") and group["params"] and not states:
-            loaded_states = [{}]  # a class without state must not take over from one that keeps some
+            # A class without state must not take over from one that keeps some.
+            loaded_states = [{}]
         for state in loaded_states:
             _require_kept(state, kept, type(inner), saved_class)
         for number, master in zip(loaded["params"], group["params"], strict=True):

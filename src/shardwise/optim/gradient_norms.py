@@ -274,7 +274,7 @@ def _tensors(bucket: Bucket, index: int, tensor: Group, pieces: Pieces) -> Itera
 def _agreed_numbers(elements: dict[_Key, Fraction], world: Group) -> dict[_Key, int]:
     """Return a number for each tensor of any rank, the same on every rank.
 
-    The first rank alone adds up the elements of all ranks: with thousands of ranks this is less work than on each.
+    The first rank alone adds up the elements of all ranks. With thousands of ranks this is less work than on each.
     """
     total: Counter[_Key] = Counter()
     for rank_elements in collectives.gather_objects(elements, world) or ():

@@ -139,7 +139,8 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
     """
     weight = _random((6, 4), seed=0)
     gradients = _random((_TRIAL_STEPS, 6, 4), seed=1)
-    gradients[:, 3:] *= 100.0  # rows of different size, so that a norm over all of them shows
+    # Rows of different size, so that a norm over all of them shows.
+    gradients[:, 3:] *= 100.0
     options = trial_options(defaults)
     matrix = nn.Parameter(weight.clone())
     optimizer = optimizer_class([matrix], **options)

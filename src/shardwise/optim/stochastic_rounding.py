@@ -189,7 +189,8 @@ class _FloatCopy:
         self.parameter.grad = None
         self.parameter.data = run.master().float()
         self.parameter.grad = run.gradient().to(torch.float32, copy=True).mul_(factor)
-        self.group.update(copy.deepcopy(self._options))  # each run begins with the same ones
+        # Each run begins with the same options: a class may count its steps there.
+        self.group.update(copy.deepcopy(self._options))
         self.optimizer.state[self.parameter] = {
             name: _copy(run.of(value) if _has_shape_of(master, value) else value) for name, value in before.items()
         }

@@ -178,7 +178,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._partial.append(PartialGradients([bucket for options in groups for bucket in self._move(options)]))
         self._uncut = UncutGradients(self.param_groups, self.buckets, self.tensor, self.group, device)
         self._model = ModelNorms(self.buckets, device, self._world, self.tensor, exact=self._is_stochastic)
-        self._norms = None  # measured before, and so without the gradients of the new buckets
+        # Norms that were measured before lack the gradients of the new buckets.
+        self._norms = None
         self._updates = self._make_update(device)
 
     def _move(self, options: dict[str, Any]) -> list[Bucket]:
@@ -505,7 +506,8 @@ class Gathers:
         self._is_late = True
         try:
             yield
-            self.wait()  # not after an error: another rank may have ended
+            # Not after an error: another rank may have ended, and would never send its part.
+            self.wait()
         finally:
             self._is_late = False
             self._pending = {}

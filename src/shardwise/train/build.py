@@ -1,4 +1,4 @@
-"""Makes a trainer and its parts from a configuration: the only place that knows all the parts."""
+"""Makes a trainer and its parts from a configuration: the only place that knows all the parts, and so imports them."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ def build_trainer(
     dtype = torch_dtype(precision.parameter)
     model = build_stages(config, layout, mesh, dtype=dtype)
     use_loss(model, config)
+    # All ranks take the same way, also where a network disk shows the file to some of them later than to others.
     is_checkpoint = weights is not None and collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world)
     if weights is not None and not is_checkpoint:
         load_hugging_face(model, config.model, mesh, weights.local())
@@ -132,6 +133,7 @@ def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: Opt
     `parameters` and `gradients` include the padding of flat buckets. `optimizer` is the states of each element,
     which the first step makes, and the masters where their dtype is not that of the parameters.
     """
+    # Frozen parameters are in no bucket.
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     return {
         "parameters": frozen + sum(bucket.values.nbytes for bucket in optimizer.buckets),
@@ -212,18 +214,15 @@ def build_memory_copies(opened: OpenedRun, trainer: Trainer) -> MemoryCopies | N
 
 def _described(opened: OpenedRun) -> dict[str, Any]:
     """The fields of a manifest on layout and data."""
+    config = opened.config
+    layout: dict[str, Any] = {**opened.layout.recorded(), "zero": config.optimizer.zero}
+    if opened.layout.pipeline == 1:
+        del layout["virtual"]
+    else:
+        blocks = [len(stage.layers) for stage in stage_plan(config, opened.layout)]
+        layout |= {"schedule": config.parallel.schedule, "blocks": blocks}
     data = {"fingerprint": opened.data.fingerprint, "summary": opened.data.summary, "run": opened.folder.id}
-    return {"layout": _layout_facts(opened.layout, opened.config), "data": data}
-
-
-def _layout_facts(layout: Layout, config: Config) -> dict[str, Any]:
-    """The layout as the run's manifests record it; of a pipeline also its schedule and each stage's blocks."""
-    facts = {**layout.recorded(), "zero": config.optimizer.zero}
-    if layout.pipeline == 1:
-        del facts["virtual"]
-        return facts
-    blocks = [len(stage.layers) for stage in stage_plan(config, layout)]
-    return facts | {"schedule": config.parallel.schedule, "blocks": blocks}
+    return {"layout": layout, "data": data}
 
 
 def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module, dtype: torch.dtype) -> Pipeline | None:
@@ -233,6 +232,7 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
     from shardwise.pipeline.schedule import Pipeline  # here, as it imports torch's compiler, which is slow
 
     train = config.train
+    # A schedule sends between stages before the first output tells its shape. Sequence parallelism cuts the length.
     length = train.sequence_length // layout.sequence_parts
     x = torch.empty(length, train.micro_batch, config.known_shapes.hidden_size, dtype=dtype, device="meta")
     return Pipeline(model, config.parallel, mesh, layout.accumulation(train), x, losses=len(config.model.objectives))
@@ -265,6 +265,7 @@ def _optimizer_class(config: Config, mesh: Mesh) -> tuple[type[torch.optim.Optim
         return user_optimizer(config)
     spec = config.optimizer.spec
     options = {key: getattr(config.optimizer, key) for key in spec.keys}
+    # One fused kernel reads and writes each element once, where a kernel for each operation would do so many times.
     if spec.has_fused_kernel:
         options["fused"] = devices.has_fused_adamw(mesh.device)
     return spec.load_class(), options

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.config import ParallelConfig
 from shardwise.data.samples.batch import Batches
-from shardwise.distributed import collectives
-from shardwise.distributed.devices import widest_dtype
+from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Stages, gives_losses
@@ -83,7 +82,7 @@ def evaluate_rounds(
     start = time.perf_counter()
     K = len(objectives)
     # Losses [K], numbers of targets [K]; if scored also right answers [K] and the number of tokens [1].
-    sums = torch.zeros(3 * K + 1 if is_scored else 2 * K, dtype=widest_dtype(mesh.device), device=mesh.device)
+    sums = torch.zeros(3 * K + 1 if is_scored else 2 * K, dtype=devices.widest_dtype(mesh.device), device=mesh.device)
     # Sequence parallelism leaves each rank a part of each sample between blocks.
     sequence_parts = mesh.tp.size if parallel is not None and parallel.sequence else 1
     for micro_batches in rounds:
@@ -106,8 +105,10 @@ def evaluate_rounds(
 
         shapes = [batch.inputs["ids_SB"].shape for batch in micro_batches]
         relay(model, parallel, mesh, compute, [(length // sequence_parts, samples) for length, samples in shapes])
-    collectives.all_reduce_(collectives.all_reduce_(sums, mesh.dp), mesh.pp)  # only the last stage has losses
-    sums = sums.cpu().double()  # one transfer; the division is in float64 for any device
+    # Only the last stage has losses: the other stages add zeros.
+    collectives.all_reduce_(collectives.all_reduce_(sums, mesh.dp), mesh.pp)
+    # One transfer for all sums. The division is in float64 for any device.
+    sums = sums.cpu().double()
     counts_K = sums[K : 2 * K]
     accuracies: dict[str, float] = {}
     if is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert):

@@ -43,6 +43,7 @@ class EventFile:
         name = f"events.out.tfevents.{time.time():.0f}.{platform.node()}.{os.getpid()}"
         self._records = records.RecordWriter(AppendedFile(folder / name))
         self._write(file_version="brain.Event:2")
+        # It tells TensorBoard to forget what earlier files have from this step on, which a resumed run does again.
         start = self._events.SessionLog(status=self._events.SessionLog.SessionStatus.START)
         self._write(step=first_step, session_log=start)
 
@@ -106,7 +107,8 @@ class ExperimentTrackers:
     def _failure_reported(self, name: str) -> Any:
         """Run the body; report an error of a tracker, and leave that tracker out from now on."""
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # trackio prints
+            # What trackio prints would tear the progress line.
+            with contextlib.redirect_stdout(io.StringIO()):
                 yield
         except Exception as error:  # noqa: BLE001  whatever a tracker raises
             self._trackers.pop(name, None)

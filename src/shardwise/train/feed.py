@@ -1,6 +1,6 @@
 """Brings samples to the device: one rank of each tensor-parallel group reads ahead and sends them to the others.
 
-The data enter the training here: from the prepared data of `shardwise.data` to micro-batches on the device.
+Here the prepared data of `shardwise.data` become the micro-batches of a training.
 
 Legend: M = micro-batches that travel at once, N = numbers of one of them, K = objectives of the loss.
 """
@@ -23,8 +23,7 @@ from shardwise.config import Config
 from shardwise.data.formats.common import PreparedData, make_batches
 from shardwise.data.samples.batch import Batch, Batches, eval_micro_batches, rows_of_rank
 from shardwise.data.samples.streaming import StreamBatches
-from shardwise.distributed import collectives
-from shardwise.distributed.devices import to_device
+from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.loss import MicroBatch
 
@@ -105,6 +104,7 @@ class Feed:
         def read() -> list[Batch]:
             return list(islice(reading, at_once))
 
+        # One round is read while the model works on the round before.
         pending = self._submit(read) if self._reads else None
         for first in range(0, total, at_once):
             local = None if pending is None else self._await(pending)
@@ -123,6 +123,7 @@ class Feed:
             self.stream.close()
 
     def _read(self, position: int, following: int) -> list[Batch]:
+        """This rank's part of the global batch at a position; reads up to `following` batches after it ahead."""
         train = self._config.train
         dp = self._mesh.dp
 
@@ -152,17 +153,19 @@ class Feed:
 
     def _share(self, batches: Batches, local: list[Batch] | None, samples: list[_IntArray]) -> list[MicroBatch]:
         """The micro-batches that the first rank of the group has as `local`, on all its ranks."""
+        # Training and evaluation may have inputs of other shapes; each is described once.
         if id(batches) not in self._blanks:
             self._blanks[id(batches)] = _arrays(batches.blank(self._config.train.micro_batch))
         blank = self._blanks[id(batches)]
         sizes = [array.size for array in blank.values()]
+        # One tensor and one broadcast: each message costs its latency, and the arrays are small.
         if local is not None:
             packed = [np.concatenate([array.ravel() for array in _arrays(batch).values()]) for batch in local]
-            numbers_MN = to_device(torch.from_numpy(np.stack(packed)), self._mesh.device)
+            numbers_MN = devices.to_device(torch.from_numpy(np.stack(packed)), self._mesh.device)
         else:
             numbers_MN = torch.zeros(len(samples), sum(sizes), dtype=torch.int64, device=self._mesh.device)
         collectives.broadcast_(numbers_MN, self._mesh.tp)
-        samples_MB = to_device(torch.from_numpy(np.stack(samples)), self._mesh.device)
+        samples_MB = devices.to_device(torch.from_numpy(np.stack(samples)), self._mesh.device)
         micro_batches = []
         for numbers_N, sample_numbers, samples_B in zip(numbers_MN, samples, samples_MB, strict=True):
             inputs = {}

@@ -24,8 +24,7 @@ from shardwise.config import Config, ParallelConfig
 from shardwise.config.layout import rank_of
 from shardwise.data.formats.common import PreparedData
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.distributed import collectives
-from shardwise.distributed.devices import to_device
+from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.blocks import KeyValueCache, Stages
 from shardwise.models.causal import CausalLM
@@ -73,7 +72,8 @@ def generate(
     tokens = list(prompt)
     reader: _Cached | _Uncached
     if isinstance(model, CausalLM | Stages):
-        room = len(tokens) + max_tokens - 1  # the model never reads the last token
+        # One less, as the model never reads the last token.
+        room = len(tokens) + max_tokens - 1
         reader = _Cached(model, mesh, room, chunk, parallel)
     else:
         reader = _Uncached(model, mesh)
@@ -83,7 +83,7 @@ def generate(
         logits_V = reader.next_logits(tokens)
         token = 0 if logits_V is None else sampler.draw(logits_V)
         if mesh.pp.size * mesh.tp.size > 1:
-            drawn = to_device(torch.tensor([token], device="cpu"), mesh.device)
+            drawn = devices.to_device(torch.tensor([token], device="cpu"), mesh.device)
             token = int(collectives.broadcast_(collectives.broadcast_(drawn, mesh.pp, source=source), mesh.tp))
         tokens.append(token)
         yield token
@@ -108,10 +108,11 @@ class _Cached:
         """Logits `[V]` of the token that follows; None on a rank that lacks the last stage."""
         part, cache = next(iter(self._caches.items()))
         assert isinstance(part, CausalLM), "only a causal model continues a text"
+        # Some rotations change with the length of the text: the keys in the caches are then of another length.
         if part.outdates(cache.length, len(tokens)):
             for outdated in self._caches.values():
                 outdated.length = 0
-        new = to_device(torch.tensor(tokens[cache.length :], device="cpu"), self._mesh.device).unsqueeze(1)
+        new = devices.to_device(torch.tensor(tokens[cache.length :], device="cpu"), self._mesh.device).unsqueeze(1)
         # Where keys change with the length, all must be computed in one pass.
         chunks = new.split(len(new) if part.outdates(1, len(tokens)) else self._chunk)
         logits_BV: Tensor | None = None
@@ -141,7 +142,7 @@ class _Uncached:
         """Logits `[V]` of the token that follows."""
         # Sequence parallelism needs equal parts. A causal model does not see what follows a token.
         padding = [0] * (-len(tokens) % self._mesh.tp.size)
-        ids_S = to_device(torch.tensor(tokens + padding, device="cpu"), self._mesh.device)
+        ids_S = devices.to_device(torch.tensor(tokens + padding, device="cpu"), self._mesh.device)
         return self._model.logits(ids_S.unsqueeze(1))[len(tokens) - 1, 0].float()
 
 
@@ -194,7 +195,8 @@ class Sampler:
         Raises:
             RunError: some logits are NaN.
         """
-        logits_V = logits_V.detach().cpu()  # the one wait for the device
+        # The one wait for the device. On the CPU a seed gives the same numbers for a model on any device.
+        logits_V = logits_V.detach().cpu()
         if torch.isnan(logits_V).any():
             raise RunError("the logits of the next token must be numbers, and some are NaN: the weights are damaged")
         if self.temperature == 0:
@@ -211,6 +213,7 @@ class Sampler:
         sorted_V, order_V = log_p_V.sort(descending=True, stable=True)
         before_V = sorted_V.exp().cumsum(0) - sorted_V.exp()
         left_out_V = before_V >= self.top_p
+        # The likeliest token stays, also where a tiny `top_p` is below the rounding of the sum before it.
         left_out_V[0] = False
         return log_p_V.index_fill(0, order_V[left_out_V], float("-inf"))
 
@@ -289,7 +292,8 @@ def draw_sample(
         stopped_by, is_complete = agree_to_stop(reason_to_stop(), mesh, is_complete)
         return stopped_by is None and not is_complete
 
-    if mesh.dp.rank:  # replica 0 draws; the others only agree on whether to stop
+    # Replica 0 draws. The others only agree with it on when to stop, as often as it asks: once a token.
+    if mesh.dp.rank:
         while continues():
             pass
         return SampleText(None, stopped_by)
@@ -308,8 +312,10 @@ def draw_sample(
     )
     if stopped_by is not None:
         return SampleText(None, stopped_by)
+    # The other replicas wait for this last answer.
     continues(is_complete=True)
-    return SampleText(redacted(tokenizer.decode(ids + drawn)))  # the prompt of the configuration may hold a secret
+    # The prompt of the configuration may hold a secret.
+    return SampleText(redacted(tokenizer.decode(ids + drawn)))
 
 
 def continue_text(

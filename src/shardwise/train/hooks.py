@@ -63,7 +63,8 @@ def use_loss(model: nn.Module, config: Config) -> None:
 
     def loss(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
         try:
-            value = function(logits_SBV, targets_SB.clone())  # the function may change them in place
+            # The function may change its targets in place, and the model still counts them.
+            value = function(logits_SBV, targets_SB.clone())
         except RAISED as error:
             if devices.is_out_of_memory(error):
                 raise
@@ -162,7 +163,8 @@ class MetricsWithCallbacks(JsonLines):
             try:
                 stop = callback(dict(record))
             except RAISED as error:
-                self._callbacks = []  # the run still records its failure, and that must not fail again
+                # The run still records its failure, and that must not fail again.
+                self._callbacks = []
                 raise RunError(f"hooks.callbacks ({path}) failed: {error_text(error)}") from error
             # Functions written for another purpose return any value, such as a count: only True stops.
             if isinstance(stop, bool | np.bool_) and stop:

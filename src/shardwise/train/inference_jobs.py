@@ -155,6 +155,7 @@ def _load(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
     folders = sorted(set(collectives.all_gather_objects(path, mesh.world)))
     if len(folders) > 1:
         raise ConfigError(f"the ranks found several checkpoints ({', '.join(folders)}): name one of them")
+    # As in training, so that an evaluation has the losses that the run reported.
     precision = config.precision.resolved(mesh.device.type != "cpu")
     dtype: torch.dtype = getattr(torch, precision.parameter)
     model = build_stages(config, check_layout(config, mesh.world.size), mesh, dtype=dtype)

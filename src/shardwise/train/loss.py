@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
+from shardwise.config import TrainConfig
 from shardwise.data.samples.batch import Batch
-from shardwise.distributed import collectives
-from shardwise.distributed.devices import to_device
+from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import gives_losses
@@ -49,7 +49,7 @@ class MicroBatch:
         """Copy a batch to a device."""
 
         def copied(array: npt.NDArray[np.int64]) -> Tensor:
-            return to_device(torch.from_numpy(array), device)
+            return devices.to_device(torch.from_numpy(array), device)
 
         inputs = {name: copied(array) for name, array in batch.inputs.items()}
         lengths_B = None
@@ -65,6 +65,10 @@ class MicroBatch:
 
         inputs = {name: empty(tensor) for name, tensor in self.inputs.items()}
         return replace(self, inputs=inputs, counts_K=empty(self.counts_K), samples_B=empty(self.samples_B))
+
+    def dropout_key(self, train: TrainConfig, step: int) -> DropoutKey:
+        """The key of this micro-batch's dropout masks in a step of the training."""
+        return DropoutKey(train.seed, step, self.samples_B, int(self.samples[0]), train.dropout_mode)
 
     def arguments(self, part: nn.Module, x: Tensor | None = None, dropout: DropoutKey | None = None) -> dict[str, Any]:
         """The keyword arguments for a part of a model; `dropout` and `lengths_B` only if its forward names them.

@@ -60,8 +60,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
     """Check before the start that this rank's device can train the model.
 
     Returns:
-        a warning where the estimate of the whole step exceeds the memory. A part of it is allocated and freed by
-        kernels, and that estimate is not exact for each device.
+        a warning where the estimate of the whole step exceeds the memory; None where it fits or is not known.
 
     Raises:
         ConfigError: parameters, gradients and optimizer state alone, which are exact, need more memory than the
@@ -88,6 +87,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
     pipeline_rank = layout.pipeline_rank(rank)
     expected = expected_memory(config, layout, True, pipeline_rank=pipeline_rank)
     total = devices.total_memory(device)
+    # The state is exact, and too much of it is refused; the whole step is an estimate, which only warns.
     if expected is None or total is None or expected.total <= total:
         return None
     limit = f"{size(total)} of {devices.name(device)}: {remedies_of_rank(config, layout, True, pipeline_rank)}"

@@ -34,7 +34,6 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import local_pieces
 from shardwise.config import Config
 from shardwise.distributed import collectives
-from shardwise.distributed.collectives import union
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.launch.environment import NODE
 from shardwise.optim.buckets import Bucket
@@ -156,6 +155,7 @@ class MemoryCopies:
         problem = None
         try:
             self._files.make()
+            # Before the new part is written, as the memory has room for so many parts alone.
             self._remove_old_parts(step)
             self._write(step, described)
         except OSError as error:
@@ -188,6 +188,7 @@ class MemoryCopies:
         # The digest was checked when the parts were listed.
         part = self._files.read(CopyPart(self._mesh.world.rank, step), checked=False)
         is_usable = part is not None and part[0]["shapes"] == self._shapes()
+        # All ranks or none: ranks of two steps would train two models.
         if self._agreed(None if is_usable else "other buckets") is not None or part is None:
             return None
         header, content = part
@@ -219,13 +220,14 @@ class MemoryCopies:
 
     def _agreed(self, problem: str | None) -> str | None:
         """The first problem that any rank has, on every rank."""
-        return next(iter(union([] if problem is None else [problem], self._group)), None)
+        return next(iter(collectives.union([] if problem is None else [problem], self._group)), None)
 
     def _lack_of_memory(self, memory: Path) -> str | None:
         """The reason why the copies do not fit into the memory; None if they do."""
         if not memory.is_dir():
             return f"there is no {memory}"
         share = self._config.checkpoint.memory_share
+        # A share of the whole memory, not of what is free now: every node of a job then decides alike.
         bound = int(share * psutil.virtual_memory().total)
         if self.node_bytes > bound:
             return (
@@ -404,6 +406,7 @@ def is_of_history(step: int, copied: Sequence[int], began: Sequence[int]) -> boo
         copied: value of `began` when the copy was made.
         began: steps that were done when each start of the run began to train.
     """
+    # A copy that was made during start n knows the first n entries; entry n is the start that made it.
     number = len(copied)
     is_known = number < len(began) and list(copied) == list(began[:number])
     return is_known and began[number] < step and not any(steps < step for steps in began[number + 1 :])

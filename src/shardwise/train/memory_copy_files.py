@@ -7,13 +7,13 @@ and a digest of all these. A file that has another name, is no plain file or is 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import mmap
 import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -107,7 +107,8 @@ class CopyFiles:
         digest = xxhash.xxh3_128()
         head: list[Any] = [len(text).to_bytes(_HEADER_BYTES, "little"), text]
         with self._new(part) as file:
-            for piece in itertools.chain(head, map(raw, tensors)):
+            # Piece by piece, so that the host never has a second copy of the whole state.
+            for piece in chain(head, map(raw, tensors)):
                 digest.update(piece)
                 file.write(piece)
             file.write(digest.digest())
@@ -126,6 +127,7 @@ class CopyFiles:
             OSError: it is not there, or is no plain file. ValueError: it is empty.
         """
         with os.fdopen(open_own(self.path / part.file_name, os.O_RDONLY, folder=self._folder), "rb") as file:
+            # Private and writable, as torch warns of memory that it may not write; a write would copy its page.
             mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
@@ -170,6 +172,7 @@ class CopyFiles:
             shutil.rmtree(name, dir_fd=self._folder)
 
     def _names(self) -> list[str]:
+        # A scan moves the position of its descriptor: each has its own.
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._folder)
         try:
             with os.scandir(folder) as entries:
@@ -180,6 +183,7 @@ class CopyFiles:
     def _new(self, part: CopyPart) -> BinaryIO:
         """A new file to write, which has no part's name yet."""
         name = part.file_name + _NEW
+        # A rank that was killed may have left one. O_EXCL: whatever else gets this name meanwhile is not followed.
         self._remove(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.fdopen(os.open(name, flags, 0o600, dir_fd=self._folder), "wb")
@@ -195,6 +199,7 @@ def is_in_use(folder: Path) -> bool:
     Raises:
         OSError: as `open_lock`; the folder may be another user's.
     """
+    # A lock ends with its process, however that ends. Ranks share theirs: while any lives, no other can lock alone.
     with open_lock(folder / _IN_USE) as file:
         return not lock(file, wait=False)
 

@@ -63,6 +63,7 @@ class ProgressLine:
             smoothed = f"{record.mean_steps}-step mean {record.mean_loss:.4f}"
             self._console.print(Text(_GAP.join([*progress, loss, smoothed, *numbers])), soft_wrap=True)
             self._printed_at = now
+            # At multiples of `every`, also after a line that came out of turn.
             every = max(1, (self._end - self._first) // _LINES_PER_RUN)
             self._next_line = self._first + ((record.step - self._first) // every + 1) * every
 
@@ -80,6 +81,7 @@ class ProgressLine:
             lines = [progress, numbers]
         for line in lines:
             head, *texts = line
+            # The bar takes what the texts leave free, and stands in the first line alone.
             room = min(options.max_width - len(_GAP.join(line)) - len(_GAP), _BAR_MAXIMUM)
             row: list[Text | ProgressBar] = [Text(head, style="bold")]
             if line is lines[0] and room >= _BAR_MINIMUM:

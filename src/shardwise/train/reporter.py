@@ -16,8 +16,6 @@ from types import TracebackType
 from typing import IO, Any
 
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from shardwise.base import units
@@ -32,8 +30,8 @@ from shardwise.runs.folder import RunDirectory, now
 from shardwise.train.compile.run_graphs import CapturedGraphs
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
-from shardwise.train.pipeline_at_start import print_pipeline
 from shardwise.train.progress_line import ProgressLine, parts_of_loss
+from shardwise.train.start_screen import print_pipeline, print_summary
 from shardwise.train.step_clock import trace_text, traced_steps
 from shardwise.train.step_record import (
     SMOOTHED_STEPS,
@@ -126,7 +124,9 @@ class Reporter:
         self._started = time.perf_counter()
         self._steps_before = steps_before
         self._end = end_of_run(self.config, steps_before)
-        self._seconds_before = self._seconds_until(steps_before)
+        # Up to the checkpoint that is continued from, as recorded: the time of steps that were lost does not count.
+        recorded = self._recorded("checkpoint", steps_before) if steps_before else {"time_to_train_seconds": 0.0}
+        self._seconds_before = recorded.get("time_to_train_seconds")
         self._rank_file.start()
         if self._metrics is None:
             return
@@ -139,7 +139,12 @@ class Reporter:
             steps_before=steps_before,
             seconds_before_training=process_seconds(),
             ranks=self.layout.world,
-            mfu_terms=self._mfu_terms(),
+            mfu_terms={
+                "flops_per_token": self._token_flops,
+                "attention": "causal" if self.config.model.causal else "full",
+                "peak_flops_per_device": self._peak_flops,
+                "devices": self.layout.world,
+            },
             loaded=loaded,
         )
         assert self.parameters is not None
@@ -157,7 +162,7 @@ class Reporter:
         )
         every_update = self.config.log.every is not None
         for console in self._consoles:
-            _print_summary(console, rows)
+            print_summary(console, rows)
             if self.layout.pipeline > 1:
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
             line = ProgressLine(console, steps_before, self._end, self._started, every_update=every_update)
@@ -165,14 +170,10 @@ class Reporter:
         if self.config.log.tensorboard:
             self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
         steps = self.config.log.profile_steps
-        if steps is not None and not traced_steps(self.config, self._steps_before, self._end):
-            end = (
-                f"the steps {self._steps_before + 1:,} to {self._end:,}"
-                if self._end > self._steps_before
-                else "no step"
-            )
+        if steps is not None and not traced_steps(self.config, steps_before, self._end):
+            taken = f"the steps {steps_before + 1:,} to {self._end:,}" if self._end > steps_before else "no step"
             self.message(
-                f"no trace: log.profile ({self.config.log.profile}) has no step of this run, which takes {end}"
+                f"no trace: log.profile ({self.config.log.profile}) has no step of this run, which takes {taken}"
             )
 
     def resumed(self, manifest: Manifest, folder: str, changes: Sequence[str], load_seconds: float) -> None:
@@ -233,11 +234,7 @@ class Reporter:
             self._report_trace()
         if not self.is_logged(record.step):
             return
-        timing = record.timing
-        stages: dict[str, Any] = {}
-        if timing is not None:
-            stages = {"stage_seconds": [asdict(stage) for stage in timing.stages], "bubble": timing.bubble}
-        self._rank_file.step(record, **stages)
+        self._rank_file.step(record)
         if self._metrics is None:
             return
         numbers = self._numbers(record)
@@ -260,8 +257,8 @@ class Reporter:
             progress.update(record, self._throughput.step_seconds, tokens_per_second, clock)
 
     def _numbers(self, record: StepRecord) -> dict[str, float | None]:
-        """Numbers of a step under their names in metrics.jsonl, which are those in the trackers too."""
-        numbers: dict[str, float | None] = {
+        """Numbers of a step under the names of `STEP_METRICS`, which are those in the trackers too."""
+        return {
             "loss": record.loss,
             **_by_objective(record.losses),
             "lr": record.lr,
@@ -271,13 +268,12 @@ class Reporter:
             "samples": record.samples,
             **self._rates(self._throughput.recent),
             "peak_tokens_per_second": self._throughput.peak * self.config.train.sequence_length,
+            "step_seconds": record.seconds,
+            "peak_memory_bytes": record.peak_memory_bytes,
+            # A run without a pipeline has no bubble; one of 0 would be a claim.
+            **({} if record.timing is None else {"bubble": record.timing.mean_bubble}),
+            "loss_spike": record.loss_spike,
         }
-        numbers["step_seconds"] = record.seconds
-        numbers["peak_memory_bytes"] = record.peak_memory_bytes
-        if record.timing is not None:
-            numbers["bubble"] = record.timing.mean_bubble
-        numbers["loss_spike"] = record.loss_spike
-        return numbers
 
     def _warn(self, record: StepRecord) -> None:
         """Warn of a loss that is far off, and of a rank that is slow, once each time that it begins."""
@@ -321,6 +317,7 @@ class Reporter:
 
     def warning(self, text: str) -> None:
         """Print a warning above the progress line and record it."""
+        # A text may quote a library's error, which may quote a URL with its password.
         text = redacted(text)
         self._event("warning", step=self._step, text=text)
         self.message(f"warning: {text}", style="yellow")
@@ -332,6 +329,7 @@ class Reporter:
 
     def finish(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """End a run that did all its steps: write results.json with `extra` added, print the result, and return it."""
+        # A run that `train.stop_after` ends has done all its own steps, and not all of the training.
         is_complete = self._step >= self.config.train.steps
         end = time.perf_counter()
         results = self._results(end) | (extra or {})
@@ -348,6 +346,7 @@ class Reporter:
         if self._stopped:
             return
         self._stopped = True
+        # First: what is printed while a line is redrawn would be torn.
         for progress in self._progress:
             progress.stop()
         steps = self.config.log.profile_steps
@@ -367,6 +366,7 @@ class Reporter:
             self.stop(f"failed: {type(error).__name__}: {first}")
             if self._log is not None:
                 self._log.write(f"failed: {type(error).__name__}: {text}\n")
+        # Only a run without a reason so far: neither finished, nor stopped, nor failed.
         self.stop("closed")
         for file in (self._rank_file, self._log, self._metrics, self._trackers):
             if file is not None:
@@ -399,15 +399,6 @@ class Reporter:
             "mfu": model_flops_utilization(self._token_flops, tokens_per_second, self.layout.world, self._peak_flops),
         }
 
-    def _mfu_terms(self) -> dict[str, Any]:
-        """The terms of MFU: FLOPs of a token, with the way attention is counted, and the denominator."""
-        return {
-            "flops_per_token": self._token_flops,
-            "attention": "causal" if self.config.model.causal else "full",
-            "peak_flops_per_device": self._peak_flops,
-            "devices": self.layout.world,
-        }
-
     def _facts(self) -> dict[str, Any]:
         """Facts that the first record of a run and its results both have."""
         return {
@@ -420,10 +411,6 @@ class Reporter:
     def _time_to_train(self, until: float) -> float | None:
         """Seconds over all runs of this training; None where an earlier one recorded no time."""
         return None if self._seconds_before is None else self._seconds_before + until - self._started
-
-    def _seconds_until(self, step: int) -> float | None:
-        """Seconds of training up to the checkpoint of `step`, as recorded; steps that were lost do not count."""
-        return self._recorded("checkpoint", step).get("time_to_train_seconds") if step else 0.0
 
     def _results(self, now: float) -> dict[str, Any]:
         last = self._last
@@ -470,19 +457,6 @@ def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:
     """The losses under their names in the run's files."""
     return {f"{name}_loss": loss for name, loss in losses.items()}
-
-
-def _print_summary(console: Console, rows: list[tuple[str, str]]) -> None:
-    if not console.is_terminal:
-        for name, value in rows:
-            console.print(Text(f"{name:<8} {value}"), soft_wrap=True)
-        return
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    console.print(Panel(table, title="shardwise", title_align="left", border_style="dim", expand=False))
 
 
 def _result_line(results: dict[str, Any], seconds: float) -> str:

@@ -102,17 +102,20 @@ def find_checkpoints(
     """
     root = Root.of(config.checkpoint.path or directory.checkpoints)
     try:
+        # Before all other looks: at a remote place that does not answer, each of them would hang.
         exists = in_time(root, root.exists)
         present = survey(root)
         if stored is not None and not present:
             _require_none_elsewhere(root, directory, stored)
         candidates = choose(present, config, root, is_resumed=stored is not None)
         run = run or directory.stored_id()
+        # A copied folder has the id of its original: by the id alone both runs could save at one place.
         original = original_of(root, run, directory.path)
         if not is_inside(root, directory.path):
             require_ownership(root, run if original is None else None, is_empty=not present)
         if exists or config.checkpoint.path is not None:
             require_writable(root)
+        # Last, as this writes: nothing may change at a place that is refused.
         saved = tuple(_put_in_place(checkpoint, root) for checkpoint in present)
     except StoreError as error:
         raise ConfigError(f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)) from None
@@ -266,6 +269,7 @@ def restore_first(
                 "start again when that is mended, or name an older one by checkpoint.resume=STEP"
                 f"{see('checkpoints#cannot-be-read-now')}"
             )
+        # Damaged for sure: reading it again would not help, so an older one may be taken.
         skipped.append(f"step {step:,}: {problem}")
         suffix = "" if candidate.incomplete else "; it is set aside when the run continues"
         reporter.warning(
@@ -329,6 +333,7 @@ def went_back(config: Config, manifest: Manifest | None) -> dict[str, Any]:
 
 
 def _request(config: Config) -> Mapping[str, Any]:
+    """The keys of a return to an earlier step: with another value of either, the user asks for another return."""
     return {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}
 
 
@@ -340,6 +345,8 @@ def continue_from(manifest: Manifest, progress: Progress, config: Config) -> Non
     progress.tokens = manifest.tokens
     progress.position = manifest.position
     progress.losses.extend(manifest.losses)
+    # A run that goes back leaves out the batches that follow, which may have made its loss diverge. Once only: a later
+    # start continues from a manifest whose position is already past them.
     if goes_back(config, manifest):
         progress.position += config.train.skip_batches * config.train.global_batch
 
@@ -404,6 +411,7 @@ def open_run(
     Raises:
         ConfigError: one of them is wrong; on every rank.
     """
+    # Before the folder: data that are refused must leave no folder that looks like that of a run.
     data = while_others_wait(lambda: prepare(config), mesh.world)
     weights = _find_weights(config, mesh)
     folder, companions = _open_folder(config, run_path or new_run_path(recipe), mesh, weights, data.tokenizer_path)
@@ -419,6 +427,7 @@ def _find_weights(config: Config, mesh: Mesh) -> Root | None:
     folder = Path()
     if load is None:
         return None
+    # Rank 0 looks for the newest checkpoint alone: a run that still trains may save between the looks of two ranks.
     with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
             load = load_location(load)
@@ -449,6 +458,7 @@ def _open_folder(
             folder, companions = _open(config, run_path, mesh, weights, tokenizer)
     folder = collectives.broadcast_object(folder, mesh.world)
     assert folder is not None
+    # Only now is there a folder for the logs: what ranks above 0 print goes there from here on.
     output.redirect(mesh.world.rank, folder.directory.log(mesh.world.rank))
     return folder, companions
 
@@ -481,6 +491,7 @@ def _open(
     began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
     folder = RunFolder(directory, run_id, directory.key(), checkpoints, changes, notes, batch_note, began)
     folder.require_room(config, checkpoint_bytes(config, mesh.device.type != "cpu"))
+    # Results of an earlier end would tell readers that this run has ended too.
     directory.set_results_aside()
     directory.write_config(dump_yaml(resolved))
     directory.write_environment(versions(), [devices.name(mesh.device)], cpu_count())

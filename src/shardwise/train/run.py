@@ -70,7 +70,8 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             trainer = build_run_trainer(opened, reporter)
             if opened.followed is not None:
                 opened.followed.follow()
-            collectives.barrier(mesh.world)  # from here on all ranks make files in the folder
+            # From here on all ranks make files in the folder, which rank 0 has made, and followed if it was renamed.
+            collectives.barrier(mesh.world)
             copies = build_memory_copies(opened, trainer)
             resumed = _begin(opened, trainer, reporter, copies)
             if shortage is not None:
@@ -79,8 +80,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             if trainer.compilation is not None:
                 # After the start is reported: this tells the user which graphs have to be compiled. The graphs stay
                 # until the end, as the sample may need one.
-                graphs = RunGraphs(config, layout, mesh, trainer.compilation, reporter.message)
-                stack.enter_context(graphs)
+                graphs = stack.enter_context(RunGraphs(config, layout, mesh, trainer.compilation, reporter.message))
             with build_checkpoints(opened, trainer, reporter, resumed, copies) as checkpoints:
                 if resumed is not None and resumed.damage:
                     checkpoints.save_again(resumed.manifest)
@@ -95,20 +95,16 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             if stopped_by is not None:
                 _stop(opened, stopped_by, reporter)
             _finish(opened, trainer, reporter)
-        collectives.barrier(mesh.world)  # a program reads the results on any rank
+        # A program that called `shardwise.train` reads the results on any rank.
+        collectives.barrier(mesh.world)
     leave()
     return opened.folder.directory.path
 
 
 def _doing(mesh: Mesh, progress: Progress) -> dict[str, Any]:
     """The facts of a heartbeat. Another thread calls this."""
-    return {
-        "device": str(mesh.device),
-        "stage": mesh.pp.rank,
-        "step": progress.step,
-        "doing": _phase(progress),
-        "called": calls_of_groups(),
-    }
+    place = {"device": str(mesh.device), "stage": mesh.pp.rank}
+    return {**place, "step": progress.step, "doing": _phase(progress), "called": calls_of_groups()}
 
 
 def _phase(progress: Progress) -> str:
@@ -128,15 +124,13 @@ def _with_one_batch(config: Config, mesh: Mesh) -> Config:
 
 @contextmanager
 def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -> Iterator[None]:
-    """Raise a sentence instead of a library's error where another rank has ended or memory ran out.
-
-    After the first step of a run a ConfigError becomes a RunError: its exit code must not say that no step was taken.
-    """
+    """Raise a sentence instead of a library's error where another rank has ended or memory ran out."""
     try:
         yield
     except ConfigError as error:
         if progress.step == progress.before:
             raise
+        # The exit code of a ConfigError would say that no step was taken.
         raise RunError(str(error)) from error
     except SystemExit as error:
         raise RunError(
@@ -146,11 +140,10 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
         ) from error
     except Exception as error:
         if collectives.is_lost_connection(error):
-            text = (
+            raise LostPeerError(
                 f"rank {mesh.world.rank} lost the connection to another rank during {progress.phase}"
                 f"{see('training#lost-connection')}"
-            )
-            raise LostPeerError(text) from error
+            ) from error
         if collectives.is_shared_device(error):
             raise ConfigError(
                 f"rank {mesh.world.rank} must have an accelerator of its own, and shares {mesh.device} with another "
@@ -159,8 +152,7 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
             ) from error
         if not devices.is_out_of_memory(error):
             raise
-        text = out_of_memory_text(config, layout, mesh.world.rank, mesh.device, progress, error)
-        raise RunError(text) from error
+        raise RunError(out_of_memory_text(config, layout, mesh.world.rank, mesh.device, progress, error)) from error
 
 
 def _begin(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None) -> Resumed | None:
@@ -182,16 +174,14 @@ def _begin(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Memo
     shapes = config.shapes
     if shapes is not None and shapes.ignore:
         reporter.message(f"model.ignore: config.json is read without {listing(shapes.ignore)}")
-    if opened.folder.batch_note is not None:
-        reporter.message(opened.folder.batch_note)
-    for note in opened.companions.notes:
-        reporter.message(note)
+    for note in (opened.folder.batch_note, *opened.companions.notes):
+        if note is not None:
+            reporter.message(note)
     for note in opened.folder.notes:
         reporter.warning(note)
     if copies is not None:
         reporter.message(copies.summary)
     if resumed is None:
-        reporter.changed(_changes(opened))
         _report_weights(opened, reporter)
         return None
     _report_resumption(opened, resumed, reporter, load_seconds)
@@ -212,7 +202,7 @@ def _restore(
     """
     candidates = opened.folder.checkpoints.candidates
     newest = max((candidate.step for candidate in candidates), default=0)
-    # A step that the user names is one of the disk.
+    # A step that the user names is one of the disk. At equal steps the copy is taken: memory is read faster.
     if copies is not None and opened.config.checkpoint.resume == "auto":
         copy = copies.restore(newest)
         if copy is not None:
@@ -248,16 +238,15 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
     reporter.resumed(manifest, str(resumed.folder), opened.folder.changes, load_seconds)
 
 
-def _changes(opened: OpenedRun) -> tuple[str, ...]:
-    """Differences of a run that begins from the earlier run of its folder, and, on rank 0, from the weights' model."""
-    if opened.weights is None or opened.mesh.world.rank > 0:
-        return opened.folder.changes
-    return (*opened.folder.changes, *differences(opened.config.model, opened.weights).changes)
-
-
 def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
+    """Tell what a run that begins has changed, and from which weights it begins."""
     weights = opened.weights
     tokenizer = opened.data.tokenizer_path
+    changes = opened.folder.changes
+    # Rank 0 alone prints: no other rank reads the configuration of the weights, which may be far away.
+    if weights is not None and opened.mesh.world.rank == 0:
+        changes = (*changes, *differences(opened.config.model, weights).changes)
+    reporter.changed(changes)
     if weights is None:
         return
     reporter.message(f"weights: those of {weights}")
@@ -269,6 +258,7 @@ def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
 
 
 def _stop(opened: OpenedRun, stopped_by: str, reporter: Reporter) -> NoReturn:
+    """Record the stop, and end the run by an error whose exit code tells a stop from a failure."""
     reporter.stop(f"stopped by {stopped_by}")
     step = opened.progress.step
     checkpoint = opened.folder.checkpoints.root / step_name(step)

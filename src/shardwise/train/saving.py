@@ -58,6 +58,7 @@ def agree_to_stop(reason: str | None, mesh: Mesh, is_complete: bool) -> tuple[st
     """The first rank's reason to stop, and whether the work of any rank is complete; the same on every rank."""
     if mesh.world.size == 1:
         return reason, is_complete
+    # Two numbers in each call; the texts, which take a slower exchange of objects, travel only when there is one.
     stop, complete = largest_of_ranks((float(reason is not None), float(is_complete)), mesh).tolist()
     return _first_reason(reason, mesh) if stop else None, bool(complete)
 
@@ -122,6 +123,7 @@ class Checkpoints:
         Raises:
             RunError: something else has the name of the run's folder; raised on every rank, with a checkpoint saved.
         """
+        # A save of an earlier step may have ended since, in the thread that writes.
         self._report()
         if agreed_flags is None:
             agreed_flags = largest_of_ranks(self.flags(), self.mesh).tolist()
@@ -168,10 +170,12 @@ class Checkpoints:
 
     def _end_if_displaced(self, progress: Progress) -> None:
         """Save in the run's folder, and raise RunError, where other ranks cannot find it by its name. Collective."""
+        # Rank 0 alone follows the folder; the others learn here that they are to end.
         taken = collectives.broadcast_object(None if self.followed is None else self.followed.taken, self.mesh.world)
         if taken is None:
             return
         folder, text = taken
+        # A save that is under way still uses the former root.
         self.saver.wait()
         if self.config.checkpoint.path is None:
             self.saver.root = Root.of(RunDirectory(folder).checkpoints)
@@ -192,8 +196,10 @@ class Checkpoints:
         """
         self.saver.wait()
         self.follow()
-        finished = self.saver.finished()  # none where the resumed run had done all its steps before
+        # None where the resumed run had done all its steps before.
+        finished = self.saver.finished()
         for saved in finished:
+            # The failure of an earlier save is only a warning: a later one has all that it lacks.
             if saved is finished[-1] and saved.problem is not None:
                 if saved.lost_peer:
                     raise LostPeerError(f"{saved.problem} while the checkpoint of step {saved.step:,} was saved")

@@ -21,8 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.profiler import profile, record_function
+import torch.profiler
 
 from shardwise.config import Config
 from shardwise.distributed import devices
@@ -37,8 +36,8 @@ COMMUNICATION = "communication"
 OPTIMIZER = "optimizer"
 OTHER = "other"
 PARTS = (DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER)
-_PIPELINE = "pipeline"
-"""A step of the pipeline while it is measured: `read` splits it into forward, backward and communication."""
+PIPELINE = "pipeline"
+"""A step of the pipeline, whose own clock tells `read` the forward from the backward passes and the waits."""
 
 
 class StepClock:
@@ -70,30 +69,26 @@ class StepClock:
             self._waits.clear()
             return
         self._sent_before = self._sent_so_far()
+        # The meters of the collectives append to this list themselves, as they know when a wait begins and ends.
         self._collect_waits_in(self._waits)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the body, which is one of `PARTS`."""
+        """Measure the body, which is one of `PARTS` or `PIPELINE`."""
         if not self._measures:
             yield
             return
         start = devices.mark(self._device)
         first_wait = len(self._waits)
         yield
+        # Waits within the body are known by their places in the list, and are taken off its time in `read`.
         self._phases.append((name, start, devices.mark(self._device), slice(first_wait, len(self._waits))))
-
-    @contextmanager
-    def stages(self) -> Iterator[None]:
-        """Measure a step of the pipeline, whose own clock tells the forward from the backward passes."""
-        with self.phase(_PIPELINE):
-            yield
 
     def read(self) -> None:
         """Add up the marks so far. An accelerator must have done the work that they are around."""
         for name, start, end, waits in self._phases:
             seconds = devices.seconds_between(start, end) - self._seconds_of(waits)
-            if name == _PIPELINE and self._pipeline is not None:
+            if name == PIPELINE and self._pipeline is not None:
                 for kind, stage_seconds in self._pipeline.own_work().items():
                     self._seconds[kind] += stage_seconds
                     seconds -= stage_seconds
@@ -114,6 +109,7 @@ class StepClock:
         self._collect_waits_in(None)
         if self._device.type == "cpu":
             self.read()
+        # An accelerator's marks are times of its own clock: their sum may exceed the host's seconds a little.
         return {**self._seconds, OTHER: max(0.0, step_seconds - sum(self._seconds.values()))}
 
     def sent(self) -> dict[str, int]:
@@ -139,7 +135,7 @@ class StepClock:
         return sum(devices.seconds_between(start, end) for start, end in self._waits[waits])
 
 
-def state_by_kind(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
+def state_by_kind(model: torch.nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
     """Bytes of `parameters`, `gradients` and `optimizer` on this rank, which are the same after each step."""
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     gradients = sum(bucket.gradients.nbytes for bucket in optimizer.buckets)
@@ -173,13 +169,13 @@ class Trace:
     """Records the steps of `log.profile` with torch's profiler.
 
     Args:
-        steps: steps to record; None records no step.
-        path: path of the trace file.
+        steps: steps to record; an empty range records none.
+        path: path of the trace file; None where no step is recorded.
         pipelined: the model is cut into stages, whose messages are then named.
     """
 
-    def __init__(self, steps: range | None, path: Path, *, pipelined: bool) -> None:
-        self._steps = steps or range(0)
+    def __init__(self, steps: range, path: Path | None, *, pipelined: bool) -> None:
+        self._steps = steps
         self._path = path
         self._pipelined = pipelined
         self._recording = ExitStack()
@@ -193,7 +189,7 @@ class Trace:
             return
         if not self._has_begun:
             self._begin()
-        with record_function(f"step {step}"):
+        with torch.profiler.record_function(f"step {step}"):
             yield
         if step == self._steps[-1]:
             self.close()
@@ -203,11 +199,12 @@ class Trace:
         self._recording.close()
 
     def _begin(self) -> None:
+        assert self._path is not None
         self._has_begun = True
         # At a lower level each start and stop prints a line on standard error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler = profile(acc_events=True)  # torch 2.11 warns of several cycles otherwise
+        profiler = torch.profiler.profile(acc_events=True)  # torch 2.11 warns of several cycles otherwise
         # The stack runs this last: the trace can be written only once the profiler has stopped.
         self._recording.callback(lambda: profiler.export_chrome_trace(str(self._path)))
         self._recording.enter_context(profiler)

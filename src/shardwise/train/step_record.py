@@ -1,12 +1,10 @@
-"""The progress of a training, and the records of each of its steps: the job's, each rank's, and a straggler's.
+"""The progress of a training, and the record of each step: its throughput, its slowest rank, and each rank's file.
 
 A straggler is a rank whose own work takes longer than that of the ranks that do the same. The ranks of a pipeline stage
 do the same work. A rank that is alone in its stage is compared with its own best time. The exchange costs no collective
 of its own: a few numbers of each rank travel with those of the next step (`Trainer.step`), reduced to their maximum
 over all ranks. First these are the longest and the shortest work of each stage; the rank that recognises its own work
 as the longest says so in the numbers of the step after.
-
-The file of each rank has its place in the job, its steps, and the use of its machine.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median, pstdev
 from typing import Any
 
@@ -37,6 +35,12 @@ WINDOW_STEPS = 10
 """Steps over which throughput is averaged."""
 SMOOTHED_STEPS = 20
 """Steps over which a line of progress averages the loss."""
+WINDOW = 20
+"""Steps whose median tells a rank's work: a single slow step names nobody."""
+_NO_TIME = -1e30
+"""In place of a negative time of a stage that has none yet: any time is greater."""
+_SAME = 1e-6
+"""Relative difference up to which two times are one: all numbers travel as float32, which has 7 digits."""
 _LEAST_DEVIATION = 1e-3
 """Least standard deviation relative to the mean: among losses that are nearly equal a smaller change is no spike."""
 
@@ -62,6 +66,11 @@ class Progress:
     position: int = 0
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SMOOTHED_STEPS))
     phase: str = "start"
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean of `losses`."""
+        return fmean(self.losses)
 
     def advance(self, loss: float, samples: int, length: int) -> None:
         """Count a step that was done, on `samples` samples of `length` tokens."""
@@ -177,28 +186,19 @@ class Throughput:
 
     @property
     def recent(self) -> float:
-        return _rate(self._samples_per_step * len(self._recent), sum(self._recent))
+        return self._rate(len(self._recent), sum(self._recent))
 
     @property
     def average(self) -> float:
-        return _rate(self._samples_per_step * self._steps, self._seconds)
+        return self._rate(self._steps, self._seconds)
 
     @property
     def peak(self) -> float:
         """Samples per second over the 10 fastest consecutive steps; the average of a run with fewer steps."""
         return self._peak or self.average
 
-
-def _rate(amount: float, seconds: float) -> float:
-    return amount / seconds if seconds > 0 else 0.0
-
-
-WINDOW = 20
-"""Steps whose median counts: a single slow step names nobody."""
-_NO_TIME = -1e30
-"""In place of a negative time of a stage that has none yet: any time is greater."""
-_SAME = 1e-6
-"""Relative difference up to which two times are one: all numbers travel as float32, which has 7 digits."""
+    def _rate(self, steps: int, seconds: float) -> float:
+        return self._samples_per_step * steps / seconds if seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,7 @@ class Stragglers:
     def add(self, work_seconds: float) -> None:
         """Count this rank's own work of a step."""
         self._recent.append(work_seconds)
+        # The first steps of a run compile, warm up caches and are no measure: the best is known after a whole window.
         if len(self._recent) == WINDOW:
             self._best = min(self._best or float("inf"), median(self._recent))
 
@@ -271,8 +272,10 @@ class Stragglers:
         for most, negative_least in zip(longest, shortest, strict=True):
             relative.append(most / -negative_least if negative_least > _NO_TIME / 2 else 0.0)
         slowest = max(range(self._stages), key=lambda stage: relative[stage])
+        # The maximum names no rank. The one whose report it was knows it by its value, and claims it in the next step.
         if slowest == self._stage and self._reported and abs(self._reported / longest[slowest] - 1) < _SAME:
             self._claim = (self._mesh.world.rank + 1.0, relative[slowest], self.slowdown or 0.0)
+        # The number is that of a rank plus 1, as 0 says that no rank claims to be the slowest.
         rank_plus_1, claimed_relative, claimed_slowdown = reduced[2 * self._stages :]
         if not rank_plus_1:
             return None
@@ -320,7 +323,8 @@ class RankFile:
         self._device = device_name
         self._utilization = _utilization_of(device_name)
         if _local_rank() == 0:
-            psutil.cpu_percent()  # the first call only begins the measurement
+            # The first call returns 0 and only begins the measurement.
+            psutil.cpu_percent()
 
     def start(self) -> None:
         """Record this rank's node, process and device, and its place in the mesh."""
@@ -341,8 +345,8 @@ class RankFile:
             }
         )
 
-    def step(self, record: StepRecord, **stage_facts: Any) -> None:
-        """Record a step, with facts on the stages of a pipeline."""
+    def step(self, record: StepRecord) -> None:
+        """Record a step, and where the model is cut the work on each stage of this rank."""
         facts: dict[str, Any] = {"step": record.step, "time": now(), "step_seconds": record.seconds}
         facts |= {"input_seconds": record.input_seconds, "peak_memory_bytes": record.peak_memory_bytes}
         if record.split:
@@ -356,7 +360,10 @@ class RankFile:
             facts |= {"host_cpu": psutil.cpu_percent() / 100, "host_memory_bytes": memory.total - memory.available}
         if record.allocator:
             facts["allocator_bytes"] = dict(record.allocator)
-        self._file.write({**facts, **stage_facts})
+        if record.timing is not None:
+            facts["stage_seconds"] = [asdict(stage) for stage in record.timing.stages]
+            facts["bubble"] = record.timing.bubble
+        self._file.write(facts)
 
     def close(self) -> None:
         self._file.close()
@@ -374,6 +381,7 @@ def place_of_rank(run: RunDirectory, rank: int) -> str:
 
 def process_seconds() -> float:
     """Seconds since this process began."""
+    # By the clock of the machine, as the system records it: Python's own counters begin after its imports.
     return time.time() - psutil.Process().create_time()
 
 

@@ -11,18 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.base import units
+from shardwise.base import hardware, units
 from shardwise.base.errors import listing
-from shardwise.base.hardware import available_memory, bfloat16_unit, peak_flops
 from shardwise.config import Config, Layout, Precision, dump_yaml
 from shardwise.config.layout import Stage
-from shardwise.models.parameter_counts import (
-    canonical_tensor_count,
-    flops_per_token,
-    local_parameter_count,
-    parameter_count,
-    recomputed_flops_per_token,
-)
+from shardwise.models import parameter_counts
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import bubble, simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
@@ -81,7 +74,7 @@ def dry_run(
 def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Rows:
     train = config.train
     step_tokens = train.global_batch * train.sequence_length
-    parameters = parameter_count(config.model)
+    parameters = parameter_counts.parameter_count(config.model)
     shown_parameters = _UNKNOWN
     if parameters is not None:
         most = units.count(max(count or 0 for _, count in stages_of_ranks(config, layout)))
@@ -138,7 +131,7 @@ def predicted_rows(config: Config, layout: Layout, cluster: Cluster) -> _Rows:
 
 def _advice(precision: Precision, accelerator: bool) -> str:
     """Advice where this processor would train faster in another precision; empty where it would not."""
-    unit = None if accelerator else bfloat16_unit()
+    unit = None if accelerator else hardware.bfloat16_unit()
     if unit and precision.parameter == "float32":
         return f"; this processor has {unit}: precision.mode=mixed is faster"
     if unit == "" and precision.parameter == "bfloat16":
@@ -165,7 +158,9 @@ def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], i
     by_rank = []
     for rank in range(layout.pipeline):
         stages = [stage for stage in plan if stage.rank == rank]
-        count = local_parameter_count(config.model, layout.tensor, vocab_multiple=multiple, stages=stages)
+        count = parameter_counts.local_parameter_count(
+            config.model, layout.tensor, vocab_multiple=multiple, stages=stages
+        )
         by_rank.append((stages, count))
     return by_rank
 
@@ -221,7 +216,7 @@ def blocks_of(stage: Stage) -> str:
 
 
 def _optimizer(config: Config) -> str:
-    tensors = canonical_tensor_count(config.model)
+    tensors = parameter_counts.canonical_tensor_count(config.model)
     counted_tensors = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
     return config.optimizer.spec.summary.format(tensors=counted_tensors)
 
@@ -229,8 +224,8 @@ def _optimizer(config: Config) -> str:
 def _compute(config: Config) -> _Rows:
     train = config.train
     predictions = config.data.predictions(train.sequence_length)
-    token_flops = flops_per_token(config.model, train.sequence_length, predictions)
-    recomputed_flops = recomputed_flops_per_token(config.model, train.sequence_length, train.recompute)
+    token_flops = parameter_counts.flops_per_token(config.model, train.sequence_length, predictions)
+    recomputed_flops = parameter_counts.recomputed_flops_per_token(config.model, train.sequence_length, train.recompute)
     if token_flops is None or recomputed_flops is None:
         return [("compute", _UNKNOWN)]
     tokens = train.global_batch * train.sequence_length * train.steps
@@ -295,7 +290,7 @@ def _host_memory(config: Config, layout: Layout) -> _Rows:
     """The memory of all ranks on this machine's CPU, and what the machine has available."""
     ranks = range(layout.world)
     needed = memory_of_machine(config, layout, ranks)
-    available = available_memory()
+    available = hardware.available_memory()
     if needed is None or available is None:
         return []
     state, expected = needed
@@ -409,10 +404,10 @@ def start_rows(
 def _utilization(config: Config, device_name: str, precision: Precision) -> str:
     """The definition of MFU: model FLOPs over the peak; published figures differ in their count of attention."""
     length = config.train.sequence_length
-    flops = flops_per_token(config.model, length, config.data.predictions(length))
+    flops = parameter_counts.flops_per_token(config.model, length, config.data.predictions(length))
     if flops is None:
         return "not known for a model of your own"
     counted = "half of attention, as the mask is causal" if config.model.causal else "all of attention"
-    peak = peak_flops(device_name, precision.parameter)
+    peak = hardware.peak_flops(device_name, precision.parameter)
     over = "not known, as the peak of this device is not" if peak is None else f"over {peak / 1e12:,.1f} TFLOP/s"
     return f"{units.count(flops)} FLOPs a token, forward and backward, with {counted}; {over}"

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,9 +21,7 @@ from shardwise.base.errors import RunError, see
 from shardwise.config import Config, Layout
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.distributed.placement import placements
-from shardwise.layers.dropout import DropoutKey
-from shardwise.models.blocks import Stages, gives_losses, units
+from shardwise.models.blocks import gives_losses, units
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.clock import BACKWARD, FORWARD
@@ -34,10 +30,10 @@ from shardwise.train.compile.units import Compilation
 from shardwise.train.evaluation import evaluate_rounds
 from shardwise.train.feed import Feed
 from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets, perplexity
-from shardwise.train.rank_agreement import check_replicas
+from shardwise.train.model_checks import check_replicas, find_non_finite
 from shardwise.train.reporter import Reporter
 from shardwise.train.saving import Checkpoints, largest_of_ranks
-from shardwise.train.step_clock import DATA, OPTIMIZER, StepClock, Trace, memory_by_kind, state_by_kind
+from shardwise.train.step_clock import DATA, OPTIMIZER, PIPELINE, StepClock, Trace, memory_by_kind, state_by_kind
 from shardwise.train.step_record import Progress, StepRecord, Straggler, Stragglers, end_of_run, loss_spike
 
 if TYPE_CHECKING:
@@ -102,7 +98,7 @@ class Trainer:
         """
         first = self.progress.step + 1
         last = end_of_run(self.config, self.progress.step)
-        with closing(self.feed), closing(self._trace()) as trace, self._gathers_behind_forward():
+        with closing(self.feed), closing(self._open_trace()) as trace, self._gathers_behind_forward():
             if self.config.train.eval_every and not self.progress.step:
                 self.evaluate()
             for step in range(first, last + 1):
@@ -122,12 +118,13 @@ class Trainer:
             return nullcontext()
         return self.optimizer.gathers.behind_forward(units(self.model), self.optimizer.buckets)
 
-    def _trace(self) -> Trace:
+    def _open_trace(self) -> Trace:
         steps = self.config.log.profile_steps
         ranks = self.config.log.profile_ranks
-        if self.reporter is None or steps is None or (ranks is not None and self.mesh.world.rank not in ranks):
-            return Trace(None, Path(), pipelined=False)
-        return Trace(steps, self.reporter.run.trace(self.mesh.world.rank), pipelined=self.mesh.pp.size > 1)
+        rank = self.mesh.world.rank
+        if self.reporter is None or steps is None or (ranks is not None and rank not in ranks):
+            return Trace(range(0), None, pipelined=False)
+        return Trace(steps, self.reporter.run.trace(rank), pipelined=self.mesh.pp.size > 1)
 
     def _after_step(
         self, record: StepRecord, checkpoints: Checkpoints | None, graphs: RunGraphs | None, *, is_last: bool
@@ -137,6 +134,7 @@ class Trainer:
         eval_every = self.config.train.eval_every
         drift_every = self.config.log.drift_every
         agreed_flags: tuple[float, ...] | None = record.agreed_flags
+        # All graphs of training are captured in a run's first step, and those of evaluation in its first evaluation.
         if step == self.progress.before + 1:
             self._keep_graphs(graphs)
         if self.reporter is not None:
@@ -144,6 +142,7 @@ class Trainer:
             self._warn_of_a_mean(record)
         if drift_every and (is_last or step % drift_every == 0):
             self.progress.phase = "comparison of replicas"
+            # Parameters that are still under way would differ without a fault.
             self.optimizer.gathers.wait()
             check_replicas(self.model, self.mesh, step)
             # Much time has passed since the flags were read: the checkpoints ask all ranks again.
@@ -174,6 +173,7 @@ class Trainer:
         source = f"forward of {model.family}" if self.config.shapes is None else self.config.hooks.loss
         if self.reporter is None or source is None or record.step != 1:
             return
+        # Equal probabilities of all V tokens give a loss of ln V.
         guess = math.log(model.vocab_size)
         if record.loss < guess / _FAR_BELOW_A_GUESS:
             self.reporter.warning(
@@ -215,6 +215,7 @@ class Trainer:
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        # The loss and the norms are finite: from here on the parameters change.
         with record_function("optimizer"), self.clock.phase(OPTIMIZER):
             self.optimizer.step()
         spike = loss_spike(loss, self.progress.losses)
@@ -226,7 +227,7 @@ class Trainer:
         record = StepRecord(
             step=self.progress.step,
             loss=sum(numbers.losses),
-            mean_loss=fmean(self.progress.losses),
+            mean_loss=self.progress.mean_loss,
             mean_steps=len(self.progress.losses),
             lr=lr,
             grad_norm=numbers.gradient_norm,
@@ -258,20 +259,16 @@ class Trainer:
             flags: flags of this rank, of which the largest of all ranks are read, and with them the slowest rank;
                 None reads neither.
         """
-        flag_count = 0
-        rank_numbers: list[float] = []
+        parts = [global_losses_K]
         if flags is not None:
-            flag_count = len(flags)
-            rank_numbers = [*flags, *self.stragglers.numbers()]
-        largest = []
-        if rank_numbers:
-            largest = [largest_of_ranks(rank_numbers, self.mesh)]
+            parts.append(largest_of_ranks([*flags, *self.stragglers.numbers()], self.mesh))
         with self.clock.phase(OPTIMIZER):
             norms = torch.stack(self.optimizer.norms())
-        numbers = torch.cat((norms, global_losses_K, *largest)).tolist()
+        numbers = torch.cat((norms, *parts)).tolist()
+        # The host has waited for the device, so the marks around the passes can be read without another wait.
         self.clock.read()
         flags_start = 2 + len(global_losses_K)
-        flags_stop = flags_start + flag_count
+        flags_stop = flags_start + len(flags or ())
         return _StepNumbers(
             gradient_norm=numbers[0],
             parameter_norm=numbers[1],
@@ -311,19 +308,20 @@ class Trainer:
 
         def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
             batch = micro_batches[number]
-            dropout = self._dropout_key(batch)
+            dropout = batch.dropout_key(self.config.train, self.progress.step + 1)
             # Random numbers of a user's own layers are a function of step and samples too.
             with dropout.seeded(self.mesh.device, *_WHOLE_MODEL):
                 out = batch.result(part, part(**batch.arguments(part, x, dropout)))
             if not gives_losses(part):
                 return out
+            # Divided by the targets of the global batch, not of this micro-batch: gradients need no factor afterwards.
             losses_K = mean_over_targets(out, counts_K)
             shares.append(losses_K.detach())
             return losses_K
 
         if self.pipeline is not None:
             # Schedules that split the backward pass fire no hooks: the pipeline says which gradients are complete.
-            with self.optimizer.accumulate(), self.clock.stages():
+            with self.optimizer.accumulate(), self.clock.phase(PIPELINE):
                 self.pipeline.step(compute, self.optimizer.gradient_ready if last else None)
             return torch.stack(shares).sum(dim=0)
         for number in range(len(micro_batches)):
@@ -333,11 +331,6 @@ class Trainer:
                 with record_function(f"backward, micro-batch {number}"), self.clock.phase(BACKWARD):
                     loss.backward()
         return torch.stack(shares).sum(dim=0)
-
-    def _dropout_key(self, batch: MicroBatch) -> DropoutKey:
-        train = self.config.train
-        first_sample = int(batch.samples[0])
-        return DropoutKey(train.seed, self.progress.step + 1, batch.samples_B, first_sample, train.dropout_mode)
 
     def evaluate(self) -> tuple[float, float]:
         """Mean loss and perplexity over the first `eval_batches` global batches of the evaluation part, on every rank.
@@ -366,40 +359,13 @@ class Trainer:
         """
         self.optimizer.zero_grad()
         rank_loss = float(self._forward_backward(micro_batches, counts_K, last=False).sum())
-        faults = collectives.all_gather_objects(_find_non_finite(self.model, rank_loss), self.mesh.world)
-        ordered = sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)
+        faults = collectives.all_gather_objects(find_non_finite(self.model, rank_loss), self.mesh.world)
         place = "each rank's own part is: their sum overflowed"
-        if ordered:
-            place = f"on rank {ordered[0][1]}, {ordered[0][2]}"
+        # In a pipeline a value that is not finite travels on: of all ranks' findings the nearest cause counts.
+        for _, rank, text in sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)[:1]:
+            place = f"on rank {rank}, {text}"
         raise RunError(
             f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite; {place}. "
             "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
             f"{see('training#loss-not-finite')}"
         )
-
-
-def _find_non_finite(model: nn.Module, loss: float) -> tuple[tuple[int, int, int], str]:
-    """A key that sorts the nearest cause first, and a text on a value of this rank that is not finite; "" if all are.
-
-    The key has 0 for a weight, 1 for the loss and 2 for a gradient; then stage and parameter in the order of the pass
-    that uses them.
-    """
-    parts = [(0, model)]
-    if isinstance(model, Stages):
-        parts = [(stage.index, part) for stage, part in model.pairs()]
-    pieces = [
-        (stage, order, parameter, piece.name, piece.local.slices)
-        for stage, part in parts
-        for order, (_, parameter, record) in enumerate(placements(part))
-        for piece in record.pieces
-    ]
-    for stage, order, parameter, name, slices in pieces:
-        if not torch.isfinite(parameter[slices]).all():
-            return (0, stage, order), f"{name} is the first parameter with a value that is not finite"
-    text = "" if math.isfinite(loss) else f"its loss is {loss}"
-    for stage, order, parameter, name, slices in reversed(pieces):
-        if parameter.grad is not None and not torch.isfinite(parameter.grad[slices]).all():
-            first = f"{name} is the first parameter, in backward's order, with a gradient that is not finite"
-            # The backward pass goes through stages and parameters from the last to the first.
-            return (1 if text else 2, -stage, -order), f"{text} and {first}" if text else first
-    return (1, 0, 0), text

@@ -21,7 +21,7 @@ from shardwise.data.formats.text import random_text
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.build import build_trainer
-from shardwise.train.rank_agreement import check_replicas
+from shardwise.train.model_checks import check_replicas
 from shardwise.train.trainer import Trainer
 from shardwise.verify.canonical_values import canonical_weights, gradient_errors, step_with_gradients
 from shardwise.verify.layouts import Cell

@@ -133,7 +133,7 @@ def test_summary_names_every_quantity(tmp_path: Path) -> None:
 def test_the_start_names_the_faster_precision(
     unit: str | None, mode: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.train.summary.bfloat16_unit", lambda: unit)
+    monkeypatch.setattr("shardwise.base.hardware.bfloat16_unit", lambda: unit)
     values = config().model_dump(mode="json") | {"precision": {"mode": mode}}
     made, stream = reporter(tmp_path, config_from(values))
     with made:

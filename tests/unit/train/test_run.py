@@ -16,7 +16,7 @@ from shardwise.config import Layout, load_config
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.run import _changes, _explained, _report_weights, _with_one_batch, run
+from shardwise.train.run import _explained, _report_weights, _with_one_batch, run
 from shardwise.train.step_record import Progress
 from tests.dist.training import make_config
 
@@ -58,9 +58,12 @@ def test_weights_whose_tokenizer_is_another_are_told(tmp_path: Path) -> None:
     for name, text in (("weights", "a b"), ("data", "c d")):
         train_tokenizer([text] * 9, 258, name).save(tmp_path / name)
     run: Any = SimpleNamespace(
-        weights=Root.of(tmp_path / "weights"), data=SimpleNamespace(tokenizer_path=tmp_path / "data")
+        weights=Root.of(tmp_path / "weights"),
+        data=SimpleNamespace(tokenizer_path=tmp_path / "data"),
+        folder=SimpleNamespace(changes=()),
+        mesh=SimpleNamespace(world=SimpleNamespace(rank=1)),
     )
-    reporter: Any = SimpleNamespace(**{kind: lines.append for kind, lines in said.items()})
+    reporter: Any = SimpleNamespace(**{kind: lines.append for kind, lines in said.items()}, changed=lambda _: None)
     _report_weights(run, reporter)
     assert said["message"] == [f"weights: those of {tmp_path / 'weights'}"]
     assert said["warning"] == [
@@ -75,13 +78,17 @@ def test_fault_07_a_run_says_what_it_changes_beside_loaded_weights(tmp_path: Pat
     here: Any = SimpleNamespace(
         config=config,
         weights=Root.of(tmp_path),
+        data=SimpleNamespace(tokenizer_path=None),
         folder=SimpleNamespace(changes=("train.steps 1 → 2",)),
         mesh=SimpleNamespace(world=SimpleNamespace(rank=0)),
     )
     changed = f"model.rope_theta (5000000.0) replaces that of {tmp_path}/config.json (500000.0), with the same weights"
-    assert _changes(here) == ("train.steps 1 → 2", changed)
+    told: list[tuple[str, ...]] = []
+    reporter: Any = SimpleNamespace(changed=told.append, message=lambda _: None)
+    _report_weights(here, reporter)
     here.mesh.world.rank = 1
-    assert _changes(here) == ("train.steps 1 → 2",)
+    _report_weights(here, reporter)
+    assert told == [("train.steps 1 → 2", changed), ("train.steps 1 → 2",)]
 
 
 def test_all_ranks_have_the_batch_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

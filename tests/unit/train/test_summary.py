@@ -16,7 +16,7 @@ from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.planner.memory import checkpoint_bytes, expected_memory, invariant_dropout, memory_by_rank, neediest_rank
-from shardwise.train.pipeline_at_start import schedule_picture
+from shardwise.train.start_screen import schedule_picture
 from shardwise.train.summary import dry_run
 
 SIZES: dict[str, Any] = {

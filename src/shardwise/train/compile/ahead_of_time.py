@@ -23,8 +23,9 @@ from shardwise.base import files
 from shardwise.base.hardware import cpu_count
 from shardwise.config import Config, Layout
 from shardwise.train.compile.graph_cache import CachedGraph, Facts, GraphCache, not_written
+from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
 from shardwise.train.compile.run_graphs import WorkFolder, compiled_files, remove_left_over
-from shardwise.train.compile.units import HEAD, check_backend, graph_facts, planned_graphs
+from shardwise.train.compile.units import HEAD, check_backend
 
 _SHOWN = 3
 """Lines of a failure's output that the user reads at once; its log has all."""

@@ -26,7 +26,8 @@ from shardwise.distributed import collectives
 from shardwise.distributed.collectives import agree, union
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of, not_written
-from shardwise.train.compile.units import CapturedGraph, Compilation, graph_facts, planned_graphs
+from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
+from shardwise.train.compile.units import CapturedGraph, Compilation
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _SHOWN = 3

@@ -20,11 +20,11 @@ from shardwise.data.formats.text import random_text
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
 from shardwise.launch.local import die_with_parent
-from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
 from shardwise.train.compile.ahead_of_time import GraphJob
-from shardwise.train.compile.units import HEAD, Compilation, compile_units, unit_of_layer
+from shardwise.train.compile.graph_facts import unit_of_layer
+from shardwise.train.compile.units import HEAD, Compilation, compile_units
 from shardwise.train.loss import MicroBatch
 
 CAPTURING = "aot_eager"
@@ -65,10 +65,7 @@ def play(
             batch = batch.empty_on(device)
         compilation = compile_units(model, settings, device, only=unit)
         x = _input(config, layout, device, dtype, training)
-        key = None
-        if training:
-            first_sample = int(batch.samples[0])
-            key = DropoutKey(config.train.seed, 1, batch.samples_B, first_sample, config.train.dropout_mode)
+        key = batch.dropout_key(config.train, step=1) if training else None
         model.train(training)
         with torch.set_grad_enabled(training):
             out: Tensor = model(**batch.arguments(model, x, key))

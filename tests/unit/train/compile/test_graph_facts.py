@@ -11,7 +11,8 @@ import torch
 import shardwise
 from shardwise.config import check_layout, load_config
 from shardwise.train.compile.graph_cache import Facts
-from shardwise.train.compile.units import _SOURCES, BLOCK, _user_sources, graph_facts
+from shardwise.train.compile.graph_facts import _SOURCES, _user_sources, graph_facts
+from shardwise.train.compile.units import BLOCK
 
 CPU = torch.device("cpu")
 
@@ -69,7 +70,7 @@ def test_an_evaluation_recomputes_nothing_and_drops_nothing() -> None:
 def test_threads_and_sources_count(monkeypatch: pytest.MonkeyPatch) -> None:
     before = facts()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    monkeypatch.setattr("shardwise.train.compile.units._SOURCES", ("models/llama.py",))
+    monkeypatch.setattr("shardwise.train.compile.graph_facts._SOURCES", ("models/llama.py",))
     assert differing(before, facts()) == {"threads", "code"}
 
 
@@ -77,7 +78,7 @@ def test_the_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code is compiled for the very processor, and calls other matmuls on those that are not Intel's."""
     before = facts()
     monkeypatch.setattr("shardwise.distributed.devices.cpu_prefers_onednn", lambda: before["matmuls"] != "oneDNN")
-    monkeypatch.setattr("shardwise.train.compile.units._processor", lambda: "without AVX512")
+    monkeypatch.setattr("shardwise.train.compile.graph_facts._processor", lambda: "without AVX512")
     assert differing(before, facts()) == {"matmuls", "processor"}
 
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from shardwise.config import Config, Layout, check_layout, load_config
-from shardwise.train.pipeline_at_start import print_pipeline, rank_table, schedule_picture
+from shardwise.train.start_screen import print_pipeline, rank_table, schedule_picture
 
 
 def chosen(world: int = 8, recipe: str = "gpt3-tiny", **parallel: Any) -> tuple[Config, Layout]:
