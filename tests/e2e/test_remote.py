@@ -211,7 +211,7 @@ import s3fs
 from shardwise.config import load_config
 from shardwise.base.errors import ConfigError
 from shardwise.runs.folder import RunDirectory
-from shardwise.checkpoint.storage.find_checkpoint import load_location
+from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.train.resume import find_checkpoints
 said = []
 for key, address, url in json.loads(sys.argv[2]):
