@@ -14,6 +14,7 @@ from tests.cluster.slurm import Slurm
 from tests.e2e import processes
 from tests.e2e.command import ALONE, metrics, miniature, outcome, shardwise, start
 
+PAIR = ("srun", "--nodes=2", "--ntasks-per-node=1", *ALONE)
 SRUN = ("srun", "--nodes=2", "--ntasks-per-node=2", *ALONE)
 FAILING = """\
 import os
@@ -62,7 +63,7 @@ def test_tasks_train_as_local_ranks_do_and_stop_with_a_checkpoint(slurm: Slurm, 
 
 
 def test_wrong_input_is_told_once_for_all_tasks(slurm: Slurm, tmp_path: Path) -> None:
-    ended = shardwise("train", miniature(tmp_path), "parallel.tensor=3", at=tmp_path, program=SRUN, **slurm.variables)
+    ended = shardwise("train", miniature(tmp_path), "parallel.tensor=3", at=tmp_path, program=PAIR, **slurm.variables)
     assert ended.code == 2, ended.err
     assert ended.err.count("must be a multiple of parallel.tensor (3)") == 1, ended.err
     assert "Traceback" not in ended.err

@@ -12,7 +12,8 @@ def test_the_page_runs_and_layouts_agree(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     section = page.partition("\n## Documents within a sample")[2].partition("\n## ")[0]
     (command,) = re.findall(r"^```sh\n(.*?)\n```", section, re.MULTILINE | re.DOTALL)
-    tiny = ["data.dataset=tiny", "train.stop_after=2", "train.eval_every=2", "model.num_hidden_layers=2"]
+    tiny = ["data.dataset=tiny", "train.stop_after=2", "train.eval_every=2", "train.eval_batches=2"]
+    tiny += ["model.num_hidden_layers=2", "model.vocab_size=300", "train.global_batch=4", "log.tensorboard=false"]
     arguments = [*shlex.split(command)[1:], *tiny]
     shardwise(*arguments, "--run-dir", "one", at=tmp_path).succeeded()
     shardwise(*arguments, "--run-dir", "cut", "parallel.tensor=2", "parallel.sequence=true", at=tmp_path).succeeded()

@@ -18,6 +18,7 @@ COMMAND = (
     "train.global_batch=4",
     "train.eval_every=3",
     "train.eval_batches=2",
+    "model.num_hidden_layers=2",
     "log.tensorboard=false",
     "data.path=shards",
     "data.split=90,5,5",
