@@ -167,11 +167,7 @@ def obtain(files: HubFiles, *, cached: bool = False, announce: Callable[[str], N
 
 
 def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
-    """The files that `data.dataset` names on the hub; no request is sent.
-
-    Raises:
-        ConfigError: it is no hub id.
-    """
+    """The files that `data.dataset` names on the hub; no request is sent. Raises ConfigError if it is no hub id."""
     repository, at, revision = named.partition("@")
     key = f"data.dataset ({named})"
     near = nearest_name(repository, built_in)
