@@ -23,13 +23,7 @@ from shardwise.data.samples.causal import DocumentEnds, TokenBatches
 from shardwise.data.samples.streaming import HeldOut, StreamBatches, TextStream, read_documents
 from shardwise.data.split import PARTS, Part, describe_sizes
 from shardwise.data.tokens.encoding import encode_documents
-from shardwise.data.tokens.tokenizer import (
-    Tokenizer,
-    announce_note,
-    export_user_tokenizer,
-    open_user_tokenizer,
-    user_tokenizer_digest,
-)
+from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, user_tokenizer_digest
 
 _DocumentBegin = tuple[int, int]
 """Number of a shard, and the offset at which a document begins in it."""
@@ -162,9 +156,7 @@ def _build(
             announce(f"preparing the data {source.name}: {reading}")
     data = config.data
     assert data.tokenizer is not None
-    tokenizer = open_user_tokenizer(data.tokenizer, config.model.vocab_size)
-    announce_note(tokenizer, announce)
-    export_user_tokenizer(data.tokenizer, tokenizer, folder / "tokenizer")
+    tokenizer = keep_user_tokenizer(data.tokenizer, config.model.vocab_size, folder / "tokenizer", announce)
     if isinstance(source, text_sources.ColumnSource):
         by_split = source.files_by_split()
     else:  # paths are absolute, as another run may start in another folder

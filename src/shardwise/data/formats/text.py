@@ -20,7 +20,6 @@ from shardwise.base.errors import DataError, listing, see
 from shardwise.base.units import count, counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache, hub
-from shardwise.data.cache import token_dtype
 from shardwise.data.formats import common, inspecting
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, open_source
 from shardwise.data.samples.order import mix_integer
@@ -30,9 +29,7 @@ from shardwise.data.tokens.encoding import RULE, ContentDigest, DocumentMarks, e
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
     Tokenizer,
-    announce_note,
-    export_user_tokenizer,
-    open_user_tokenizer,
+    keep_user_tokenizer,
     train_tokenizer,
     user_tokenizer_digest,
 )
@@ -148,9 +145,7 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: 
         tokenizer = train_tokenizer(texts, config.model.vocab_size, source.name, pairs=pairs)
         tokenizer.save(folder / "tokenizer")
     else:
-        tokenizer = open_user_tokenizer(named, config.model.vocab_size, pairs=pairs)
-        announce_note(tokenizer, announce)
-        export_user_tokenizer(named, tokenizer, folder / "tokenizer")
+        tokenizer = keep_user_tokenizer(named, config.model.vocab_size, folder / "tokenizer", announce, pairs=pairs)
     digest = ContentDigest()
     pieces = _parts(source, split, digest)
     if pairs:
@@ -351,7 +346,7 @@ def random_text(
             tokens.append((tokens[-1] * 7 + 3) % vocabulary)
         else:
             tokens.append(int(noise * 1000) % vocabulary)
-    row = np.asarray(tokens, token_dtype(vocabulary))
+    row = np.asarray(tokens, cache.token_dtype(vocabulary))
     evaluation = row[: 8 * length + 1]
     data = common.PreparedText(Path(), "test", "test", {"train": row, "eval": evaluation, "test": row[:0]}, vocabulary)
     if not pairs:

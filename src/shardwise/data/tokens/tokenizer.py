@@ -412,11 +412,18 @@ def export_user_tokenizer(path: str, tokenizer: Tokenizer, folder: Path) -> None
     """Copies the user's tokenizer into `folder`, and adds the files that transformers needs and that are missing.
 
     Whatever its kind is, `folder` then has a `tokenizer.json` that gives the same ids.
-
-    Raises:
-        DataError: there is none.
     """
     tokenizer.save(folder, _files(path).copies)
+
+
+def keep_user_tokenizer(
+    path: str, vocab_size: int, folder: Path, announce: Callable[[str], None] | None, *, pairs: bool = False
+) -> Tokenizer:
+    """Opens the user's tokenizer as `open_user_tokenizer` does, announces its note, and exports it into `folder`."""
+    tokenizer = open_user_tokenizer(path, vocab_size, pairs=pairs)
+    announce_note(tokenizer, announce)
+    export_user_tokenizer(path, tokenizer, folder)
+    return tokenizer
 
 
 def _files(path: str) -> TokenizerFiles:
