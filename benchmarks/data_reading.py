@@ -104,8 +104,8 @@ def open_sparse(folder: Path) -> dict[str, float]:
 
 def index(folder: Path) -> dict[str, float]:
     """From the files to the first batch of an epoch."""
-    from shardwise.data.reading.megatron_files import IndexedFile
-    from shardwise.data.samples.causal import DocumentBatches, Documents
+    from shardwise.data.reading.megatron_files import Documents, IndexedFile
+    from shardwise.data.samples.causal import DocumentBatches
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -120,8 +120,8 @@ def index(folder: Path) -> dict[str, float]:
 
 def loader(folder: Path) -> dict[str, float]:
     """Tokens a second of one thread, by length of a sample; from the page cache, in random order."""
-    from shardwise.data.reading.megatron_files import IndexedFile
-    from shardwise.data.samples.causal import DocumentBatches, Documents
+    from shardwise.data.reading.megatron_files import Documents, IndexedFile
+    from shardwise.data.samples.causal import DocumentBatches
 
     file = IndexedFile.open(str(folder / "tokens"))
     np.asarray(file.tokens).sum()  # into the page cache

@@ -144,11 +144,10 @@ if int(number):
 """The process of the command sends itself a signal as it opens or renames the first file after a file has its size."""
 IN_SEVERAL_PROCESSES = """
 import shardwise.data.prepare.tokenizing as tokenizing
-import shardwise.data.prepare.prepare as prepare
 import shardwise.data.prepare.to_hdf5 as to_hdf5
 tokenizing.COMMIT_SECONDS = 0.0
 tokenizing.BATCH_CHARACTERS = 20_000
-prepare.SMALL_BYTES = to_hdf5.SMALL_BYTES = 0
+tokenizing.SMALL_BYTES = to_hdf5.SMALL_BYTES = 0
 to_hdf5.SECTION_TOKENS = 60_000
 """
 """What is done is durable at once."""

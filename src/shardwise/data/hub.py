@@ -82,23 +82,20 @@ def resolve(
     processes may call this at once: each file is fetched by one of them.
 
     Args:
-        load: folder or hub id.
-        revision: branch, tag or commit of the hub id; None: its main branch.
-        cached: True to open the hub id from the cache, without a request.
+        revision: branch, tag or commit of a hub id; None: its main branch.
+        cached: True to open a hub id from the cache, without a request.
         announce: called with one line before a fetch.
 
     Raises:
         ConfigError: no such folder, repository or revision, no access to it, or no safetensors in it.
     """
-    place = place_of_weights(load, revision)
-    return place if isinstance(place, Path) else obtain(place, cached=cached, announce=announce)
+    return obtain(place_of_weights(load, revision), cached=cached, announce=announce)
 
 
 def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
     """The folder that `checkpoint.load` names, else the files that it names on the hub; no request is sent.
 
-    Raises:
-        ConfigError: it is neither a folder with weights nor a hub id.
+    Raises ConfigError if it is neither a folder with weights nor a hub id.
     """
     folder = Path(load).expanduser()
     if folder.is_dir():
@@ -132,16 +129,11 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
     Raises:
         ConfigError: no such path, repository or revision, no access to it, or no tokenizer in it.
     """
-    place = place_of_tokenizer(named)
-    return place if isinstance(place, Path) else obtain(place, cached=cached, announce=announce)
+    return obtain(place_of_tokenizer(named), cached=cached, announce=announce)
 
 
 def place_of_tokenizer(named: str) -> Path | HubFiles:
-    """The path that `data.tokenizer` names, else the files that it names on the hub; no request is sent.
-
-    Raises:
-        ConfigError: it is neither a path nor a hub id.
-    """
+    """The path that `data.tokenizer` names, else the files that it names on the hub; ConfigError if it is neither."""
     path = Path(named).expanduser()
     if path.exists():
         return path
@@ -159,19 +151,15 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
     )  # fmt: skip
 
 
-def obtain(files: HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
-    """The folder of these files at their newest commit, whose name is the commit's; arguments are as in `resolve`."""
-    if cached:
-        return _from_cache(files)
-    return _fetch(files, announce)
+def obtain(place: Path | HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
+    """A path as it is, or the folder of files at their newest commit, whose name is the commit's; see `resolve`."""
+    if isinstance(place, Path):
+        return place
+    return _from_cache(place) if cached else _fetch(place, announce)
 
 
 def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
-    """The files that `data.dataset` names on the hub; no request is sent.
-
-    Raises:
-        ConfigError: it is no hub id.
-    """
+    """The files that `data.dataset` names on the hub; no request is sent. Raises ConfigError if it is no hub id."""
     repository, at, revision = named.partition("@")
     key = f"data.dataset ({named})"
     near = nearest_name(repository, built_in)

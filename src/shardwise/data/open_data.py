@@ -14,16 +14,7 @@ from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import cache_root
 from shardwise.config import Config, DataConfig, data_from
 from shardwise.data import hub
-from shardwise.data.formats import datasets, hdf5, megatron, stream, text, user_samples
-from shardwise.data.formats.common import (
-    Announce,
-    Inspection,
-    PreparedData,
-    document_marks,
-    in_pairs,
-    mark_problems,
-    without_tokenizer,
-)
+from shardwise.data.formats import common, datasets, hdf5, inspecting, megatron, stream, text, user_samples
 from shardwise.data.reading import dataset_tables, hdf5_files, megatron_files
 from shardwise.data.samples.sentence_pairs import chunk_room
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
@@ -35,7 +26,9 @@ Contents = Literal["tokens", "masked pairs", "text", "text or tokens"]
 class OpenData(Protocol):
     """Opens the data that `config` names for a run; results that take long to make are kept in the cache `root`."""
 
-    def __call__(self, config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedData: ...
+    def __call__(
+        self, config: Config, root: Path, announce: common.Announce, *, any_size: bool
+    ) -> common.PreparedData: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class DataFormat(SampleSource):
 
     name: str
     is_at: Callable[[Path], bool]
-    inspect: Callable[[DataConfig, int], Inspection]
+    inspect: Callable[[DataConfig, int], inspecting.Inspection]
     has_splits: bool = False
 
 
@@ -141,8 +134,8 @@ def format_of(data: DataConfig) -> DataFormat:
 
 
 def prepare(
-    config: Config, cache_dir: Path | None = None, announce: Announce = None, *, any_size: bool = False
-) -> PreparedData:
+    config: Config, cache_dir: Path | None = None, announce: common.Announce = None, *, any_size: bool = False
+) -> common.PreparedData:
     """Opens the data of `config`, tokenizing it first if the cache has none.
 
     Any number of processes may call it at once: one builds and the others wait.
@@ -176,7 +169,7 @@ def checked_format(config: Config) -> DataFormat:
             "asks for evaluations: give the second part a weight, such as data.split=95,5, or set train.eval_every=0"
             f"{see('data#no-evaluation-part')}"
         )
-    if in_pairs(config):
+    if common.in_pairs(config):
         chunk_room(config.train.sequence_length)  # raises if it is too short for a pair
     format = format_of(data)
     if data.split_names and not format.has_splits:
@@ -184,13 +177,13 @@ def checked_format(config: Config) -> DataFormat:
             f"data.split ({data.split}) must be weights such as 95,5 where {data.key} ({data.name}) is no data set "
             "with splits"
         )
-    if format.holds_tokens and (problems := mark_problems(data)):
+    if format.holds_tokens and (problems := common.mark_problems(data)):
         raise DataError(problems)
     if data.streaming and format.holds_tokens:
         raise DataError(
             f"data.streaming (true) must be false with {data.key} ({data.name}), whose tokens are read where they lie"
         )
-    if data.streaming and in_pairs(config):
+    if data.streaming and common.in_pairs(config):
         raise DataError(
             f"data.streaming (true) must be false with model.family ({config.model.family}): pairs of sentences are "
             "made of prepared text"
@@ -253,12 +246,12 @@ def _glance_at_tokenizer(config: Config, contents: Contents) -> str:
     if config.data.tokenizer is not None:
         return _glance_at_user_tokenizer(config, config.data.tokenizer)
     if contents == "text":
-        trained_special_tokens(vocabulary, pairs=in_pairs(config))
+        trained_special_tokens(vocabulary, pairs=common.in_pairs(config))
         return f"byte-level BPE of {vocabulary:,} tokens, trained on the data when the run starts"
     if contents == "text or tokens":
         return "where the data hold text, one is trained on them"
     # Pairs of shards have their special tokens; the samples of other tokens may need some.
-    if contents == "tokens" and (problems := without_tokenizer(config)):
+    if contents == "tokens" and (problems := common.without_tokenizer(config)):
         raise DataError(problems)
     return "none, as the data hold tokens"
 
@@ -268,13 +261,13 @@ def _glance_at_user_tokenizer(config: Config, name: str) -> str:
     place = hub.place_of_tokenizer(name)
     if not isinstance(place, Path) and (location := hub.find(place)) != "cache":
         return f"{name}: {hub.FOUND[location]}"
-    tokenizer = open_user_tokenizer(name, vocabulary, pairs=in_pairs(config))
-    document_marks(config.data, tokenizer)
+    tokenizer = open_user_tokenizer(name, vocabulary, pairs=common.in_pairs(config))
+    common.document_marks(config.data, tokenizer)
     note = "" if tokenizer.note is None else f"; {tokenizer.note}"
     return f"{name}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({vocabulary:,}){note}"
 
 
-def inspect(path: str, samples: int, keys: Mapping[str, Any]) -> Inspection:
+def inspect(path: str, samples: int, keys: Mapping[str, Any]) -> inspecting.Inspection:
     """An inspection of the data at a path, of any format.
 
     Args:
@@ -291,7 +284,7 @@ def inspect(path: str, samples: int, keys: Mapping[str, Any]) -> Inspection:
         return datasets.inspect(data_from({"path": str(folder), **keys}), samples)
     data = data_from({"path": path, **keys})
     format = format_of(data)
-    if format.holds_tokens and (problems := mark_problems(data)):
+    if format.holds_tokens and (problems := common.mark_problems(data)):
         raise DataError(problems)
     if format.name == "text" and not place.exists():
         where = "" if place.is_absolute() else f" in {Path.cwd()}"

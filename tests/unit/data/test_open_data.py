@@ -11,7 +11,7 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, config_from
 from shardwise.data import hub
 from shardwise.data.formats import stream as stream_data
-from shardwise.data.formats.common import Inspection
+from shardwise.data.formats.inspecting import Inspection
 from shardwise.data.formats.text import random_text
 from shardwise.data.open_data import FORMATS, DataFormat, Glance, format_of, glance, inspect, prepare
 from shardwise.data.reading.megatron_files import IndexedWriter

@@ -2,7 +2,8 @@
 
 Shared by all of them:
 
-    common.py         prepared data, the result of an inspection, and checks that several formats share
+    common.py         prepared data, and checks that several formats share
+    inspecting.py     the result of an inspection
 
 Formats:
 

@@ -1,27 +1,19 @@
-"""Data that are ready for a run, and the checks of a configuration that several formats share.
-
-An inspection takes seconds and bounded memory, as only samples of large data are read.
-"""
+"""Data that are ready for a run, and the checks of a configuration that several formats share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from shardwise.base.errors import ConfigError, DataError
-from shardwise.base.units import count, counted
+from shardwise.base.errors import DataError
+from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig, FamilyConfig
-from shardwise.data import cache, hub
+from shardwise.data import cache
 from shardwise.data.reading.manifest import tokenizer_problems
 from shardwise.data.samples.batch import Batches, TokenArray, Tokens
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches, without_end
-from shardwise.data.samples.order import IntArray
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, chunk_room
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
 from shardwise.data.split import PART_NAMES, Part
@@ -146,12 +138,6 @@ def pair_batches(
         masked_fraction=config.data.masked_fraction,
         max_predictions=config.data.predictions(length),
     )
-
-
-def announce_note(tokenizer: Tokenizer, announce: Announce) -> None:
-    """Announces the note of a tokenizer, if it has one."""
-    if announce is not None and tokenizer.note is not None:
-        announce(tokenizer.note)
 
 
 def document_marks(data: DataConfig, tokenizer: Tokenizer) -> DocumentMarks:
@@ -284,153 +270,3 @@ def entry_problems(config: Config, entry: cache.CacheEntry, name: str, parts: It
         sentences = entry.sentences(part) if in_pairs(config) else None
         problems += shortage(config, part, name, entry.manifest[part]["tokens"], sentences)
     return problems
-
-
-_Tokens = npt.NDArray[np.integer[Any]]
-_MOST_BINS = 12
-# Two lines of a terminal hold no more of a sample.
-_SAMPLE_TOKENS = 64
-SAMPLE_CHARACTERS = 400
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Statistics of the lengths of documents, samples or rows.
-
-    Attributes:
-        what: unit and thing, such as "tokens of a document".
-        counted: number of lengths that were measured.
-        number: number of lengths in the data; None if that is not known.
-        bins: shortest and longest length of each bin, and the number of lengths in it.
-    """
-
-    what: str
-    counted: int
-    number: int | None
-    least: int
-    most: int
-    mean: float
-    median: float
-    bins: Sequence[tuple[int, int, int]]
-
-    @classmethod
-    def of(cls, unit: str, lengths: IntArray, number: int | None) -> Lengths:
-        """The statistics of at least one length; bins are powers of 2 wide, or of 4 if these would be too many."""
-        least = int(lengths.min())
-        most = int(lengths.max())
-        step = 1 if most.bit_length() - least.bit_length() < _MOST_BINS else 2
-        # A length of b bits lies in 2^(b-1) … 2^b - 1; 0 has no bits, and is a bin by itself.
-        bits = np.ceil(np.log2(lengths + 1)).astype(np.int64)
-        bins = []
-        for low in range(int(bits.min()), int(bits.max()) + 1, step):
-            inside = lengths[(bits >= low) & (bits < low + step)]
-            first = (1 << low) >> 1
-            last = (1 << (low + step - 1)) - 1
-            bins.append((max(first, least), min(max(last, first), most), len(inside)))
-        return cls(unit, len(lengths), number, least, most, float(lengths.mean()), float(np.median(lengths)), bins)
-
-
-@dataclass(frozen=True)
-class InspectedSample:
-    """The beginning of one document or row.
-
-    Attributes:
-        text: text, decoded if the data are tokens; None if there is no tokenizer.
-        ids: tokens; None if the data are text.
-    """
-
-    number: int
-    text: str | None
-    ids: Sequence[int] | None
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """The contents of data, for a user and for programs.
-
-    Attributes:
-        rows: names and their descriptions, in the order in which to show them.
-        counts: numbers behind the rows, for programs.
-        notes: warnings, and the reason why samples are shown as ids.
-    """
-
-    path: str
-    format: str
-    bytes: int
-    rows: Sequence[tuple[str, str]]
-    counts: Mapping[str, Any]
-    lengths: Lengths | None = None
-    samples: Sequence[InspectedSample] = ()
-    manifest: Mapping[str, Any] | None = None
-    notes: Sequence[str] = ()
-
-
-def with_tokens(
-    inspection: Inspection, named: str | None, first: Iterable[_Tokens], looked_at: Sequence[_Tokens], total: int
-) -> Inspection:
-    """An inspection of data that hold tokens, with the range of the ids and the first samples.
-
-    Args:
-        inspection: inspection without them; its manifest may name the tokenizer that shows samples as text.
-        named: tokenizer that the user names instead; None if there is none.
-        first: tokens of the first samples.
-        looked_at: some of the tokens, or all.
-        total: number of tokens in the data.
-
-    Raises:
-        ConfigError: the tokenizer that the user names cannot be opened.
-    """
-    tokenizer, notes = _tokenizer(named, inspection.manifest)
-    blocks = [block for block in looked_at if block.size]
-    seen = sum(block.size for block in blocks)
-    lowest = min((int(block.min()) for block in blocks), default=0)
-    highest = max((int(block.max()) for block in blocks), default=0)
-    if lowest < 0:
-        notes.append(
-            f"the lowest id ({lowest:,}) is negative, which no token is: a run refuses it; prepare the data again"
-        )
-    recorded = None if inspection.manifest is None else inspection.manifest["tokenizer"].get("vocab_size")
-    for owner, vocabulary in (("tokenizer", tokenizer and tokenizer.vocab_size), ("manifest", recorded)):
-        if isinstance(vocabulary, int) and highest >= vocabulary:
-            notes.append(
-                f"the highest id ({highest:,}) is beyond the vocabulary of the {owner} ({vocabulary:,}): other data, "
-                "or another tokenizer"
-            )
-    samples = []
-    for number, row in enumerate(first):
-        ids = [int(token) for token in row[:_SAMPLE_TOKENS]]
-        text = None
-        if tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids):
-            text = tokenizer.decode(ids)
-        samples.append(InspectedSample(number, text, ids))
-    limit = "" if seen >= total else f" in {count(seen)} tokens that were looked at"
-    return replace(
-        inspection,
-        rows=[*inspection.rows, ("ids", f"{lowest:,} … {highest:,}{limit}")],
-        counts={**inspection.counts, "ids": {"lowest": lowest, "highest": highest, "looked_at": seen}},
-        samples=samples,
-        notes=notes,
-    )
-
-
-def _tokenizer(named: str | None, manifest: Mapping[str, Any] | None) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer that the user names, else that of the manifest if it is still the same; and the note if neither."""
-    if named is not None:
-        return Tokenizer.load(hub.resolve_tokenizer(named)), []
-    if manifest is None or manifest["tokenizer"]["sha256"] is None:
-        return None, ["samples are ids: --tokenizer shows them as text"]
-    name = manifest["tokenizer"].get("name")
-    try:
-        tokenizer = Tokenizer.load(hub.resolve_tokenizer(str(name), cached=True))
-    except ConfigError:
-        return None, [f"samples are ids: the tokenizer {name} is not here, name it by --tokenizer"]
-    if tokenizer.digest != manifest["tokenizer"]["sha256"]:
-        return None, [f"samples are ids: {name} is another tokenizer now, name it by --tokenizer"]
-    return tokenizer, []
-
-
-def spread(number: int, most: int) -> IntArray:
-    """`most` numbers spread evenly over 0 … number - 1, or all of them if there are no more."""
-    if number <= most:
-        return np.arange(number, dtype=np.int64)
-    return np.arange(most, dtype=np.int64) * (number - 1) // (most - 1)

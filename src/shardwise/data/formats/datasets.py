@@ -16,24 +16,7 @@ from shardwise.base.errors import DataError, ShardwiseError
 from shardwise.base.units import counted, size
 from shardwise.config import BUILT_IN_TEXTS, Config, DataConfig
 from shardwise.data import cache, hub
-from shardwise.data.formats import text
-from shardwise.data.formats.common import (
-    SAMPLE_CHARACTERS,
-    Announce,
-    InspectedSample,
-    Inspection,
-    Lengths,
-    PreparedText,
-    entry_problems,
-    in_pairs,
-    mark_problems,
-    needed_parts,
-    spread,
-    tokenizer_in_cache,
-    tokenizer_of_tokens,
-    with_tokens,
-    without_tokenizer,
-)
+from shardwise.data.formats import common, inspecting, text
 from shardwise.data.reading.content import first_line
 from shardwise.data.reading.dataset_tables import TOKENS, DataSet, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
@@ -47,7 +30,7 @@ _ARROW_ROWS = 1024
 _TEXT = ("string", "large_string")
 
 
-def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedText:
+def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> common.PreparedText:
     """Opens a data set's column of text or of tokens from the cache, which is filled first if it has none.
 
     The data set itself is opened as late as possible, as its library takes seconds to import and asks the hub: the
@@ -58,7 +41,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     if not is_known_text:
         key = _key(dataset, config)
         if cache.open_tokens(root, key) is not None or _holds_tokens(dataset, root):
-            if problems := mark_problems(config.data):
+            if problems := common.mark_problems(config.data):
                 raise DataError(problems)
             entry = cache.open_or_build_tokens(
                 root, key, lambda folder: _build(folder, dataset, config), f"{dataset.name}: once", announce
@@ -172,23 +155,27 @@ def _tokens(
     return tokens
 
 
-def _prepared(entry: cache.CacheEntry, dataset: DataSet, config: Config, root: Path, any_size: bool) -> PreparedText:
-    problems = without_tokenizer(config)
-    if in_pairs(config) and not problems:
+def _prepared(
+    entry: cache.CacheEntry, dataset: DataSet, config: Config, root: Path, any_size: bool
+) -> common.PreparedText:
+    problems = common.without_tokenizer(config)
+    if common.in_pairs(config) and not problems:
         problems.append(
             f"model.family ({config.model.family}) must have text, for its pairs of sentences, and {dataset.shown} "
             "holds tokens: name a column of text by data.text_key"
         )
     folders = [] if config.data.path is None else [Path(config.data.path).expanduser()]
-    tokenizer = tokenizer_of_tokens(config, map(of_folder, folders), problems)
-    problems = problems or entry_problems(config, entry, dataset.name, [] if any_size else needed_parts(config))
+    tokenizer = common.tokenizer_of_tokens(config, map(of_folder, folders), problems)
+    problems = problems or common.entry_problems(
+        config, entry, dataset.name, [] if any_size else common.needed_parts(config)
+    )
     if problems:
         raise DataError(problems)
     sizes = {part: entry.manifest[part]["tokens"] for part in PARTS}
     nbytes = sum(sizes.values()) * np.dtype(entry.manifest["dtype"]).itemsize
     number = counted(entry.manifest["documents"], "row")
-    return PreparedText(
-        tokenizer_in_cache(config, tokenizer, root),
+    return common.PreparedText(
+        common.tokenizer_in_cache(config, tokenizer, root),
         entry.manifest["fingerprint"],
         f"{dataset.name}: {size(nbytes)}, {number}, {describe_sizes(sizes)} tokens",
         tokens={part: entry.tokens(part) for part in PARTS},
@@ -207,7 +194,7 @@ def glance(config: Config) -> str:
     return f"a data set of {counted(number, 'file')}, {text.when_read(config)}"
 
 
-def inspect(data: DataConfig, samples: int) -> Inspection:
+def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     """A folder that `datasets.load_from_disk` opens: tokens or text."""
     assert data.path is not None
     path = Path(data.path).expanduser()
@@ -225,7 +212,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         ) from None
 
 
-def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: int) -> Inspection:
+def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: int) -> inspecting.Inspection:
     """An inspection of the columns of all splits, and of the lengths and samples of the longest split."""
     table = max(splits.values(), key=len)
     total = sum(map(len, splits.values()))
@@ -235,7 +222,7 @@ def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: i
         by_split = f"{total:,}"
     else:
         by_split = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
-    inspection = Inspection(
+    inspection = inspecting.Inspection(
         str(path),
         "arrow",
         sum(file.stat().st_size for file in path.rglob("*.arrow")),
@@ -244,7 +231,7 @@ def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: i
         manifest=read_manifest(of_folder(path)),
     )
     has_tokens = "list<" in types.get(TOKENS, "")
-    if has_tokens and (problems := mark_problems(data)):
+    if has_tokens and (problems := common.mark_problems(data)):
         raise DataError(problems)
     column: str | None = TOKENS
     if not has_tokens:
@@ -253,18 +240,25 @@ def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: i
         return inspection
     arrow = importlib.import_module("pyarrow.compute")
     table = table.select_columns([column]).with_format("arrow")
-    looked_at = table[spread(len(table), _ARROW_ROWS).tolist()].column(0)
+    looked_at = table[inspecting.spread(len(table), _ARROW_ROWS).tolist()].column(0)
     leading = table[: min(samples, len(table))].column(0)
     # A damaged file is refused before its values are touched.
     for array in (*looked_at.chunks, *leading.chunks):
         require_sound(array, str(path), column)
     if not has_tokens:
-        lengths = Lengths.of(f"characters of {column}", arrow.utf8_length(looked_at).fill_null(0).to_numpy(), total)
+        lengths = inspecting.Lengths.of(
+            f"characters of {column}", arrow.utf8_length(looked_at).fill_null(0).to_numpy(), total
+        )
         texts = enumerate(leading.to_pylist())
-        samples_of_text = [InspectedSample(number, (text or "")[:SAMPLE_CHARACTERS], None) for number, text in texts]
+        samples_of_text = [
+            inspecting.InspectedSample(number, (text or "")[: inspecting.SAMPLE_CHARACTERS], None)
+            for number, text in texts
+        ]
         return replace(inspection, lengths=lengths, samples=samples_of_text)
-    lengths = Lengths.of(f"tokens of {column}", arrow.list_value_length(looked_at).fill_null(0).to_numpy(), total)
+    lengths = inspecting.Lengths.of(
+        f"tokens of {column}", arrow.list_value_length(looked_at).fill_null(0).to_numpy(), total
+    )
     inspection = replace(inspection, lengths=lengths)
     ids = [np.array(row or []) for row in leading.to_pylist()]
     seen = arrow.list_flatten(looked_at).drop_null().to_numpy()
-    return with_tokens(inspection, data.tokenizer, ids, [seen], round(lengths.mean * total))
+    return inspecting.with_tokens(inspection, data.tokenizer, ids, [seen], round(lengths.mean * total))

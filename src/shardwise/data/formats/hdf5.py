@@ -14,18 +14,7 @@ from shardwise.base.units import counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.data import cache
-from shardwise.data.formats.common import (
-    Announce,
-    Inspection,
-    Lengths,
-    PreparedData,
-    needed_parts,
-    require_sentence_pairs,
-    spread,
-    tokenizer_in_cache,
-    tokenizer_of_tokens,
-    with_tokens,
-)
+from shardwise.data.formats import common, inspecting
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list, library, shard_paths, unpack
 from shardwise.data.reading.manifest import of_folder, read_manifest
@@ -44,7 +33,7 @@ _RUN_ROWS = 64
 
 
 @dataclass(frozen=True)
-class PreparedShards(PreparedData):
+class PreparedShards(common.PreparedData):
     """HDF5 shards, whose rows are divided into parts.
 
     Attributes:
@@ -77,10 +66,10 @@ class PreparedShards(PreparedData):
         return ShardBatches(self.shards, rows.start, rows.stop, config.train.seed)
 
 
-def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedShards:
+def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedShards:
     """Opens the shards of `config`; arrays in chunks, and the tokenizer if one is named, are kept in the cache."""
     data = config.data
-    model = require_sentence_pairs(config)
+    model = common.require_sentence_pairs(config)
     shards = []
     problems = []
     library()
@@ -93,12 +82,12 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
         left_out = f"{len(problems) - _PROBLEMS_SHOWN} more of the shards of data.path ({data.name}) are wrong too"
         problems = [*problems[:_PROBLEMS_SHOWN], left_out]
     folders = sorted({shard.path.parent for shard in shards})
-    tokenizer = tokenizer_of_tokens(config, map(of_folder, folders), problems)
+    tokenizer = common.tokenizer_of_tokens(config, map(of_folder, folders), problems)
     if problems:
         raise DataError(problems)
     rows = ShardRows(unpack(root, shards, announce), model.vocab_size, model.token_types)
     bounds = part_bounds(len(rows), data.split_weights)
-    for part, (first, stop) in zip(needed_parts(config), pairwise(bounds), strict=False):
+    for part, (first, stop) in zip(common.needed_parts(config), pairwise(bounds), strict=False):
         if first == stop and not any_size:
             problems.append(
                 f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at "
@@ -111,7 +100,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     with readable("data.path"):
         digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
     return PreparedShards(
-        tokenizer_path=tokenizer_in_cache(config, tokenizer, root),
+        tokenizer_path=common.tokenizer_in_cache(config, tokenizer, root),
         shards=rows,
         bounds=bounds,
         fingerprint=cache.digest_of({"digests": digests, "bounds": bounds}),
@@ -121,21 +110,21 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
 
 def glance(config: Config) -> str:
     """The number of shards; the first few are opened."""
-    require_sentence_pairs(config)
+    common.require_sentence_pairs(config)
     paths = shard_paths(config.data)
     glanced = [Hdf5Shard.open(path, config.train.sequence_length) for path in paths[:_GLANCED]]
     opened = f", of which {len(glanced)} were opened" if len(glanced) < len(paths) else ""
     return f"{counted(len(paths), 'HDF5 shard')}{opened}"
 
 
-def inspect(data: DataConfig, samples: int) -> Inspection:
+def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     """Shards of masked sentence pairs."""
     paths = shard_paths(data)
     first = Hdf5Shard.open(paths[0])
     # The model is not known, so any id passes; segments are 0 and 1 in every BERT.
     shards = ShardRows([first, *(Hdf5Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2)
     number = len(shards)
-    rows_B = np.unique(np.minimum(np.add.outer(spread(number, _RUNS), np.arange(_RUN_ROWS)), number - 1))
+    rows_B = np.unique(np.minimum(np.add.outer(inspecting.spread(number, _RUNS), np.arange(_RUN_ROWS)), number - 1))
     values = shards.take(rows_B)
     leading = shards.take(np.arange(min(samples, number)))
     masked = float(in_list(values["masked_lm_positions"]).sum(axis=1).mean())
@@ -144,7 +133,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
     rows_each = f"{sizes[0]:,}"
     if sizes[0] < sizes[-1]:
         rows_each += f" … {sizes[-1]:,}"
-    inspection = Inspection(
+    inspection = inspecting.Inspection(
         str(data.path),
         "HDF5 shards of sentence pairs",
         sum(path.stat().st_size for path in paths),
@@ -163,11 +152,11 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
             "masked_mean": masked,
             "next_sentence_share": follows,
         },
-        lengths=Lengths.of("tokens of a sample, without padding", values["input_mask"].sum(axis=1), number),
+        lengths=inspecting.Lengths.of("tokens of a sample, without padding", values["input_mask"].sum(axis=1), number),
         manifest=read_manifest(of_folder(first.path.parent)),
     )
     ids = [row[mask == 1] for row, mask in zip(leading["input_ids"], leading["input_mask"], strict=True)]
-    return with_tokens(inspection, data.tokenizer, ids, [values["input_ids"]], number * first.length)
+    return inspecting.with_tokens(inspection, data.tokenizer, ids, [values["input_ids"]], number * first.length)
 
 
 def _summary(shards: ShardRows, bounds: Sequence[int], config: Config) -> str:

@@ -13,26 +13,11 @@ from shardwise.base.errors import DataError
 from shardwise.base.units import counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.data.cache import digest_of
-from shardwise.data.formats.common import (
-    Announce,
-    Inspection,
-    Lengths,
-    PreparedData,
-    in_pairs,
-    needed_parts,
-    pair_batches,
-    row_batches,
-    shortage,
-    spread,
-    tokenizer_in_cache,
-    tokenizer_of_tokens,
-    with_tokens,
-    without_tokenizer,
-)
+from shardwise.data.formats import common, inspecting
 from shardwise.data.reading.manifest import of_prefix, read_manifest
-from shardwise.data.reading.megatron_files import IndexedFile, count_sequences, prefix_of
+from shardwise.data.reading.megatron_files import Documents, IndexedFile, count_sequences, prefix_of
 from shardwise.data.samples.batch import Batches, BlendedBatches
-from shardwise.data.samples.causal import DocumentBatches, DocumentEnds, Documents
+from shardwise.data.samples.causal import DocumentBatches, DocumentEnds
 from shardwise.data.samples.order import mix_integer
 from shardwise.data.split import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.tokens.tokenizer import PairTokens
@@ -45,7 +30,7 @@ _BLOCK_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
-class PreparedDocuments(PreparedData):
+class PreparedDocuments(common.PreparedData):
     """One Megatron data set, or several in a blend.
 
     Attributes:
@@ -87,25 +72,25 @@ class PreparedDocuments(PreparedData):
             seed = mix_integer(seed, number)
         if self.pair_tokens is not None:
             sentences = documents.sentences
-            return pair_batches(config, documents, sentences, self.pair_tokens, self.vocab_size, seed)
+            return common.pair_batches(config, documents, sentences, self.pair_tokens, self.vocab_size, seed)
         if evaluation:  # in the order of the file, as any other program reads it
-            return row_batches(config, documents, self.tokenizer_path, seed, tail=tail)
+            return common.row_batches(config, documents, self.tokenizer_path, seed, tail=tail)
         length = config.train.sequence_length
         if len(documents) <= length:
             return None
         return DocumentBatches(documents, length, seed, ends=DocumentEnds.of(config, self.tokenizer_path))
 
 
-def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedDocuments:
+def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedDocuments:
     """Opens the data sets of `config`; only the tokenizer, if one is named, is kept in the cache `root`."""
-    problems = without_tokenizer(config)
+    problems = common.without_tokenizer(config)
     files: list[IndexedFile] = []
     for _, prefix in config.data.weighted_prefixes:
         try:
             files.append(IndexedFile.open(prefix))
         except DataError as error:
             problems += error.problems
-    tokenizer = tokenizer_of_tokens(config, (of_prefix(file.prefix) for file in files), problems)
+    tokenizer = common.tokenizer_of_tokens(config, (of_prefix(file.prefix) for file in files), problems)
     if problems:
         raise DataError(problems)
     parts = _parts(files, config)
@@ -115,13 +100,13 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     # A fingerprint of the bounds too: another split of the same files is other data.
     bounds = {part: [(chosen.first, chosen.stop) for chosen in documents] for part, documents in parts.items()}
     return PreparedDocuments(
-        tokenizer_path=tokenizer_in_cache(config, tokenizer, root),
+        tokenizer_path=common.tokenizer_in_cache(config, tokenizer, root),
         weights=weights,
         parts=parts,
         fingerprint=digest_of({"digests": [file.digest for file in files], "weights": weights, "bounds": bounds}),
         vocab_size=config.model.vocab_size if tokenizer is None else tokenizer.vocab_size,
         summary=_summary(files, parts, config),
-        pair_tokens=tokenizer.pair_tokens() if tokenizer is not None and in_pairs(config) else None,
+        pair_tokens=tokenizer.pair_tokens() if tokenizer is not None and common.in_pairs(config) else None,
     )
 
 
@@ -131,14 +116,14 @@ def glance(config: Config) -> str:
     return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
 
 
-def inspect(data: DataConfig, samples: int) -> Inspection:
+def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     """A data set of PREFIX.bin and PREFIX.idx."""
     assert data.path is not None
     prefix = prefix_of(data.path)
     file = IndexedFile.open(prefix)
     number = file.num_documents
     total = len(file.tokens)
-    chosen = spread(number, _LENGTHS)
+    chosen = inspecting.spread(number, _LENGTHS)
     lengths = file.starts(chosen + 1) - file.starts(chosen)
     empty = int(np.count_nonzero(lengths == 0))
     documents = f"{number:,}"
@@ -146,7 +131,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         documents += f", {empty:,} without tokens"
         if len(chosen) < number:
             documents += f" of {len(chosen):,} that were looked at"
-    inspection = Inspection(
+    inspection = inspecting.Inspection(
         str(prefix),
         "Megatron .bin and .idx",
         sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx")),
@@ -162,17 +147,17 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
             "dtype": file.tokens.dtype.name,
             "empty_documents": empty,
         },
-        lengths=Lengths.of("tokens of a document", lengths, number),
+        lengths=inspecting.Lengths.of("tokens of a document", lengths, number),
         manifest=read_manifest(of_prefix(prefix)),
     )
     if total <= _BLOCKS * _BLOCK_TOKENS:
         starts = list(range(0, total, _BLOCK_TOKENS))
     else:
-        starts = spread(total - _BLOCK_TOKENS + 1, _BLOCKS).tolist()
+        starts = inspecting.spread(total - _BLOCK_TOKENS + 1, _BLOCKS).tolist()
     blocks = [file.tokens[start : start + _BLOCK_TOKENS] for start in starts]
     bounds = file.starts(np.arange(min(samples, number) + 1)).tolist()
     leading = [file.tokens[start:end] for start, end in pairwise(bounds)]
-    return with_tokens(inspection, data.tokenizer, leading, blocks, total)
+    return inspecting.with_tokens(inspection, data.tokenizer, leading, blocks, total)
 
 
 def _parts(files: Sequence[IndexedFile], config: Config) -> dict[Part, tuple[Documents, ...]]:
@@ -188,11 +173,11 @@ def _parts(files: Sequence[IndexedFile], config: Config) -> dict[Part, tuple[Doc
 def _too_short(parts: Mapping[Part, tuple[Documents, ...]], config: Config) -> list[str]:
     """The problems of parts that are too short: training needs a sample of each data set, an evaluation one of any."""
     problems = []
-    for part in needed_parts(config):
+    for part in common.needed_parts(config):
         short = []  # the problems of this part
         for documents in parts[part]:
-            sentences = documents.sentences if in_pairs(config) else None
-            short += shortage(config, part, documents.file.prefix, len(documents), sentences, documents.count)
+            sentences = documents.sentences if common.in_pairs(config) else None
+            short += common.shortage(config, part, documents.file.prefix, len(documents), sentences, documents.count)
         if part == "train" or len(short) == len(parts[part]):
             problems += short
     return problems

@@ -15,38 +15,22 @@ from shardwise.base.errors import DataError
 from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
-from shardwise.data.formats.common import (
-    Announce,
-    PreparedText,
-    announce_note,
-    document_marks,
-    entry_problems,
-    needed_parts,
-)
+from shardwise.data.formats import common
+from shardwise.data.reading import text_sources
 from shardwise.data.reading.content import readable
-from shardwise.data.reading.text_sources import (
-    BLOCK_CHARACTERS,
-    ColumnSource,
-    FileSource,
-    PythonSource,
-    TextPiece,
-    TextShard,
-    open_shard,
-    open_source,
-)
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches
 from shardwise.data.samples.streaming import HeldOut, StreamBatches, TextStream, read_documents
 from shardwise.data.split import PARTS, Part, describe_sizes
 from shardwise.data.tokens.encoding import encode_documents
-from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest
+from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, user_tokenizer_digest
 
 _DocumentBegin = tuple[int, int]
 """Number of a shard, and the offset at which a document begins in it."""
 
 
 @dataclass(frozen=True)
-class PreparedStream(PreparedText):
+class PreparedStream(common.PreparedText):
     """A stream.
 
     Attributes:
@@ -71,7 +55,7 @@ class PreparedStream(PreparedText):
         _, pieces = next(read_documents(self._shards()[0], 0))
         tokenizer = Tokenizer.load(self.tokenizer_path)
         first = tokenizer.encode_rows([pieces[0].text])
-        row, _ = document_marks(self.data, tokenizer).put(*first, [False], begun=False)
+        row, _ = common.document_marks(self.data, tokenizer).put(*first, [False], begun=False)
         return [int(token) for token in row[:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
@@ -89,7 +73,7 @@ class PreparedStream(PreparedText):
         stream = TextStream(
             self._shards(),
             tokenizer,
-            document_marks(self.data, tokenizer),
+            common.document_marks(self.data, tokenizer),
             # With the tail, as a block may have fewer tokens than a sample.
             lambda row, seed: TokenBatches(row, length, seed, tail=True, ends=ends),
             seed=config.train.seed,
@@ -98,15 +82,15 @@ class PreparedStream(PreparedText):
         )
         return StreamBatches(stream, self.name)
 
-    def _shards(self) -> list[TextShard]:
-        return [open_shard(file, self.data) for file in self.files]
+    def _shards(self) -> list[text_sources.TextShard]:
+        return [text_sources.open_shard(file, self.data) for file in self.files]
 
 
-def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedStream:
+def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedStream:
     """Opens a stream; its first documents are read if the cache `root` does not know them."""
-    source = open_source(config.data)
-    assert not isinstance(source, PythonSource)
-    if isinstance(source, ColumnSource):
+    source = text_sources.open_source(config.data)
+    assert not isinstance(source, text_sources.PythonSource)
+    if isinstance(source, text_sources.ColumnSource):
         stamp = source.stamp()
     else:
         stamp = _digest_of_files(source.files, hashed=False)
@@ -117,7 +101,9 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
         f"{config.data.name}: the first documents of a stream",
         announce,
     )
-    return _prepared(entry, config, any_size, source.left_out_note() if isinstance(source, FileSource) else "")
+    return _prepared(
+        entry, config, any_size, source.left_out_note() if isinstance(source, text_sources.FileSource) else ""
+    )
 
 
 def _key(config: Config, stamp: str) -> str:
@@ -160,28 +146,28 @@ def _digest_of_files(paths: Sequence[Path], *, hashed: bool) -> str:
     return cache.digest_of(facts)
 
 
-def _build(folder: Path, source: FileSource | ColumnSource, config: Config, announce: Announce) -> dict[str, Any]:
-    if isinstance(source, FileSource):
+def _build(
+    folder: Path, source: text_sources.FileSource | text_sources.ColumnSource, config: Config, announce: common.Announce
+) -> dict[str, Any]:
+    if isinstance(source, text_sources.FileSource):
         reading = source.described()
         source.require_text()  # a file that holds no text is refused now, not in the middle of the training
         if announce is not None:
             announce(f"preparing the data {source.name}: {reading}")
     data = config.data
     assert data.tokenizer is not None
-    tokenizer = open_user_tokenizer(data.tokenizer, config.model.vocab_size)
-    announce_note(tokenizer, announce)
-    export_user_tokenizer(data.tokenizer, tokenizer, folder / "tokenizer")
-    if isinstance(source, ColumnSource):
+    tokenizer = keep_user_tokenizer(data.tokenizer, config.model.vocab_size, folder / "tokenizer", announce)
+    if isinstance(source, text_sources.ColumnSource):
         by_split = source.files_by_split()
     else:  # paths are absolute, as another run may start in another folder
         by_split = {"": [str(path.absolute()) for path in source.files]}
-    shards = {name: [open_shard(file, data) for file in files] for name, files in by_split.items()}
+    shards = {name: [text_sources.open_shard(file, data) for file in files] for name, files in by_split.items()}
     first = next(iter(shards))
     block = _first_block(shards[first], data.shuffle_buffer)
     # Splits with names are the parts, and nothing of the first one is held out.
     held_out = HeldOut(*block.stop, 0.0 if data.split_names else _share(config))
 
-    def parts() -> Iterator[tuple[Part, TextPiece]]:
+    def parts() -> Iterator[tuple[Part, text_sources.TextPiece]]:
         # Training text is prepared only to count it, if there is less than a block.
         for begin, pieces in block.documents:
             if begin in held_out:
@@ -192,8 +178,8 @@ def _build(folder: Path, source: FileSource | ColumnSource, config: Config, anno
             for _, pieces in _first_block(shards[name], data.shuffle_buffer).documents:
                 yield from ((part, piece) for piece in pieces)
 
-    facts: dict[str, Any] = dict(encode_documents(parts(), tokenizer, document_marks(data, tokenizer), folder))
-    if isinstance(source, ColumnSource) and data.is_hub_dataset:
+    facts: dict[str, Any] = dict(encode_documents(parts(), tokenizer, common.document_marks(data, tokenizer), folder))
+    if isinstance(source, text_sources.ColumnSource) and data.is_hub_dataset:
         content = source.stamp()  # a commit, the same on any machine
     else:
         content = _digest_of_files([Path(file) for files in by_split.values() for file in files], hashed=True)
@@ -222,19 +208,19 @@ class _FirstBlock:
         is_all: True if the split has no more documents.
     """
 
-    documents: Sequence[tuple[_DocumentBegin, list[TextPiece]]]
+    documents: Sequence[tuple[_DocumentBegin, list[text_sources.TextPiece]]]
     stop: _DocumentBegin
     is_all: bool
 
 
-def _first_block(shards: Sequence[TextShard], buffer: int) -> _FirstBlock:
+def _first_block(shards: Sequence[text_sources.TextShard], buffer: int) -> _FirstBlock:
     """The documents of the first block, in their own order: at most `buffer`, and about `BLOCK_CHARACTERS` of text."""
-    documents: list[tuple[_DocumentBegin, list[TextPiece]]] = []
+    documents: list[tuple[_DocumentBegin, list[text_sources.TextPiece]]] = []
     characters = 0
     for number, shard in enumerate(shards):
         begin = 0
         for stop, pieces in read_documents(shard, 0):
-            if len(documents) >= buffer or characters >= BLOCK_CHARACTERS:
+            if len(documents) >= buffer or characters >= text_sources.BLOCK_CHARACTERS:
                 return _FirstBlock(documents, (number, begin), is_all=False)
             documents.append(((number, begin), pieces))
             characters += sum(piece.characters for piece in pieces)
@@ -245,8 +231,8 @@ def _first_block(shards: Sequence[TextShard], buffer: int) -> _FirstBlock:
 def _prepared(entry: cache.CacheEntry, config: Config, any_size: bool, left_out: str) -> PreparedStream:
     name = config.data.name
     facts = entry.manifest
-    parts = [part for part in needed_parts(config) if part != "train" or facts["whole"]]
-    problems = entry_problems(config, entry, name, [] if any_size else parts)
+    parts = [part for part in common.needed_parts(config) if part != "train" or facts["whole"]]
+    problems = common.entry_problems(config, entry, name, [] if any_size else parts)
     if problems:
         raise DataError(problems)
     tokens = {part: entry.tokens(part) for part in PARTS}

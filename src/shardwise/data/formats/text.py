@@ -20,21 +20,7 @@ from shardwise.base.errors import DataError, listing, see
 from shardwise.base.units import count, counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache, hub
-from shardwise.data.cache import token_dtype
-from shardwise.data.formats.common import (
-    SAMPLE_CHARACTERS,
-    Announce,
-    InspectedSample,
-    Inspection,
-    Lengths,
-    PreparedText,
-    announce_note,
-    document_marks,
-    entry_problems,
-    in_pairs,
-    needed_parts,
-    padding_problems,
-)
+from shardwise.data.formats import common, inspecting
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, open_source
 from shardwise.data.samples.order import mix_integer
 from shardwise.data.samples.sentences import Sentences
@@ -43,8 +29,7 @@ from shardwise.data.tokens.encoding import RULE, ContentDigest, DocumentMarks, e
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
     Tokenizer,
-    export_user_tokenizer,
-    open_user_tokenizer,
+    keep_user_tokenizer,
     train_tokenizer,
     user_tokenizer_digest,
 )
@@ -73,8 +58,8 @@ class _Scan:
 
 
 def open_data(
-    config: Config, root: Path, announce: Announce, *, any_size: bool, source: Source | None = None
-) -> PreparedText:
+    config: Config, root: Path, announce: common.Announce, *, any_size: bool, source: Source | None = None
+) -> common.PreparedText:
     """Opens `source`, or the text of `config`, tokenizing it first if the cache `root` has no tokens of it."""
     source = source or open_source(config.data)
     content, scan = _content(root, source, announce)
@@ -88,7 +73,7 @@ def open_data(
     return _prepared(entry, source, config, any_size)
 
 
-def _content(root: Path, source: Source, announce: Announce) -> tuple[str, _Scan | None]:
+def _content(root: Path, source: Source, announce: common.Announce) -> tuple[str, _Scan | None]:
     """The digest of a text, and the scan by which it was found; None if the cache knew it."""
     # Entries are keyed by content, so that a copy of a text finds them too. Files that have not changed since they were
     # read are not read again to find their content.
@@ -144,31 +129,29 @@ def _key(content: str, config: Config) -> str:
         "vocab_size": config.model.vocab_size,
         **config.data.chosen_marks,
     }
-    if in_pairs(config):
+    if common.in_pairs(config):
         described["sentences"] = RULE
     return cache.key_of(described)
 
 
-def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: Announce) -> dict[str, Any]:
+def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: common.Announce) -> dict[str, Any]:
     if announce is not None and isinstance(source, FileSource) and config.data.path is not None:
         announce(f"preparing the data {source.name}: {source.described()}")
     split = plan_split(scan.characters, config.data.split_weights)
     named = config.data.tokenizer
-    pairs = in_pairs(config)
+    pairs = common.in_pairs(config)
     if named is None:
         texts = _tokenizer_texts(_parts(source, split, ContentDigest()), int(scan.characters.sum()))
         tokenizer = train_tokenizer(texts, config.model.vocab_size, source.name, pairs=pairs)
         tokenizer.save(folder / "tokenizer")
     else:
-        tokenizer = open_user_tokenizer(named, config.model.vocab_size, pairs=pairs)
-        announce_note(tokenizer, announce)
-        export_user_tokenizer(named, tokenizer, folder / "tokenizer")
+        tokenizer = keep_user_tokenizer(named, config.model.vocab_size, folder / "tokenizer", announce, pairs=pairs)
     digest = ContentDigest()
     pieces = _parts(source, split, digest)
     if pairs:
         parts = encode_sentences(pieces, tokenizer, folder)
     else:
-        parts = encode_documents(pieces, tokenizer, document_marks(config.data, tokenizer), folder)
+        parts = encode_documents(pieces, tokenizer, common.document_marks(config.data, tokenizer), folder)
     # The text was read twice: to find its content and lengths, and to encode it.
     if digest.hexdigest() != scan.content:
         raise DataError(
@@ -204,15 +187,15 @@ def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -
             yield piece.text
 
 
-def _prepared(entry: cache.CacheEntry, source: Source, config: Config, any_size: bool) -> PreparedText:
+def _prepared(entry: cache.CacheEntry, source: Source, config: Config, any_size: bool) -> common.PreparedText:
     facts = entry.manifest
     special = None
     sentences = {}
-    if in_pairs(config):
+    if common.in_pairs(config):
         special = PairTokens(**facts["pair_tokens"])
         sentences = {part: entry.sentences(part) for part in PARTS}
-    needed = [] if any_size else needed_parts(config)
-    problems = padding_problems(special, config) + entry_problems(config, entry, source.name, needed)
+    needed = [] if any_size else common.needed_parts(config)
+    problems = common.padding_problems(special, config) + common.entry_problems(config, entry, source.name, needed)
     if problems:
         raise DataError(problems)
     sizes = {part: facts[part]["tokens"] for part in PARTS}
@@ -223,7 +206,7 @@ def _prepared(entry: cache.CacheEntry, source: Source, config: Config, any_size:
     )
     if isinstance(source, FileSource):
         summary += source.left_out_note()
-    return PreparedText(
+    return common.PreparedText(
         entry.tokenizer_path,
         facts["fingerprint"],
         summary,
@@ -288,7 +271,7 @@ def _read_beginning(
                 text.beginnings.append("")
         text.lengths[-1] += len(piece.text)
         if len(text.lengths) <= samples:
-            text.beginnings[-1] += piece.text[: SAMPLE_CHARACTERS - len(text.beginnings[-1])]
+            text.beginnings[-1] += piece.text[: inspecting.SAMPLE_CHARACTERS - len(text.beginnings[-1])]
         nbytes = len(piece.text.encode())
         if tokenizer is not None and marks is not None and text.encoded_bytes < _ENCODED_BYTES:
             row = tokenizer.encode_rows([piece.text])
@@ -299,14 +282,14 @@ def _read_beginning(
     return text
 
 
-def inspect(data: DataConfig, samples: int) -> Inspection:
+def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     """Files of text, as training reads them: all of them, or the beginning of large ones."""
     source = open_source(data)
     tokenizer = None
     marks = None
     if data.tokenizer is not None:
         tokenizer = Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
-        marks = document_marks(data, tokenizer)
+        marks = common.document_marks(data, tokenizer)
     elif data.append_eod is not None:
         raise DataError("data.append_eod needs data.tokenizer, by which tokens are counted")
     text = _read_beginning(source, samples, tokenizer, marks)
@@ -337,18 +320,20 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         verbs = {"begins with": marks.begin, "ends with": marks.end}
         shown = [f"{verb} {tokenizer.decode([token])}" for verb, token in verbs.items() if token is not None]
         rows.append(("a document", listing(shown) or "has no tokens of its own around it"))
-    return Inspection(
+    return inspecting.Inspection(
         source.name,
         "text",
         sum(path.stat().st_size for path in files),
         rows,
         counts,
-        Lengths.of("characters of a document", np.array(text.lengths), number),
-        [InspectedSample(number, beginning, None) for number, beginning in enumerate(text.beginnings)],
+        inspecting.Lengths.of("characters of a document", np.array(text.lengths), number),
+        [inspecting.InspectedSample(number, beginning, None) for number, beginning in enumerate(text.beginnings)],
     )
 
 
-def random_text(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedText:
+def random_text(
+    vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False
+) -> common.PreparedText:
     """Tokens, four in five of which follow from their predecessor.
 
     Args:
@@ -361,9 +346,9 @@ def random_text(vocabulary: int = 131, samples: int = 64, length: int = 16, *, p
             tokens.append((tokens[-1] * 7 + 3) % vocabulary)
         else:
             tokens.append(int(noise * 1000) % vocabulary)
-    row = np.asarray(tokens, token_dtype(vocabulary))
+    row = np.asarray(tokens, cache.token_dtype(vocabulary))
     evaluation = row[: 8 * length + 1]
-    data = PreparedText(Path(), "test", "test", {"train": row, "eval": evaluation, "test": row[:0]}, vocabulary)
+    data = common.PreparedText(Path(), "test", "test", {"train": row, "eval": evaluation, "test": row[:0]}, vocabulary)
     if not pairs:
         return data
     parts: tuple[tuple[Part, int], ...] = (("train", len(row)), ("eval", len(evaluation)))

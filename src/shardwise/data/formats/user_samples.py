@@ -20,8 +20,8 @@ from shardwise.base.user_code import RAISED, accepts, error_text, load
 from shardwise.config import Config
 from shardwise.data.cache import digest_of
 from shardwise.data.formats.common import Announce, PreparedData, needed_parts, tokenizer_in_cache, tokenizer_of_tokens
-from shardwise.data.samples.batch import Batch, Batches
-from shardwise.data.samples.causal import DocumentEnds, causal_batch
+from shardwise.data.samples.batch import Batches
+from shardwise.data.samples.causal import DocumentEnds, RowBatches
 from shardwise.data.samples.order import IntArray
 from shardwise.data.split import PART_NAMES, PARTS, Part, describe_sizes
 
@@ -53,11 +53,7 @@ class Rows:
         return len(self.samples)
 
     def row(self, number: int) -> IntArray:
-        """The token ids of a sample.
-
-        Raises:
-            DataError: it cannot be read, or is no row of tokens.
-        """
+        """The token ids of a sample; DataError if it cannot be read, or is no row of tokens."""
         try:
             sample = self.samples[number]
             row = np.asarray(sample)
@@ -106,29 +102,15 @@ class PreparedSamples(PreparedData):
         return SampleBatches(self.parts[part], config.train.seed, DocumentEnds.of(config, self.tokenizer_path))
 
 
-class SampleBatches(Batches):
-    """Batches of rows of tokens, shuffled in each epoch. Inputs: see `causal_batch`.
-
-    Args:
-        ends: changes at the end of a document.
-    """
-
-    objectives = ("lm",)
+class SampleBatches(RowBatches):
+    """Batches of rows of tokens, shuffled in each epoch. Inputs: see `causal_batch`."""
 
     def __init__(self, rows: Rows, seed: int, ends: DocumentEnds | None) -> None:
-        super().__init__(len(rows), seed)
+        super().__init__(len(rows), seed, rows.length, ends)
         self.rows = rows
-        self.ends = ends
 
-    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
-        rows_BS = np.zeros((len(indices), self.rows.length + 1), dtype=np.int64)
-        targets_B = np.zeros(len(indices), dtype=np.int64)
-        for place, index in enumerate(indices.tolist()):
-            if index >= 0:
-                row = self.rows.row(index)
-                rows_BS[place, : len(row)] = row
-                targets_B[place] = len(row) - 1
-        return causal_batch(rows_BS, targets_B, samples, self.ends)
+    def row(self, index: int) -> IntArray:
+        return self.rows.row(index)
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedSamples:
@@ -176,11 +158,7 @@ def glance(config: Config) -> str:
 
 
 def load_reader(path: str) -> Any:
-    """The function or class that opens a part.
-
-    Raises:
-        ConfigError: it cannot be imported, or cannot be called as it will be.
-    """
+    """The function or class that opens a part; ConfigError if it cannot be imported, or not be called as it will be."""
     return load(
         "hooks.data",
         path,

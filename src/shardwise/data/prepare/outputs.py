@@ -27,35 +27,24 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class TokenizedText:
-    """All tokens of a text, as a Megatron data set in the work folder.
+class FormatJob:
+    """All tokens of a text, a Megatron data set in the work folder, that become data of a format in its output folder.
 
     Attributes:
         prefix: prefix of the data set.
         counts: contents of the data set.
         digest: digest of the text.
         tokenizer: tokenizer that made the tokens.
-    """
-
-    prefix: Path
-    counts: WrittenCounts
-    digest: str
-    tokenizer: Tokenizer
-
-
-@dataclass(frozen=True)
-class FormatJob:
-    """Tokens that become data of a format, in the output folder of the work folder.
-
-    Attributes:
-        text: tokens of the text.
         work: work folder.
         name: name of the output.
         options: options of the format, by their names.
         bar: makes a progress bar of a description and a total.
     """
 
-    text: TokenizedText
+    prefix: Path
+    counts: WrittenCounts
+    digest: str
+    tokenizer: Tokenizer
     work: WorkFolder
     name: str
     options: Mapping[str, Any]
@@ -87,9 +76,8 @@ class OutputFormat:
 
 def _facts_of_tokens(job: FormatJob) -> dict[str, Any]:
     """The facts about a Megatron data set, which is complete already."""
-    counts = job.text.counts
-    dtype = written_dtype(job.text.tokenizer.vocab_size).name
-    return {"dtype": dtype, "sequences": counts.sequences, "tokens": counts.tokens}
+    dtype = written_dtype(job.tokenizer.vocab_size).name
+    return {"dtype": dtype, "sequences": job.counts.sequences, "tokens": job.counts.tokens}
 
 
 MEGATRON = OutputFormat(name="megatron", is_folder=False, write=_facts_of_tokens)

@@ -25,49 +25,26 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import cache_root, reason_of, to_disk
 from shardwise.config import DataConfig
 from shardwise.data import cache, hub
-from shardwise.data.formats.common import announce_note
-from shardwise.data.prepare import work_folder
-from shardwise.data.prepare.outputs import (
-    ANY_VOCABULARY,
-    MEGATRON,
-    Advance,
-    FormatJob,
-    FormatName,
-    Output,
-    OutputFormat,
-    PreparationOutcome,
-    TokenizedText,
-    check_name,
-)
+from shardwise.data.prepare import outputs, tokenizing, work_folder
 from shardwise.data.prepare.to_arrow import ARROW
 from shardwise.data.prepare.to_hdf5 import HDF5
-from shardwise.data.prepare.tokenizing import (
-    PREFIX,
-    SMALL_BYTES,
-    ChangedError,
-    SequenceOptions,
-    TokenizingProgress,
-    Workers,
-    WrittenCounts,
-    finish_index,
-    open_index,
-    write_tokens,
-)
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.data.reading.megatron_files import UnfinishedIndex, prefix_of, written_dtype
 from shardwise.data.reading.text_sources import FileSource, open_source
 from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks
-from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer, announce_note, open_user_tokenizer
 
 # Bytes of the files in the work folder for each sequence and document: a size (4) and a bound (8), then in the .idx a
 # size (4), a pointer (8) and a bound (8).
 _INDEX_BYTES = 32
 
-Bar = Callable[[str, int | None], contextlib.AbstractContextManager[Advance | None]]
+Bar = Callable[[str, int | None], contextlib.AbstractContextManager[outputs.Advance | None]]
 """Makes a progress bar of a description and a total, None if it is unknown; the bar is called with the work done."""
 
 
-FORMATS: Mapping[FormatName, OutputFormat] = {format.name: format for format in (MEGATRON, ARROW, HDF5)}
+FORMATS: Mapping[outputs.FormatName, outputs.OutputFormat] = {
+    format.name: format for format in (outputs.MEGATRON, ARROW, HDF5)
+}
 
 
 @dataclass(frozen=True)
@@ -83,12 +60,12 @@ class TextJob:
 
     data: DataConfig
     output: Path
-    format: FormatName
+    format: outputs.FormatName
     tokenizer: str
     options: Mapping[str, Any]
 
 
-def convert_text(job: TextJob, *, force: bool, announce: Callable[[str], None], bar: Bar) -> PreparationOutcome:
+def convert_text(job: TextJob, *, force: bool, announce: Callable[[str], None], bar: Bar) -> outputs.PreparationOutcome:
     """Makes the data of `job`, unless they are there already.
 
     Args:
@@ -108,11 +85,15 @@ class _TextConversion:
         self.bar = bar
         self.format = FORMATS[job.format]
         options = job.options
-        _check_options(self.format, options)
+        problems = self.format.option_problems(options)
+        if options.get("prepend_bos") and options.get("split_sentences"):
+            problems.append("--prepend-bos must be left out with --split-sentences, whose pairs have [CLS] and [SEP]")
+        if problems:
+            raise ConfigError(problems)
         _check_place(job)
         pairs = self.format.has_pairs
         self.path = hub.resolve_tokenizer(job.tokenizer, announce=announce)
-        self.tokenizer = open_user_tokenizer(job.tokenizer, ANY_VOCABULARY, pairs=pairs)
+        self.tokenizer = open_user_tokenizer(job.tokenizer, outputs.ANY_VOCABULARY, pairs=pairs)
         announce_note(self.tokenizer, announce)
         fetch_dataset(job.data, announce)
         self.source = open_source(job.data)
@@ -130,7 +111,7 @@ class _TextConversion:
                 f"--whole-word needs a WordPiece tokenizer, whose tokens show whether they continue a word, and "
                 f"{job.tokenizer} is none: leave it out, or name BERT's vocab.txt"
             )
-        self.output = Output(job.output, self.format, job.tokenizer, self.tokenizer, options)
+        self.output = outputs.Output(job.output, self.format, job.tokenizer, self.tokenizer, options)
         self.work = self.output.work
 
     def content(self) -> str:
@@ -146,22 +127,29 @@ class _TextConversion:
     def make(self, state: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Steps 1 and 2, continued from the state of an unfinished conversion; returns the manifest."""
         if state is None:
-            begin = TokenizingProgress()
+            begin = tokenizing.TokenizingProgress()
             with self.work.writing():
                 self.work.clear()
         else:
-            begin = TokenizingProgress.from_state(state["progress"])
+            begin = tokenizing.TokenizingProgress.from_state(state["progress"])
         estimate = self._check_room()
-        small = estimate is not None and estimate.bytes < SMALL_BYTES
-        with Workers.for_tokenizing(str(self.path), self.tokenizer, small=small) as workers:
+        small = estimate is not None and estimate.bytes < tokenizing.SMALL_BYTES
+        with tokenizing.Workers.for_tokenizing(str(self.path), self.tokenizer, small=small) as workers:
             progress = self._tokenize(workers, begin, estimate)
         read = progress.read
-        text = TokenizedText(self.work.folder / PREFIX, progress.written, read.digest, self.tokenizer)
+        job = outputs.FormatJob(
+            prefix=self.work.folder / tokenizing.PREFIX,
+            counts=progress.written,
+            digest=read.digest,
+            tokenizer=self.tokenizer,
+            work=self.work,
+            name=self.job.output.name,
+            options=self.job.options,
+            bar=self._bar,
+        )
         with self.work.writing():
             try:
-                counts = self.format.write(
-                    FormatJob(text, self.work, self.job.output.name, self.job.options, self._bar)
-                )
+                counts = self.format.write(job)
             except ConfigError:
                 self.work.clear()  # there is too little text for one sample
                 raise
@@ -190,16 +178,16 @@ class _TextConversion:
         return estimate
 
     def _tokenize(
-        self, workers: Workers, begin: TokenizingProgress, estimate: work_folder.Estimate | None
-    ) -> TokenizingProgress:
+        self, workers: tokenizing.Workers, begin: tokenizing.TokenizingProgress, estimate: work_folder.Estimate | None
+    ) -> tokenizing.TokenizingProgress:
         """Step 1."""
         total = None
         if estimate is not None and estimate.exact:
             total = estimate.bytes
-        sequences = SequenceOptions(self.sentences, self.marks, self.format.longest_document)
+        sequences = tokenizing.SequenceOptions(self.sentences, self.marks, self.format.longest_document)
         with self._bar(f"tokenizing {self.source.name}", total) as advance:
             write = functools.partial(
-                write_tokens,
+                tokenizing.write_tokens,
                 self.source,
                 workers,
                 self.work,
@@ -213,11 +201,11 @@ class _TextConversion:
                     done = f"{begin.read.documents:,} documents, {begin.written.tokens:,} tokens"
                     self.announce(f"continuing after {done}")
                 progress = write(begin)
-            except ChangedError as error:
+            except tokenizing.ChangedError as error:
                 self.announce(f"{error}: it starts again from the beginning")
                 with self.work.writing():
                     self.work.clear()
-                progress = write(TokenizingProgress())
+                progress = write(tokenizing.TokenizingProgress())
         if progress != begin:
             self.work.remove_output()  # it was made of less text
         if not progress.written.tokens:
@@ -225,26 +213,17 @@ class _TextConversion:
             raise DataError(f"{self.source.name} holds no text that becomes tokens: name another source")
         return progress
 
-    def _save(self, progress: TokenizingProgress) -> None:
+    def _save(self, progress: tokenizing.TokenizingProgress) -> None:
         self.work.save({"identity": self.output.identity, "complete": False, "progress": asdict(progress)})
 
     @contextlib.contextmanager
-    def _bar(self, description: str, total: int | None) -> Iterator[Advance]:
+    def _bar(self, description: str, total: int | None) -> Iterator[outputs.Advance]:
         with self.bar(description, total) as advance:
             yield advance or (lambda _amount: None)
 
 
-def _check_options(format: OutputFormat, options: Mapping[str, Any]) -> None:
-    problems = []
-    if options.get("prepend_bos") and options.get("split_sentences"):
-        problems.append("--prepend-bos must be left out with --split-sentences, whose pairs have [CLS] and [SEP]")
-    problems += format.option_problems(options)
-    if problems:
-        raise ConfigError(problems)
-
-
 def _check_place(job: TextJob) -> None:
-    check_name(job.output)
+    outputs.check_name(job.output)
     if job.data.path is None:
         return
     text = Path(job.data.path).expanduser()
@@ -281,13 +260,13 @@ class RawJob:
     tokenizer: str | None = None
 
 
-def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
+def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> outputs.PreparationOutcome:
     """Makes the data set of `job`, unless it is there already.
 
     Raises:
         DataError: the file holds no such ids, other data are at the output, or the disk is too small.
     """
-    check_name(job.output)
+    outputs.check_name(job.output)
     if job.output.resolve() == prefix_of(job.path).resolve():
         raise ConfigError(f"OUTPUT ({job.output}) must not be INPUT ({job.path}) itself: give it another name")
     try:
@@ -304,7 +283,7 @@ class _RawConversion:
         self.tokenizer: Tokenizer | None = None
         self.end = job.eod_token
         if job.tokenizer is not None:
-            self.tokenizer = open_user_tokenizer(job.tokenizer, ANY_VOCABULARY)
+            self.tokenizer = open_user_tokenizer(job.tokenizer, outputs.ANY_VOCABULARY)
             if self.end is None:
                 self.end = self.tokenizer.end_of_document_id
         self.dtype = job.dtype or _looks_like(job.path)
@@ -314,7 +293,7 @@ class _RawConversion:
         options: dict[str, Any] = {"token_dtype": self.dtype}
         if self.end is not None:
             options["eod_token"] = self.end
-        self.output = Output(job.output, MEGATRON, job.tokenizer, self.tokenizer, options)
+        self.output = outputs.Output(job.output, outputs.MEGATRON, job.tokenizer, self.tokenizer, options)
 
     @cached_property
     def content(self) -> str:
@@ -328,9 +307,9 @@ class _RawConversion:
         work_folder.check_room(needed, 0, self.job.output, self.announce, packed=False)
         with work.writing(), contextlib.ExitStack() as files:
             work.clear()
-            index = open_index(files, work.folder, vocab_size, WrittenCounts())
+            index = tokenizing.open_index(files, work.folder, vocab_size, tokenizing.WrittenCounts())
             self._copy(index)
-            finish_index(index, work.folder)
+            tokenizing.finish_index(index, work.folder)
             to_disk(index.files[0])
             source = {
                 "name": str(self.job.path),
@@ -345,11 +324,11 @@ class _RawConversion:
         """The vocabulary of the tokenizer; without one, the smallest that has all ids."""
         highest = max(int(block.max()) for block in self._blocks())
         size = highest + 1 if self.tokenizer is None else self.tokenizer.vocab_size
-        if highest >= min(size, ANY_VOCABULARY):
+        limit = min(size, outputs.ANY_VOCABULARY)
+        if highest >= limit:
             raise DataError(
-                f"{self.job.path}: the highest id ({highest}), read as {self.dtype}, must be below "
-                f"{min(size, ANY_VOCABULARY)}, the vocabulary: name the tokenizer that made the ids, or another "
-                "--token-dtype"
+                f"{self.job.path}: the highest id ({highest}), read as {self.dtype}, must be below {limit}, the "
+                "vocabulary: name the tokenizer that made the ids, or another --token-dtype"
             )
         return size
 

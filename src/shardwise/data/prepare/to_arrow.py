@@ -43,10 +43,10 @@ def _disk_bytes(estimate: Estimate, options: Mapping[str, Any]) -> int:
 
 def _write(job: FormatJob) -> dict[str, Any]:
     job.work.remove_output()
-    tokens = IndexedFile.open(job.text.prefix)
+    tokens = IndexedFile.open(job.prefix)
     length = job.options["sequence_length"]
     with job.bar("writing blocks", tokens.tokens.nbytes) as advance:
-        blocks = _write_blocks(tokens, length, job.work.output, job.text.digest[:16], advance)
+        blocks = _write_blocks(tokens, length, job.work.output, job.digest[:16], advance)
     return {"dtype": "int32", "sequences": blocks, "tokens": blocks * length}
 
 

@@ -18,8 +18,7 @@ from shardwise.data.prepare.outputs import FormatJob, OutputFormat
 from shardwise.data.prepare.tokenizing import SMALL_BYTES, Workers
 from shardwise.data.prepare.work_folder import Estimate
 from shardwise.data.reading.hdf5_files import library
-from shardwise.data.reading.megatron_files import IndexedFile
-from shardwise.data.samples.causal import Documents
+from shardwise.data.reading.megatron_files import Documents, IndexedFile
 from shardwise.data.samples.order import mix_integer
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, chunk_room
 
@@ -158,7 +157,7 @@ def _disk_bytes(estimate: Estimate, options: Mapping[str, Any]) -> int:
 def _write(job: FormatJob) -> dict[str, Any]:
     options = job.options
     folder = job.work.output
-    tokenizer = job.text.tokenizer
+    tokenizer = job.tokenizer
     pairs = functools.partial(
         SentencePairBatches,
         sequence_length=options["sequence_length"],
@@ -169,7 +168,7 @@ def _write(job: FormatJob) -> dict[str, Any]:
         continuations=tokenizer.continuations() if options["whole_word"] else None,
     )
     folder.mkdir(exist_ok=True)
-    shards = plan_shards(job.text.prefix, folder, job.name, options["dupe_factor"], options["seed"])
+    shards = plan_shards(job.prefix, folder, job.name, options["dupe_factor"], options["seed"])
     write = functools.partial(write_shard, vocab_size=tokenizer.vocab_size, pairs=pairs)
     total = sum(shard.bytes for shard in shards)
     rows = 0
@@ -181,7 +180,7 @@ def _write(job: FormatJob) -> dict[str, Any]:
             rows += written
             advance(shard.bytes)
     sync_folder(folder)
-    return {"dtype": "int32", "sequences": rows, "tokens": job.text.counts.tokens, "shards": len(shards)}
+    return {"dtype": "int32", "sequences": rows, "tokens": job.counts.tokens, "shards": len(shards)}
 
 
 HDF5 = OutputFormat(

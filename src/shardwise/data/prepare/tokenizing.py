@@ -32,15 +32,7 @@ from shardwise.data.reading.megatron_files import UnfinishedIndex, written_dtype
 from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.samples.order import IntArray
 from shardwise.data.split import Part
-from shardwise.data.tokens.encoding import (
-    ContentDigest,
-    DocumentMarks,
-    PieceTexts,
-    TextWindow,
-    group_by_size,
-    sentence_pieces,
-    text_windows,
-)
+from shardwise.data.tokens import encoding
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import PARENT_PID
 from shardwise.launch.local import die_with_parent
@@ -90,10 +82,10 @@ def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Itera
         tokenizer: tokenizer that the windows of documents are for.
         sentences: True if the texts are sentences, False if they are windows of documents.
     """
-    digest = ContentDigest()
+    digest = encoding.ContentDigest()
     position = SourcePosition()
     # `digest` is that of the text up to the end of a batch, or of one piece more if it ends within a document.
-    for batch in group_by_size(
+    for batch in encoding.group_by_size(
         _pieces(source, digest, tokenizer, sentences), lambda piece: piece.characters, BATCH_CHARACTERS
     ):
         texts = [text for piece in batch for text in piece.texts]
@@ -107,12 +99,12 @@ def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Itera
 
 
 def _pieces(
-    source: Source, digest: ContentDigest, tokenizer: Tokenizer, sentences: bool
-) -> Iterator[PieceTexts | TextWindow]:
+    source: Source, digest: encoding.ContentDigest, tokenizer: Tokenizer, sentences: bool
+) -> Iterator[encoding.PieceTexts | encoding.TextWindow]:
     pieces: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
     if sentences:
-        return (piece for _, piece in sentence_pieces(pieces))
-    return (window for _, window in text_windows(pieces, tokenizer))
+        return (piece for _, piece in encoding.sentence_pieces(pieces))
+    return (window for _, window in encoding.text_windows(pieces, tokenizer))
 
 
 TokenRow = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
@@ -227,7 +219,7 @@ class SequenceOptions:
     """
 
     sentences: bool
-    marks: DocumentMarks
+    marks: encoding.DocumentMarks
     longest: int | None = None
 
 

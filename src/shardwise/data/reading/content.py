@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -141,19 +140,9 @@ def optional_library(module: str, who_needs: str, extra: str) -> Any:
         raise DataError(f"{who_needs} {library} ({error}): pip install 'shardwise[{extra}]'") from None
 
 
-def _blocks(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
+def _blocks(file: IO[bytes] | gzip.GzipFile | bz2.BZ2File) -> Iterator[bytes]:
     while block := file.read(BLOCK):
         yield block
-
-
-def _gzip(file: IO[bytes]) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file, mode="rb") as unpacked:
-        yield from _blocks(unpacked)
-
-
-def _bz2(file: IO[bytes]) -> Iterator[bytes]:
-    with bz2.BZ2File(file) as unpacked:
-        yield from _blocks(unpacked)
 
 
 def _xz(file: IO[bytes]) -> Iterator[bytes]:
@@ -194,12 +183,14 @@ class _Packing:
 
 
 _PACKINGS: Mapping[str, _Packing] = {
-    "gzip": _Packing((b"\x1f\x8b",), (".gz", ".gzip", ".bgz"), _gzip),
-    "bzip2": _Packing((b"BZh",), (".bz2", ".bzip2"), _bz2),
+    "gzip": _Packing((b"\x1f\x8b",), (".gz", ".gzip", ".bgz"), lambda file: _blocks(gzip.GzipFile(fileobj=file))),
+    "bzip2": _Packing((b"BZh",), (".bz2", ".bzip2"), lambda file: _blocks(bz2.BZ2File(file))),
     "xz": _Packing((b"\xfd7zXZ\0", b"\x5d\0\0"), (".xz", ".lzma"), _xz),
     # A file of zstd may begin with frames that hold no content, of which pzstd writes one.
-    "zstd": _Packing((b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"), (".zst", ".zstd"), partial(_by_arrow, "zstd")),
-    "lz4": _Packing((b"\x04\x22\x4d\x18",), (".lz4",), partial(_by_arrow, "lz4")),
+    "zstd": _Packing(
+        (b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"), (".zst", ".zstd"), lambda file: _by_arrow("zstd", file)
+    ),
+    "lz4": _Packing((b"\x04\x22\x4d\x18",), (".lz4",), lambda file: _by_arrow("lz4", file)),
 }
 
 

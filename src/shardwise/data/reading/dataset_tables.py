@@ -273,8 +273,13 @@ class DataSet:
     @cached_property
     def _splits(self) -> Mapping[str, Any]:
         """The tables that are read, by the names of their splits."""
+        key = self.data.text_key
         tables = self._chosen(self.tables.load())
-        return {name: _with_column(table, self.data.text_key) for name, table in tables.items()}
+        for name, table in tables.items():
+            # A field of another column, such as `meta.body`, is a column of the flat table.
+            if key not in table.column_names and "." in key and key in (flat := table.flatten()).column_names:
+                tables[name] = flat
+        return tables
 
     def files_by_split(self) -> dict[str, list[str]]:
         """The files of the splits that are read, which are not opened; DataError if there is no such split."""
@@ -371,16 +376,6 @@ class DataSet:
                 require_sound(array, f"{self.where(split)}: rows {row} to {row + len(array) - 1}", self.column)
                 row += len(array)
                 yield array
-
-
-def _with_column(table: Any, key: str) -> Any:
-    """A table with the column `key`, if it has one or a field of that name in another column (`meta.body`)."""
-    if key in table.column_names or "." not in key:
-        return table
-    flat = table.flatten()
-    if key not in flat.column_names:
-        return table
-    return flat
 
 
 def is_saved(path: Path, *, damaged: bool = False) -> bool:

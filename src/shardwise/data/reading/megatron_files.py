@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import struct
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from shardwise.data.cache import spread_digest
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.text_files import convert_command
 from shardwise.data.samples.order import IntArray
+from shardwise.data.samples.sentences import Sentences
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -52,6 +54,8 @@ _SMALL_VOCABULARY = 65500
 _OVERFLOW = 1 << 32
 # Elements that are checked at once, as a copy of a large array would not fit into memory.
 _BLOCK = 1 << 20
+# Documents that are measured at once: their arrays fit in a core's cache.
+_MEASURED_DOCUMENTS = 1 << 16
 
 
 def prefix_of(path: str | Path) -> Path:
@@ -147,6 +151,74 @@ class IndexedFile:
         with readable(self.prefix), idx_path.open("rb") as file:
             idx = hashlib.file_digest(file, "sha256").hexdigest()
             return hashlib.sha256(f"{idx} {spread_digest(bin_path)}".encode()).hexdigest()
+
+
+class Documents:
+    """Consecutive documents, number `first` to `stop` - 1, of a data set that a model of `vocab_size` reads.
+
+    The tokens of consecutive documents are consecutive too: they are tokens `start` to `end` - 1 of the data set.
+    """
+
+    def __init__(self, file: IndexedFile, first: int, stop: int, vocab_size: int) -> None:
+        self.file = file
+        self.first = first
+        self.stop = stop
+        self.start, self.end = map(int, file.starts(np.array([first, stop])))
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return self.end - self.start
+
+    @property
+    def count(self) -> int:
+        """The number of documents."""
+        return self.stop - self.first
+
+    def take(self, places: IntArray) -> IntArray:
+        """The tokens at these places, counted from `start`, in the shape of `places`.
+
+        Raises:
+            DataError: one is beyond the vocabulary; the first is named with its file, document and place.
+        """
+        tokens: IntArray = self.file.tokens[places + self.start].astype(np.int64)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
+            place = int(places.flat[wrong]) + self.start
+            numbers = range(self.first, self.stop)
+            document = numbers[bisect_right(numbers, place, key=lambda n: int(self.file.starts(np.array([n]))[0])) - 1]
+            raise DataError(
+                f"{self.file.bin_path}: token {place} ({tokens.flat[wrong]}), in document {document}, must be in 0 … "
+                f"{self._vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
+                f"{see('data#token-beyond-vocabulary')}"
+            )
+        return tokens
+
+    def beginning(self, tokens: int) -> list[int]:
+        """The first tokens; fewer if there are no more."""
+        return [int(token) for token in self.take(np.arange(min(tokens, len(self))))]
+
+    def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
+        """The first token of each of these documents, 0 … count, counted from `start`."""
+        return np.asarray(self.file.starts(np.add(documents, self.first, dtype=np.int64)) - self.start)
+
+    def lengths(self) -> IntArray:
+        """Tokens of each document, [count]."""
+        lengths = np.empty(self.count, dtype=np.int64)
+        for start in range(0, self.count, _MEASURED_DOCUMENTS):
+            stop = min(start + _MEASURED_DOCUMENTS, self.count)
+            lengths[start:stop] = np.diff(self.starts(np.arange(start, stop + 1)))
+        return lengths
+
+    @cached_property
+    def sentences(self) -> Sentences:
+        """The bounds of sentences (one a sequence) and documents; those without tokens are left out."""
+        bounds = self.file.documents[self.first : self.stop + 1]
+        sequences = self.file.sequence_starts(np.arange(bounds[0], bounds[-1] + 1)) - self.start
+        # A sequence with tokens begins a sentence; the end of the last one is kept as the last bound.
+        begins = np.append(np.diff(sequences) > 0, True)
+        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(begins)])
+        return Sentences(sequences[begins], np.unique(before[bounds - bounds[0]]))
 
 
 def count_sequences(path: str | Path) -> int:

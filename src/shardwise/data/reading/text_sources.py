@@ -26,19 +26,10 @@ from typing import Any
 
 from shardwise.base.errors import DataError, RunError, ShardwiseError, listing
 from shardwise.config import DataConfig
+from shardwise.data.reading import text_files
 from shardwise.data.reading.content import BLOCK, HubFile, first_line, readable, unpacked_name
 from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
 from shardwise.data.reading.file_kinds import LINES, FileReading, Kind, chosen_kind, described, reading_of
-from shardwise.data.reading.text_files import (
-    column_at,
-    convert_command,
-    documents,
-    is_empty,
-    require_sound,
-    require_text,
-    row_text,
-    slices,
-)
 
 PIECE_CHARACTERS = BLOCK
 # Characters before the end of a piece among which white space is looked for; words are much shorter.
@@ -113,15 +104,11 @@ class FileSource:
                 continue
             if reading.kind == "text":
                 plain.add(reading)
-            for _, blocks in islice(documents(path, reading.kind, self.text_key), 1):
+            for _, blocks in islice(text_files.documents(path, reading.kind, self.text_key), 1):
                 next(iter(blocks), None)
 
     def described(self) -> str:
-        """The readings of the files, and the files that are left out, for the user.
-
-        Raises:
-            DataError: a file holds no text.
-        """
+        """The readings of the files, and the files that are left out; DataError if a file holds no text."""
         return described(list(zip(self.files, self.readings, strict=True))) + self.left_out_note()
 
     def left_out_note(self) -> str:
@@ -135,13 +122,9 @@ class FileSource:
         return _stamp(self.files, ["files", self.kind or "by content", self.text_key])
 
     def pieces(self) -> Iterator[TextPiece]:
-        """All documents in a fixed order, from the first one in each call.
-
-        Raises:
-            DataError: naming file, line or offset.
-        """
+        """All documents in a fixed order, from the first one in each call; a DataError names file, line or offset."""
         for path in self.files:
-            for _, blocks in documents(path, self.kind, self.text_key):
+            for _, blocks in text_files.documents(path, self.kind, self.text_key):
                 yield from cut_document(blocks)
 
 
@@ -162,8 +145,8 @@ class ColumnSource(DataSet):
         row = 0
         for array in self.arrays(split):
             for value in array:
-                text = row_text(value, f"{self.where(split)}: row {row}", self.column, empty=True)
-                yield from cut_document(slices(text))
+                text = text_files.row_text(value, f"{self.where(split)}: row {row}", self.column, empty=True)
+                yield from cut_document(text_files.slices(text))
                 row += 1
 
 
@@ -185,9 +168,9 @@ class PythonSource:
     def pieces(self) -> Iterator[TextPiece]:
         for path in self.files:
             with readable(path), contextlib.suppress(UnicodeDecodeError):
-                yield from cut_document(slices(path.read_text(encoding="utf-8")))
+                yield from cut_document(text_files.slices(path.read_text(encoding="utf-8")))
         for text in _python_topics():
-            yield from cut_document(slices(text))
+            yield from cut_document(text_files.slices(text))
 
 
 Source = FileSource | ColumnSource | PythonSource
@@ -230,7 +213,7 @@ def _user_source(path: Path, data: DataConfig) -> FileSource:
                 continue
             if file.with_suffix(".idx").exists():
                 raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
-            raise DataError(f"{file} holds raw tokens, not text: {convert_command(file)}, which runs read")
+            raise DataError(f"{file} holds raw tokens, not text: {text_files.convert_command(file)}, which runs read")
         return FileSource(str(data.path), files, kind, data.text_key, left_out)
     if path.exists():
         raise DataError(f"data.path ({data.path}) must be a file or a folder; it is neither")
@@ -244,7 +227,7 @@ def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, 
     """The files of a folder that are data, and those that are left out."""
     # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
     files = [file for file in _walk(folder, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
-    left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name) or is_empty(file, kind)}
+    left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name) or text_files.is_empty(file, kind)}
     about = {file for file in files if _NO_ROWS.fullmatch(file.name)} - left_out
     if about and kind is None:
         # A file of each suffix tells enough of the others.
@@ -368,7 +351,9 @@ class FileShard:
         """
         on_hub = isinstance(self.path, HubFile)
         try:
-            yield from documents(self.path, self.kind, self.text_key, start, empty=on_hub, longest=BLOCK_CHARACTERS)
+            yield from text_files.documents(
+                self.path, self.kind, self.text_key, start, empty=on_hub, longest=BLOCK_CHARACTERS
+            )
         except ShardwiseError:
             raise
         except Exception as error:
@@ -387,19 +372,19 @@ class TableShard:
     def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
         row = start
         for array in self._values.slice(start).chunks:
-            require_sound(array, f"{self.path}: rows {row} to {row + len(array) - 1}", self.column)
+            text_files.require_sound(array, f"{self.path}: rows {row} to {row + len(array) - 1}", self.column)
             for value in array:
-                text = row_text(value, f"{self.path}: row {row}", self.column, empty=True)
+                text = text_files.row_text(value, f"{self.path}: row {row}", self.column, empty=True)
                 row += 1
                 if text:
-                    yield row, slices(text)
+                    yield row, text_files.slices(text)
 
     @cached_property
     def _values(self) -> Any:
         require_whole(self.path)
         arrow = importlib.import_module("pyarrow")
         table = arrow.ipc.open_stream(arrow.memory_map(str(self.path))).read_all()
-        return column_at(table, require_text(arrow, self.path, table.schema, self.column))
+        return text_files.column_at(table, text_files.require_text(arrow, self.path, table.schema, self.column))
 
 
 TextShard = FileShard | TableShard

@@ -8,9 +8,8 @@ Shapes: B = samples, S = sequence length.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from abc import abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,12 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import ConfigError, DataError, see
+from shardwise.base.errors import ConfigError, see
 from shardwise.config import Config
-from shardwise.data.reading.megatron_files import IndexedFile
+from shardwise.data.reading.megatron_files import Documents
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
 from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
-from shardwise.data.samples.sentences import Sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 
@@ -102,18 +100,42 @@ def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends
     return Batch(inputs, np.array([np.count_nonzero(targets_SB != IGNORE)]), samples, targets_B)
 
 
-class TokenBatches(Batches):
-    """Batches over one long row of tokens: sample `i` is `tokens[i·S : i·S + S + 1]`.
-
-    Inputs: see `causal_batch`. A sample that counts nothing has ids 0 and targets `IGNORE`.
+class RowBatches(Batches):
+    """Batches of samples that are a row of tokens each. A sample that counts nothing has ids 0 and targets `IGNORE`.
 
     Args:
-        tail: True if the tokens after the last complete sample are a sample too, padded with ids 0 and targets
-            `IGNORE`: every token except the first is then a target, exactly once.
         ends: changes at the end of a document.
     """
 
     objectives = ("lm",)
+
+    def __init__(self, num_samples: int, seed: int, sequence_length: int, ends: DocumentEnds | None) -> None:
+        super().__init__(num_samples, seed)
+        self.sequence_length = sequence_length
+        self.ends = ends
+
+    @abstractmethod
+    def row(self, index: int) -> npt.NDArray[Any]:
+        """The tokens of a sample, at most S + 1: all but the first are targets."""
+
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        rows_BS = np.zeros((len(indices), self.sequence_length + 1), dtype=np.int64)
+        targets_B = np.zeros(len(indices), dtype=np.int64)
+        for place, index in enumerate(indices.tolist()):
+            if index >= 0:
+                row = self.row(index)
+                rows_BS[place, : len(row)] = row
+                targets_B[place] = len(row) - 1
+        return causal_batch(rows_BS, targets_B, samples, self.ends)
+
+
+class TokenBatches(RowBatches):
+    """Batches over one long row of tokens: sample `i` is `tokens[i·S : i·S + S + 1]`.
+
+    Args:
+        tail: True if the tokens after the last complete sample are a sample too, padded with ids 0 and targets
+            `IGNORE`: every token except the first is then a target, exactly once.
+    """
 
     def __init__(
         self, tokens: Tokens, sequence_length: int, seed: int, *, tail: bool = False, ends: DocumentEnds | None = None
@@ -123,98 +145,21 @@ class TokenBatches(Batches):
             limit = "2, one to read and one to predict" if tail else f"train.sequence_length + 1 ({least})"
             raise ConfigError(f"the tokens ({len(tokens)}) must be at least {limit}{see('data#too-few-tokens')}")
         targets = len(tokens) - 1
-        super().__init__(-(-targets // sequence_length) if tail else targets // sequence_length, seed)
+        num_samples = -(-targets // sequence_length) if tail else targets // sequence_length
+        super().__init__(num_samples, seed, sequence_length, ends)
         self.tokens = tokens
-        self.sequence_length = sequence_length
-        self.ends = ends
 
-    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
-        length = self.sequence_length
-        rows_BS = np.zeros((len(indices), length + 1), dtype=np.int64)
-        targets_B = np.zeros(len(indices), dtype=np.int64)
-        for row, index in enumerate(indices.tolist()):
-            if index >= 0:
-                first = index * length
-                tokens = self.tokens.take(np.arange(first, min(first + length + 1, len(self.tokens))))
-                rows_BS[row, : len(tokens)] = tokens
-                targets_B[row] = len(tokens) - 1
-        return causal_batch(rows_BS, targets_B, samples, self.ends)
+    def row(self, index: int) -> npt.NDArray[Any]:
+        first = index * self.sequence_length
+        return self.tokens.take(np.arange(first, min(first + self.sequence_length + 1, len(self.tokens))))
 
 
 # "document": keeps the order of documents independent of that of samples, which is drawn from the seed itself.
 _DOCUMENT_ORDER = 0x646F63756D656E74
-# This many documents are permuted or measured at once: their arrays fit in a core's cache.
+# Documents that are permuted at once: their arrays fit in a core's cache.
 _ROWS_AT_ONCE = 1 << 16
 # A batch at the end of an epoch holds samples of the next one too.
 _EPOCHS_KEPT = 2
-
-
-class Documents:
-    """Consecutive documents, number `first` to `stop` - 1, of a data set that a model of `vocab_size` reads.
-
-    The tokens of consecutive documents are consecutive too: they are tokens `start` to `end` - 1 of the data set.
-    """
-
-    def __init__(self, file: IndexedFile, first: int, stop: int, vocab_size: int) -> None:
-        self.file = file
-        self.first = first
-        self.stop = stop
-        self.start, self.end = map(int, file.starts(np.array([first, stop])))
-        self._vocab_size = vocab_size
-
-    def __len__(self) -> int:
-        """The number of tokens."""
-        return self.end - self.start
-
-    @property
-    def count(self) -> int:
-        """The number of documents."""
-        return self.stop - self.first
-
-    def take(self, places: IntArray) -> IntArray:
-        """The tokens at these places, counted from `start`, in the shape of `places`.
-
-        Raises:
-            DataError: one is beyond the vocabulary; the first is named with its file, document and place.
-        """
-        tokens: IntArray = self.file.tokens[places + self.start].astype(np.int64)
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
-            wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
-            place = int(places.flat[wrong]) + self.start
-            numbers = range(self.first, self.stop)
-            document = numbers[bisect_right(numbers, place, key=lambda n: int(self.file.starts(np.array([n]))[0])) - 1]
-            raise DataError(
-                f"{self.file.bin_path}: token {place} ({tokens.flat[wrong]}), in document {document}, must be in 0 … "
-                f"{self._vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
-                f"{see('data#token-beyond-vocabulary')}"
-            )
-        return tokens
-
-    def beginning(self, tokens: int) -> list[int]:
-        """The first tokens; fewer if there are no more."""
-        return [int(token) for token in self.take(np.arange(min(tokens, len(self))))]
-
-    def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
-        """The first token of each of these documents, 0 … count, counted from `start`."""
-        return np.asarray(self.file.starts(np.add(documents, self.first, dtype=np.int64)) - self.start)
-
-    def lengths(self) -> IntArray:
-        """Tokens of each document, [count]."""
-        lengths = np.empty(self.count, dtype=np.int64)
-        for start in range(0, self.count, _ROWS_AT_ONCE):
-            stop = min(start + _ROWS_AT_ONCE, self.count)
-            lengths[start:stop] = np.diff(self.starts(np.arange(start, stop + 1)))
-        return lengths
-
-    @cached_property
-    def sentences(self) -> Sentences:
-        """The bounds of sentences (one a sequence) and documents; those without tokens are left out."""
-        bounds = self.file.documents[self.first : self.stop + 1]
-        sequences = self.file.sequence_starts(np.arange(bounds[0], bounds[-1] + 1)) - self.start
-        # A sequence with tokens begins a sentence; the end of the last one is kept as the last bound.
-        begins = np.append(np.diff(sequences) > 0, True)
-        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(begins)])
-        return Sentences(sequences[begins], np.unique(before[bounds - bounds[0]]))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -110,11 +110,7 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def required_end(self) -> int:
-        """The id of the token that closes a document.
-
-        Raises:
-            DataError: there is none.
-        """
+        """The id of the token that closes a document; DataError if there is none."""
         if self.end_of_document_id is None:
             raise DataError(
                 f"{self._name} has no token that ends a document (none of {', '.join(KNOWN_ENDS)}): name one as "
@@ -384,12 +380,14 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
     return tokenizer
 
 
-def user_tokenizer_digest(path: str) -> str:
-    """A digest of the files that `export_user_tokenizer` copies.
+def announce_note(tokenizer: Tokenizer, announce: Callable[[str], None] | None) -> None:
+    """Announces the note of a tokenizer, if it has one."""
+    if announce is not None and tokenizer.note is not None:
+        announce(tokenizer.note)
 
-    Raises:
-        DataError: there are none, or one is unreadable.
-    """
+
+def user_tokenizer_digest(path: str) -> str:
+    """A digest of the files that `export_user_tokenizer` copies; DataError if there are none, or one is unreadable."""
     digest = hashlib.sha256()
     for name, file in _files(path).copies.items():
         digest.update(hashlib.sha256(read_bytes(file)).digest() + name.encode())
@@ -414,11 +412,18 @@ def export_user_tokenizer(path: str, tokenizer: Tokenizer, folder: Path) -> None
     """Copies the user's tokenizer into `folder`, and adds the files that transformers needs and that are missing.
 
     Whatever its kind is, `folder` then has a `tokenizer.json` that gives the same ids.
-
-    Raises:
-        DataError: there is none.
     """
     tokenizer.save(folder, _files(path).copies)
+
+
+def keep_user_tokenizer(
+    path: str, vocab_size: int, folder: Path, announce: Callable[[str], None] | None, *, pairs: bool = False
+) -> Tokenizer:
+    """Opens the user's tokenizer as `open_user_tokenizer` does, announces its note, and exports it into `folder`."""
+    tokenizer = open_user_tokenizer(path, vocab_size, pairs=pairs)
+    announce_note(tokenizer, announce)
+    export_user_tokenizer(path, tokenizer, folder)
+    return tokenizer
 
 
 def _files(path: str) -> TokenizerFiles:

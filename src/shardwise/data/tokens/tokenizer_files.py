@@ -107,11 +107,7 @@ class TokenizerFiles:
         return {**copies, **templates}
 
     def open(self) -> tokenizers.Tokenizer:
-        """The tokenizer itself.
-
-        Raises:
-            DataError: a file is unreadable, broken, or of a kind that is not read here.
-        """
+        """The tokenizer itself; DataError if a file is unreadable, broken, or of a kind that is not read here."""
         options = self._settings(CONFIG)
         if JSON in self.vocabulary:
             backend = _open_json(self.vocabulary[JSON])

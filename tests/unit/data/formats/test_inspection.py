@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
 from shardwise.data.formats import megatron, text
-from shardwise.data.formats.common import Inspection, Lengths, spread
+from shardwise.data.formats.inspecting import Inspection, Lengths, spread
 from shardwise.data.open_data import inspect
 from shardwise.data.reading.megatron_files import IndexedWriter
 from tests.unit.data.prepare.jobs import Folder, write_jsonl

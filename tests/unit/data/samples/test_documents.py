@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.reading.megatron_files import IndexedFile
+from shardwise.data.reading.megatron_files import Documents, IndexedFile
 from shardwise.data.samples.batch import Batch
-from shardwise.data.samples.causal import DocumentBatches, Documents
+from shardwise.data.samples.causal import DocumentBatches
 from shardwise.data.samples.order import SampleOrder, mix_integer
 
 unhurried = settings(deadline=None)

@@ -15,7 +15,8 @@ from shardwise.data.open_data import prepare
 from shardwise.data.prepare.prepare import TextJob, convert_text
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedFile
-from shardwise.data.reading.text_sources import cut_document, slices
+from shardwise.data.reading.text_files import slices
+from shardwise.data.reading.text_sources import cut_document
 from shardwise.data.tokens import encoding as windows_module
 from shardwise.data.tokens.encoding import TextWindow, encode_windows, text_windows
 from shardwise.data.tokens.tokenizer import Tokenizer
