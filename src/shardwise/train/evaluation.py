@@ -74,7 +74,6 @@ def evaluate_rounds(
 
     Args:
         rounds: micro-batches that go through the model together; every rank has the same number of them.
-        objectives: their names.
         parallel: how a model in pipeline stages is cut.
         is_scored: also count tokens, and the right answers of BERT.
     """
@@ -105,9 +104,8 @@ def evaluate_rounds(
 
         shapes = [batch.inputs["ids_SB"].shape for batch in micro_batches]
         relay(model, parallel, mesh, compute, [(length // sequence_parts, samples) for length, samples in shapes])
-    # Only the last stage has losses: the other stages add zeros.
     collectives.all_reduce_(collectives.all_reduce_(sums, mesh.dp), mesh.pp)
-    # One transfer for all sums. The division is in float64 for any device.
+    # Only the last stage had losses. One transfer for all sums; the division is in float64 for any device.
     sums = sums.cpu().double()
     counts_K = sums[K : 2 * K]
     accuracies: dict[str, float] = {}

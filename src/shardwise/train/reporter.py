@@ -139,12 +139,7 @@ class Reporter:
             steps_before=steps_before,
             seconds_before_training=process_seconds(),
             ranks=self.layout.world,
-            mfu_terms={
-                "flops_per_token": self._token_flops,
-                "attention": "causal" if self.config.model.causal else "full",
-                "peak_flops_per_device": self._peak_flops,
-                "devices": self.layout.world,
-            },
+            mfu_terms=self._mfu_terms(),
             loaded=loaded,
         )
         assert self.parameters is not None
@@ -397,6 +392,15 @@ class Reporter:
             "tokens_per_second_per_device": tokens_per_second / self.layout.world,
             "samples_per_second": samples_per_second,
             "mfu": model_flops_utilization(self._token_flops, tokens_per_second, self.layout.world, self._peak_flops),
+        }
+
+    def _mfu_terms(self) -> dict[str, Any]:
+        """The terms of MFU: FLOPs of a token, with the way attention is counted, and the denominator."""
+        return {
+            "flops_per_token": self._token_flops,
+            "attention": "causal" if self.config.model.causal else "full",
+            "peak_flops_per_device": self._peak_flops,
+            "devices": self.layout.world,
         }
 
     def _facts(self) -> dict[str, Any]:
