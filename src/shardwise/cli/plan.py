@@ -17,9 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwise.base import units
+from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
-from shardwise.base.files import write_new
 from shardwise.cli import output
 from shardwise.cli.plan_against_run import compare_with_run
 from shardwise.config import Config, dump_yaml, load_config, recipe_name
@@ -204,7 +203,7 @@ def _write(path: Path, name: str, plan: Plan) -> None:
     text = f"# {name} on {plan.cluster}: {plan.choice.text()}, as `shardwise plan` predicts it fastest\n"
     # Keys that the recipe left out stay out: a later release may have a better default for them.
     values = plan.config.model_dump(mode="json", exclude_unset=True)
-    write_new(path, text + dump_yaml(values), "--write")
+    files.write_new(path, text + dump_yaml(values), "--write")
     output.progress(f"wrote {path}; train it with: shardwise train {path}")
 
 

@@ -16,23 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from shardwise.base import user_code
+from shardwise.base import redaction, user_code
 from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError, see
-from shardwise.base.redaction import redacted
-from shardwise.launch import local, output, stop_requests
+from shardwise.launch import external_launchers, first_failure, local, output, stop_requests
 from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
-from shardwise.launch.external_launchers import end_step
-from shardwise.launch.first_failure import (
-    Failure,
-    complain,
-    error_text,
-    report_done,
-    report_stop,
-    show_failure,
-    signal_name,
-)
-from shardwise.runs.folder import RunDirectory
-from shardwise.runs.summary import what_is_saved
+from shardwise.runs import folder, summary
 
 
 @dataclass
@@ -94,7 +82,7 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[RankEx
     rank = 0 if place is None else place.rank
     log = None
     if run_path is not None:
-        log = RunDirectory(run_path).log(rank)
+        log = folder.RunDirectory(run_path).log(rank)
     elif is_launched():
         log = Path(os.environ[ERROR_FILE]).parent / f"rank-{rank:04d}.log"
     if place is None and run_path is not None:
@@ -116,9 +104,9 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[RankEx
             raise
         failure = _failure(error, rank, run_path, log)
         # The text before the end of the other tasks: they may be killed as soon as srun is asked to.
-        show_failure(failure, place)
+        first_failure.show_failure(failure, place)
         rank_exit.code = failure.exit_code
-        end_step(failure)
+        external_launchers.end_step(failure)
         if place is not None or isinstance(error, KeyboardInterrupt):
             # Without waiting for threads that still write.
             _leave(place, rank_exit.code)
@@ -127,23 +115,23 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[RankEx
             _leave(place, rank_exit.code)
 
 
-def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> Failure:
+def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> first_failure.Failure:
     """Describe an error for the user. The traceback of an error that is not explained goes to the log."""
     if isinstance(error, ShardwiseError):
         waited = isinstance(error, LostPeerError)
         if waited:
             _write_traceback(error, log)
-        return Failure(rank, error_text(error), error.exit_code, waited)
+        return first_failure.Failure(rank, first_failure.error_text(error), error.exit_code, waited)
     if isinstance(error, KeyboardInterrupt):
-        stopped = f"stopped by {str(error) or signal_name(signal.SIGINT)}"
-        text = stopped if run_path is None else f"the run was {stopped}; {what_is_saved(run_path)}"
+        stopped = f"stopped by {str(error) or first_failure.signal_name(signal.SIGINT)}"
+        text = stopped if run_path is None else f"the run was {stopped}; {summary.what_is_saved(run_path)}"
     elif isinstance(error, BrokenPipeError) and run_path is None:
         text = "the reader of the output has closed it"
     else:
         is_logged = _write_traceback(error, log)
         details = f"traceback: {log}" if is_logged else "".join(traceback.format_exception(error))
         text = f"rank {rank} failed: {user_code.error_text(error)}\n{details}"
-    return Failure(rank, text, RunError.exit_code)
+    return first_failure.Failure(rank, text, RunError.exit_code)
 
 
 def _write_traceback(error: BaseException, log: Path | None) -> bool:
@@ -152,18 +140,18 @@ def _write_traceback(error: BaseException, log: Path | None) -> bool:
         return False
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8", errors="replace") as file:
-        file.write(redacted("".join(traceback.format_exception(error))))
+        file.write(redaction.redacted("".join(traceback.format_exception(error))))
     return True
 
 
 def _report_stop(place: Rank | None, text: str) -> int:
     """Report, once for all ranks, that the run stopped with all saved; returns the exit code of this rank."""
     rank = 0 if place is None else place.rank
-    if report_stop(rank, text):
+    if first_failure.report_stop(rank, text):
         # torchrun's agent takes anything else for a failure; the exit code of the launcher is 75.
         return 0
     if rank == 0:
-        complain(text)
+        first_failure.complain(text)
     # torchrun would start a rank that failed once more, and the run that was asked to stop would continue.
     return 0 if place is not None and may_restart() else StoppedError.exit_code
 
@@ -172,7 +160,7 @@ def _leave(place: Rank | None, code: int) -> NoReturn:
     """End this process without the cleanup of Python: threads of gloo and NCCL could wait there for other ranks."""
     if place is not None and code == 0:
         # Before the exit: the launcher takes exit code 0 without this mark for user code that called `os._exit(0)`.
-        report_done(place)
+        first_failure.report_done(place)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

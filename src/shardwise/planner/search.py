@@ -18,9 +18,8 @@ from shardwise.config.layout import Stage
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from shardwise.models.parameter_counts import flops_per_token, local_parameter_count, model_flops_utilization
 from shardwise.pipeline.partition import stage_plan
-from shardwise.planner.device_specs import Cluster
+from shardwise.planner import device_specs, rank_workload
 from shardwise.planner.memory import MemoryEstimate, expected_memory, memory_of, messages_of_a_micro_batch
-from shardwise.planner.rank_workload import RankWorkload
 from shardwise.planner.step_time import StepTime, least_time, step_time
 
 RESERVED = 0.06
@@ -43,7 +42,7 @@ class Plan:
     choice: Choice
     config: Config
     layout: Layout
-    cluster: Cluster
+    cluster: device_specs.Cluster
     time: StepTime
     memory: MemoryEstimate
 
@@ -97,7 +96,7 @@ class Search:
             self.smallest = (choice, size)
 
 
-def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
+def search(config: Config, cluster: device_specs.Cluster, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
     """Return the `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values."""
     if config.shapes is None:
         raise ConfigError(
@@ -123,7 +122,7 @@ def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collectio
 def _add_fastest(
     result: Search,
     config: Config,
-    cluster: Cluster,
+    cluster: device_specs.Cluster,
     limit: float,
     bounded: list[tuple[float, int, Choice, Layout]],
     best: int,
@@ -158,7 +157,7 @@ def _add_fastest(
         heapq.heappush(simulated, (time.total, number, Plan(choice, chosen, layout, cluster, time, memory)))
 
 
-def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
+def predicted(config: Config, layout: Layout, cluster: device_specs.Cluster) -> Plan | None:
     """Return the prediction for a given layout, whether or not it fits; None for a model of your own."""
     time = step_time(config, layout, cluster)
     memory = expected_memory(config, layout, cluster.device.is_accelerator)
@@ -178,7 +177,7 @@ def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
     return Plan(choice, config, layout, cluster, time, memory)
 
 
-def _state_bytes(config: Config, choice: Choice, layout: Layout, cluster: Cluster) -> float:
+def _state_bytes(config: Config, choice: Choice, layout: Layout, cluster: device_specs.Cluster) -> float:
     """Return bytes that a rank needs at least: the state of the blocks of an average pipeline rank.
 
     Some rank has at least the average, and embedding and head, which are left out, only add to it.
@@ -195,7 +194,7 @@ def _state_bytes(config: Config, choice: Choice, layout: Layout, cluster: Cluste
     return elements * (replicated + kept / (layout.data if choice.zero else 1))
 
 
-def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> MemoryEstimate:
+def _memory(config: Config, layout: Layout, cluster: device_specs.Cluster, limit: float) -> MemoryEstimate:
     """Return the memory of the pipeline rank that needs most, or of the first one that needs more than `limit` bytes.
 
     It is computed for a shorter step if the step is long.
@@ -223,7 +222,7 @@ def _memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> M
         blocks[stage.rank] += len(stage.layers)
     first_with = {blocks[rank]: rank for rank in range(p - 2, 0, -1)}
     ranks = {0, max(0, p - 2), p - 1, *first_with.values()}
-    workloads = RankWorkload.of_ranks(short_config, layout, accelerator, only=ranks)
+    workloads = rank_workload.RankWorkload.of_ranks(short_config, layout, accelerator, only=ranks)
     estimates: list[MemoryEstimate] = []
     for workload in sorted(workloads, key=lambda workload: -workload.layers):
         memory = memory_of(workload)

@@ -21,8 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwise.base.files import OTHERS, lock, open_folder, open_lock, open_own
-from shardwise.base.parsing import json_value
+from shardwise.base import files, parsing
 
 _NAME = re.compile(r"rank-(\d{4,})-step-(\d{8,})")
 _NEW = ".new"
@@ -69,7 +68,7 @@ class CopyFiles:
         """
         if self._folder is None:
             with contextlib.suppress(FileNotFoundError):
-                self._folder = open_folder(self.path, OTHERS)
+                self._folder = files.open_folder(self.path, files.OTHERS)
 
     def make(self) -> None:
         """Make and open the folder, and let other runs know that it is in use until this process ends.
@@ -81,8 +80,8 @@ class CopyFiles:
         self.open()
         if self._in_use is None:
             path = self.path / _IN_USE
-            self._in_use = os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT, folder=self._folder), "r+b")
-            lock(self._in_use, wait=False, shared=True)
+            self._in_use = os.fdopen(files.open_own(path, os.O_RDWR | os.O_CREAT, folder=self._folder), "r+b")
+            files.lock(self._in_use, wait=False, shared=True)
 
     def parts(self) -> list[CopyPart]:
         """The parts by their names, in the order of ranks and steps."""
@@ -126,7 +125,7 @@ class CopyFiles:
         Raises:
             OSError: it is not there, or is no plain file. ValueError: it is empty.
         """
-        with os.fdopen(open_own(self.path / part.file_name, os.O_RDONLY, folder=self._folder), "rb") as file:
+        with os.fdopen(files.open_own(self.path / part.file_name, os.O_RDONLY, folder=self._folder), "rb") as file:
             # Private and writable, as torch warns of memory that it may not write; a write would copy its page.
             mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         return torch.frombuffer(mapped, dtype=torch.uint8)
@@ -143,7 +142,7 @@ class CopyFiles:
             if checked and xxhash.xxh3_128(data[:-_DIGEST_BYTES]).digest() != bytes(data[-_DIGEST_BYTES:]):
                 return None
             end = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
-            header = json_value(bytes(data[_HEADER_BYTES:end]))
+            header = parsing.json_value(bytes(data[_HEADER_BYTES:end]))
             is_named_so = (header["rank"], header["step"]) == part
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -200,8 +199,8 @@ def is_in_use(folder: Path) -> bool:
         OSError: as `open_lock`; the folder may be another user's.
     """
     # A lock ends with its process, however that ends. Ranks share theirs: while any lives, no other can lock alone.
-    with open_lock(folder / _IN_USE) as file:
-        return not lock(file, wait=False)
+    with files.open_lock(folder / _IN_USE) as file:
+        return not files.lock(file, wait=False)
 
 
 def raw(tensor: Tensor) -> memoryview:

@@ -12,9 +12,7 @@ from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig, FamilyConfig
 from shardwise.data import cache
 from shardwise.data.reading.manifest import tokenizer_problems
-from shardwise.data.samples.batch import Batches, TokenArray, Tokens
-from shardwise.data.samples.causal import DocumentEnds, TokenBatches, without_end
-from shardwise.data.samples.sentence_pairs import SentencePairBatches, chunk_room
+from shardwise.data.samples import batch, causal, sentence_pairs
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
 from shardwise.data.split import PART_NAMES, Part
 from shardwise.data.tokens.encoding import DocumentMarks
@@ -54,7 +52,9 @@ class PreparedData(ABC):
         """The first tokens of a part; all if it has no more."""
 
     @abstractmethod
-    def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+    def batches(
+        self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False
+    ) -> batch.Batches | None:
         """The batches of a part that the model's family trains on; None if it holds less than one sample.
 
         Args:
@@ -75,7 +75,7 @@ class PreparedText(PreparedData):
         pair_tokens: special tokens that pairs are made with; None unless samples are sentence pairs.
     """
 
-    tokens: Mapping[Part, TokenArray]
+    tokens: Mapping[Part, batch.TokenArray]
     vocab_size: int
     sentences: Mapping[Part, Sentences] = field(default_factory=dict)
     pair_tokens: PairTokens | None = None
@@ -86,7 +86,9 @@ class PreparedText(PreparedData):
     def beginning(self, part: Part, tokens: int) -> list[int]:
         return [int(token) for token in self.tokens[part][:tokens]]
 
-    def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+    def batches(
+        self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False
+    ) -> batch.Batches | None:
         row = self.tokens[part]
         seed = config.train.seed
         if self.pair_tokens is not None:
@@ -94,12 +96,12 @@ class PreparedText(PreparedData):
         return row_batches(config, row, self.tokenizer_path, seed, tail=tail)
 
 
-def make_batches(config: Config, data: PreparedData, part: Part) -> Batches | None:
+def make_batches(config: Config, data: PreparedData, part: Part) -> batch.Batches | None:
     """The batches of one part of `data`; None if it holds less than one sample (two for sentence pairs)."""
     return data.batches(config, part, evaluation=part != "train")
 
 
-def make_evaluation(config: Config, data: PreparedData, part: Part) -> Batches | None:
+def make_evaluation(config: Config, data: PreparedData, part: Part) -> batch.Batches | None:
     """The batches of one part of `data` for an evaluation of all of it: `eval_batches` gives every token once.
 
     The tokens after the last complete sample are a sample too. None if the part holds less than one target (two samples
@@ -108,27 +110,29 @@ def make_evaluation(config: Config, data: PreparedData, part: Part) -> Batches |
     return data.batches(config, part, evaluation=True, tail=True)
 
 
-def row_batches(config: Config, row: Tokens, tokenizer: Path | None, seed: int, *, tail: bool) -> TokenBatches | None:
+def row_batches(
+    config: Config, row: batch.Tokens, tokenizer: Path | None, seed: int, *, tail: bool
+) -> causal.TokenBatches | None:
     """Batches of a causal model over a row of tokens; None if it holds less than one sample."""
     length = config.train.sequence_length
     # A sample has one token more than it reads, the last target; the shortest tail reads one.
     shortest = 1 if tail else length
     if len(row) <= shortest:
         return None
-    return TokenBatches(row, length, seed, tail=tail, ends=DocumentEnds.of(config, tokenizer))
+    return causal.TokenBatches(row, length, seed, tail=tail, ends=causal.DocumentEnds.of(config, tokenizer))
 
 
 def pair_batches(
-    config: Config, tokens: Tokens, sentences: Sentences, special: PairTokens, vocab_size: int, seed: int
-) -> Batches | None:
+    config: Config, tokens: batch.Tokens, sentences: Sentences, special: PairTokens, vocab_size: int, seed: int
+) -> batch.Batches | None:
     """Batches of sentence pairs; None if there are fewer than two samples, as a pair may take its second sentence from
     another sample.
     """
     length = config.train.sequence_length
     # A chunk is what one sample takes its tokens from.
-    if ChunkIndex(sentences, chunk_room(length)).num_chunks < 2:
+    if ChunkIndex(sentences, sentence_pairs.chunk_room(length)).num_chunks < 2:
         return None
-    return SentencePairBatches(
+    return sentence_pairs.SentencePairBatches(
         tokens,
         sentences,
         length,
@@ -170,7 +174,7 @@ def without_tokenizer(config: Config) -> list[str]:
     if config.data.tokenizer is not None:
         return []
     needs = f"needs data.tokenizer, as {config.data.key} {config.data.name} holds tokens alone: name what made them"
-    problems = without_end(config)
+    problems = causal.without_end(config)
     if in_pairs(config):
         problems.append(f"model.family ({config.model.family}) {needs}, for its [CLS], [SEP], [MASK] and [PAD]")
     if config.log.sample_prompt is not None:
@@ -246,7 +250,7 @@ def shortage(
         is_enough = tokens > length
         least = f"one sample of train.sequence_length + 1 ({length + 1:,} tokens)"
     else:
-        room = chunk_room(length)
+        room = sentence_pairs.chunk_room(length)
         chunks = ChunkIndex(sentences, room).num_chunks
         is_enough = chunks >= 2
         size += f" in {chunks} samples"

@@ -13,14 +13,11 @@ from shardwise.base.errors import DataError, listing
 from shardwise.base.units import counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.config.data import MASKED_FRACTION
-from shardwise.data import cache
+from shardwise.data import cache, split
 from shardwise.data.formats import common, inspecting
-from shardwise.data.reading.content import readable
+from shardwise.data.reading import content, manifest
 from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list, library, shard_paths, unpack
-from shardwise.data.reading.manifest import of_folder, read_manifest
-from shardwise.data.samples.batch import Batches
-from shardwise.data.samples.sentence_pairs import ShardBatches
-from shardwise.data.split import PART_NAMES, Part, describe_sizes, part_bounds
+from shardwise.data.samples import batch, sentence_pairs
 
 # Blocks of all shards together that the fingerprint reads; of each shard the first and the last one at least.
 _CHECKED_BLOCKS = 256
@@ -43,27 +40,29 @@ class PreparedShards(common.PreparedData):
     shards: ShardRows
     bounds: Sequence[int]
 
-    def rows(self, part: Part) -> range:
+    def rows(self, part: split.Part) -> range:
         """The rows of a part."""
-        number = list(PART_NAMES).index(part)
+        number = list(split.PART_NAMES).index(part)
         return range(self.bounds[number], self.bounds[number + 1])
 
-    def count(self, part: Part) -> int:
+    def count(self, part: split.Part) -> int:
         """Tokens of a part, padding included."""
         return len(self.rows(part)) * self.shards.length
 
-    def beginning(self, part: Part, tokens: int) -> list[int]:
+    def beginning(self, part: split.Part, tokens: int) -> list[int]:
         """The first tokens of a part, as they are masked."""
         rows = self.rows(part)[: -(-tokens // self.shards.length)]
         ids: list[int] = self.shards.take(np.array(rows, dtype=np.int64))["input_ids"].ravel()[:tokens].tolist()
         return ids
 
-    def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+    def batches(
+        self, config: Config, part: split.Part, *, evaluation: bool = False, tail: bool = False
+    ) -> batch.Batches | None:
         """The batches of a part, see `PreparedData`; neither `evaluation` nor `tail` makes a difference."""
         rows = self.rows(part)
         if not rows:
             return None
-        return ShardBatches(self.shards, rows.start, rows.stop, config.train.seed)
+        return sentence_pairs.ShardBatches(self.shards, rows.start, rows.stop, config.train.seed)
 
 
 def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedShards:
@@ -82,22 +81,22 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
         left_out = f"{len(problems) - _PROBLEMS_SHOWN} more of the shards of data.path ({data.name}) are wrong too"
         problems = [*problems[:_PROBLEMS_SHOWN], left_out]
     folders = sorted({shard.path.parent for shard in shards})
-    tokenizer = common.tokenizer_of_tokens(config, map(of_folder, folders), problems)
+    tokenizer = common.tokenizer_of_tokens(config, map(manifest.of_folder, folders), problems)
     if problems:
         raise DataError(problems)
     rows = ShardRows(unpack(root, shards, announce), model.vocab_size, model.token_types)
-    bounds = part_bounds(len(rows), data.split_weights)
+    bounds = split.part_bounds(len(rows), data.split_weights)
     for part, (first, stop) in zip(common.needed_parts(config), pairwise(bounds), strict=False):
         if first == stop and not any_size:
             problems.append(
-                f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at "
+                f"the {split.PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at "
                 f"data.split={data.split}) must hold at least one: give more shards or another split"
             )
     if problems:
         raise DataError(problems)
     # The fingerprint is one of names and of blocks spread over the shards: reading all of them would take minutes.
     blocks = max(2, _CHECKED_BLOCKS // len(shards))
-    with readable("data.path"):
+    with content.readable("data.path"):
         digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
     return PreparedShards(
         tokenizer_path=common.tokenizer_in_cache(config, tokenizer, root),
@@ -153,7 +152,7 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
             "next_sentence_share": follows,
         },
         lengths=inspecting.Lengths.of("tokens of a sample, without padding", values["input_mask"].sum(axis=1), number),
-        manifest=read_manifest(of_folder(first.path.parent)),
+        manifest=manifest.read_manifest(manifest.of_folder(first.path.parent)),
     )
     ids = [row[mask == 1] for row, mask in zip(leading["input_ids"], leading["input_mask"], strict=True)]
     return inspecting.with_tokens(inspection, data.tokenizer, ids, [values["input_ids"]], number * first.length)
@@ -162,7 +161,7 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
 def _summary(shards: ShardRows, bounds: Sequence[int], config: Config) -> str:
     number = len(shards.shards)
     total = sum(shard.path.stat().st_size for shard in shards.shards)
-    sizes = dict(zip(PART_NAMES, np.diff(bounds).tolist(), strict=True))
+    sizes = dict(zip(split.PART_NAMES, np.diff(bounds).tolist(), strict=True))
     unread = []
     if config.data.max_predictions not in (None, shards.predictions):
         unread.append(f"data.max_predictions ({config.data.max_predictions})")
@@ -170,6 +169,6 @@ def _summary(shards: ShardRows, bounds: Sequence[int], config: Config) -> str:
         unread.append(f"data.masked_fraction ({config.data.masked_fraction})")
     ignored = f"; {listing(unread)} not used, as shards have their masks" if unread else ""
     return (
-        f"{config.data.name}: {size(total)}, {counted(number, 'shard')}, {describe_sizes(sizes)} samples of "
+        f"{config.data.name}: {size(total)}, {counted(number, 'shard')}, {split.describe_sizes(sizes)} samples of "
         f"{shards.length:,} tokens, masked when they were made, at most {shards.predictions:,} each{ignored}"
     )

@@ -12,14 +12,11 @@ import numpy as np
 from shardwise.base.errors import DataError
 from shardwise.base.units import counted, size
 from shardwise.config import Config, DataConfig
-from shardwise.data.cache import digest_of
+from shardwise.data import cache, split
 from shardwise.data.formats import common, inspecting
 from shardwise.data.reading.manifest import of_prefix, read_manifest
 from shardwise.data.reading.megatron_files import Documents, IndexedFile, count_sequences, prefix_of
-from shardwise.data.samples.batch import Batches, BlendedBatches
-from shardwise.data.samples.causal import DocumentBatches, DocumentEnds
-from shardwise.data.samples.order import mix_integer
-from shardwise.data.split import PART_NAMES, Part, describe_sizes, part_bounds
+from shardwise.data.samples import batch, causal, order
 from shardwise.data.tokens.tokenizer import PairTokens
 
 # An inspection takes seconds: the most documents whose lengths it looks at, the most blocks of tokens in which it looks
@@ -41,17 +38,19 @@ class PreparedDocuments(common.PreparedData):
     """
 
     weights: tuple[float, ...]
-    parts: Mapping[Part, tuple[Documents, ...]]
+    parts: Mapping[split.Part, tuple[Documents, ...]]
     vocab_size: int
     pair_tokens: PairTokens | None = None
 
-    def count(self, part: Part) -> int:
+    def count(self, part: split.Part) -> int:
         return sum(map(len, self.parts[part]))
 
-    def beginning(self, part: Part, tokens: int) -> list[int]:
+    def beginning(self, part: split.Part, tokens: int) -> list[int]:
         return next((documents.beginning(tokens) for documents in self.parts[part] if len(documents)), [])
 
-    def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+    def batches(
+        self, config: Config, part: split.Part, *, evaluation: bool = False, tail: bool = False
+    ) -> batch.Batches | None:
         """The batches of a part, see `PreparedData`; a data set whose part holds less than one sample is left out."""
         weights = []
         sources = []
@@ -61,15 +60,15 @@ class PreparedDocuments(common.PreparedData):
                 weights.append(weight)
                 sources.append(batches)
         if len(sources) > 1:
-            return BlendedBatches(weights, sources)
+            return batch.BlendedBatches(weights, sources)
         return next(iter(sources), None)
 
     def _batches_of_data_set(
         self, config: Config, documents: Documents, number: int, evaluation: bool, tail: bool
-    ) -> Batches | None:
+    ) -> batch.Batches | None:
         seed = config.train.seed
         if number:  # two data sets of one size must not go through it in one order
-            seed = mix_integer(seed, number)
+            seed = order.mix_integer(seed, number)
         if self.pair_tokens is not None:
             sentences = documents.sentences
             return common.pair_batches(config, documents, sentences, self.pair_tokens, self.vocab_size, seed)
@@ -78,7 +77,7 @@ class PreparedDocuments(common.PreparedData):
         length = config.train.sequence_length
         if len(documents) <= length:
             return None
-        return DocumentBatches(documents, length, seed, ends=DocumentEnds.of(config, self.tokenizer_path))
+        return causal.DocumentBatches(documents, length, seed, ends=causal.DocumentEnds.of(config, self.tokenizer_path))
 
 
 def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedDocuments:
@@ -103,7 +102,7 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
         tokenizer_path=common.tokenizer_in_cache(config, tokenizer, root),
         weights=weights,
         parts=parts,
-        fingerprint=digest_of({"digests": [file.digest for file in files], "weights": weights, "bounds": bounds}),
+        fingerprint=cache.digest_of({"digests": [file.digest for file in files], "weights": weights, "bounds": bounds}),
         vocab_size=config.model.vocab_size if tokenizer is None else tokenizer.vocab_size,
         summary=_summary(files, parts, config),
         pair_tokens=tokenizer.pair_tokens() if tokenizer is not None and common.in_pairs(config) else None,
@@ -160,17 +159,17 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     return inspecting.with_tokens(inspection, data.tokenizer, leading, blocks, total)
 
 
-def _parts(files: Sequence[IndexedFile], config: Config) -> dict[Part, tuple[Documents, ...]]:
+def _parts(files: Sequence[IndexedFile], config: Config) -> dict[split.Part, tuple[Documents, ...]]:
     """The documents of each part in each of the data sets, each of which is divided by itself."""
-    parts: dict[Part, list[Documents]] = {part: [] for part in PART_NAMES}
+    parts: dict[split.Part, list[Documents]] = {part: [] for part in split.PART_NAMES}
     for file in files:
-        bounds = part_bounds(file.num_documents, config.data.split_weights)
-        for part, (first, stop) in zip(PART_NAMES, pairwise(bounds), strict=True):
+        bounds = split.part_bounds(file.num_documents, config.data.split_weights)
+        for part, (first, stop) in zip(split.PART_NAMES, pairwise(bounds), strict=True):
             parts[part].append(Documents(file, first, stop, config.model.vocab_size))
     return {part: tuple(documents) for part, documents in parts.items()}
 
 
-def _too_short(parts: Mapping[Part, tuple[Documents, ...]], config: Config) -> list[str]:
+def _too_short(parts: Mapping[split.Part, tuple[Documents, ...]], config: Config) -> list[str]:
     """The problems of parts that are too short: training needs a sample of each data set, an evaluation one of any."""
     problems = []
     for part in common.needed_parts(config):
@@ -183,7 +182,7 @@ def _too_short(parts: Mapping[Part, tuple[Documents, ...]], config: Config) -> l
     return problems
 
 
-def _summary(files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents, ...]], config: Config) -> str:
+def _summary(files: Sequence[IndexedFile], parts: Mapping[split.Part, tuple[Documents, ...]], config: Config) -> str:
     if config.data.blend is None:
         name = config.data.name
     else:
@@ -192,4 +191,4 @@ def _summary(files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents,
     number = sum(file.num_documents for file in files)
     tokens = {part: sum(map(len, documents)) for part, documents in parts.items()}
     nbytes = size(sum(file.tokens.nbytes for file in files))
-    return f"{name}: {nbytes}, {counted(number, 'document')}, {describe_sizes(tokens)} tokens"
+    return f"{name}: {nbytes}, {counted(number, 'document')}, {split.describe_sizes(tokens)} tokens"

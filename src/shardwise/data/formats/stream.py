@@ -14,14 +14,11 @@ from typing import Any
 from shardwise.base.errors import DataError
 from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig
-from shardwise.data import cache
+from shardwise.data import cache, split
 from shardwise.data.formats import common
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.content import readable
-from shardwise.data.samples.batch import Batches
-from shardwise.data.samples.causal import DocumentEnds, TokenBatches
-from shardwise.data.samples.streaming import HeldOut, StreamBatches, TextStream, read_documents
-from shardwise.data.split import PARTS, Part, describe_sizes
+from shardwise.data.samples import batch, causal, streaming
 from shardwise.data.tokens.encoding import encode_documents
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, user_tokenizer_digest
 
@@ -44,21 +41,23 @@ class PreparedStream(common.PreparedText):
     _: KW_ONLY
     name: str
     files: tuple[str, ...]
-    held_out: HeldOut
+    held_out: streaming.HeldOut
     data: DataConfig
 
-    def beginning(self, part: Part, tokens: int) -> list[int]:
+    def beginning(self, part: split.Part, tokens: int) -> list[int]:
         if part != "train":
             return super().beginning(part, tokens)
         assert self.tokenizer_path is not None
         # The order of an epoch is not asked for: any document of the training part shows what the model reads.
-        _, pieces = next(read_documents(self._shards()[0], 0))
+        _, pieces = next(streaming.read_documents(self._shards()[0], 0))
         tokenizer = Tokenizer.load(self.tokenizer_path)
         first = tokenizer.encode_rows([pieces[0].text])
         row, _ = common.document_marks(self.data, tokenizer).put(*first, [False], begun=False)
         return [int(token) for token in row[:tokens]]
 
-    def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+    def batches(
+        self, config: Config, part: split.Part, *, evaluation: bool = False, tail: bool = False
+    ) -> batch.Batches | None:
         if part != "train":
             return super().batches(config, part, tail=tail)
         if evaluation:
@@ -68,19 +67,19 @@ class PreparedStream(common.PreparedText):
             )
         assert self.tokenizer_path is not None
         length = config.train.sequence_length
-        ends = DocumentEnds.of(config, self.tokenizer_path)
+        ends = causal.DocumentEnds.of(config, self.tokenizer_path)
         tokenizer = Tokenizer.load(self.tokenizer_path)
-        stream = TextStream(
+        stream = streaming.TextStream(
             self._shards(),
             tokenizer,
             common.document_marks(self.data, tokenizer),
             # With the tail, as a block may have fewer tokens than a sample.
-            lambda row, seed: TokenBatches(row, length, seed, tail=True, ends=ends),
+            lambda row, seed: causal.TokenBatches(row, length, seed, tail=True, ends=ends),
             seed=config.train.seed,
             buffer=config.data.shuffle_buffer,
             held_out=self.held_out,
         )
-        return StreamBatches(stream, self.name)
+        return streaming.StreamBatches(stream, self.name)
 
     def _shards(self) -> list[text_sources.TextShard]:
         return [text_sources.open_shard(file, self.data) for file in self.files]
@@ -165,16 +164,16 @@ def _build(
     first = next(iter(shards))
     block = _first_block(shards[first], data.shuffle_buffer)
     # Splits with names are the parts, and nothing of the first one is held out.
-    held_out = HeldOut(*block.stop, 0.0 if data.split_names else _share(config))
+    held_out = streaming.HeldOut(*block.stop, 0.0 if data.split_names else _share(config))
 
-    def parts() -> Iterator[tuple[Part, text_sources.TextPiece]]:
+    def parts() -> Iterator[tuple[split.Part, text_sources.TextPiece]]:
         # Training text is prepared only to count it, if there is less than a block.
         for begin, pieces in block.documents:
             if begin in held_out:
                 yield from (("eval", piece) for piece in pieces)
             elif block.is_all:
                 yield from (("train", piece) for piece in pieces)
-        for part, name in zip(PARTS[1:], list(shards)[1:], strict=False):
+        for part, name in zip(split.PARTS[1:], list(shards)[1:], strict=False):
             for _, pieces in _first_block(shards[name], data.shuffle_buffer).documents:
                 yield from ((part, piece) for piece in pieces)
 
@@ -219,7 +218,7 @@ def _first_block(shards: Sequence[text_sources.TextShard], buffer: int) -> _Firs
     characters = 0
     for number, shard in enumerate(shards):
         begin = 0
-        for stop, pieces in read_documents(shard, 0):
+        for stop, pieces in streaming.read_documents(shard, 0):
             if len(documents) >= buffer or characters >= text_sources.BLOCK_CHARACTERS:
                 return _FirstBlock(documents, (number, begin), is_all=False)
             documents.append(((number, begin), pieces))
@@ -235,18 +234,18 @@ def _prepared(entry: cache.CacheEntry, config: Config, any_size: bool, left_out:
     problems = common.entry_problems(config, entry, name, [] if any_size else parts)
     if problems:
         raise DataError(problems)
-    tokens = {part: entry.tokens(part) for part in PARTS}
-    sizes: dict[Part, int] = {part: len(row) for part, row in tokens.items() if part != "train" and len(row)}
+    tokens = {part: entry.tokens(part) for part in split.PARTS}
+    sizes: dict[split.Part, int] = {part: len(row) for part, row in tokens.items() if part != "train" and len(row)}
     summary = f"{name}: a stream of {counted(len(facts['files']), 'file')}"
     if sizes:
-        summary += f", {describe_sizes(sizes)} tokens"
+        summary += f", {split.describe_sizes(sizes)} tokens"
     return PreparedStream(
         name=name,
         tokenizer_path=entry.tokenizer_path,
         fingerprint=facts["fingerprint"],
         summary=summary + left_out,
         files=tuple(facts["files"]),
-        held_out=HeldOut(**facts["held"]),
+        held_out=streaming.HeldOut(**facts["held"]),
         tokens=tokens,
         vocab_size=config.model.vocab_size,
         data=config.data,

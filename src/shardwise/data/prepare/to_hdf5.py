@@ -14,13 +14,10 @@ import numpy as np
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import sync_folder, to_disk
-from shardwise.data.prepare.outputs import FormatJob, OutputFormat
-from shardwise.data.prepare.tokenizing import SMALL_BYTES, Workers
-from shardwise.data.prepare.work_folder import Estimate
+from shardwise.data.prepare import outputs, tokenizing, work_folder
 from shardwise.data.reading.hdf5_files import library
 from shardwise.data.reading.megatron_files import Documents, IndexedFile
-from shardwise.data.samples.order import mix_integer
-from shardwise.data.samples.sentence_pairs import SentencePairBatches, chunk_room
+from shardwise.data.samples import order, sentence_pairs
 
 SECTION_TOKENS = 1 << 25
 """Tokens of a shard's documents, about, which bound the memory of a process."""
@@ -90,14 +87,14 @@ def plan_shards(prefix: Path, folder: Path, name: str, duplicates: int, seed: in
         start, end = index.starts(np.array([first, stop])).tolist()
         nbytes = (end - start) * index.tokens.itemsize
         # Sections of equal size must not have the same pairs and masks.
-        section_seed = mix_integer(seed, first)
+        section_seed = order.mix_integer(seed, first)
         for epoch in range(duplicates):
             path = folder / f"{name}_training_{len(shards)}.hdf5"
             shards.append(ShardPlan(prefix, first, stop, section_seed, epoch, path, nbytes))
     return shards
 
 
-def write_shard(shard: ShardPlan, vocab_size: int, pairs: Callable[..., SentencePairBatches]) -> int:
+def write_shard(shard: ShardPlan, vocab_size: int, pairs: Callable[..., sentence_pairs.SentencePairBatches]) -> int:
     """Writes a file, which appears when it is complete; returns its rows. A file that is there is left as it is.
 
     Args:
@@ -135,7 +132,7 @@ def _option_problems(options: Mapping[str, Any]) -> list[str]:
     length = options["sequence_length"]
     predictions = options["max_predictions"]
     try:
-        chunk_room(length)
+        sentence_pairs.chunk_room(length)
     except ConfigError as error:
         problems += [text.replace("train.sequence_length", "--sequence-length") for text in error.problems]
     if not 1 <= predictions <= max(length, 1):
@@ -147,19 +144,19 @@ def _option_problems(options: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _disk_bytes(estimate: Estimate, options: Mapping[str, Any]) -> int:
+def _disk_bytes(estimate: work_folder.Estimate, options: Mapping[str, Any]) -> int:
     length = options["sequence_length"]
     duplicates: int = options["dupe_factor"]
-    rows = estimate.tokens // chunk_room(length) + estimate.documents
+    rows = estimate.tokens // sentence_pairs.chunk_room(length) + estimate.documents
     return duplicates * rows * row_bytes(length, options["max_predictions"])
 
 
-def _write(job: FormatJob) -> dict[str, Any]:
+def _write(job: outputs.FormatJob) -> dict[str, Any]:
     options = job.options
     folder = job.work.output
     tokenizer = job.tokenizer
     pairs = functools.partial(
-        SentencePairBatches,
+        sentence_pairs.SentencePairBatches,
         sequence_length=options["sequence_length"],
         special=tokenizer.pair_tokens(),
         vocab_size=tokenizer.vocab_size,
@@ -174,7 +171,7 @@ def _write(job: FormatJob) -> dict[str, Any]:
     rows = 0
     with (
         job.bar("masking", total) as advance,
-        Workers.for_masking(len(shards), small=total < SMALL_BYTES) as workers,
+        tokenizing.Workers.for_masking(len(shards), small=total < tokenizing.SMALL_BYTES) as workers,
     ):
         for shard, written in workers.each(write, shards):
             rows += written
@@ -183,7 +180,7 @@ def _write(job: FormatJob) -> dict[str, Any]:
     return {"dtype": "int32", "sequences": rows, "tokens": job.counts.tokens, "shards": len(shards)}
 
 
-HDF5 = OutputFormat(
+HDF5 = outputs.OutputFormat(
     name="hdf5",
     is_folder=True,
     has_pairs=True,

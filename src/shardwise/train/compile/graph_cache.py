@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.base import files
+from shardwise.base import files, parsing
 from shardwise.base.errors import ConfigError
-from shardwise.base.parsing import json_value
 
 FACTS = "facts.json"
 LOGS = "failed"
@@ -290,7 +289,7 @@ def _open(path: Path) -> BinaryIO:
 
 def _facts(archive_file: BinaryIO) -> Facts:
     with zipfile.ZipFile(archive_file) as archive:
-        facts: object = json_value(archive.read(FACTS))
+        facts: object = parsing.json_value(archive.read(FACTS))
     if not isinstance(facts, dict) or not {"unit", "training"} <= facts.keys():
         raise ValueError("it has no facts of a graph")
     return facts
