@@ -1,1 +1,1 @@
-"""Proofs and measurements: layouts against one process, the machine, a device file, and ranks for tests."""
+"""Proofs and measurements: layouts against one process, the machine, and a device file."""
