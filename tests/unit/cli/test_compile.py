@@ -69,7 +69,7 @@ def test_wrong_input_is_refused(arguments: list[str], text: str, capsys: pytest.
 
 
 def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from shardwise.train.compile import units as facts
+    from shardwise.train.compile import graph_facts as facts
 
     facts._compiler.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
