@@ -31,9 +31,14 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
 def imported_names(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of all that a file imports; `from a import b` gives `a.b`."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -51,7 +56,7 @@ def dotted(node: ast.expr) -> str | None:
 
 
 def attribute_names(path: Path) -> set[str]:
-    return {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+    return {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)}
 
 
 def place(path: Path, line: int) -> str:

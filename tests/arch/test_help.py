@@ -3,21 +3,31 @@
 After a deliberate change, write the snapshots anew: `python tests/arch/test_help.py`.
 """
 
+import contextlib
+import io
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from shardwise.cli import main
 
 SNAPSHOTS = Path(__file__).with_name("help")
-SCRIPT = Path(sys.executable).with_name("shardwise")
 
 
 def help_of(*command: str) -> str:
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    result = subprocess.run([SCRIPT, *command, "--help"], env=environment, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    shown = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, COLUMNS="100", NO_COLOR="1", TERM="dumb"),
+        contextlib.redirect_stdout(shown),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main([*command, "--help"])
+    assert ended.value.code == 0, command
+    return shown.getvalue()
 
 
 def current(*command: str) -> dict[str, str]:

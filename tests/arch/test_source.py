@@ -12,10 +12,10 @@ from tests.arch.source import (
     config_fields,
     dotted,
     imported_names,
+    nodes,
     package_files,
     place,
     python_files,
-    tree,
 )
 
 MAX_LINES = 600
@@ -32,7 +32,7 @@ def test_private_torch_names_have_one_home() -> None:
         if path.relative_to(PACKAGE).as_posix() == "distributed/torch_private.py":
             continue
         names = list(imported_names(path))
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and (name := dotted(node)):
                 names.append((node.lineno, name))
         found += [f"{place(path, line)} {name}" for line, name in names if is_private_torch(name)]
@@ -47,7 +47,7 @@ def test_collectives_have_one_home() -> None:
     for path in package_files():
         if path.relative_to(PACKAGE).as_posix() == "distributed/collectives.py":
             continue
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and (name := dotted(node.func)) and called.search(name):
                 found.append(f"{place(path, node.lineno)} {name}")
     assert not found, "call the collectives of distributed/collectives.py instead:\n" + "\n".join(found)
@@ -63,7 +63,7 @@ def test_no_vendor_outside_device() -> None:
             "distributed/torch_private.py",
         ):
             continue
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             name = node.attr if isinstance(node, ast.Attribute) else None
             text = node.value if isinstance(node, ast.Constant) else None
             if name == "cuda" or (isinstance(text, str) and re.fullmatch(r"cuda(:\d+)?", text)):
@@ -94,7 +94,7 @@ def read_by_own_methods(path: Path) -> set[str]:
 
     So is what a family's table `keys` names: the properties of all families read through it.
     """
-    sections = [section for section in ast.walk(tree(path)) if isinstance(section, ast.ClassDef)]
+    sections = [section for section in nodes(path) if isinstance(section, ast.ClassDef)]
     tables = [
         node.value
         for section in sections

@@ -41,6 +41,8 @@ def sites() -> dict[str, list[str]]:
     """Entry → the messages of the package that name it."""
     found: dict[str, list[str]] = {}
     for path in package_files():
+        if "see(" not in path.read_text(encoding="utf-8"):
+            continue
         for entry, text in named(tree(path)):
             found.setdefault(entry, []).append(text)
     return found

@@ -22,7 +22,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     target = tmp_path_factory.mktemp("wheel")
-    pip(sys.executable, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), str(source))
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    result = subprocess.run([sys.executable, "-c", build, target], cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     (built,) = target.glob("*.whl")
     return built
 
@@ -45,23 +47,18 @@ def site_packages(environment: Path) -> Path:
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(environment), "platbase": str(environment)}))
 
 
-def pip(python: str | Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "pip", "--python", str(python), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_wheel_works_in_a_users_environment(wheel: Path, user_environment: Path, tmp_path: Path) -> None:
     before = {path.name for path in site_packages(user_environment).iterdir()}
-    pip(user_environment / "bin" / "python", "install", "--no-index", str(wheel))
+    python = str(user_environment / "bin" / "python")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-compile", str(wheel)]
+    result = subprocess.run(install, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     added = {path.name for path in site_packages(user_environment).iterdir()} - before
     assert {name.partition("-")[0] for name in added} == {"shardwise"}
 
-    for command in (["--help"], ["recipes"], ["train", "llama2-tiny", "--dry-run"]):
-        script = user_environment / "bin" / "shardwise"
-        result = subprocess.run([script, *command], cwd=tmp_path, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
+    command = [user_environment / "bin" / "shardwise", "train", "llama2-tiny", "--dry-run"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     assert not list(tmp_path.iterdir())
 
     shipped = site_packages(user_environment) / "shardwise"
