@@ -249,9 +249,12 @@ def bytes_read(config: Config, folder: str) -> int:
     return load(make_trainer(config), folder)
 
 
-@pytest.mark.parametrize("model", [LLAMA | WIDE, GPT | WIDE], ids=["llama", "gpt, stored transposed"])
-def test_each_byte_is_written_once_and_read_once(model: dict[str, Any], ranks: Any, tmp_path: Path) -> None:
-    """Over all ranks: files hold the state and little more; another layout reads it and little more."""
+def test_each_byte_is_written_once_and_read_once(ranks: Any, tmp_path: Path) -> None:
+    """Over all ranks: files hold the state and little more; another layout reads it and little more.
+
+    GPT stores its weights transposed, so that a rank's part is many short runs of bytes.
+    """
+    model = GPT | WIDE
     writing = config_of(2, True, model=model, optimizer={"bucket_mib": 25.0})
     results = on_ranks(ranks, 4, run, writing, 1, 0, None, str(tmp_path))
     state = sum(t.numel() * 4 for tensors in results[0].state.values() for t in tensors.values())

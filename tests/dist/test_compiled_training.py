@@ -51,9 +51,9 @@ class Cell:
 OFTEN = {
     "llama, TP 2 + SP": Cell(FAMILIES["llama"], SEQUENCE),
     "gpt, PP 2, fast dropout": Cell(GPT_DROPOUT, PIPELINE, layers=4),
-    "bert, TP 2 + SP, fast dropout": Cell(BERT_DROPOUT, SEQUENCE),
 }
 SELDOM = {
+    "bert, TP 2 + SP, fast dropout": Cell(BERT_DROPOUT, SEQUENCE),
     "llama, TP 2, selective recompute, documents": Cell(
         FAMILIES["llama"], TENSOR, recompute="selective", documents=True
     ),

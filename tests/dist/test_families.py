@@ -170,10 +170,10 @@ def gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-LAYOUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+LAYOUTS = [(1, False), (2, False), (4, True)]
 
 
-@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS, ids=["tp1", "tp2", "tp2-sp", "tp4", "tp4-sp"])
+@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS, ids=["tp1", "tp2", "tp4-sp"])
 @pytest.mark.parametrize("case", CASES)
 def test_family_is_hugging_faces(case: str, tp: int, sequence: bool, ranks: Any) -> None:
     wanted_logits, wanted_losses, wanted = reference(case)
@@ -192,7 +192,7 @@ def test_family_is_hugging_faces(case: str, tp: int, sequence: bool, ranks: Any)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("case", ["gpt tied", "neox parallel", "neox serial", "bert"])
+@pytest.mark.parametrize("case", ["gpt tied", "neox parallel", "bert"])
 def test_recompute_changes_no_bit(case: str, recompute: str, ranks: Any) -> None:
     for (_, wanted, gradients), (_, losses, found) in zip(
         run(ranks, 2, train, case, 2, True), run(ranks, 2, train, case, 2, True, recompute), strict=True
