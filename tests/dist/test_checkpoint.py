@@ -196,7 +196,6 @@ PAIRS += [("pp2-tp2-zbv", layout) for layout in PIPELINES if layout not in ("pp4
 COVERING = {
     ("gpt", "pp4", "pp2-tp2-zbv"),
     ("bert, LAMB", "pp2-tp2-zbv", "pp2-dp2-interleaved"),
-    ("llama tied, mixed", "pp2-dp2-interleaved", "pp4"),
 }
 
 
