@@ -1,6 +1,7 @@
-"""State of a model and its optimizer: to the disk by canonical_tensors, host_buffer, save; back by restore.
+"""State of a model and its optimizer: to the disk by weight_writers, host_buffer, save; back by restore.
 
-canonical_tensors     whole tensors, put together from the ranks' parts; the rank that writes each of them
+canonical_tensors     whole tensors, put together from the ranks' parts
+weight_writers        the rank that writes each canonical weight, and its parts from other ranks
 host_buffer           host memory between the training thread and the one that writes
 save                  a checkpoint, written while training continues
 format/, storage/     its files and their places, without torch

@@ -1,26 +1,16 @@
-"""Canonical tensors: put together from the boxes that ranks hold, and written by one rank each.
-
-Every canonical tensor has one owner, chosen so that owners write about equally many bytes. The tensor-parallel ranks of
-the owner's replica send it their boxes, a few rows of the tensor at a time: no rank ever holds a whole tensor that it
-does not hold anyway, and the owner's file is an ordinary safetensors shard.
-"""
+"""Canonical tensors, put together from the boxes that ranks hold, and the names of their dtypes in files."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.tensor_box import Box
-from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
-from shardwise.checkpoint.format.stored_tensors import segments
-from shardwise.checkpoint.format.writing import PlannedPiece, cut, shard_names
+from shardwise.checkpoint.format.safetensors import FLOATING
 from shardwise.distributed import collectives
-from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, Placement, placements
 from shardwise.models.blocks import Stages
 
@@ -118,162 +108,3 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for nam
 """Name in a safetensors file → torch's dtype."""
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """torch's dtype → name in a safetensors file."""
-TRANSFER_BYTES = 16 * 2**20
-"""Size of the parts in which a canonical tensor travels to its owner."""
-_BYTES_WORTH_A_FILE = 64 * 2**20
-"""A model gets an owner for each so many bytes, so that a small one is not cut into many tiny files."""
-
-
-@dataclass(frozen=True)
-class WeightFile:
-    """One safetensors shard: its name, the rank of the world that writes it, and its weights in order."""
-
-    name: str
-    owner: int
-    weights: tuple[PlannedPiece, ...]
-
-
-@dataclass(frozen=True)
-class _WeightRows:
-    """Some rows of a weight, which its owner puts together at a time."""
-
-    weight: PlannedPiece
-    box: Box
-
-
-class WeightPlan:
-    """The shards of a model's weights. Making it is collective over the mesh.
-
-    Attributes:
-        files: all shards of the whole model, the same on every rank.
-    """
-
-    def __init__(self, model: nn.Module, mesh: Mesh, max_shard_bytes: int) -> None:
-        self._mesh = mesh
-        self._local: dict[tuple[str, Box], tuple[nn.Parameter, Piece]] = {}
-        """Canonical name and box of each piece on this rank → the parameter that holds it, and its place there."""
-        local_boxes: list[tuple[PlannedPiece, Box, bool]] = []
-        for _, parameter, record in placements(model, mesh.tp):
-            for piece in record.pieces:
-                if piece.box.numel:
-                    self._local[piece.name, piece.box] = parameter, replace(piece, copies=Group())
-                    weight = PlannedPiece.weight(piece.name, piece.shape, DTYPE_NAMES[parameter.dtype])
-                    local_boxes.append((weight, piece.box, piece.copies.rank == 0))
-        self._boxes: list[dict[str, list[Box]]] = []
-        """By tensor-parallel rank: the boxes that it sends, which together are each tensor once."""
-        weights: dict[str, PlannedPiece] = {}
-        for entries in collectives.all_gather_objects(local_boxes, mesh.tp):
-            boxes: dict[str, list[Box]] = {}
-            # Tensor-parallel ranks have copies of some weights, such as norms: the first of them sends its own.
-            for weight, box, is_first_copy in entries:
-                weights[weight.name] = weight
-                if is_first_copy:
-                    boxes.setdefault(weight.name, []).append(box)
-            self._boxes.append(boxes)
-        self.files = tuple(self._plan(list(weights.values()), max_shard_bytes))
-
-    def collect(self) -> Iterator[tuple[PlannedPiece, Box, Tensor]]:
-        """Yield the segments of this rank's files, in their order; collective over the tensor-parallel group.
-
-        A segment's tensor is valid until the next one is asked for.
-        """
-        tp = self._mesh.tp
-        first = self._mesh.world.rank - tp.rank
-        segments_by_rank = [self._segments(first + rank) for rank in range(tp.size)]
-        # In each round every tensor-parallel rank gets one segment; ranks with shorter files wait for the others.
-        for round_ in zip_longest(*segments_by_rank):
-            values = self._put_together(round_)
-            segment = round_[tp.rank]
-            if segment is not None:
-                yield segment.weight, segment.box, values
-
-    def _plan(self, stage_weights: list[PlannedPiece], max_shard_bytes: int) -> Iterator[WeightFile]:
-        """Give each weight of each pipeline stage an owner among the stage's ranks."""
-        # A rank of another stage would need the weight's boxes from all tensor-parallel ranks of this one.
-        mesh = self._mesh
-        shards: list[tuple[int, list[PlannedPiece]]] = []
-        seen: set[str] = set()
-        ranks_per_stage = mesh.dp.size * mesh.tp.size
-        for stage, weights in enumerate(collectives.all_gather_objects(stage_weights, mesh.pp)):
-            # A tied weight is in two stages: the first one writes it.
-            new_weights = [weight for weight in weights if weight.name not in seen]
-            seen |= {weight.name for weight in new_weights}
-            for rank, owned in enumerate(_balanced(new_weights, ranks_per_stage)):
-                shards += [(stage * ranks_per_stage + rank, shard) for shard in cut(owned, max_shard_bytes)]
-        for name, (owner, owned) in zip(shard_names(len(shards)), shards, strict=True):
-            yield WeightFile(name, owner, tuple(owned))
-
-    def _segments(self, owner: int) -> Iterator[_WeightRows]:
-        """The segments of an owner's files, in their order."""
-        for file in self.files:
-            if file.owner == owner:
-                for weight in file.weights:
-                    for box in segments(weight.shape, TRANSFER_BYTES // DTYPES[weight.dtype].itemsize):
-                        yield _WeightRows(weight, box)
-
-    def _put_together(self, round_: Sequence[_WeightRows | None]) -> Tensor:
-        """Return the values of this rank's segment, and send the other ranks their parts of theirs.
-
-        `round_`: a segment for each tensor-parallel rank, None for one without any. Collective over these ranks.
-        """
-        tp = self._mesh.tp
-        segment = round_[tp.rank]
-        views = self._local_parts(segment)
-        if segment is None:
-            values = torch.empty(0)
-        elif len(views) == 1 and views[0].shape == segment.box.size:
-            # This rank holds the whole segment as one view: nothing has to be put together.
-            values = views[0]
-        else:
-            values = torch.empty(segment.box.size, dtype=TORCH_DTYPES[segment.weight.dtype], device=self._mesh.device)
-            for slot, view in zip(self._slots(segment, values, tp.rank), views, strict=True):
-                slot.copy_(view)
-        sent: list[list[Tensor]] = []
-        received: list[list[Tensor]] = []
-        for rank, segment_of_rank in enumerate(round_):
-            # This rank's own parts are in their places already.
-            is_local = rank == tp.rank
-            sent.append([] if is_local else self._local_parts(segment_of_rank))
-            received.append([] if is_local else self._slots(segment, values, rank))
-        collectives.exchange(sent, received, tp, self._mesh.device)
-        return values
-
-    def _overlaps(self, rank: int, segment: _WeightRows) -> list[tuple[Box, Box]]:
-        """The boxes of a tensor-parallel rank that share elements with a segment, each with the shared part."""
-        overlaps: list[tuple[Box, Box]] = []
-        for box in self._boxes[rank].get(segment.weight.name, []):
-            part = box.intersect(segment.box)
-            if part is not None:
-                overlaps.append((box, part))
-        return overlaps
-
-    def _local_parts(self, segment: _WeightRows | None) -> list[Tensor]:
-        """Views of the parts of a segment that this rank holds; none without a segment."""
-        views: list[Tensor] = []
-        if segment is None:
-            return views
-        for box, part in self._overlaps(self._mesh.tp.rank, segment):
-            parameter, piece = self._local[segment.weight.name, box]
-            views.append(piece.of(parameter.detach())[part.relative_to(box).slices])
-        return views
-
-    def _slots(self, segment: _WeightRows | None, values: Tensor, rank: int) -> list[Tensor]:
-        """Views into the values of a segment, to which the parts of a tensor-parallel rank belong."""
-        if segment is None:
-            return []
-        return [values[part.relative_to(segment.box).slices] for _, part in self._overlaps(rank, segment)]
-
-
-def _balanced(weights: list[PlannedPiece], ranks: int) -> list[list[PlannedPiece]]:
-    """The weights of each owner: the largest first, each to the owner with the fewest bytes."""
-    # The largest first leaves the small ones to even out the loads: Graham's rule, at most 4/3 of the best maximum.
-    # Every rank computes the same plan, as the order of equal loads is that of the ranks.
-    owners = min(ranks, max(1, sum(weight.nbytes for weight in weights) // _BYTES_WORTH_A_FILE))
-    owned: list[list[PlannedPiece]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(owners)]
-    for weight in sorted(weights, key=lambda weight: -weight.nbytes):
-        load, rank = heapq.heappop(loads)
-        owned[rank].append(weight)
-        heapq.heappush(loads, (load + weight.nbytes, rank))
-    order = {weight.name: number for number, weight in enumerate(weights)}
-    return [sorted(weights, key=lambda weight: order[weight.name]) for weights in owned]

@@ -3,7 +3,7 @@
     training thread    collect weights, take slices of optimizer state → host buffer
     writing thread     host buffer → files with checksums → all ranks agree → manifest → the folder's name
 
-Every byte is written once: a canonical weight by its owner (`canonical_tensors.py`), a slice of optimizer state by the
+Every byte is written once: a canonical weight by its owner (`weight_writers.py`), a slice of optimizer state by the
 rank that answers for it (`optim/state.py`). A checkpoint is complete with its manifest or not there.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ShardwiseError, listing, see
 from shardwise.base.hardware import available_memory
-from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES, TORCH_DTYPES, WeightPlan
+from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.checkpoint.companions import Companions, model_files
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, too_large
 from shardwise.checkpoint.format.verify import untiled
@@ -47,6 +47,7 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
 )
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.weight_writers import WeightPlan
 from shardwise.config import Config
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
