@@ -275,7 +275,7 @@ def save_together(root: str, meeting: str) -> list[tuple[str, int]]:
         patch.setattr(ChunkedWriter, "__init__", begin_together)
         patch.setattr(ChunkedWriter, "write", counting)
         patch.setattr(ChunkedWriter, "close", closing)
-        patch.setattr("shardwise.checkpoint.canonical_tensors._BYTES_WORTH_A_FILE", 1)
+        patch.setattr("shardwise.checkpoint.weight_writers._BYTES_WORTH_A_FILE", 1)
         (saved,) = save_checkpoint(trainer, root)
     assert saved.problem is None, saved.problem
     return done
