@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from shardwise.config.section import Section, reject
+from shardwise.config.base_section import Section, reject
 
 MASKED_FRACTION = 0.15  # BERT's (arXiv:1810.04805 §3.1)
 SHUFFLE_BUFFER = 10_000

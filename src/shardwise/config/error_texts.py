@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from shardwise.base.errors import ConfigError, listing, nearest_name
+from shardwise.config.base_section import PROBLEMS, as_given
 from shardwise.config.model import FAMILIES
 from shardwise.config.run_config import Config
-from shardwise.config.section import PROBLEMS, as_given
 
 
 def refusal(error: ValidationError, section: str, family: str = "") -> ConfigError:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeA
 from pydantic import Field, PrivateAttr, model_validator
 
 from shardwise.base.errors import divisors, listing, nearest_numbers
+from shardwise.config.base_section import MOST_LAYERS, Origin, Section, reject
 from shardwise.config.hugging_face_names import ConfigFile, WeightNames
 from shardwise.config.rope_scaling import rope_scaling_problems, with_one_type
-from shardwise.config.section import MOST_LAYERS, Origin, Section, reject
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Objective: TypeAlias = Literal["lm", "mlm", "nsp"]

@@ -7,7 +7,7 @@ import re
 from pydantic import Field, ValidationInfo, field_validator
 
 from shardwise.base.redaction import is_secret_variable
-from shardwise.config.section import LARGEST, Section, reject
+from shardwise.config.base_section import LARGEST, Section, reject
 
 _TIME = r"\d+-\d+(?::\d\d){0,2}|\d+(?::\d\d){1,2}"
 """SLURM's forms of a time, but for whole minutes: D-HH:MM:SS, HH:MM:SS, MM:SS."""

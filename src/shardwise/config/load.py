@@ -11,13 +11,13 @@ from pydantic import ValidationError
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.config import hugging_face, recipe_files
+from shardwise.config.base_section import Origin, system_names, utf8_text
 from shardwise.config.data import DataConfig
 from shardwise.config.error_texts import error_texts, refusal
 from shardwise.config.families import FamilyConfig
 from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH
 from shardwise.config.run_config import Config
-from shardwise.config.section import Origin, system_names, utf8_text
 
 _MODEL_FILE = "model.config"
 

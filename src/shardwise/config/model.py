@@ -9,10 +9,10 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from shardwise.base.errors import listing
+from shardwise.config.base_section import Section, reject
 from shardwise.config.decoders import DECODERS
 from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig, Objective
 from shardwise.config.hugging_face_names import WeightNames
-from shardwise.config.section import Section, reject
 
 
 class UserModelConfig(Section):

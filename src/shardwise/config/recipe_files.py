@@ -13,8 +13,8 @@ import yaml
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import read_small
 from shardwise.base.parsing import TAG, NotReadError, scalar, yaml_value
+from shardwise.config.base_section import with_stand_ins
 from shardwise.config.run_config import Config
-from shardwise.config.section import with_stand_ins
 
 _RECIPES = Path(__file__).parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from shardwise.base.errors import listing, nearest_name
-from shardwise.config.section import LARGEST
+from shardwise.config.base_section import LARGEST
 
 LENGTH = "original_max_position_embeddings"
 """The field for the longest sequence before the scaling."""

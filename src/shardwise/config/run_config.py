@@ -9,11 +9,11 @@ from pydantic import Field
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import without_secrets
+from shardwise.config.base_section import Section
 from shardwise.config.data import DataConfig
 from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, shapes_of
-from shardwise.config.section import Section
 from shardwise.config.sections import (
     CheckpointConfig,
     CompileConfig,

@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from shardwise.config.base_section import Section
 from shardwise.config.model import FAMILIES, UserModelConfig
 from shardwise.config.run_config import Config
-from shardwise.config.section import Section
 from shardwise.config.sections import BATCH_RULE
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -17,9 +17,9 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise.base.errors import listing
 from shardwise.base.redaction import has_query, redacted
+from shardwise.config.base_section import Section, as_given, reject, utf8_text
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
-from shardwise.config.section import Section, as_given, reject, utf8_text
 
 
 class HooksConfig(Section):

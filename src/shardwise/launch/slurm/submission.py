@@ -26,7 +26,7 @@ from shardwise.base.hardware import device_memory
 from shardwise.base.parsing import instances
 from shardwise.base.redaction import redacted
 from shardwise.config import Config, Layout, check_layout
-from shardwise.config.section import utf8_text
+from shardwise.config.base_section import utf8_text
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.commands import MARK, gpus_of
 from shardwise.planner.memory import checkpoint_bytes, expected_memory, memory_copies_bytes, neediest_rank
