@@ -33,7 +33,7 @@ _BOUNDS = (
 TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK")
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """Rank and number of tasks, as srun and the mpirun of Open MPI, MVAPICH2, MPICH and Intel MPI set them for each task
-(`tasks.py`)."""
+(`external_launchers.py`)."""
 
 
 @dataclass(frozen=True)

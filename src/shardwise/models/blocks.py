@@ -202,8 +202,8 @@ class Context:
             added to each score, `[B, 1, S, S]`; None: all keys, or in a causal model those that are not later.
         cache: keys and values of earlier tokens.
         rotary_tables: cosines and sines of these tokens' positions; None in models with learned positions.
-        block_mask: blocks of keys that each block of queries attends to, in place of `mask` (`documents.py`).
-        starts_SB: first place of each token's document, in place of `mask` (`documents.py`).
+        block_mask: blocks of keys that each block of queries attends to, in place of `mask` (`attention.py`).
+        starts_SB: first place of each token's document, in place of `mask` (`attention.py`).
     """
 
     dropout: AnyKey | None = None

@@ -85,7 +85,7 @@ class CausalLM(Family[_Config]):
         return self.norm(x) if self.part.is_last else x
 
     def _within_documents(self, context: Context, starts_SB: Tensor, x: Tensor) -> Context:
-        """Return the context with the mask that keeps documents apart in attention (`documents.py`)."""
+        """Return the context with the mask that keeps documents apart in attention (`attention.py`)."""
         drops_probabilities = context.dropout is not None and self.config.attention_dropout_p > 0
         if x.device.type == "cpu" and not drops_probabilities:
             define_document_attention()
