@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.api.checkpoints import export_checkpoint, load_checkpoint, save_checkpoint
-    from shardwise.api.runs import Run, load_recipe, plan, train
+    from shardwise.api.recipes_and_plans import load_recipe, plan
+    from shardwise.api.runs import Run, train
     from shardwise.base.errors import ConfigError, RunError, ShardwiseError, StoppedError
     from shardwise.checkpoint.canonical_tensors import canonical_tensors
     from shardwise.config import Config
@@ -107,10 +108,10 @@ _HOME = {
     "export_checkpoint": "shardwise.api.checkpoints",
     "linear_cross_entropy": "shardwise.layers.loss",
     "load_checkpoint": "shardwise.api.checkpoints",
-    "load_recipe": "shardwise.api.runs",
+    "load_recipe": "shardwise.api.recipes_and_plans",
     "make_parameter": "shardwise.distributed.placement",
     "parallel_cross_entropy": "shardwise.layers.loss",
-    "plan": "shardwise.api.runs",
+    "plan": "shardwise.api.recipes_and_plans",
     "save_checkpoint": "shardwise.api.checkpoints",
 }
 

@@ -13,7 +13,7 @@ from shardwise.base.errors import ShardwiseError
 from shardwise.checkpoint.collective_reading import CheckpointReader
 from shardwise.checkpoint.format.manifest import Manifest, TensorEntry
 from shardwise.checkpoint.format.verify import verify
-from shardwise.checkpoint.restore import load_checkpoint
+from shardwise.checkpoint.load_weights import load_checkpoint
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
 from shardwise.verify.canonical_values import canonical_weights

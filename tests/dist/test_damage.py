@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 
 from shardwise.base.errors import ShardwiseError
 from shardwise.checkpoint.format.verify import verify
-from shardwise.checkpoint.restore import load_checkpoint
+from shardwise.checkpoint.load_weights import load_checkpoint
 from shardwise.checkpoint.storage.checkpoint_folders import survey
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config

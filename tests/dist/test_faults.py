@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.restore import load_hugging_face
+from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.chunks import ChunkedWriter
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, check_layout, config_from, load_config

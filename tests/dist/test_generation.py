@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint.restore import load_hugging_face
+from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import LlamaConfig, check_layout
 from shardwise.models.blocks import KeyValueCache
 from shardwise.models.build import build_model

@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
-from shardwise.checkpoint.restore import load_hugging_face
+from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import Config, check_layout, config_from
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import Box, placements

@@ -11,7 +11,8 @@ import torch
 from shardwise.config import check_layout
 from shardwise.distributed import collectives
 from shardwise.planner.communication import step_transfers, wire_bytes
-from shardwise.train.step_record import WINDOW, StepRecord
+from shardwise.train.step_record import StepRecord
+from shardwise.train.straggler import STRAGGLER_STEPS
 from tests.dist.checkpoints import make_trainer
 from tests.dist.test_checkpoint import config_of
 
@@ -54,7 +55,7 @@ def measured(layout: dict[str, Any], steps: int, slow: bool) -> tuple[list[StepR
 
 @pytest.mark.parametrize("layout", [pytest.param("TP 2 × DP 2", marks=pytest.mark.slow), "PP 2 × DP 2"])
 def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(layout: str, ranks: Any) -> None:
-    results = ranks(4).run(measured, LAYOUTS[layout], WINDOW + 4, True)
+    results = ranks(4).run(measured, LAYOUTS[layout], STRAGGLER_STEPS + 4, True)
     for rank, (records, paused) in enumerate(results):
         for record in records:
             assert sum(record.split.values()) == pytest.approx(record.seconds, rel=1e-6), f"rank {rank}: {record.split}"

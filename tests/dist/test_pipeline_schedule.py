@@ -25,7 +25,7 @@ from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.clock import StepTiming
 from shardwise.pipeline.in_flight import PassBytes, step_peak
 from shardwise.pipeline.timeline import bubble
-from shardwise.train.step_clock import Trace
+from shardwise.train.trace import Trace
 from tests.dist.dense import mesh as shared_mesh
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 1.0, 2.0

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
-from shardwise.checkpoint.restore import load_hugging_face
+from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import Config, load_config
 from shardwise.data.formats.common import make_batches
 from shardwise.data.open_data import prepare

@@ -19,7 +19,8 @@ from shardwise.base.units import counted
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.stored_tensors import mismatches
 from shardwise.checkpoint.importing.hugging_face import canonical_shapes
-from shardwise.checkpoint.restore import other_ends, tensor_shapes
+from shardwise.checkpoint.load_weights import tensor_shapes
+from shardwise.checkpoint.restore import other_ends
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, weight_names
 from shardwise.distributed import collectives

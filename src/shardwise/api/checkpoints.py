@@ -115,7 +115,7 @@ def load_checkpoint(
         DamageError: bytes do not match their checksums. The model is then not to be used.
     """
     from shardwise.api import checkpoint_arguments as arguments
-    from shardwise.checkpoint.restore import load_checkpoint as load_weights
+    from shardwise.checkpoint.load_weights import load_checkpoint as load_weights
     from shardwise.checkpoint.restore import read_manifest, restore
     from shardwise.train.rank_agreement import raised_on_every_rank, require_equal
 

@@ -17,7 +17,7 @@ from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.cli import output
 from shardwise.launch.restarts import AttemptEnding, history
 from shardwise.launch.slurm import commands, jobs
-from shardwise.launch.slurm.submission import job_log
+from shardwise.launch.slurm.script import job_log
 from shardwise.runs.folder import RUNS, RunDirectory
 from shardwise.runs.lost_time import seconds_of
 from shardwise.runs.summary import how_it_ended

@@ -25,7 +25,7 @@ from shardwise.cli.jobs import follow
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.config import Layout, load_config, recipe_name, recipe_text, require_data
 from shardwise.launch.slurm import commands, submission
-from shardwise.launch.slurm.submission import JobPlan, compile_script, job_log, job_script, job_set
+from shardwise.launch.slurm.script import JobPlan, compile_script, job_log, job_script, job_set, ranks_per_node
 from shardwise.planner.device_specs import Cluster, cluster
 from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
 from shardwise.runs.summary import last_step, newest_checkpoint
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if on is not None and config.launch.ranks_per_node is None and gres is None:
         ranks = on.per_node
     else:
-        ranks = submission.ranks_per_node(config, nodes, gres)
+        ranks = ranks_per_node(config, nodes, gres)
     layout, notes = submission.check_counts(
         config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, run_path)
     )

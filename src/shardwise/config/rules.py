@@ -53,7 +53,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     problems += _compile_problems(config)
     problems += _schedule_problems(config)
     problems += _masking_problems(config)
-    problems += _resume_problems(config)
+    problems += _resume_key_problems(config)
     problems += _trace_problems(config, is_new)
     problems += _document_problems(config)
     problems += _mark_problems(config)
@@ -227,7 +227,7 @@ def _schedule_problems(config: Config) -> list[str]:
     return problems
 
 
-def _resume_problems(config: Config) -> list[str]:
+def _resume_key_problems(config: Config) -> list[str]:
     """The rules of `train.skip_batches` and `checkpoint.resume`."""
     train = config.train
     resume = config.checkpoint.resume

@@ -10,7 +10,7 @@ use another algorithm. A message from one rank to another costs the sender its b
 
 Tensor and sequence parallelism communicate as in arXiv:1909.08053 and arXiv:2205.05198, ZeRO-1 as in arXiv:1910.02054.
 
-Axes are named as the groups in `distributed/collectives.py`: "tp", "dp", "pp", "world", "tp/c" for the c neighbouring
+Axes are named as the groups in `distributed/mesh.py`: "tp", "dp", "pp", "world", "tp/c" for the c neighbouring
 ranks that hold the same key/value heads, and "pp/ends" for the two ranks that hold a tied embedding, if "pp" has more
 than these two.
 """

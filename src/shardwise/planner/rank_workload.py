@@ -99,7 +99,7 @@ class RankWorkload:
 
     @property
     def a(self) -> int:
-        """Bytes of an activation."""
+        """Bytes of an element of an activation."""
         return DTYPE_BYTES[self.precision.parameter]
 
     def gradient_bytes(self, elements: int) -> int:

@@ -382,18 +382,18 @@ class RunLock:
     def __enter__(self) -> RunLock:
         with _making(self._run):
             descriptor = open_own(self._run / _LOCK, os.O_RDWR | os.O_CREAT)
-        is_taken = False
+        has_lock = False
         try:
             # `is_held` takes the lock for a moment, so a single refusal does not count.
             for pause in (0, 0.05, 0.1, 0.2):
                 time.sleep(pause)
-                if is_taken := lock(descriptor, wait=False):
+                if has_lock := lock(descriptor, wait=False):
                     break
         except OSError as error:
             # A disk without locks must not keep anybody from training: `problem` leads to a warning.
-            is_taken = True
+            has_lock = True
             self.problem = error.strerror
-        if not is_taken:
+        if not has_lock:
             os.close(descriptor)
             holder = self.holder(self._run)
             who = ""

@@ -11,7 +11,8 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
-from shardwise.checkpoint.restore import load_hugging_face, read_manifest, require_finite, require_model, restore
+from shardwise.checkpoint.load_weights import load_hugging_face, require_finite, require_model
+from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, Precision, check_layout
@@ -32,8 +33,9 @@ from shardwise.train.hooks import use_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.rank_agreement import raised_on_every_rank, versions
 from shardwise.train.reporter import Reporter
-from shardwise.train.resume import OpenedRun, Resumed, went_back
+from shardwise.train.resume import Resumed, went_back
 from shardwise.train.saving import Checkpoints, make_stop_check
+from shardwise.train.start import OpenedRun
 from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
 

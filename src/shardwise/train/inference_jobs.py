@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, DataError, RunError
 from shardwise.checkpoint.format.manifest import MANIFEST
-from shardwise.checkpoint.restore import load_checkpoint, load_hugging_face
+from shardwise.checkpoint.load_weights import load_checkpoint, load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, check_layout
 from shardwise.data.formats.common import make_evaluation

@@ -64,7 +64,10 @@ class MicroBatch:
             return torch.empty_like(tensor, device=device)
 
         inputs = {name: empty(tensor) for name, tensor in self.inputs.items()}
-        return replace(self, inputs=inputs, counts_K=empty(self.counts_K), samples_B=empty(self.samples_B))
+        lengths_B = None if self.lengths_B is None else empty(self.lengths_B)
+        return replace(
+            self, inputs=inputs, counts_K=empty(self.counts_K), samples_B=empty(self.samples_B), lengths_B=lengths_B
+        )
 
     def dropout_key(self, train: TrainConfig, step: int) -> DropoutKey:
         """The key of this micro-batch's dropout masks in a step of the training."""

@@ -85,7 +85,7 @@ def require_same(config: Config, mesh: Mesh, run_path: Path | None = None) -> No
     folder = first[_FOLDER]
     alike = run_path is None or (folder is not None and Path(folder).resolve() == run_path.resolve())
     values[_FOLDER] = folder if alike else str(run_path)
-    _require_equal(values, first, mesh.world)
+    _refuse_differences(values, first, mesh.world)
 
 
 def require_same_run_dir(run_dir: Path | None, timeout: float) -> None:
@@ -115,10 +115,10 @@ def require_equal(values: Mapping[str, Any], world: Group, places: Sequence[str]
     for name in places:
         if first[name] and values[name] and Path(first[name]).resolve() == Path(values[name]).resolve():
             compared[name] = first[name]
-    _require_equal(compared, first, world)
+    _refuse_differences(compared, first, world)
 
 
-def _require_equal(values: Mapping[str, Any], first: Mapping[str, Any], world: Group) -> None:
+def _refuse_differences(values: Mapping[str, Any], first: Mapping[str, Any], world: Group) -> None:
     """Raise ConfigError on every rank, with what differs, where any rank's values are not those of the first."""
     differences = []
     for name in {**first, **values}:

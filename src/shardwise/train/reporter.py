@@ -31,19 +31,11 @@ from shardwise.train.compile.run_graphs import CapturedGraphs
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
 from shardwise.train.progress_line import ProgressLine, parts_of_loss
+from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
 from shardwise.train.start_screen import print_pipeline, print_summary
-from shardwise.train.step_clock import trace_text, traced_steps
-from shardwise.train.step_record import (
-    SMOOTHED_STEPS,
-    Occurrence,
-    RankFile,
-    StepRecord,
-    Throughput,
-    end_of_run,
-    place_of_rank,
-    process_seconds,
-)
+from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
 from shardwise.train.summary import start_rows
+from shardwise.train.trace import trace_text, traced_steps
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""

@@ -25,17 +25,9 @@ from shardwise.train.memory import out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
 from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
-from shardwise.train.resume import (
-    OpenedRun,
-    Resumed,
-    continue_from,
-    goes_back,
-    open_run,
-    require_same_data,
-    restore_first,
-    set_later_aside,
-)
+from shardwise.train.resume import Resumed, continue_from, goes_back, require_same_data, restore_first, set_later_aside
 from shardwise.train.saving import STREAM, make_stop_check
+from shardwise.train.start import OpenedRun, open_run
 from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
 

@@ -1,46 +1,21 @@
-"""The progress of a training, and the record of each step: its throughput, its slowest rank, and each rank's file.
-
-A straggler is a rank whose own work takes longer than that of the ranks that do the same. The ranks of a pipeline stage
-do the same work. A rank that is alone in its stage is compared with its own best time. The exchange costs no collective
-of its own: a few numbers of each rank travel with those of the next step (`Trainer.step`), reduced to their maximum
-over all ranks. First these are the longest and the shortest work of each stage; the rank that recognises its own work
-as the longest says so in the numbers of the step after.
-"""
+"""The progress of a training, and the record of each of its steps."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import platform
 import sys
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from statistics import fmean, median, pstdev
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
 
-import psutil
-
-from shardwise.base.files import open_plain
-from shardwise.base.hardware import cpu_count
-from shardwise.base.parsing import record_of
-from shardwise.config import Config, Layout
-from shardwise.distributed.mesh import Mesh
-from shardwise.launch.environment import joined
+from shardwise.config import Config
 from shardwise.pipeline.clock import StepTiming
-from shardwise.runs.folder import JsonLines, RunDirectory, now
+from shardwise.train.straggler import Straggler
 
-WINDOW_STEPS = 10
+THROUGHPUT_STEPS = 10
 """Steps over which throughput is averaged."""
 SMOOTHED_STEPS = 20
 """Steps over which a line of progress averages the loss."""
-WINDOW = 20
-"""Steps whose median tells a rank's work: a single slow step names nobody."""
-_NO_TIME = -1e30
-"""In place of a negative time of a stage that has none yet: any time is greater."""
-_SAME = 1e-6
-"""Relative difference up to which two times are one: all numbers travel as float32, which has 7 digits."""
 _LEAST_DEVIATION = 1e-3
 """Least standard deviation relative to the mean: among losses that are nearly equal a smaller change is no spike."""
 
@@ -167,7 +142,7 @@ class Throughput:
 
     def __init__(self, samples_per_step: int) -> None:
         self._samples_per_step = samples_per_step
-        self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._recent: deque[float] = deque(maxlen=THROUGHPUT_STEPS)
         self._steps = 0
         self._seconds = 0.0
         self._peak = 0.0
@@ -176,7 +151,7 @@ class Throughput:
         self._recent.append(seconds)
         self._steps += 1
         self._seconds += seconds
-        if len(self._recent) == WINDOW_STEPS:
+        if len(self._recent) == THROUGHPUT_STEPS:
             self._peak = max(self._peak, self.recent)
 
     @property
@@ -199,225 +174,3 @@ class Throughput:
 
     def _rate(self, steps: int, seconds: float) -> float:
         return self._samples_per_step * steps / seconds if seconds > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """The slowest rank.
-
-    Attributes:
-        relative: work of this rank divided by that of the fastest rank of its stage.
-        own: work of this rank divided by its own best.
-    """
-
-    rank: int
-    relative: float
-    own: float
-
-
-class Stragglers:
-    """One rank's knowledge of its own work and of the slowest rank."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        # Ranks without a peer in their stage compare their ratios to their own best, all together.
-        self._is_alone = mesh.tp.size * mesh.dp.size == 1
-        self._stages = 1 if self._is_alone else mesh.pp.size
-        self._recent: deque[float] = deque(maxlen=WINDOW)
-        self._best: float | None = None
-        self._reported = 0.0
-        self._claim = (0.0, 0.0, 0.0)
-
-    def add(self, work_seconds: float) -> None:
-        """Count this rank's own work of a step."""
-        self._recent.append(work_seconds)
-        # The first steps of a run compile, warm up caches and are no measure: the best is known after a whole window.
-        if len(self._recent) == WINDOW:
-            self._best = min(self._best or float("inf"), median(self._recent))
-
-    @property
-    def slowdown(self) -> float | None:
-        """This rank's work divided by its own best; None before there is a window of steps."""
-        return median(self._recent) / self._best if self._best else None
-
-    def numbers(self) -> list[float]:
-        """Numbers of this rank, as many on all ranks; each is to be reduced to its maximum over all ranks.
-
-        They are the longest work of each stage, its shortest work as a negative number, so that the maximum finds it,
-        and this rank's claim to be the slowest: its number + 1, its `relative` and its `own` of `Straggler`.
-        """
-        if self._mesh.world.size == 1:
-            return []
-        longest = [0.0] * self._stages
-        shortest = [_NO_TIME] * self._stages
-        self._reported = 0.0
-        if self.slowdown is not None:
-            self._reported = self.slowdown if self._is_alone else median(self._recent)
-            longest[self._stage] = self._reported
-            shortest[self._stage] = -self._reported
-        claim = self._claim
-        self._claim = (0.0, 0.0, 0.0)
-        return [*longest, *shortest, *claim]
-
-    def take(self, reduced: Sequence[float]) -> Straggler | None:
-        """The slowest rank by the reduced numbers of all ranks; None where no rank has claimed to be it.
-
-        Sets this rank's claim for the next step.
-        """
-        if not reduced:
-            return None
-        longest = reduced[: self._stages]
-        shortest = reduced[self._stages : 2 * self._stages]
-        relative = []
-        for most, negative_least in zip(longest, shortest, strict=True):
-            relative.append(most / -negative_least if negative_least > _NO_TIME / 2 else 0.0)
-        slowest = max(range(self._stages), key=lambda stage: relative[stage])
-        # The maximum names no rank. The one whose report it was knows it by its value, and claims it in the next step.
-        if slowest == self._stage and self._reported and abs(self._reported / longest[slowest] - 1) < _SAME:
-            self._claim = (self._mesh.world.rank + 1.0, relative[slowest], self.slowdown or 0.0)
-        # The number is that of a rank plus 1, as 0 says that no rank claims to be the slowest.
-        rank_plus_1, claimed_relative, claimed_slowdown = reduced[2 * self._stages :]
-        if not rank_plus_1:
-            return None
-        return Straggler(round(rank_plus_1) - 1, claimed_relative, claimed_slowdown)
-
-    @property
-    def _stage(self) -> int:
-        return 0 if self._is_alone else self._mesh.pp.rank
-
-
-class Occurrence:
-    """A state that the user is told once when it begins, and again only after it had ended.
-
-    Args:
-        begin_score: score from which on the state is present.
-        end_score: lower score, below which it is over: a score that swings between the two is told once.
-    """
-
-    def __init__(self, begin_score: float, end_score: float) -> None:
-        self._begin_score = begin_score
-        self._end_score = end_score
-        self._present: object = None
-
-    def begins(self, score: float | None, subject: object = True) -> bool:
-        """Return whether the state begins with this score; for another subject it begins anew."""
-        if score is None or score < self._end_score:
-            self._present = None
-        elif score >= self._begin_score and subject != self._present:
-            self._present = subject
-            return True
-        return False
-
-
-class RankFile:
-    """`ranks/rank-NNNN.jsonl` of this rank. The first rank of a node also records the use of its processors and memory.
-
-    Args:
-        device_name: product name of the rank's device.
-    """
-
-    def __init__(self, run: RunDirectory, rank: int, layout: Layout, device_name: str) -> None:
-        self._file = JsonLines(run.rank_metrics(rank))
-        self._rank = rank
-        self._layout = layout
-        self._device = device_name
-        self._utilization = _utilization_of(device_name)
-        if _local_rank() == 0:
-            # The first call returns 0 and only begins the measurement.
-            psutil.cpu_percent()
-
-    def start(self) -> None:
-        """Record this rank's node, process and device, and its place in the mesh."""
-        layout = self._layout
-        rank = self._rank
-        self._file.write(
-            {
-                "event": "start",
-                "time": now(),
-                "rank": rank,
-                "host": platform.node(),
-                "pid": os.getpid(),
-                "local_rank": _local_rank(),
-                "device": self._device,
-                "place": layout.coordinates(rank),
-                "cores": cpu_count(),
-                "memory_total_bytes": psutil.virtual_memory().total,
-            }
-        )
-
-    def step(self, record: StepRecord) -> None:
-        """Record a step, and where the model is cut the work on each stage of this rank."""
-        facts: dict[str, Any] = {"step": record.step, "time": now(), "step_seconds": record.seconds}
-        facts |= {"input_seconds": record.input_seconds, "peak_memory_bytes": record.peak_memory_bytes}
-        if record.split:
-            facts |= {"split_seconds": dict(record.split), "work_seconds": record.work_seconds}
-        if record.memory:
-            facts["memory_in_use_bytes"] = sum(record.memory.values())
-        if self._utilization is not None:
-            facts["device_utilization"] = self._utilization()
-        if _local_rank() == 0:
-            memory = psutil.virtual_memory()
-            facts |= {"host_cpu": psutil.cpu_percent() / 100, "host_memory_bytes": memory.total - memory.available}
-        if record.allocator:
-            facts["allocator_bytes"] = dict(record.allocator)
-        if record.timing is not None:
-            facts["stage_seconds"] = [asdict(stage) for stage in record.timing.stages]
-            facts["bubble"] = record.timing.bubble
-        self._file.write(facts)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def place_of_rank(run: RunDirectory, rank: int) -> str:
-    """The node, device and stage of a rank, as its file tells them; empty where this machine cannot read the file."""
-    try:
-        with open_plain(run.rank_metrics(rank)) as file:
-            start = record_of(file.readline())
-    except (OSError, ValueError):
-        return ""
-    return f" ({start.get('host')}, {start.get('device')}, stage {(start.get('place') or {}).get('pp')})"
-
-
-def process_seconds() -> float:
-    """Seconds since this process began."""
-    # By the clock of the machine, as the system records it: Python's own counters begin after its imports.
-    return time.time() - psutil.Process().create_time()
-
-
-def _utilization_of(device_name: str) -> Callable[[], float | None] | None:
-    """A function that returns the use of this rank's GPU, 0 to 1; None where no library tells it."""
-    if device_name.startswith("cpu"):
-        return None
-    try:
-        pynvml: Any = importlib.import_module("pynvml")
-        pynvml.nvmlInit()
-        gpu = _visible_gpu()
-        find = pynvml.nvmlDeviceGetHandleByIndex if isinstance(gpu, int) else pynvml.nvmlDeviceGetHandleByUUID
-        handle = find(gpu)
-    except Exception:  # noqa: BLE001  no driver, another vendor, or a device that NVML does not see
-        return None
-
-    def utilization() -> float | None:
-        try:
-            return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
-        except pynvml.NVMLError:
-            return None
-
-    return utilization
-
-
-def _local_rank() -> int:
-    place = joined()
-    return 0 if place is None else place.local_rank
-
-
-def _visible_gpu() -> int | str:
-    """The number or UUID by which NVML, which ignores CUDA_VISIBLE_DEVICES, knows this rank's GPU."""
-    local = _local_rank()
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    if not visible:
-        return local
-    # As in `devices.local_device`: a rank may see its own GPU alone.
-    name = visible[min(local, len(visible) - 1)]
-    return int(name) if name.isdecimal() else name

@@ -33,8 +33,10 @@ from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets, p
 from shardwise.train.model_checks import check_replicas, find_non_finite
 from shardwise.train.reporter import Reporter
 from shardwise.train.saving import Checkpoints, largest_of_ranks
-from shardwise.train.step_clock import DATA, OPTIMIZER, PIPELINE, StepClock, Trace, memory_by_kind, state_by_kind
-from shardwise.train.step_record import Progress, StepRecord, Straggler, Stragglers, end_of_run, loss_spike
+from shardwise.train.step_clock import DATA, OPTIMIZER, PIPELINE, StepClock, memory_by_kind, state_by_kind
+from shardwise.train.step_record import Progress, StepRecord, end_of_run, loss_spike
+from shardwise.train.straggler import Straggler, Stragglers
+from shardwise.train.trace import Trace
 
 if TYPE_CHECKING:
     from shardwise.pipeline.schedule import Pipeline  # imports torch's compiler, which is slow

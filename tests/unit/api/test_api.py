@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.api import runs
+from shardwise.api import recipes_and_plans, runs
 from shardwise.base.errors import ConfigError
 from shardwise.launch import local
 from shardwise.planner.search import FIXABLE
@@ -301,7 +301,7 @@ def test_a_configuration_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> No
 
 def test_packages_that_are_functions_have_their_signatures() -> None:
     assert inspect.signature(shardwise.train) == inspect.signature(runs.train)
-    assert inspect.signature(shardwise.plan) == inspect.signature(runs.plan)
+    assert inspect.signature(shardwise.plan) == inspect.signature(recipes_and_plans.plan)
     assert shardwise.train.__name__ == "shardwise.train"  # the package: its modules are found as before
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.checkpoint.format.model_files import ModelDifferences, differ_in_tokens, differences
-from shardwise.checkpoint.restore import load_hugging_face
+from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, UserModelConfig, config_from, load_config, model_from
 from shardwise.config.load import load_with

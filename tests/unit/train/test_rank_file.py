@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from shardwise.train import step_record
-from shardwise.train.step_record import Straggler
+from shardwise.train.straggler import Straggler
 from tests.unit.train.test_report import lines, record, reporter
 
 

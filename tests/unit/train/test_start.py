@@ -14,7 +14,7 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.config import load_config
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.distributed.mesh import Mesh
-from shardwise.train import rank_agreement, resume
+from shardwise.train import rank_agreement, start
 from tests.dist.training import make_config
 
 TINY: Any = load_config("llama2-tiny").model
@@ -61,7 +61,7 @@ def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch:
     )
     told = r"checkpoint\.load \(acme/tiny\) must be one commit on every machine: set checkpoint\.revision=0123"
     with pytest.raises(ConfigError, match=told):
-        resume._find_weights(make_config(checkpoint={"load": "acme/tiny"}), Mesh(device="cpu"))
+        start._find_weights(make_config(checkpoint={"load": "acme/tiny"}), Mesh(device="cpu"))
 
 
 def test_fault_09_a_resumed_run_has_what_lies_beside_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_fault_09_a_resumed_run_has_what_lies_beside_its_newest_checkpoint(tmp_p
     found: Any = SimpleNamespace(candidates=[SimpleNamespace(folder=Root.of(saved))])
     new: Any = SimpleNamespace(candidates=[])
     named = load_config("llama2-tiny", [f"checkpoint.companions={model}"])
-    assert resume._companions(config, new, None, None, None).ids == {"eos_token_id": [8, 9]}
-    assert resume._companions(config, found, config.recorded(), None, None).ids == {"eos_token_id": [7, 9]}
-    assert resume._companions(named, found, config.recorded(), None, None).ids == {"eos_token_id": [8, 9]}
+    assert start._companions(config, new, None, None, None).ids == {"eos_token_id": [8, 9]}
+    assert start._companions(config, found, config.recorded(), None, None).ids == {"eos_token_id": [7, 9]}
+    assert start._companions(named, found, config.recorded(), None, None).ids == {"eos_token_id": [8, 9]}
     shutil.rmtree(model)
-    assert resume._companions(config, found, config.recorded(), None, None).ids == {"eos_token_id": [7, 9]}
-    assert resume._companions(named, found, named.recorded(), None, None).ids == {"eos_token_id": [7, 9]}
+    assert start._companions(config, found, config.recorded(), None, None).ids == {"eos_token_id": [7, 9]}
+    assert start._companions(named, found, named.recorded(), None, None).ids == {"eos_token_id": [7, 9]}

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
-from shardwise.train.step_record import SMOOTHED_STEPS, WINDOW, Occurrence, Straggler, Stragglers, loss_spike
+from shardwise.train.rank_file import Occurrence
+from shardwise.train.step_record import SMOOTHED_STEPS, loss_spike
+from shardwise.train.straggler import STRAGGLER_STEPS, Straggler, Stragglers
 
 
-def played(work: list[float], *, tensor: int = 1, pipeline: int = 1, steps: int = WINDOW + 3) -> Straggler | None:
+def played(
+    work: list[float], *, tensor: int = 1, pipeline: int = 1, steps: int = STRAGGLER_STEPS + 3
+) -> Straggler | None:
     """What every rank finds when rank r's own work takes `work[r]` in each step."""
     inner = len(work) // pipeline
     groups: list[Any] = [
@@ -51,7 +55,7 @@ def test_stages_of_unequal_work_are_not_compared_with_each_other() -> None:
 
 
 def test_nobody_is_named_before_there_is_a_window_of_steps() -> None:
-    assert played([0.1, 0.9], steps=WINDOW) is None
+    assert played([0.1, 0.9], steps=STRAGGLER_STEPS) is None
     assert played([0.3]) is None, "a rank that is alone"
 
 
@@ -61,7 +65,7 @@ def test_a_rank_alone_in_its_stage_is_compared_with_its_own_best() -> None:
         world=SimpleNamespace(size=2, rank=1),
     )  # fmt: skip
     rank = Stragglers(mesh)
-    for seconds in [0.1] * WINDOW + [0.3] * WINDOW:
+    for seconds in [0.1] * STRAGGLER_STEPS + [0.3] * STRAGGLER_STEPS:
         rank.add(seconds)
     assert rank.slowdown == pytest.approx(3.0)
     longest, shortest, *_ = rank.numbers()

@@ -128,7 +128,8 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
 def _open(arguments: argparse.Namespace) -> ForeignModel:
     from shardwise.checkpoint.importing.hugging_face import open_hugging_face
     from shardwise.checkpoint.importing.megatron import open_megatron
-    from shardwise.checkpoint.importing.neuron import open_nemo, open_neuronx
+    from shardwise.checkpoint.importing.nemo import open_nemo
+    from shardwise.checkpoint.importing.neuronx import open_neuronx
     from shardwise.checkpoint.storage.root import Root
 
     ignore = _names(arguments.ignore)

@@ -82,7 +82,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.data.prepare.prepare import RawJob, TextJob, convert_raw, convert_text
+    from shardwise.data.prepare.from_raw_tokens import RawJob, convert_raw
+    from shardwise.data.prepare.from_text import TextJob, convert_text
     from shardwise.data.reading.megatron_files import is_raw_tokens, prefix_of
 
     source = Path(arguments.input).expanduser()

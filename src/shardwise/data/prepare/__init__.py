@@ -2,10 +2,11 @@
 
 In the order in which data flow:
 
-    prepare.py            the jobs: text, or a flat file of ids → tokens → files of a format
+    from_text.py          the job: text → tokens → files of a format
     tokenizing.py         text → an unfinished Megatron data set, in parallel and resumable
     to_arrow.py           tokens → blocks of one length, a folder that `datasets` opens
     to_hdf5.py            tokens → masked sentence pairs, HDF5 shards
+    from_raw_tokens.py    the other job: a flat file of ids → a Megatron data set
     work_folder.py        the folder in which data are made, and the disk that they need
     outputs.py            the place of the result, its manifest, and results that are there already
 """

@@ -32,7 +32,7 @@ from shardwise.data.reading.megatron_files import UnfinishedIndex, written_dtype
 from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.samples.order import IntArray
 from shardwise.data.split import Part
-from shardwise.data.tokens import encoding
+from shardwise.data.tokens import encoding, windows
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import PARENT_PID
 from shardwise.launch.local import die_with_parent
@@ -100,11 +100,11 @@ def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Itera
 
 def _pieces(
     source: Source, digest: encoding.ContentDigest, tokenizer: Tokenizer, sentences: bool
-) -> Iterator[encoding.PieceTexts | encoding.TextWindow]:
+) -> Iterator[encoding.PieceTexts | windows.TextWindow]:
     pieces: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
     if sentences:
         return (piece for _, piece in encoding.sentence_pieces(pieces))
-    return (window for _, window in encoding.text_windows(pieces, tokenizer))
+    return (window for _, window in windows.text_windows(pieces, tokenizer))
 
 
 TokenRow = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]

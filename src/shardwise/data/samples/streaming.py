@@ -24,8 +24,9 @@ from shardwise.base.errors import DataError
 from shardwise.data.reading.text_sources import BLOCK_CHARACTERS, TextPiece, TextShard, cut_document
 from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
-from shardwise.data.tokens.encoding import DocumentMarks, encode_windows, group_by_size, text_windows
+from shardwise.data.tokens.encoding import DocumentMarks, group_by_size
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.windows import encode_windows, text_windows
 
 # Keys of the draws, the ASCII codes of "shards", "docs", "samples" and "held": they keep the draws independent.
 _SHARDS = 0x736861726473

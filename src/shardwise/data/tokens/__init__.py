@@ -4,5 +4,6 @@ In the order in which data flow:
 
     tokenizer_files.py   the files of a tokenizer, of any program, opened
     tokenizer.py         the tokenizer: trained on the data, or the user's
-    encoding.py          documents, long ones in windows, and sentences encoded into the files of a cache entry
+    windows.py           long documents cut into windows whose tokens are those of the document
+    encoding.py          documents and sentences encoded into the files of a cache entry
 """

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.importing.neuron import open_nemo
+from shardwise.checkpoint.importing.nemo import open_nemo
 from shardwise.checkpoint.importing.tensor_parallel_shards import drift
 from shardwise.config import GPTConfig, LlamaConfig
 from tests.hugging_face import VOCABULARY, save

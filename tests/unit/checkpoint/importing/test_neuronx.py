@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.importing.neuron import open_neuronx
+from shardwise.checkpoint.importing.neuronx import open_neuronx
 from tests.hugging_face import save
 from tests.unit.checkpoint.importing.checks import assert_same_model
 from tests.unit.checkpoint.importing.neuronx_shards import write

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import DataConfig
+from shardwise.data.prepare.from_text import TextJob, convert_text
 from shardwise.data.prepare.outputs import FormatName, PreparationOutcome
-from shardwise.data.prepare.prepare import TextJob, convert_text
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
 OPTIONS: dict[str, dict[str, Any]] = {

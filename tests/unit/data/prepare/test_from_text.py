@@ -17,8 +17,8 @@ import pytest
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.prepare import to_hdf5, tokenizing, work_folder
 from shardwise.data.prepare import tokenizing as batches
+from shardwise.data.prepare.from_text import _TextConversion
 from shardwise.data.prepare.outputs import FormatName, Output
-from shardwise.data.prepare.prepare import _TextConversion
 from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.tokens.encoding import cut_sentences
@@ -34,8 +34,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 400)
     monkeypatch.setattr(tokenizing, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr("shardwise.data.reading.text_sources.PIECE_CHARACTERS", 150)
-    monkeypatch.setattr("shardwise.data.tokens.encoding.MARGINS", (60,))
-    monkeypatch.setattr("shardwise.data.tokens.encoding.SHIFT", 13)
+    monkeypatch.setattr("shardwise.data.tokens.windows.MARGINS", (60,))
+    monkeypatch.setattr("shardwise.data.tokens.windows.SHIFT", 13)
     monkeypatch.setattr("os.fsync", lambda _file: None)  # nothing here loses power, and a busy disk takes its time
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 

@@ -12,14 +12,14 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, t
 
 from shardwise.config import DataConfig, config_from
 from shardwise.data.open_data import prepare
-from shardwise.data.prepare.prepare import TextJob, convert_text
+from shardwise.data.prepare.from_text import TextJob, convert_text
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.reading.text_files import slices
 from shardwise.data.reading.text_sources import cut_document
 from shardwise.data.tokens import encoding as windows_module
-from shardwise.data.tokens.encoding import TextWindow, encode_windows, text_windows
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.windows import TextWindow, encode_windows, text_windows
 from tests.unit.data.prepare.jobs import Told
 from tests.unit.data.tokens.test_tokenizer_files import TEXT, piece_model
 

@@ -14,7 +14,7 @@ import yaml
 from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
 from shardwise.launch.slurm import submission
-from shardwise.launch.slurm.submission import JobPlan, compile_script, job_script, job_set
+from shardwise.launch.slurm.script import JobPlan, compile_script, job_script, job_set
 
 
 def plan(*overrides: str, nodes: tuple[int, int] = (2, 4)) -> JobPlan:

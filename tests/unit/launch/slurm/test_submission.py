@@ -6,16 +6,8 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.launch.slurm import commands
-from shardwise.launch.slurm.submission import (
-    JobPlan,
-    check_counts,
-    check_run_folder,
-    job_script,
-    ranks_per_node,
-    reserved,
-    rows,
-    write_inputs,
-)
+from shardwise.launch.slurm.script import JobPlan, job_script, ranks_per_node
+from shardwise.launch.slurm.submission import check_counts, check_run_folder, reserved, rows, write_inputs
 
 
 def config(*overrides: str) -> Config:

@@ -1,0 +1,157 @@
+"""Weights of a Hugging Face folder or of a checkpoint into a model of any layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwise.base.errors import ConfigError, see
+from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.canonical_tensors import TORCH_DTYPES
+from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read
+from shardwise.checkpoint.format.manifest import MODEL
+from shardwise.checkpoint.format.model_files import differences
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, segments
+from shardwise.checkpoint.format.verify import non_finite_text
+from shardwise.checkpoint.format.writing import STREAM_BYTES
+from shardwise.checkpoint.restore import local_pieces, other_ends, read_manifest
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.config import ModelConfig
+from shardwise.data.hub import check_weights
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.placement import placements
+from shardwise.optim.state import MASTER
+
+
+def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
+    """Raise, on every rank of the group, why the weights of a folder are not the model's, where any rank finds it."""
+    try:
+        problems = list(differences(config, folder).problems)
+    except ConfigError as error:
+        problems = error.problems
+    collectives.agree(problems, group)
+
+
+def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Path) -> None:
+    """Set the model's weights to those of a Hugging Face folder; collective over the world.
+
+    Each rank reads the rows that it needs, cast to the parameter's dtype; padding stays 0. Call it before an optimizer
+    is made, which may keep copies. Names may be spelled as `config/hugging_face_names.py` says.
+
+    Raises:
+        ConfigError: every mismatch that any rank found, raised on every rank: names that are missing or unknown,
+        shapes, copies of a tied weight that differ, fields of `config.json`, files that cannot be read, weights that
+        are not finite. The model then keeps the weights that it had, except in the last case, or where a file could not
+        be read to its end.
+    """
+    # Every step that can fail on one rank is followed by an agreement: no rank waits for one that has raised.
+    tensors, config_problems = _open_hugging_face(config, mesh.world, folder)
+    where = f"checkpoint.load ({folder})"
+    stored = tensors.states[MODEL]
+    sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh.pp), stored)
+    collectives.agree(config_problems + problems, mesh.world)
+    requests: list[ReadRequest] = []
+    for _, piece, target in local_pieces(model):
+        request = ReadRequest(MODEL, piece.name, piece.box, target)
+        # A stored value has at most 8 bytes.
+        requests += [request.part(box) for box in segments(piece.box.size, STREAM_BYTES // 8)]
+    try:
+        boxes = [(request.name, request.box) for request in requests]
+        problems = differing_copies(where, tensors, sources, boxes)
+        if not problems:
+            for request in requests:
+                name = sources[request.name][0]
+                values = torch.from_numpy(tensors.read(MODEL, name, request.box))
+                request.target.copy_(values.view(TORCH_DTYPES[stored[name].dtype]))
+    except StoreError as error:
+        problems = [f"checkpoint.load: {error}"]
+    collectives.agree(problems, mesh.world)
+    require_finite(model, mesh, folder)
+
+
+def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple[StoredTensors, list[str]]:
+    """The tensors of a folder, and how its `config.json` differs from the model; all ranks raise, or none does."""
+    root = Root.of(folder)
+    tensors: StoredTensors | None = None
+    config_problems: list[str] = []
+    problems: list[str] = []
+    try:
+        check_weights(folder)
+        tensors = StoredTensors.of(root)
+        config_problems = list(differences(config, root).problems)
+    except ConfigError as error:
+        problems = error.problems
+    except DamageError as error:
+        problems = [f"{error}: fetch or copy it again"]
+    except StoreError as error:
+        problems = [str(error)]
+    collectives.agree(problems, world)
+    assert tensors is not None
+    return tensors, config_problems
+
+
+def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> None:
+    """Set the model's weights to those of a checkpoint, every chunk that is read verified; collective over the world.
+
+    Names may be spelled as `config/hugging_face_names.py` says for the `family`; another has its own names alone.
+
+    A weight in float32 comes from the stored master where there is one, so that no rounding is added. Where the ranks
+    of data parallelism, or both ends of a pipeline, hold the same values, each of them reads an equal part.
+
+    Raises:
+        ConfigError: every mismatch of names, shapes and dtypes that any rank found, or weights that are not finite;
+        raised on every rank. DamageError, StoreError: as `collective_reading.read`; the model is then not to be used.
+    """
+    manifest = read_manifest(folder, mesh.world)
+    stored = manifest.tensors.get(MODEL, {})
+    _, problems = find_sources(f"checkpoint.load ({folder})", family, tensor_shapes(model, mesh.pp), stored)
+    collectives.agree(problems, mesh.world)
+    masters = manifest.tensors.get(MASTER, {})
+    requests: list[ReadRequest] = []
+    for _, piece, target in local_pieces(model):
+        # A target in a shorter dtype gains nothing from the master, which has twice the bytes to read.
+        state = MODEL
+        master = masters.get(piece.name)
+        if master is not None and target.dtype == torch.float32:
+            is_usable = master.shape == piece.shape and master.dtype in TORCH_DTYPES
+            state = MASTER if is_usable else MODEL
+        requests.append(ReadRequest(state, piece.name, piece.box, target, (mesh.dp, other_ends(piece, mesh))))
+    read(CheckpointReader(folder, manifest), requests, mesh)
+    require_finite(model, mesh, folder)
+
+
+def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
+    """ConfigError, on every rank, where a weight that came from a folder has values that are NaN or infinite."""
+    local_counts: dict[tuple[str, Box], int] = {}
+    for _, piece, values in local_pieces(model):
+        count = int((~torch.isfinite(values)).sum())
+        if count:
+            local_counts[piece.name, piece.box] = count
+    if not collectives.any_rank(bool(local_counts), mesh.world):
+        return
+    gathered = collectives.all_gather_objects((str(folder), local_counts), mesh.world)
+    # Several ranks may have copies of a box: it counts once.
+    count_of_box = {box: count for _, counts in gathered for box, count in counts.items()}
+    not_finite: Counter[str] = Counter()
+    for (name, _), count in count_of_box.items():
+        not_finite[name] += count
+    # Machines may have folders of their own: one that has such values is shown.
+    shown_folder = next(path for path, counts in gathered if counts)
+    text = non_finite_text(not_finite)
+    raise ConfigError(
+        f"checkpoint.load ({shown_folder}) must have finite weights, and it has {text}"
+        f"{see('checkpoints#weights-not-finite')}"
+    )
+
+
+def tensor_shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...]]:
+    """Canonical name → shape of the tensors of all stages; collective over the pipeline."""
+    local_shapes = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for stage_shapes in collectives.all_gather_objects(local_shapes, pipeline):
+        shapes |= stage_shapes
+    return shapes

@@ -1,0 +1,169 @@
+"""A flat file of raw token ids, as the scripts of nanoGPT write it, becomes Megatron's .bin and .idx."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.files import reason_of, to_disk
+from shardwise.data.prepare import outputs, tokenizing, work_folder
+from shardwise.data.reading.megatron_files import UnfinishedIndex, prefix_of, written_dtype
+from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
+
+DTYPES = ("uint16", "uint32")
+# Ids that are read at once.
+_BLOCK = 1 << 22
+# A longer document becomes several sequences, as the index has 31 bits for the size of a sequence.
+_LONGEST_SEQUENCE = 1 << 30
+# Ids of a vocabulary have a high half below this: no vocabulary has 16 · 2^16 tokens.
+_HIGH_HALVES = 16
+
+
+@dataclass(frozen=True)
+class RawJob:
+    """A file of ids that is to be converted.
+
+    Attributes:
+        path: file of little-endian ids, back to back.
+        output: prefix of the data set.
+        dtype: dtype of the ids; None: the bytes decide.
+        eod_token: id that ends each document; None: the tokenizer's, and without a tokenizer the file is one document.
+        tokenizer: tokenizer that made the ids; None if it is unknown.
+    """
+
+    path: Path
+    output: Path
+    dtype: str | None = None
+    eod_token: int | None = None
+    tokenizer: str | None = None
+
+
+def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> outputs.PreparationOutcome:
+    """Makes the data set of `job`, unless it is there already.
+
+    Raises:
+        DataError: the file holds no such ids, other data are at the output, or the disk is too small.
+    """
+    outputs.check_name(job.output)
+    if job.output.resolve() == prefix_of(job.path).resolve():
+        raise ConfigError(f"OUTPUT ({job.output}) must not be INPUT ({job.path}) itself: give it another name")
+    try:
+        conversion = _RawConversion(job, announce)
+        return conversion.output.produce(lambda: conversion.content, lambda _state: conversion.make(), force=force)
+    except OSError as error:
+        raise DataError(f"{error.filename or job.path} cannot be read: {reason_of(error)}") from None
+
+
+class _RawConversion:
+    def __init__(self, job: RawJob, announce: Callable[[str], None]) -> None:
+        self.job = job
+        self.announce = announce
+        self.tokenizer: Tokenizer | None = None
+        self.end = job.eod_token
+        if job.tokenizer is not None:
+            self.tokenizer = open_user_tokenizer(job.tokenizer, outputs.ANY_VOCABULARY)
+            if self.end is None:
+                self.end = self.tokenizer.end_of_document_id
+        self.dtype = job.dtype or _looks_like(job.path)
+        if job.dtype is None:
+            announce(f"reading {job.path} as {self.dtype}, as its bytes look; --token-dtype says otherwise")
+        self.tokens = _open(job.path, self.dtype)
+        options: dict[str, Any] = {"token_dtype": self.dtype}
+        if self.end is not None:
+            options["eod_token"] = self.end
+        self.output = outputs.Output(job.output, outputs.MEGATRON, job.tokenizer, self.tokenizer, options)
+
+    @cached_property
+    def content(self) -> str:
+        with self.job.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def make(self) -> Mapping[str, Any]:
+        vocab_size = self._vocab_size()
+        work = self.output.work
+        needed = len(self.tokens) * written_dtype(vocab_size).itemsize
+        work_folder.check_room(needed, 0, self.job.output, self.announce, packed=False)
+        with work.writing(), contextlib.ExitStack() as files:
+            work.clear()
+            index = tokenizing.open_index(files, work.folder, vocab_size, tokenizing.WrittenCounts())
+            self._copy(index)
+            tokenizing.finish_index(index, work.folder)
+            to_disk(index.files[0])
+            source = {
+                "name": str(self.job.path),
+                "sha256": self.content,
+                "documents": index.documents,
+                "bytes": self.tokens.nbytes,
+            }
+            counts = {"dtype": index.dtype.name, "sequences": index.sequences, "tokens": len(self.tokens)}
+            return self.output.complete(source, vocab_size, closes=True, **counts)
+
+    def _vocab_size(self) -> int:
+        """The vocabulary of the tokenizer; without one, the smallest that has all ids."""
+        highest = max(int(block.max()) for block in self._blocks())
+        size = highest + 1 if self.tokenizer is None else self.tokenizer.vocab_size
+        limit = min(size, outputs.ANY_VOCABULARY)
+        if highest >= limit:
+            raise DataError(
+                f"{self.job.path}: the highest id ({highest}), read as {self.dtype}, must be below {limit}, the "
+                "vocabulary: name the tokenizer that made the ids, or another --token-dtype"
+            )
+        return size
+
+    def _copy(self, index: UnfinishedIndex) -> None:
+        """Writes all tokens; a document ends after each `end`, and at the end of the file."""
+        no_ends = np.empty(0, dtype=np.int64)
+        begun = 0  # tokens of the sequence whose size is not written yet
+        in_document = False
+        for block in self._blocks():
+            ends = no_ends
+            if self.end is not None:
+                ends = np.flatnonzero(block == self.end) + 1
+            # The first document of a block began `begun` tokens before it.
+            sizes = np.diff(np.concatenate([np.array([-begun]), ends]))
+            index.extend(block, sizes, np.arange(1, len(sizes) + 1))
+            if len(ends):
+                begun = len(block) - int(ends[-1])
+                in_document = begun > 0
+            else:
+                begun += len(block)
+                in_document = True
+            if begun >= _LONGEST_SEQUENCE:
+                index.extend(block[:0], np.array([begun]), no_ends)
+                begun = 0
+        if in_document:
+            last = np.array([begun] if begun else [], dtype=np.int64)
+            index.extend(self.tokens[:0], last, np.array([len(last)]))
+
+    def _blocks(self) -> list[npt.NDArray[np.integer[Any]]]:
+        return [self.tokens[start : start + _BLOCK] for start in range(0, len(self.tokens), _BLOCK)]
+
+
+def _looks_like(path: Path) -> str:
+    """The dtype that the ids seem to have: in 32-bit ids, every other 16-bit half is near 0."""
+    with path.open("rb") as file:
+        beginning = file.read(_BLOCK)
+    halves = np.frombuffer(beginning[: len(beginning) // 4 * 4], dtype="<u2")[1::2]
+    is_wide = path.stat().st_size % 4 == 0 and len(halves) > 0 and int(halves.max()) < _HIGH_HALVES
+    return DTYPES[is_wide]
+
+
+def _open(path: Path, dtype: str) -> npt.NDArray[np.integer[Any]]:
+    read = np.dtype(dtype).newbyteorder("<")
+    size = path.stat().st_size
+    if size == 0 or size % read.itemsize:
+        raise DataError(
+            f"the size of {path} ({size} bytes) must be above 0 and a multiple of {read.itemsize}, for ids of {dtype}: "
+            "the file is cut off, or holds something else"
+        )
+    tokens: npt.NDArray[np.integer[Any]] = np.asarray(np.memmap(path, dtype=read, mode="r"))
+    return tokens

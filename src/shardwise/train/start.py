@@ -1,0 +1,201 @@
+"""The start of a run: its data, its folder, the checkpoints that it may resume from, and weights to load."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.hardware import cpu_count
+from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
+from shardwise.checkpoint.storage.checkpoint_folders import load_location
+from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.run_identity import Owner, earlier_run, record_owner
+from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
+from shardwise.data import hub
+from shardwise.data.formats.common import PreparedData
+from shardwise.data.open_data import prepare
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.mesh import Mesh
+from shardwise.launch import output
+from shardwise.planner.memory import checkpoint_bytes
+from shardwise.runs.folder import FollowedFolder, RunDirectory, new_run_path
+from shardwise.train.experiment_trackers import require_trackers
+from shardwise.train.rank_agreement import raised_on_every_rank, versions, while_others_wait
+from shardwise.train.resume import FoundCheckpoints, find_checkpoints
+from shardwise.train.step_record import Progress
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder.
+
+    Attributes:
+        directory: the folder itself.
+        id: id of the run.
+        key: text that tells this folder from copies of it, which may have the same id.
+        checkpoints: checkpoints that the run can continue from.
+        changes: keys whose values differ from those of the earlier run of this folder, one line each.
+        notes: remarks for the user on files of the earlier run that were rebuilt.
+        batch_note: remark on a global batch that is kept from the earlier run; None where the configured one is used.
+        began: steps that were done when each earlier start of the run began to train.
+    """
+
+    directory: RunDirectory
+    id: str
+    key: str
+    checkpoints: FoundCheckpoints
+    changes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    batch_note: str | None = None
+    began: tuple[int, ...] = ()
+
+    def require_room(self, config: Config, needed: int | None) -> None:
+        """Raise ConfigError where checkpoints go to this folder and its disk lacks the `needed` bytes of one."""
+        if needed is not None and config.checkpoint.path is None:
+            self.directory.require_room(needed)
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """One rank's part of a run that was opened: all that its phases share.
+
+    Attributes:
+        data: prepared data; `Feed.open` makes batches of them.
+        weights: folder of `checkpoint.load`; None where weights are drawn or a checkpoint of the run has them.
+        followed: folder of the run, on rank 0; None on all other ranks.
+        companions: files that each checkpoint has next to the weights; on rank 0 alone.
+    """
+
+    config: Config
+    layout: Layout
+    mesh: Mesh
+    progress: Progress
+    data: PreparedData
+    folder: RunFolder
+    weights: Root | None
+    followed: FollowedFolder | None
+    companions: Companions = field(default_factory=Companions)
+
+
+def open_run(
+    config: Config, layout: Layout, mesh: Mesh, progress: Progress, run_path: Path | None, recipe: str
+) -> OpenedRun:
+    """Prepare the data, find the weights and make or open the folder; collective.
+
+    Raises:
+        ConfigError: one of them is wrong; on every rank.
+    """
+    # Before the folder: data that are refused must leave no folder that looks like that of a run.
+    data = while_others_wait(lambda: prepare(config), mesh.world)
+    weights = _find_weights(config, mesh)
+    folder, companions = _open_folder(config, run_path or new_run_path(recipe), mesh, weights, data.tokenizer_path)
+    followed = FollowedFolder(folder.directory.path) if mesh.world.rank == 0 else None
+    if folder.checkpoints.candidates:
+        weights = None
+    return OpenedRun(config, layout, mesh, progress, data, folder, weights, followed, companions)
+
+
+def _find_weights(config: Config, mesh: Mesh) -> Root | None:
+    """The folder of `checkpoint.load`, on this machine or behind a URL; all ranks have the same, or all fail."""
+    load = config.checkpoint.load
+    folder = Path()
+    if load is None:
+        return None
+    # Rank 0 looks for the newest checkpoint alone: a run that still trains may save between the looks of two ranks.
+    with raised_on_every_rank(mesh.world):
+        if mesh.world.rank == 0:
+            load = load_location(load)
+    load = collectives.broadcast_object(load, mesh.world)
+    if hub.is_url(load):
+        return Root.of(load)
+    with raised_on_every_rank(mesh.world):
+        folder = hub.resolve(load, config.checkpoint.revision, cached=True)
+    if collectives.any_rank(folder.name != collectives.broadcast_object(folder.name, mesh.world), mesh.world):
+        commits = sorted(set(collectives.all_gather_objects(folder.name, mesh.world)))
+        raise ConfigError(
+            f"checkpoint.load ({load}) must be one commit on every machine: set checkpoint.revision={commits[0]}"
+        )
+    return Root.of(folder)
+
+
+def _open_folder(
+    config: Config, run_path: Path, mesh: Mesh, weights: Root | None, tokenizer: Path | None
+) -> tuple[RunFolder, Companions]:
+    """Rank 0 makes the folder, or opens that of an earlier run; all ranks have the same, or all fail.
+
+    Only rank 0 has the companions.
+    """
+    folder: RunFolder | None = None
+    companions = Companions()
+    with raised_on_every_rank(mesh.world):
+        if mesh.world.rank == 0:
+            folder, companions = _open(config, run_path, mesh, weights, tokenizer)
+    folder = collectives.broadcast_object(folder, mesh.world)
+    assert folder is not None
+    # Only now is there a folder for the logs: what ranks above 0 print goes there from here on.
+    output.redirect(mesh.world.rank, folder.directory.log(mesh.world.rank))
+    return folder, companions
+
+
+def _open(
+    config: Config, run_path: Path, mesh: Mesh, weights: Root | None, tokenizer: Path | None
+) -> tuple[RunFolder, Companions]:
+    """Open the folder on rank 0: check all that is there, then write the run's files."""
+    directory = RunDirectory(run_path)
+    resolved = config.recorded()
+    earlier = earlier_run(directory, config)
+    stored = None if earlier is None else earlier.config
+    run_id = None if earlier is None else earlier.id
+    require_trackers(config)
+    # Before anything is written: a folder that is refused must not look like that of a run.
+    checkpoints = find_checkpoints(config, directory, stored, run_id)
+    companions = _companions(config, checkpoints, stored, weights, tokenizer)
+    directory.create()
+    changes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    batch_note = None
+    if earlier is not None:
+        changes = tuple(resume_changes(earlier.config, resolved))
+        notes = earlier.notes
+        batch_note = kept_batch_note(earlier.config, config)
+    if checkpoints.original is not None:
+        run_id = uuid.uuid4().hex
+        notes += (f"{run_path} is a copy of {checkpoints.original}: it goes on as a run of its own, with another id",)
+    run_id = directory.id(run_id)
+    began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
+    folder = RunFolder(directory, run_id, directory.key(), checkpoints, changes, notes, batch_note, began)
+    folder.require_room(config, checkpoint_bytes(config, mesh.device.type != "cpu"))
+    # Results of an earlier end would tell readers that this run has ended too.
+    directory.set_results_aside()
+    directory.write_config(dump_yaml(resolved))
+    directory.write_environment(versions(), [devices.name(mesh.device)], cpu_count())
+    directory.mark_latest()
+    try:
+        record_owner(checkpoints.root, Owner.here(run_id, directory.path))
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
+    return folder, companions
+
+
+def _companions(
+    config: Config,
+    checkpoints: FoundCheckpoints,
+    stored: Mapping[str, Any] | None,
+    weights: Root | None,
+    tokenizer: Path | None,
+) -> Companions:
+    """Files next to the weights: on a resume those of the newest checkpoint, as the first source may be gone.
+
+    A place that `checkpoint.companions` names anew counts before the checkpoint.
+    """
+    stored_place = None if stored is None else stored.get("checkpoint", {}).get("companions")
+    if config.checkpoint.companions == stored_place:
+        for candidate in checkpoints.candidates:
+            with suppress(ConfigError, StoreError):
+                return resumed_companions(candidate.folder, tokenizer)
+    return find_companions(config, weights, tokenizer)

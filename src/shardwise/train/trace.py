@@ -1,0 +1,80 @@
+"""The work of a rank in some steps as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.profiler
+
+from shardwise.config import Config
+from shardwise.distributed.torch_private import named_messages
+from shardwise.pipeline.clock import message_name
+from shardwise.runs.folder import RunDirectory
+
+
+def traced_steps(config: Config, before: int, done: int) -> range:
+    """The steps of `log.profile` that a run does: after step `before`, up to step `done`."""
+    steps = config.log.profile_steps or range(0)
+    return range(max(steps.start, before + 1), min(steps.stop, done + 1))
+
+
+def trace_text(config: Config, before: int, done: int, world: int, run: RunDirectory) -> str | None:
+    """A line for the user with the path of the trace; None where no step was traced."""
+    steps = traced_steps(config, before, done)
+    if not steps:
+        return None
+    ranks = sorted(set(config.log.profile_ranks or range(world)))
+    named = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
+    suffix = f" and so on for each of {len(ranks):,} ranks" if len(ranks) > 1 else ""
+    return f"trace of {named}: {run.trace(ranks[0])}{suffix}; ui.perfetto.dev shows it"
+
+
+class Trace:
+    """Records the steps of `log.profile` with torch's profiler.
+
+    Args:
+        steps: steps to record; an empty range records none.
+        path: path of the trace file; None where no step is recorded.
+        pipelined: the model is cut into stages, whose messages are then named.
+    """
+
+    def __init__(self, steps: range, path: Path | None, *, pipelined: bool) -> None:
+        self._steps = steps
+        self._path = path
+        self._pipelined = pipelined
+        self._recording = ExitStack()
+        self._has_begun = False
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """A context for each step: the first step to record begins the recording, and the last one ends it."""
+        if step not in self._steps:
+            yield
+            return
+        if not self._has_begun:
+            self._begin()
+        with torch.profiler.record_function(f"step {step}"):
+            yield
+        if step == self._steps[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """End the recording and write the file, unless that is done."""
+        self._recording.close()
+
+    def _begin(self) -> None:
+        assert self._path is not None
+        self._has_begun = True
+        # At a lower level each start and stop prints a line on standard error.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profiler = torch.profiler.profile(acc_events=True)  # torch 2.11 warns of several cycles otherwise
+        # The stack runs this last: the trace can be written only once the profiler has stopped.
+        self._recording.callback(lambda: profiler.export_chrome_trace(str(self._path)))
+        self._recording.enter_context(profiler)
+        if self._pipelined:
+            self._recording.enter_context(named_messages(message_name))
