@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from shardwise.train import step_record
+from shardwise.train import rank_file
 from shardwise.train.straggler import Straggler
 from tests.unit.train.test_report import lines, record, reporter
 
@@ -30,7 +30,7 @@ def test_nvml_is_asked_for_the_gpu_that_the_rank_sees(
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(step_record, "_local_rank", lambda: local_rank)
+    monkeypatch.setattr(rank_file, "_local_rank", lambda: local_rank)
     made, _ = reporter(tmp_path, device_name="NVIDIA H100 80GB HBM3")
     with made:
         made.start()

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.open_data import inspect
-from shardwise.data.prepare import from_text
+from shardwise.data.prepare import from_raw_tokens
 from shardwise.data.prepare.from_raw_tokens import RawJob, convert_raw
 from shardwise.data.reading.megatron_files import IndexedFile, is_raw_tokens
 from shardwise.data.tokens.tokenizer import train_tokenizer
@@ -38,7 +38,7 @@ def converted(path: Path, **options: Any) -> list[list[int]]:
 def test_raw_tokens_become_documents_at_the_end_token(
     dtype: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(from_text, "_BLOCK", block)
+    monkeypatch.setattr(from_raw_tokens, "_BLOCK", block)
     path = write(tmp_path / "train.bin", IDS, np.dtype(dtype).newbyteorder("<").str)
     assert is_raw_tokens(path)
     assert converted(path, dtype=dtype, eod_token=END) == DOCUMENTS
@@ -50,8 +50,8 @@ def test_raw_tokens_become_documents_at_the_end_token(
 def test_raw_tokens_without_an_end_token_are_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "train.bin", IDS)
     assert converted(path) == [IDS]
-    monkeypatch.setattr(from_text, "_BLOCK", 2)
-    monkeypatch.setattr(from_text, "_LONGEST_SEQUENCE", 4)
+    monkeypatch.setattr(from_raw_tokens, "_BLOCK", 2)
+    monkeypatch.setattr(from_raw_tokens, "_LONGEST_SEQUENCE", 4)
     path = write(tmp_path / "again.bin", [*IDS, END])
     convert_raw(RawJob(path, tmp_path / "long", eod_token=8), force=False, announce=lambda _text: None)
     file = IndexedFile.open(tmp_path / "long")

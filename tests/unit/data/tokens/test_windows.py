@@ -17,7 +17,7 @@ from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.reading.text_files import slices
 from shardwise.data.reading.text_sources import cut_document
-from shardwise.data.tokens import encoding as windows_module
+from shardwise.data.tokens import windows as windows_module
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.windows import TextWindow, encode_windows, text_windows
 from tests.unit.data.prepare.jobs import Told

@@ -13,7 +13,7 @@ import yaml
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
-from shardwise.launch.slurm import submission
+from shardwise.launch.slurm import script
 from shardwise.launch.slurm.script import JobPlan, compile_script, job_script, job_set
 
 
@@ -137,7 +137,7 @@ def test_fault_18_a_supervisor_hears_what_came_while_it_or_the_one_before_it_sta
 ) -> None:
     """One that is killed is started again; the script ends with the exit code of the last one."""
     (tmp_path / "supervisor.py").write_text(SUPERVISOR)
-    monkeypatch.setattr(submission, "_PROGRAM", (sys.executable, str(tmp_path / "supervisor.py")))
+    monkeypatch.setattr(script, "_PROGRAM", (sys.executable, str(tmp_path / "supervisor.py")))
     text = job_script(plan("launch.max_restarts=2", "launch.environment={A: b}"))
     variables = {**os.environ, "KILLS": str(kills)}
     done = subprocess.run(["bash"], input=text, text=True, cwd=tmp_path, env=variables, check=False, timeout=60)
