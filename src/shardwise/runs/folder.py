@@ -1,4 +1,4 @@
-"""A run's folder: its layout on disk and the only code that writes its shared files.
+"""A run's folder: its layout on disk, and how its files are written.
 
     runs/NAME/
         config.yaml          as resolved; config-0001.yaml is the first one of a run that was continued
@@ -137,6 +137,14 @@ class AppendedFile:
                 raise
 
 
+def event_mark(kind: str) -> bytes:
+    """Return the bytes by which a line with an event of this kind is known without parsing it.
+
+    So every writer of events puts the kind first, and `json_text` a blank after each colon.
+    """
+    return f'"event": "{kind}"'.encode()
+
+
 class JsonLines:
     """An append-only file of JSON objects, one a line; each line reaches the file in one write."""
 
@@ -238,7 +246,7 @@ class RunDirectory:
         """Yield the events of some kinds in metrics.jsonl, in their order; a line that a crash cut is left out."""
         if not self.metrics.exists():
             return
-        marks = [f'"event": "{kind}"'.encode() for kind in kinds]
+        marks = [event_mark(kind) for kind in kinds]
         try:
             file = open_plain(self.metrics)
         except OSError as error:

@@ -16,11 +16,11 @@ import orjson
 
 from shardwise.base.files import open_plain
 from shardwise.base.parsing import record_of
+from shardwise.runs.folder import event_mark
 from shardwise.runs.lost_time import seconds_of
 
-# `folder.JsonLines` writes the kind of an event first, so that a line is known by its beginning without parsing it.
-_START = b'{"event": "start"'
-_STEP = b'{"event": "step"'
+_START = b"{" + event_mark("start")
+_STEP = b"{" + event_mark("step")
 _TIME = b'"time": "'
 _CHUNK_BYTES = 1 << 22
 _HEAD_BYTES = 256

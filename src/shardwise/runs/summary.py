@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.base.files import open_plain
 from shardwise.base.parsing import record_of
-from shardwise.runs.folder import RunDirectory
+from shardwise.runs.folder import RunDirectory, event_mark
 from shardwise.runs.rank_views import NodeView, RankView
 from shardwise.runs.run import RunView, Unreadable
 from shardwise.runs.step_metrics import STEP_METRIC_NAMES
@@ -164,7 +164,7 @@ def _last(run_path: Path, *kinds: str) -> dict[str, Any] | None:
     try:
         with open_plain(RunDirectory(run_path).metrics) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
             end = len(lines)
-            while (position := max(lines.rfind(f'"event": "{kind}"'.encode(), 0, end) for kind in kinds)) >= 0:
+            while (position := max(lines.rfind(event_mark(kind), 0, end) for kind in kinds)) >= 0:
                 lines.seek(lines.rfind(b"\n", 0, position) + 1)
                 end = lines.tell()
                 # A crash cut the line short.
