@@ -303,6 +303,9 @@ def _hook_problems(config: Config) -> list[str]:
     return problems
 
 
+# ---- the rules of `parallel.pipeline`
+
+
 def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     """Return every reason why the model cannot be cut into these stages, or the schedule cannot run them.
 
@@ -456,6 +459,8 @@ def _micro_batch_problems(config: Config, micro_batches: int) -> list[str]:
         f"{parallel.schedule}: set train.global_batch={batches}{smaller}"
     ]
 
+
+# ---- the rules of a run that is resumed
 
 # What decides the weights, the samples and their order, and the optimizer's state. Degrees of parallelism are free: a
 # checkpoint is the same at every layout.
