@@ -60,6 +60,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     problems += _hook_problems(config)
     if layout is not None:
         problems += _profile_problems(config, layout)
+        problems += _bitwise_problems(config, layout)
     if layout is None or problems:
         raise ConfigError(problems)
     return layout
@@ -153,6 +154,56 @@ def _overlap_problems(config: Config) -> list[str]:
             "the sequence"
         )
     return problems
+
+
+def _bitwise_problems(config: Config, layout: Layout) -> list[str]:
+    """Refuse layouts and keys with which `train.bitwise` could not give the bits of one process."""
+    if not config.train.bitwise:
+        return []
+    parallel = config.parallel
+    train = config.train
+    problems = _grain_problems("parallel.grain", parallel.grain, "parallel.tensor", layout.tensor)
+    misfits = _tensor_misfits(config.model, parallel.grain, train.sequence_length)
+    if misfits:
+        valid = [2**n for n in range(parallel.grain.bit_length())]
+        valid = [grain for grain in valid if not _tensor_misfits(config.model, grain, train.sequence_length)]
+        problems += [
+            f"parallel.grain ({parallel.grain}) must {reason}, with train.bitwise: set parallel.grain={valid[-1]}"
+            for reason in misfits
+        ]
+    groups = train.gradient_groups
+    problems += _grain_problems("train.data_grain", groups, "the data-parallel degree", layout.data)
+    if train.micro_batches % groups:
+        problems.append(
+            f"train.data_grain ({groups}) must divide the micro-batches of a step, train.global_batch / "
+            f"train.micro_batch ({train.micro_batches}): leave it out"
+        )
+    if parallel.tensor_overlap is not None:
+        problems.append(
+            f"parallel.tensor_overlap ({parallel.tensor_overlap}) must be null with train.bitwise: it multiplies "
+            "pieces whose size depends on the layout"
+        )
+    if config.model.has_dropout and train.dropout_mode != "invariant":
+        problems.append(
+            f"train.dropout_mode ({train.dropout_mode}) must be invariant with train.bitwise (true): other masks "
+            "depend on the layout"
+        )
+    return problems
+
+
+def _grain_problems(key: str, grain: int, degree_key: str, degree: int) -> list[str]:
+    """Return why sums of `grain` parts cannot be divided over `degree` ranks."""
+    if grain & (grain - 1):
+        nearest = listing([2 ** (grain.bit_length() - 1), 2 ** grain.bit_length()], "or")
+        return [f"{key} ({grain}) must be a power of two with train.bitwise (true): set {key}={nearest}"]
+    if grain % degree:
+        valid = [2**n for n in range(grain.bit_length())]
+        nearest = listing(nearest_numbers(degree, valid), "or")
+        return [
+            f"{degree_key} ({degree}) must divide {key} ({grain}) with train.bitwise (true): nearest {nearest}, or "
+            f"another {key} from the run's first step on"
+        ]
+    return []
 
 
 def _compile_problems(config: Config) -> list[str]:
@@ -470,6 +521,8 @@ _FIXED_KEYS = (
     "train.seed", "train.sequence_length", "train.dropout_mode", "optimizer.name", "hooks.data", "hooks.loss",
     "hooks.optimizer",
 )  # fmt: skip
+# The order of every sum follows from these: with others, the bits would change in the middle of the run.
+_FIXED_KEYS_OF_BITWISE = ("train.micro_batch", "train.data_grain", "parallel.grain")
 
 
 def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -536,8 +589,10 @@ def _changes(stored: Mapping[str, Any], new: Mapping[str, Any], *, fixed: bool) 
         {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
         for values in (stored, new)
     )
+    stays_bitwise = then.get("train.bitwise") is True and now.get("train.bitwise") is True
+    fixed_keys = _FIXED_KEYS + (_FIXED_KEYS_OF_BITWISE if stays_bitwise else ())
     for key in now | then:
-        is_fixed = key in _FIXED_KEYS or (key.partition(".")[0] in _FIXED_SECTIONS and key not in _FREE_KEYS)
+        is_fixed = key in fixed_keys or (key.partition(".")[0] in _FIXED_SECTIONS and key not in _FREE_KEYS)
         if is_fixed == fixed and then.get(key) != now.get(key):
             yield key, then.get(key), now.get(key)
 

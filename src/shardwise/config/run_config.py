@@ -61,6 +61,13 @@ class Config(Section):
         return shapes
 
     @property
+    def grains(self) -> dict[str, int]:
+        """The parts of every sum over the ranks of an axis, by its short name; empty where any order is right."""
+        if not self.train.bitwise:
+            return {}
+        return {"tp": self.parallel.grain, "dp": self.train.gradient_groups}
+
+    @property
     def companions(self) -> str | None:
         """The place that `checkpoint.companions` names, else that of `model.config`, unless weights are loaded."""
         checkpoint = self.checkpoint

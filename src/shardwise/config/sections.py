@@ -6,6 +6,7 @@ of keys are made of them: to add a key, write it here and read it where it has i
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,6 +107,8 @@ Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 TensorOverlap = Literal["pieces", "symmetric_memory"]
 _SINGLE_STAGE_NAMES = " and ".join(spec.name for spec in SCHEDULES.values() if spec.is_single_stage)
+_MOST_GRADIENT_GROUPS = 8
+"""The largest default of `train.data_grain`, a power of two. One rank then keeps 1 + log2(8) gradients of the model."""
 _MAX_SEED = 2**63 - 1  # the largest int64, which torch takes as a seed
 # Patterns are compiled where they are used, so that a command which needs none of them starts faster.
 BATCH_RULE = r"([1-9]\d*) per ([1-9]\d*) ranks?"
@@ -148,6 +151,12 @@ class ParallelConfig(Section):
         description="how tensor-parallel layers communicate behind their matmuls: pieces = a quarter of the sequence "
         "at a time, symmetric_memory = by torch's CUDA operators over NVLink, needs sequence; null = they communicate "
         "first, then compute; no effect with TP 1",
+    )
+    grain: int = Field(
+        default=4,
+        gt=0,
+        description="with train.bitwise: parts of which every sum over a dimension that tensor parallelism cuts is "
+        "made, at any layout; a power of two that the tensor-parallel degree divides; no effect without it",
     )
 
     @property
@@ -196,6 +205,18 @@ class TrainConfig(Section):
         description="fast = masks from each device's generator; invariant = the same masks in every layout, which "
         "takes more time and memory",
     )
+    bitwise: bool = Field(
+        default=False,
+        description="every layout whose degrees divide parallel.grain and train.data_grain gives the same bits; takes "
+        "more time (docs/bitwise.md)",
+    )
+    data_grain: int | None = Field(
+        default=None,
+        gt=0,
+        description="with train.bitwise: groups of consecutive micro-batches of a step whose gradients are added up "
+        "by themselves, then in pairs; a power of two that the data-parallel degree divides; null = the largest one "
+        "up to 8 that divides the number of micro-batches; no effect without train.bitwise",
+    )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
     _by_rule: bool = PrivateAttr(default=False)
@@ -228,6 +249,18 @@ class TrainConfig(Section):
         if value is not None and share_of(value) is None:
             reject([f"train.batch_rule ({value!r}) must be left out: train.global_batch='N per M ranks' gives a rule"])
         return value
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step, over all ranks."""
+        return self.global_batch // self.micro_batch
+
+    @property
+    def gradient_groups(self) -> int:
+        """D: the resolved `data_grain`, which no layout changes."""
+        if self.data_grain is not None:
+            return self.data_grain
+        return math.gcd(self.micro_batches, _MOST_GRADIENT_GROUPS)
 
     @property
     def rule(self) -> tuple[int, int] | None:
@@ -475,6 +508,11 @@ class LogConfig(Section):
     )
     drift_every: int = Field(
         default=100, ge=0, description="steps between comparisons of replicated parameters over ranks; 0 = never"
+    )
+    state_hash_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between hashes of the training's state, which no layout changes, in metrics.jsonl; 0 = none",
     )
     tensorboard: bool = Field(default=True, description="write TensorBoard scalars")
     trackers: tuple[Literal["wandb", "trackio"], ...] = Field(

@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -68,6 +68,9 @@ class Group:
     Args:
         process_group: torch's process group of these ranks; None for a group of one.
         name: word for the group in messages and reports.
+        grain: number of parts, of fixed shape, of every sum over these ranks, a power of two and a multiple of their
+            number: the parts are added in pairs, whatever rank computes which. None: sums in any order, of one part on
+            each rank.
 
     Attributes:
         ranks: global ranks in group order.
@@ -80,8 +83,11 @@ class Group:
         graph_name: name of the process group in compiled graphs; torch's own name until `share_graphs`.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, name: str = "") -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, name: str = "", grain: int | None = None
+    ) -> None:
         self.name = name
+        self.grain = grain
         self._process_group = process_group
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(process_group)) if process_group else (0,)
         self.rank: int = dist.get_rank(process_group) if process_group else 0
@@ -104,6 +110,11 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.name or 'ranks'} {self.rank}/{self.size})"
+
+    @property
+    def parts(self) -> int:
+        """The parts of a sum that each rank computes: 1 where the order of sums is free."""
+        return 1 if self.grain is None else self.grain // self.size
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -186,7 +197,7 @@ class Group:
             first = self.rank // size * size
             members = list(self.ranks[first : first + size])
             process_group = _new_group(members) if size > 1 else None
-            self._subgroups[size] = Group(process_group, name=f"{self.name}/{size}")
+            self._subgroups[size] = Group(process_group, name=f"{self.name}/{size}", grain=self.grain and size)
         return self._subgroups[size]
 
     def pick(self, indices: tuple[int, ...], name: str) -> Group:
@@ -196,7 +207,8 @@ class Group:
             return self
         if indices not in self._subgroups:
             process_group = _new_group([self.ranks[i] for i in indices])
-            self._subgroups[indices] = Group(process_group, name=f"{self.name}/{name}")
+            grain = self.grain and len(indices)
+            self._subgroups[indices] = Group(process_group, name=f"{self.name}/{name}", grain=grain)
         return self._subgroups[indices]
 
     @property
@@ -289,6 +301,7 @@ class Mesh:
         tensor: tensor-parallel degree TP.
         pipeline: pipeline degree PP. The data-parallel degree is world / (TP × PP).
         device: device on which this rank computes; default: the accelerator at `LOCAL_RANK`, or the CPU.
+        grains: number of parts of every sum over the ranks of an axis, by its short name (`Group.grain`): `tp`, `dp`.
 
     Attributes:
         tp, dp, pp: the groups of this rank along each axis.
@@ -305,7 +318,14 @@ class Mesh:
     dp: Group
     pp: Group
 
-    def __init__(self, *, tensor: int = 1, pipeline: int = 1, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        tensor: int = 1,
+        pipeline: int = 1,
+        device: torch.device | str | None = None,
+        grains: Mapping[str, int] | None = None,
+    ) -> None:
         chosen = {"tensor": tensor, "pipeline": pipeline}
         if problems := count_problems(chosen):
             raise ArgumentError(problems)
@@ -331,7 +351,8 @@ class Mesh:
             several = [axis.name for axis in AXES if degrees[axis.degree] > 1]
             process_groups = {name: self.device_mesh.get_group(name) for name in several}
         for axis in AXES:
-            setattr(self, axis.name, Group(process_groups.get(axis.name), name=axis.name))
+            grain = (grains or {}).get(axis.name)
+            setattr(self, axis.name, Group(process_groups.get(axis.name), name=axis.name, grain=grain))
 
     @property
     def stage(self) -> Group:

@@ -47,7 +47,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
         StoppedError: the run was asked to stop, and all is saved.
     """
     join(timeout=config.launch.timeout)
-    mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
+    mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline, grains=config.grains)
     # Before any rank reads or writes: ranks of several machines may differ in files and software.
     config = _with_one_batch(config, mesh)
     require_same(config, mesh, run_path)

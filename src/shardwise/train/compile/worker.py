@@ -49,7 +49,7 @@ def play(
     config: Config, layout: Layout, device: torch.device, unit: str, *, training: bool, only_capture: bool
 ) -> Compilation:
     """Run one unit of the model on a micro-batch, so that its graph is captured; its name and mode choose the graph."""
-    mesh = Mesh(tensor=layout.tensor, pipeline=layout.pipeline, device=device)
+    mesh = Mesh(tensor=layout.tensor, pipeline=layout.pipeline, device=device, grains=config.grains)
     # On CPU the ranks that will run the graph use gloo, where a group scatters by an all-to-all (`Group`).
     mesh.tp.scatter_by_all_to_all = device.type == "cpu"
     dtype: torch.dtype = getattr(torch, config.precision.resolved(device.type != "cpu").parameter)
