@@ -129,9 +129,25 @@ class Pending:
         return self._result
 
 
+def tree_sum(parts: Tensor) -> Tensor:
+    """Return the sum of `[n, …]` over its first dim, n a power of two: neighbours are added, then their sums.
+
+    The sum of each aligned run of 2^k parts is a node of this tree, so that ranks which hold such runs can add up theirs
+    alone, and the result is the same to the last bit for any number of ranks.
+    """
+    while len(parts) > 1:
+        parts = parts[0::2] + parts[1::2]
+    return parts[0]
+
+
 def all_reduce_(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
-    """Reduce over the group, in place. `op`: sum or max."""
+    """Reduce over the group, in place. `op`: sum or max.
+
+    Where the group has a `grain`, a sum of floating-point numbers is that of `tree_sum`.
+    """
     if group.size > 1:
+        if group.grain is not None and op == "sum" and tensor.is_floating_point():
+            return _tree_all_reduce_async(tensor, group, overlap=False).wait()
         if torch.compiler.is_compiling():
             return tensor.copy_(traced_all_reduce(tensor, op, group.graph_name))
         group.count("all_reduce", _bytes(tensor))
@@ -144,9 +160,35 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Pending:
     """Start a sum over the group, in place."""
     if group.size == 1:
         return Pending(tensor)
+    if group.grain is not None and tensor.is_floating_point():
+        return _tree_all_reduce_async(tensor, group, overlap=True)
     group.count("all_reduce", _bytes(tensor))
     work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
     return Pending(tensor, cast(dist.Work, work), group=group)
+
+
+def _tree_all_reduce_async(tensor: Tensor, group: Group, *, overlap: bool) -> Pending:
+    """Start a sum over the group in the order of `tree_sum`, in place: each rank sums a run of elements of all ranks.
+
+    The bytes are those of a ring: a reduce-scatter, then an all-gather, which begins when the first is waited for.
+    """
+    flat = tensor.reshape(-1)
+    run = -(-flat.numel() // group.size)
+    padded = torch.nn.functional.pad(flat, (0, run * group.size - flat.numel()))
+    if torch.compiler.is_compiling():
+        parts = traced_all_to_all(padded, group.size, group.graph_name)
+        gathered = traced_all_gather(tree_sum(parts.view(group.size, run)), group.size, group.graph_name)
+        return Pending(tensor.copy_(gathered[: flat.numel()].view_as(tensor)))
+    group.count("all_reduce", _bytes(tensor))
+    parts = torch.empty_like(padded)
+    work = _call(group, dist.all_to_all_single, parts, padded, group=group.process_group, async_op=overlap)
+
+    def finish() -> None:
+        total = tree_sum(parts.view(group.size, run)).contiguous()
+        _call(group, _all_gather_into, padded, total, group=group.process_group)
+        tensor.copy_(padded[: flat.numel()].view_as(tensor))
+
+    return Pending(tensor, work if overlap else None, finish, group)
 
 
 def all_gather(local: Tensor, group: Group, *, out: Tensor | None = None) -> Tensor:
@@ -176,7 +218,10 @@ def all_gather_async(local: Tensor, group: Group, *, out: Tensor) -> Pending:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks and keep this rank's run along dim 0: `[g·n, …]` → `[n, …]`."""
+    """Sum over the ranks and keep this rank's run along dim 0: `[g·n, …]` → `[n, …]`.
+
+    Where the group has a `grain`, the sum is that of `tree_sum`.
+    """
     if group.size == 1:
         return x
     check_divides(x, 0, group)
@@ -190,8 +235,8 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 def _traced_reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if not group.scatter_by_all_to_all:
         return traced_reduce_scatter(x, group.size, group.graph_name)
-    parts = traced_all_to_all(x, group.size, group.graph_name)
-    return parts.view(group.size, -1, *x.shape[1:]).sum(0)
+    parts = traced_all_to_all(x, group.size, group.graph_name).view(group.size, -1, *x.shape[1:])
+    return parts.sum(0) if group.grain is None else tree_sum(parts)
 
 
 def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool = True) -> Pending:
@@ -207,7 +252,11 @@ def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool 
     work = _call(group, dist.all_to_all_single, parts, x, group=group.process_group, async_op=overlap)
 
     def finish() -> None:
-        torch.sum(parts.view(group.size, *out.shape), dim=0, out=out)
+        by_rank = parts.view(group.size, *out.shape)
+        if group.grain is None:
+            torch.sum(by_rank, dim=0, out=out)
+        else:
+            out.copy_(tree_sum(by_rank))
 
     return Pending(out, work if overlap else None, finish, group)
 

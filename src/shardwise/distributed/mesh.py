@@ -104,7 +104,8 @@ class Group:
         # time (benchmarks/collectives.py). Other backends have a native one. The configuration is a text such as
         # "cpu:gloo,cuda:nccl"; after a bare init_process_group() torch's `get_backend` says "undefined".
         backends = dist.get_backend_config(process_group).split(",") if process_group else ["cpu:none"]
-        self.scatter_by_all_to_all = all(backend.endswith(":gloo") for backend in backends)
+        # With a grain it is the only way in which the order of the sum is known.
+        self.scatter_by_all_to_all = grain is not None or all(backend.endswith(":gloo") for backend in backends)
         device_types = [backend.split(":")[0] for backend in backends]
         self.message_device = torch.device("cpu" if "cpu" in device_types else device_types[0])
 
