@@ -132,8 +132,8 @@ class Pending:
 def tree_sum(parts: Tensor) -> Tensor:
     """Return the sum of `[n, …]` over its first dim, n a power of two: neighbours are added, then their sums.
 
-    The sum of each aligned run of 2^k parts is a node of this tree, so that ranks which hold such runs can add up theirs
-    alone, and the result is the same to the last bit for any number of ranks.
+    The sum of each aligned run of 2^k parts is a node of this tree: ranks that hold such runs can add up theirs alone,
+    and the result is the same to the last bit for any number of ranks.
     """
     while len(parts) > 1:
         parts = parts[0::2] + parts[1::2]
