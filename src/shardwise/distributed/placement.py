@@ -66,7 +66,8 @@ class Piece:
         local: place of that box in the local tensor (same number of elements, same order).
         init: rule by which the canonical tensor is drawn.
         copies: ranks that hold this same box (a group of one where nobody else does).
-        partial: True if each of those ranks has only a part of the gradient: their sum is the gradient.
+        partial: True if each of those ranks has only a part of the gradient: their sum is the gradient. Where the group
+            has a grain, layers sum it themselves, for each micro-batch.
         transposed: True if the local tensor holds the box with its two dimensions exchanged (GPT-2's `Conv1D` is
             `[in, out]`).
     """
@@ -120,7 +121,7 @@ class Piece:
             Box((at, *row_start), (rows, *row_shape)),
             init,
             group.split(copies) if copies > 1 else Group(),
-            partial=copies > 1,
+            partial=copies > 1 and group.grain is None,
         )
 
     @classmethod
@@ -150,7 +151,7 @@ class Piece:
                 meets only a part of the activations there: a part of the sequence, of the heads or of the width.
         """
         box = Box.whole(shape)
-        return cls(name, shape, box, box, init, group, partial and group.size > 1)
+        return cls(name, shape, box, box, init, group, partial and group.size > 1 and group.grain is None)
 
     def of(self, local: Tensor) -> Tensor:
         """This piece of the tensor `local` as a writable view `[*box.size]`, oriented as the canonical tensor is."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.distributed import collectives, placement
+from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import call_forward_pre_hooks, has_data
 from shardwise.layers.arguments import by_name
@@ -20,9 +21,15 @@ from shardwise.layers.chunks import loss_chunk_elements, vocabulary_rows
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 from shardwise.layers.loss import IGNORE_INDEX, chunk_losses, linear_cross_entropy
 from shardwise.layers.matmul import linear
+from shardwise.layers.parts import Section, apply_by_sequence_part, column_products
 
 _POSITIONAL = ("max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 """Arguments of torch's and neuronx-distributed's embeddings after `padding_idx`."""
+
+
+def _rows_of_rank(vocabulary: int, group: Group, multiple: int) -> int:
+    """Return the rows of each rank: those of all its parts, of which each is rounded up."""
+    return group.parts * vocabulary_rows(vocabulary, group.size * group.parts, multiple)
 
 
 class ParallelEmbedding(placement.PlacedModule):
@@ -64,7 +71,7 @@ class ParallelEmbedding(placement.PlacedModule):
         self.num_embeddings = num_embeddings
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        rows = vocabulary_rows(num_embeddings, maker.group.size, row_multiple)
+        rows = _rows_of_rank(num_embeddings, maker.group, row_multiple)
         shape = (num_embeddings, embedding_dim)
         piece = placement.Piece.rows(maker.name(name, "weight"), shape, maker.group, maker.init, per_rank=rows)
         self.weight = maker.parameter((rows, embedding_dim), piece)
@@ -139,7 +146,9 @@ class ReplicatedEmbedding(placement.PlacedModule):
         if self.sequence_parallel_enabled:
             # Ids have no gradient, so this is a slice, and no rank sends anything.
             ids = collectives.split_sequence(ids, self.group)
-        return F.embedding(ids, self.weight)
+        return apply_by_sequence_part(
+            F.embedding, ids, [self.weight], self.group, sequence_parallel=self.sequence_parallel_enabled
+        )
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, sequence_parallel={self.sequence_parallel_enabled}"
@@ -191,7 +200,7 @@ class ParallelLMHead(placement.PlacedModule):
             rows = tied_weight.shape[0]
             self.weight = tied_weight
         else:
-            rows = vocabulary_rows(vocab_size, group.size, row_multiple)
+            rows = _rows_of_rank(vocab_size, group, row_multiple)
             shape = (vocab_size, hidden_size)
             piece = placement.Piece.rows(maker.name(name, "weight"), shape, group, maker.init, per_rank=rows)
             self.weight = maker.parameter((rows, hidden_size), piece)
@@ -203,7 +212,12 @@ class ParallelLMHead(placement.PlacedModule):
     def forward(self, x: Tensor) -> Tensor:
         """x `[S, B, H]` (`[S/g, B, H]` with sequence parallelism) → logits `[S, B, V]` on every rank."""
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
-        local = linear(enter(x, self.group), self.weight, self.bias)
+        entered = enter(x, self.group)
+        if self.group.grain is None:
+            local = linear(entered, self.weight, self.bias)
+        else:
+            section = Section(len(self.weight))
+            (local,) = column_products(entered, self.weight, self.bias, [section], self.group)
         # The last ranks' rows end with padding, which comes last in the gathered logits.
         return collectives.gather_last(local, self.group)[..., : self.vocab_size]
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ArgumentError
 from shardwise.distributed import collectives, placement
-from shardwise.distributed.mesh import Ranks
+from shardwise.distributed.mesh import Group, Ranks
 from shardwise.distributed.placement import Init
 from shardwise.layers.arguments import by_name, refuse_unknown, sharing_group
 from shardwise.layers.matmul import Overlap, gather_and_multiply, linear, multiply_and_sum, usable
+from shardwise.layers.parts import Section, apply_by_sequence_part, column_products, row_products
 
 DEFAULT_INIT = Init.normal(0.02)
 _POSITIONAL = ("dtype", "device", "stride", "init_method")
@@ -132,6 +133,7 @@ class _ColumnParallel(placement.PlacedModule):
         bias: bool,
         gather_output: bool,
         sequence_parallel_enabled: bool,
+        repeats: Sequence[int] = (),
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
@@ -143,7 +145,10 @@ class _ColumnParallel(placement.PlacedModule):
         for _, size, copies in parts:
             if size * copies % group.size:
                 raise ValueError(f"output size ({size}) must be divisible by the group's size ({group.size})")
+            if group.grain is not None and copies == 1 and size % group.grain and not repeats:
+                raise ValueError(f"output size ({size}) must be divisible by the group's grain ({group.grain})")
         self._copies = [copies for _, _, copies in parts]
+        self._repeats = list(repeats) if repeats else [1] * len(parts)
         self._sizes = [size * copies // group.size for _, size, copies in parts]
         transposed = options.get("transposed", False)
 
@@ -166,35 +171,46 @@ class _ColumnParallel(placement.PlacedModule):
         self.weight = maker.parameter((outputs, input_size), *pieces("weight", (input_size,), maker.init))
         self.bias = maker.parameter((outputs,), *pieces("bias", (), Init.constant(0.0))) if bias else None
 
-    def multiply(self, entered: Tensor) -> Tensor:
-        """`entered` `[…, I]`, whole on every rank of the group → all parts `[…, Σ local outputs]`. No communication."""
-        y: Tensor = linear(entered, self.weight, self.bias)
-        return y
+    def multiply(self, entered: Tensor) -> tuple[Tensor, ...]:
+        """`entered` `[…, I]`, whole on every rank of the group → each part `[…, local outputs]`. No communication."""
+        if self.group.grain is None:
+            y = linear(entered, self.weight, self.bias)
+            return tuple(y.split(self._sizes, dim=-1))
+        return column_products(entered, self.weight, self.bias, self._sections, self.group)
 
-    def project(self, x: Tensor) -> Tensor:
-        """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → all parts `[S, B, Σ local outputs]`."""
+    @property
+    def _sections(self) -> list[Section]:
+        sections = []
+        for size, copies, repeats in zip(self._sizes, self._copies, self._repeats, strict=True):
+            sections.append(Section(size, repeats, self.group.split(copies) if copies > 1 else Group()))
+        return sections
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → each part `[S, B, local outputs]`."""
         overlap = usable(self.overlap, x, self.group)
         if overlap is not None:
-            return gather_and_multiply(
+            y = gather_and_multiply(
                 x, self.weight, self.bias, self.group, overlap, sequence_parallel=self.sequence_parallel_enabled
             )
+            return tuple(y.split(self._sizes, dim=-1))
         # `copy_to_group` does nothing forward; backward it sums the gradients of x, of which each rank has a part.
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
         return self.multiply(enter(x, self.group))
 
-    def _parts(self, y: Tensor) -> tuple[Tensor, ...]:
-        parts: tuple[Tensor, ...] = y.split(self._sizes, dim=-1)
-        if not self.gather_output or self.group.size == 1:
+    def _outputs(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the layer's outputs, which are its local parts, or with `gather_output` those of all ranks."""
+        if not self.gather_output:
             return parts
-        return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies, strict=True))
+        copies_of_parts = [copies * repeats for copies, repeats in zip(self._copies, self._repeats, strict=True)]
+        return tuple(self._gather(part, copies) for part, copies in zip(parts, copies_of_parts, strict=True))
 
     def _gather(self, part: Tensor, copies: int) -> Tensor:
         """Return a part of all ranks, each copy once."""
         gathered = collectives.gather_last(part, self.group)
         if copies == 1:
             return gathered
-        # Neighbouring ranks hold the copies: of each run of them, the first one's stays.
-        by_copy = gathered.unflatten(-1, (self.group.size // copies, copies, -1))
+        # Neighbours hold the copies: of each run of them, the first one's stays.
+        by_copy = gathered.unflatten(-1, (self.group.size * self.group.parts // copies, copies, -1))
         first_copies: Tensor = by_copy[..., 0, :].flatten(-2)
         return first_copies
 
@@ -247,9 +263,9 @@ class ColumnParallelLinear(_ColumnParallel):
     def forward(self, x: Tensor) -> Tensor:
         return self.finish(self.project(x))
 
-    def finish(self, local: Tensor) -> Tensor:
-        """`local` `[…, O/g]` → the layer's output, which is the same, or whole with `gather_output`."""
-        return self._parts(local)[0]
+    def finish(self, local: tuple[Tensor, ...]) -> Tensor:
+        """`local`, one part `[…, O/g]` → the layer's output, which is the same, or whole with `gather_output`."""
+        return self._outputs(local)[0]
 
 
 class MergedColumnParallelLinear(_ColumnParallel):
@@ -288,7 +304,7 @@ class MergedColumnParallelLinear(_ColumnParallel):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x, as in `ColumnParallelLinear` → the output of each part, `[S, B, O/g]` or whole."""
-        return self._parts(self.project(x))
+        return self._outputs(self.project(x))
 
 
 class GQAQKVColumnParallelLinear(_ColumnParallel):
@@ -332,7 +348,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         options = by_name(type(self).__name__, further, _POSITIONAL_OF_GQA, options)
         # Sizes are checked before the base class sees the keywords: a wrong keyword is the first to be reported.
         refuse_unknown(type(self), options, LinearOptions.__optional_keys__)
-        size = sharing_group(type(self).__name__, options.get("group")).size
+        group = sharing_group(type(self).__name__, options.get("group"))
+        size = group.size
         q_size, kv_size = _two_sizes(output_sizes)
         if head_dim is None:
             head_dim = _features_per_head(kv_size, kv_size_multiplier, size)
@@ -352,6 +369,15 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
                 f"kv_size_multiplier ({kv_size_multiplier}) must be {copies}, the ranks that hold each of {kv_heads} "
                 f"K/V heads of head_dim ({head_dim}) in a group of {size}: leave it out"
             )
+        repeats = 1
+        if group.grain is not None:
+            if q_heads % group.grain or (kv_heads % group.grain and group.grain % kv_heads):
+                raise ValueError(
+                    f"the group's grain ({group.grain}) must divide the query heads ({q_heads}), and divide or be a "
+                    f"multiple of the K/V heads ({kv_heads})"
+                )
+            # Each part has a K/V head of its own, as each of `grain` ranks would.
+            repeats = max(group.grain // kv_heads, 1) // copies
         if len(names) != 3:
             raise ValueError(f"names ({len(names)}) must be 3: those of the query, the key and the value layer")
         # Of equal names, the rows of q, then of k, then of v are one canonical layer.
@@ -362,11 +388,12 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
             bias=bias,
             gather_output=gather_output,
             sequence_parallel_enabled=sequence_parallel_enabled,
+            repeats=(1, repeats, repeats),
             **options,
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self._parts(self.project(x))
+        q, k, v = self._outputs(self.project(x))
         return q, k, v
 
 
@@ -444,6 +471,8 @@ class RowParallelLinear(placement.PlacedModule):
         self.group = group = maker.group
         if input_size % group.size:
             raise ValueError(f"input size ({input_size}) must be divisible by the group's size ({group.size})")
+        if group.grain is not None and input_size % group.grain:
+            raise ValueError(f"input size ({input_size}) must be divisible by the group's grain ({group.grain})")
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError("sequence_parallel_enabled (True) must go with input_is_parallel (True)")
         self.input_is_parallel = input_is_parallel
@@ -483,15 +512,18 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
         products = [(x, layer.weight) for layer, x in terms]
         y = multiply_and_sum(products, first.group, overlap, sequence_parallel=sequence_parallel)
     else:
-        partial = linear(x, first.weight)
-        for layer, x in terms[1:]:
-            partial = partial + linear(x, layer.weight)
+        if first.group.grain is None:
+            partial = linear(x, first.weight)
+            for layer, x in terms[1:]:
+                partial = partial + linear(x, layer.weight)
+        else:
+            partial = row_products([(x, layer.weight) for layer, x in terms], first.group)
         leave = collectives.scatter_sum_sequence if sequence_parallel else collectives.reduce_from_group
         y = leave(partial, first.group)
     # Biases are added after the sum: before it, each rank would add them.
     for layer, _ in terms:
         if layer.bias is not None:
-            y = y + layer.bias
+            y = apply_by_sequence_part(torch.add, y, [layer.bias], layer.group, sequence_parallel=sequence_parallel)
     return y
 
 

@@ -20,7 +20,14 @@ from shardwise.distributed.mesh import Group, Ranks
 from shardwise.distributed.torch_private import graph_is_kept, has_data
 from shardwise.layers.arguments import refuse_unknown, sharing_group
 from shardwise.layers.chunks import loss_chunk_elements
-from shardwise.layers.matmul import linear, weight_gradient
+from shardwise.layers.parts import (
+    by_part,
+    input_gradient,
+    multiply_parts,
+    row_sums,
+    sequence_parts,
+    weight_gradients,
+)
 
 IGNORE_INDEX = -100
 
@@ -96,9 +103,9 @@ class VocabularyShard:
         # All sums over the vocabulary go into one collective.
         terms = [at_target]
         if self.smoothing:
-            terms.append(logits_NV[:, : self.columns].sum(dim=1))
+            terms.append(self._row_sums(self._without_padding(logits_NV)))
         logits_NV.exp_()
-        terms.append(logits_NV.sum(dim=1))
+        terms.append(self._row_sums(logits_NV))
         sums = collectives.all_reduce_(torch.stack(terms), self.group)
         at_target = sums[0]
         total = sums[-1]
@@ -107,6 +114,18 @@ class VocabularyShard:
         if self.smoothing:
             loss = loss - self.smoothing / self.vocabulary * sums[1]
         return loss.masked_fill(~counted, 0.0), column, is_local, counted
+
+    def _row_sums(self, x_NV: Tensor) -> Tensor:
+        """Return the sums over this rank's columns, `[N]`, part by part where the group has a grain."""
+        if self.group.grain is None:
+            return x_NV.sum(dim=1)
+        return collectives.tree_sum(x_NV.unflatten(1, (self.group.parts, -1)).sum(dim=2).t())
+
+    def _without_padding(self, x_NV: Tensor) -> Tensor:
+        """Return the columns that are no padding; with a grain all columns, with 0 for padding."""
+        if self.group.grain is None:
+            return x_NV[:, : self.columns]
+        return x_NV.masked_fill(torch.arange(x_NV.shape[1], device=x_NV.device) >= self.columns, 0.0)
 
     def gradient_(self, softmax_NV: Tensor, column: Tensor, is_local: Tensor, weight_N: Tensor) -> Tensor:
         """Turn probabilities into the gradient of `Σ weight · loss` by the logits, in place."""
@@ -138,7 +157,7 @@ def chunk_losses(
     if not with_gradient:
         return loss.sum(), None, None
     gradient = shard.gradient_(logits_NV, column, is_local, counted.float())
-    bias_gradient = gradient.sum(dim=0) if with_bias_gradient else None
+    bias_gradient = row_sums(by_part(gradient, shard.group.parts)).flatten() if with_bias_gradient else None
     return loss.sum(), gradient.to(dtype), bias_gradient
 
 
@@ -233,36 +252,49 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses: ChunkLosses,
     ) -> Tensor:
         group = shard.group
+        count = group.parts
         is_cut = sequence_parallel and group.size > 1
         dx = torch.empty_like(x_SBH) if needed[0] else None
         # Each chunk adds to these sums: in bfloat16 the small terms of many chunks would be lost.
         dw = torch.zeros_like(weight_vH, dtype=torch.float32) if needed[1] else None
         db = torch.zeros_like(bias_v, dtype=torch.float32) if needed[2] and bias_v is not None else None
-        # [ranks, S/ranks, B]: each rank's part of the sequence, as the gathered chunk holds them one after the other.
-        target_RSB = target_SB.view(group.size if is_cut else 1, -1, target_SB.shape[-1])
+        # A chunk has the same rows of each part of the sequence, whatever rank holds which part.
+        local_parts = sequence_parts(x_SBH, group, is_cut)
+        x_RSBH = x_SBH.unflatten(0, (local_parts, -1))
+        dx_RSBH = None if dx is None else dx.unflatten(0, (local_parts, -1))
+        # [parts, S/parts, B]: as the gathered chunk holds them one after the other.
+        target_RSB = target_SB.view(local_parts * group.size if is_cut else local_parts, -1, target_SB.shape[-1])
         tokens_a_row = target_RSB.shape[0] * target_RSB.shape[2]
-        step = max(1, chunk_elements // (weight_vH.shape[0] * tokens_a_row))
+        width = weight_vH.shape[0]
+        if group.grain is not None:
+            width *= group.size
+        step = max(1, chunk_elements // (width * tokens_a_row))
         total = torch.zeros((), dtype=torch.float32, device=x_SBH.device)
-        for start in range(0, x_SBH.shape[0], step):
-            rows = slice(start, min(start + step, x_SBH.shape[0]))
-            chunk = collectives.all_gather(x_SBH[rows], group) if is_cut else x_SBH[rows]
+        for start in range(0, x_RSBH.shape[1], step):
+            rows = slice(start, min(start + step, x_RSBH.shape[1]))
+            chunk = collectives.all_gather(x_RSBH[:, rows], group) if is_cut else x_RSBH[:, rows]
             flat = chunk.reshape(-1, chunk.shape[-1])
             targets = target_RSB[:, rows].reshape(-1)
-            loss, dlogits, dbias = losses(linear(flat, weight_vH), bias_v, targets, shard, any(needed), db is not None)
+            # Not named here: `losses` frees the logits early where nobody else holds them.
+            loss, dlogits, dbias = losses(
+                multiply_parts(flat, weight_vH, None, count), bias_v, targets, shard, any(needed), db is not None
+            )
             # Not in place: torch 2.11, traced, would drop its gradient.
             total = total + loss
             if dlogits is None:
                 continue
             if db is not None and dbias is not None:
                 db.add_(dbias)
-            if dw is not None:
-                dw.add_(weight_gradient(dlogits, flat))
-            if dx is not None:
-                dchunk = linear(dlogits, weight_vH.t()).view(chunk.shape)
-                dx[rows] = collectives.reduce_scatter(dchunk, group) if is_cut else dchunk
-                del dchunk
+            dlogits_PNv = by_part(dlogits, count)
             # One chunk at a time: the next one's logits take their place.
             del dlogits
+            if dw is not None:
+                dw.add_(weight_gradients(dlogits_PNv, flat).flatten(0, 1))
+            if dx_RSBH is not None:
+                dchunk = input_gradient([dlogits_PNv], [weight_vH.unflatten(0, (count, -1))]).view(chunk.shape)
+                dx_RSBH[:, rows] = collectives.reduce_scatter(dchunk, group) if is_cut else dchunk
+                del dchunk
+            del dlogits_PNv
         if dx is not None and not is_cut:
             collectives.all_reduce_(dx, group)
         ctx.save_for_backward(dx, dw, db)
@@ -325,9 +357,11 @@ def linear_cross_entropy(
         ValueError: as `parallel_cross_entropy`.
         RuntimeError: a backward pass with `create_graph=True`.
     """
-    if chunk_elements is None:
-        chunk_elements = loss_chunk_elements(weight.shape[0], x.device.type != "cpu")
     ranks = sharing_group("linear_cross_entropy", group)
+    if chunk_elements is None:
+        # With a grain chunks are the same at every layout.
+        rows = weight.shape[0] if ranks.grain is None else weight.shape[0] * ranks.size
+        chunk_elements = loss_chunk_elements(rows, x.device.type != "cpu")
     shard = VocabularyShard.make(ranks, weight.shape[0], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
     is_trained = torch.is_grad_enabled()

@@ -37,18 +37,33 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: x has another width than the rank's weight takes.
     """
-    if x.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"the width of a layer's input ({x.shape[-1]}) must be that of this rank's weight ({weight.shape[-1]}): a "
-            "layer with input_is_parallel=True takes what a column-parallel layer with gather_output=False returns, "
-            "every other layer the whole width"
-        )
+    require_width(x, weight)
     if not _by_onednn(x, weight):
         return F.linear(x, weight, bias)
     y = cast(Tensor, _Linear.apply(x, weight))  # type: ignore[no-untyped-call]
     if bias is None:
         return y
     return y + bias
+
+
+def require_width(x: Tensor, weight: Tensor) -> None:
+    """Raise ValueError if x `[…, I]` has another width than the rank's weight `[O, I]` takes."""
+    if x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"the width of a layer's input ({x.shape[-1]}) must be that of this rank's weight ({weight.shape[-1]}): a "
+            "layer with input_is_parallel=True takes what a column-parallel layer with gather_output=False returns, "
+            "every other layer the whole width"
+        )
+
+
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Write `x weightᵀ + bias` to `out`: x `[T, I]`, weight `[O, I]` → out `[T, O]`, whose rows may lie apart."""
+    if _by_onednn(x, weight) or torch.is_autocast_enabled(x.device.type):
+        out.copy_(linear(x, weight, bias))
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
@@ -122,7 +137,7 @@ def usable(how: Overlap | None, x: Tensor, group: Group) -> Overlap | None:
     It must not in compiled graphs and under autocast, where torch rewrites or casts the matmuls itself.
     """
     must_not = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
-    if group.size == 1 or len(x) == 0 or must_not:
+    if group.size == 1 or group.grain is not None or len(x) == 0 or must_not:
         return None
     return how
 

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ArgumentError
 from shardwise.distributed import collectives, placement
-from shardwise.distributed.placement import Init
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import Init, of_or_whole
 from shardwise.layers.arguments import by_name
 from shardwise.layers.linear import LayerOptions, ParameterMaker
+from shardwise.layers.parts import Section, apply_by_part, apply_by_sequence_part, by_part, row_sums
 
 
 def _one_size(owner: str, shape: object) -> int:
@@ -59,6 +61,8 @@ class _Norm(placement.PlacedModule):
         maker = ParameterMaker(self, options, warns=sequence_parallel_enabled)
         self.normalized_shape = (_one_size(type(self).__name__, normalized_shape),)
         self.eps = eps
+        self.group = maker.group
+        self.sequence_parallel_enabled = sequence_parallel_enabled
         for leaf, value in leaves.items():
             shape = self.normalized_shape
             piece = placement.Piece.replicated(
@@ -98,7 +102,12 @@ class RMSNorm(_Norm):
         super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0}, given)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, self.weight, self.eps)
+        def norm(part: Tensor, weight: Tensor) -> Tensor:
+            return _rms_norm(part, weight, self.eps)
+
+        return apply_by_sequence_part(
+            norm, x, [self.weight], self.group, sequence_parallel=self.sequence_parallel_enabled
+        )
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -172,7 +181,12 @@ class LayerNorm(_Norm):
         super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0, "bias": 0.0}, given)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        def norm(part: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return F.layer_norm(part, self.normalized_shape, weight, bias, self.eps)
+
+        return apply_by_sequence_part(
+            norm, x, [self.weight, self.bias], self.group, sequence_parallel=self.sequence_parallel_enabled
+        )
 
 
 class QueryKeyNorm(placement.PlacedModule):
@@ -226,29 +240,46 @@ class QueryKeyNorm(placement.PlacedModule):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.over == "head":
-            return _rms_norm(q, self.query_weight, self.eps), _rms_norm(k, self.key_weight, self.eps)
+            return self._norm_heads(q, self.query_weight), self._norm_heads(k, self.key_weight)
         query = q.flatten(-2)
         key = k.flatten(-2)
-        if self.group.size == 1:
+        if self.group.size == 1 and self.group.grain is None:
             query = _rms_norm(query, self.query_weight, self.eps)
             key = _rms_norm(key, self.key_weight, self.eps)
         else:
             query, key = self._norm_together(query, key)
         return query.view(q.shape), key.view(k.shape)
 
+    def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normalise each head by itself."""
+
+        def norm(part: Tensor, shared: Tensor) -> Tensor:
+            return _rms_norm(part.contiguous(), shared, self.eps)
+
+        if self.group.grain is None:
+            return _rms_norm(x, weight, self.eps)
+        return apply_by_part(norm, x, [weight], self.group.parts, self.group, dim=-2)
+
     def _norm_together(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise over the heads of all ranks."""
         # Squares of bfloat16 are summed in float32; float64 keeps its precision.
         exact = torch.promote_types(query.dtype, torch.float32)
-        squares = [torch.linalg.vector_norm(x, dim=-1, dtype=exact).square() for x in (query, key)]
+        squares = [self._sum_of_squares(x, exact) for x in (query, key)]
         query_sum, key_sum = collectives.sum_over_group(torch.stack(squares), self.group)
         return self._scale(query, self.query_weight, query_sum), self._scale(key, self.key_weight, key_sum)
 
+    def _sum_of_squares(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        norms = torch.linalg.vector_norm(x.unflatten(-1, (self.group.parts, -1)), dim=-1, dtype=dtype)
+        return collectives.tree_sum(norms.square().movedim(-1, 0))
+
     def _scale(self, x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
         """Divide x by the root mean square; `total` is the sum of squares over the group."""
-        # A head that several ranks have counts once for each of them, in the sum as in the number of elements.
+        # A head that several ranks or parts have counts once for each of them, in the sum as in the number of elements.
         elements = x.shape[-1] * self.group.size
-        return cast(Tensor, _Scale.apply(x, weight, (total / elements + self.eps).rsqrt()))  # type: ignore[no-untyped-call]
+        inverse = (total / elements + self.eps).rsqrt()
+        copies = of_or_whole(weight).pieces[0].copies
+        section = Section(len(weight), x.shape[-1] // len(weight), copies if self.group.grain is not None else Group())
+        return cast(Tensor, _Scale.apply(x, weight, inverse, section, self.group.parts))  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"{self.over}, {len(self.query_weight)} and {len(self.key_weight)} of {self.group}, eps={self.eps}"
@@ -258,22 +289,25 @@ class _Scale(torch.autograd.Function):
     """`x · inverse · weight` with x `[…, W]`, weight `[W]`, inverse `[…]` in at least float32. Only these are kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor, section: Section, count: int) -> Tensor:
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse.unsqueeze(-1)).mul_(weight).to(x.dtype)
+        ctx.section = section
+        ctx.count = count
+        return (x * inverse.unsqueeze(-1)).mul_(section.by_part(weight, count).flatten()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
         dy = grads[0].to(inverse.dtype)
         dx = None
         dw = None
         d_inverse = None
         if ctx.needs_input_grad[1]:
-            dw = (dy * x).mul_(inverse.unsqueeze(-1)).flatten(0, -2).sum(0).to(weight.dtype)
+            terms = (dy * x).mul_(inverse.unsqueeze(-1))
+            dw = ctx.section.joined(row_sums(by_part(terms, ctx.count))).to(weight.dtype)
         # `inverse` is a function of x alone: where x needs no gradient, it needs none.
         if ctx.needs_input_grad[0]:
-            scaled = dy * weight
-            d_inverse = (scaled * x).sum(-1)
+            scaled = dy * ctx.section.by_part(weight, ctx.count).flatten()
+            d_inverse = collectives.tree_sum((scaled * x).unflatten(-1, (ctx.count, -1)).sum(-1).movedim(-1, 0))
             dx = scaled.mul_(inverse.unsqueeze(-1)).to(x.dtype)
-        return dx, dw, d_inverse
+        return dx, dw, d_inverse, None, None

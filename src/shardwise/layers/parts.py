@@ -1,0 +1,268 @@
+"""Products and sums made of parts of fixed shape, which no layout changes by a bit (`train.bitwise`, docs/bitwise.md).
+
+A group with a `grain` of G ranks at most makes each sum over a dimension that it cuts of G parts. Each of its g ranks
+computes G/g of them, with the shapes that one of G ranks would have, and the parts are added in one binary tree: first
+those of a rank (`fold`), then those of the ranks (`collectives.tree_sum`).
+
+Shapes per rank: P = G/g parts; T tokens; I input features; O output features; w features of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Group
+from shardwise.layers.matmul import linear, linear_into, require_width, weight_gradient
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows of a column-parallel weight that are one linear map, cut into parts along its outputs.
+
+    Attributes:
+        rows: rows on this rank.
+        repeats: parts of this rank that use the same rows, such as those of one key head.
+        copies: ranks that hold the same rows.
+    """
+
+    rows: int
+    repeats: int = 1
+    copies: Group = field(default_factory=Group)
+
+    def by_part(self, rows: Tensor, count: int) -> Tensor:
+        """Return the rows `[rows, …]` of each of `count` parts, `[P, w, …]`."""
+        by_rows: Tensor = rows.unflatten(0, (count // self.repeats, -1))
+        return by_rows.repeat_interleave(self.repeats, dim=0) if self.repeats > 1 else by_rows
+
+    def joined(self, gradients: Tensor) -> Tensor:
+        """Return the gradient of the rows, `[rows, …]`, of those of the parts, `[P, w, …]`. Collective over copies."""
+        if self.repeats > 1:
+            gradients = collectives.tree_sum(gradients.unflatten(0, (-1, self.repeats)).transpose(0, 1))
+        return collectives.all_reduce_(gradients.flatten(0, 1), self.copies)
+
+
+def fold(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sum of a power of two of tensors in the order of `tree_sum`; overwrites them.
+
+    At most 1 + log2 of their number are held at once.
+    """
+    sums: list[tuple[int, Tensor]] = []
+    for part in parts:
+        level = 0
+        total = part
+        while sums and sums[-1][0] == level:
+            total = sums.pop()[1].add_(total)
+            level += 1
+        sums.append((level, total))
+    return sums[0][1]
+
+
+def by_part(x: Tensor, count: int) -> Tensor:
+    """Return the parts of the last dim, each contiguous: `[…, P·w]` → `[P, T, w]`."""
+    flat: Tensor = x.reshape(-1, x.shape[-1])
+    if count == 1:
+        return flat.contiguous().unsqueeze(0)
+    # Kernels may add in another order where rows lie further apart, as they do on a rank with more parts.
+    by_row: Tensor = flat.unflatten(-1, (count, -1))
+    return by_row.transpose(0, 1).contiguous()
+
+
+def multiply_parts(x: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
+    """Return `x weightᵀ + bias`, a product for each part of the rows: x `[T, I]`, weight `[P·w, I]` → `[T, P·w]`."""
+    biases = [None] * count if bias is None else bias.chunk(count)
+    weights = weight.chunk(count)
+    if torch.compiler.is_compiling() or count == 1:
+        products = [linear(x, rows, part) for rows, part in zip(weights, biases, strict=True)]
+        return torch.cat(products, dim=-1) if count > 1 else products[0]
+    y = x.new_empty(len(x), len(weight))
+    for out, rows, part in zip(y.chunk(count, dim=-1), weights, biases, strict=True):
+        linear_into(out, x, rows, part)
+    return y
+
+
+def input_gradient(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return this rank's term of the gradient of x: dys `[P, T, w]` and weights `[P, w, I]` by section → `[T, I]`."""
+
+    def parts() -> Iterable[Tensor]:
+        for number in range(len(dys[0])):
+            part = linear(dys[0][number], weights[0][number].t())
+            for dy, weight in zip(dys[1:], weights[1:], strict=True):
+                part = part.add_(linear(dy[number], weight[number].t()))
+            yield part
+
+    return fold(parts())
+
+
+def weight_gradients(dy: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of each part's rows: dy `[P, T, w]`, x `[T, I]` → `[P, w, I]`."""
+    return _stacked([weight_gradient(part, x) for part in dy])
+
+
+def row_sums(dy: Tensor) -> Tensor:
+    """Return the sum over tokens of each part: `[P, T, w]` → `[P, w]`."""
+    return _stacked([part.sum(0) for part in dy])
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)) if len(parts) > 1 else parts[0].unsqueeze(0)
+
+
+def column_products(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sections: Sequence[Section], group: Group
+) -> tuple[Tensor, ...]:
+    """Return the outputs of a column-parallel layer by section: x `[…, I]`, weight `[Σ rows, I]` → `[…, P·w]` each.
+
+    The gradient of x is this rank's term of it, and those of rows with copies are complete.
+    """
+    require_width(x, weight)
+    return cast(tuple[Tensor, ...], _ColumnProducts.apply(x, weight, bias, tuple(sections), group.parts))  # type: ignore[no-untyped-call]
+
+
+class _ColumnProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sections: tuple[Section, ...], count: int
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, weight)
+        ctx.sections = sections
+        ctx.count = count
+        flat = x.reshape(-1, x.shape[-1])
+        sizes = [section.rows for section in sections]
+        biases = [None] * len(sections) if bias is None else bias.split(sizes)
+        outputs = []
+        for section, rows, section_bias in zip(sections, weight.split(sizes), biases, strict=True):
+            y = multiply_parts(flat, rows, section_bias, count // section.repeats)
+            if section.repeats > 1:
+                y = y.unflatten(-1, (count // section.repeats, -1)).repeat_interleave(section.repeats, dim=1)
+            outputs.append(y.reshape(*x.shape[:-1], -1))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dys = [by_part(dy, ctx.count) for dy in grads]
+        dx = None
+        dw = None
+        db = None
+        if needs_x:
+            rows = weight.split([section.rows for section in ctx.sections])
+            weights = [part.by_part(tensor, ctx.count) for part, tensor in zip(ctx.sections, rows, strict=True)]
+            dx = input_gradient(dys, weights).view(x.shape)
+        if needs_weight:
+            flat = x.reshape(-1, x.shape[-1])
+            dw = torch.cat(
+                [part.joined(weight_gradients(dy, flat)) for part, dy in zip(ctx.sections, dys, strict=True)]
+            )
+        if needs_bias:
+            db = torch.cat([part.joined(row_sums(dy)) for part, dy in zip(ctx.sections, dys, strict=True)])
+        return dx, dw, db, None, None
+
+
+def row_products(terms: Sequence[tuple[Tensor, Tensor]], group: Group) -> Tensor:
+    """Return this rank's term of `Σ_k X_k A_kᵀ` of row-parallel layers: x `[…, P·w]`, weight `[O, P·w]` → `[…, O]`."""
+    for x, weight in terms:
+        require_width(x, weight)
+    xs, weights = zip(*terms, strict=True)
+    return cast(Tensor, _RowProducts.apply(group.parts, *xs, *weights))  # type: ignore[no-untyped-call]
+
+
+class _RowProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.count = count
+        terms = len(tensors) // 2
+        inputs = [by_part(x, count) for x in tensors[:terms]]
+        weights = [by_part(weight, count) for weight in tensors[terms:]]
+
+        def parts() -> Iterable[Tensor]:
+            for number in range(count):
+                part = linear(inputs[0][number], weights[0][number])
+                for x, weight in zip(inputs[1:], weights[1:], strict=True):
+                    part = part.add_(linear(x[number], weight[number]))
+                yield part
+
+        return fold(parts()).view(*tensors[0].shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        count = ctx.count
+        terms = len(ctx.saved_tensors) // 2
+        xs = ctx.saved_tensors[:terms]
+        weights = ctx.saved_tensors[terms:]
+        dy = grads[0].reshape(-1, grads[0].shape[-1])
+        dxs: list[Tensor | None] = [None] * terms
+        dws: list[Tensor | None] = [None] * terms
+        for term, (x, weight) in enumerate(zip(xs, weights, strict=True)):
+            if ctx.needs_input_grad[1 + term]:
+                by_columns = by_part(weight, count)
+                dxs[term] = _columns([linear(dy, part.t()) for part in by_columns]).view(x.shape)
+            if ctx.needs_input_grad[1 + terms + term]:
+                dws[term] = _columns([weight_gradient(dy, part) for part in by_part(x, count)])
+        return None, *dxs, *dws
+
+
+def _columns(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts), dim=-1) if len(parts) > 1 else parts[0]
+
+
+def apply_by_part(
+    function: Callable[..., Tensor], x: Tensor, parameters: Sequence[Tensor], count: int, ranks: Group, dim: int = 0
+) -> Tensor:
+    """Return `function(x, *parameters)`, computed for each of `count` parts of x along `dim`.
+
+    The gradient of a parameter is the sum over the parts, then over `ranks`. It is complete: its placement must not say
+    that it is partial.
+    """
+    by_parameter = [_share(parameter, count, ranks) for parameter in parameters]
+    outputs = []
+    for number, part in enumerate(x.chunk(count, dim)):
+        outputs.append(function(part, *(shared[number] for shared in by_parameter)))
+    return torch.cat(outputs, dim) if count > 1 else outputs[0]
+
+
+def sequence_parts(x: Tensor, group: Group, sequence_parallel: bool) -> int:
+    """Return the parts of x along dim 0, the sequence, of which a rank makes the gradient of a replicated parameter."""
+    if sequence_parallel:
+        return group.parts
+    # x is whole on each rank: all parts are computed on all of them. A length that cannot be divided is never cut.
+    return group.grain if group.grain is not None and len(x) % group.grain == 0 else 1
+
+
+def apply_by_sequence_part(
+    function: Callable[..., Tensor], x: Tensor, parameters: Sequence[Tensor], group: Group, *, sequence_parallel: bool
+) -> Tensor:
+    """Return `function(x, *parameters)` for x `[S, …]`, or `[S/g, …]`, by parts where the group has a grain."""
+    if group.grain is None:
+        return function(x, *parameters)
+    count = sequence_parts(x, group, sequence_parallel)
+    return apply_by_part(function, x, parameters, count, group if sequence_parallel else Group())
+
+
+def _share(parameter: Tensor, count: int, ranks: Group) -> tuple[Tensor, ...]:
+    return cast(tuple[Tensor, ...], _Share.apply(parameter, count, ranks))  # type: ignore[no-untyped-call]
+
+
+class _Share(torch.autograd.Function):
+    """Gives each part a view of a parameter; its gradient is the sum of the parts' in the order of the tree."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, count: int, ranks: Group) -> tuple[Tensor, ...]:
+        ctx.ranks = ranks
+        return tuple(parameter.view_as(parameter) for _ in range(count))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        total = collectives.tree_sum(torch.stack(grads))
+        return collectives.all_reduce_(total, ctx.ranks), None, None
