@@ -165,7 +165,6 @@ def halves(x: Tensor, size: int, dim: int) -> list[Tensor]:
 WHOLE_TO_PARTS: dict[str, tuple[bool, bool, Dense]] = {
     "copy_to_group": (True, False, lambda xs: xs),
     "reduce_from_group": (False, True, lambda xs: [torch.stack(xs).sum(0)] * len(xs)),
-    "sum_over_group": (False, False, lambda xs: [torch.stack(xs).sum(0)] * len(xs)),
     "gather_sequence": (False, False, lambda xs: [torch.cat(xs)] * len(xs)),
     "scatter_sum_sequence": (False, False, lambda xs: halves(torch.stack(xs).sum(0), len(xs), 0)),
     "split_sequence": (True, False, lambda xs: halves(xs[0], len(xs), 0)),

@@ -482,11 +482,6 @@ def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     return _apply(_ReduceFromGroup, x, group)
 
 
-def sum_over_group(x: Tensor, group: Group) -> Tensor:
-    """Sum over the group; so is its gradient. For a number that each rank has a term of and uses in its own way."""
-    return copy_to_group(reduce_from_group(x, group), group)
-
-
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """`[S/g, …]` → `[S, …]` along dim 0; the gradient is reduce-scattered (each rank used all of it)."""
     return _apply(_GatherSequence, x, group)

@@ -265,18 +265,22 @@ class QueryKeyNorm(placement.PlacedModule):
         # Squares of bfloat16 are summed in float32; float64 keeps its precision.
         exact = torch.promote_types(query.dtype, torch.float32)
         squares = [self._sum_of_squares(x, exact) for x in (query, key)]
-        query_sum, key_sum = collectives.sum_over_group(torch.stack(squares), self.group)
-        return self._scale(query, self.query_weight, query_sum), self._scale(key, self.key_weight, key_sum)
+        totals = collectives.reduce_from_group(torch.stack(squares), self.group)
+        inverses = []
+        for x, total in zip((query, key), totals, strict=True):
+            # A head that several ranks or parts have counts once for each of them, in both numbers.
+            elements = x.shape[-1] * self.group.size
+            inverses.append((total / elements + self.eps).rsqrt())
+        # Each rank uses the inverse for its own heads: its gradient is summed before it is multiplied any further.
+        query_inverse, key_inverse = collectives.copy_to_group(torch.stack(inverses), self.group)
+        return self._scale(query, self.query_weight, query_inverse), self._scale(key, self.key_weight, key_inverse)
 
     def _sum_of_squares(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         norms = torch.linalg.vector_norm(x.unflatten(-1, (self.group.parts, -1)), dim=-1, dtype=dtype)
         return collectives.tree_sum(norms.square().movedim(-1, 0))
 
-    def _scale(self, x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
-        """Divide x by the root mean square; `total` is the sum of squares over the group."""
-        # A head that several ranks or parts have counts once for each of them, in the sum as in the number of elements.
-        elements = x.shape[-1] * self.group.size
-        inverse = (total / elements + self.eps).rsqrt()
+    def _scale(self, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+        """Multiply x by `inverse`, 1 / the root mean square of all heads, and by the weight."""
         copies = of_or_whole(weight).pieces[0].copies
         section = Section(len(weight), x.shape[-1] // len(weight), copies if self.group.grain is not None else Group())
         return cast(Tensor, _Scale.apply(x, weight, inverse, section, self.group.parts))  # type: ignore[no-untyped-call]
