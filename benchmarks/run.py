@@ -36,6 +36,7 @@ SECTIONS = {
     "startup": "what a start, a save and a resume cost as ranks grow to 4,096, without the ranks (slow: "
     "only when named)",
     "planning": "what shardwise plan takes for a layout and for all, beside its targets",
+    "bitwise": "bit-equal training beside sums in any order: time and bytes sent",
     "calibration": "shardwise plan after --calibrate against steps and memory on this machine (slow: only when named)",
     "memory": "optimizer state and peak memory against their formulas",
     "rounding": "bfloat16 by stochastic rounding beside rounding to nearest and mixed precision: loss and time",
