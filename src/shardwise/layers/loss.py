@@ -20,14 +20,14 @@ from shardwise.distributed.mesh import Group, Ranks
 from shardwise.distributed.torch_private import graph_is_kept, has_data
 from shardwise.layers.arguments import refuse_unknown, sharing_group
 from shardwise.layers.chunks import loss_chunk_elements
-from shardwise.layers.parts import (
+from shardwise.layers.part_products import (
     by_part,
-    input_gradient,
     multiply_parts,
     row_sums,
-    sequence_parts,
-    weight_gradients,
+    sum_of_products,
+    weight_gradient_of_rows,
 )
+from shardwise.layers.parts import sequence_parts
 
 IGNORE_INDEX = -100
 
@@ -285,16 +285,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             if db is not None and dbias is not None:
                 db.add_(dbias)
-            dlogits_PNv = by_part(dlogits, count)
-            # One chunk at a time: the next one's logits take their place.
-            del dlogits
             if dw is not None:
-                dw.add_(weight_gradients(dlogits_PNv, flat).flatten(0, 1))
+                dw.add_(weight_gradient_of_rows(dlogits, flat, count))
             if dx_RSBH is not None:
-                dchunk = input_gradient([dlogits_PNv], [weight_vH.unflatten(0, (count, -1))]).view(chunk.shape)
+                weight_PHv = weight_vH.unflatten(0, (count, -1)).transpose(1, 2)
+                dchunk = sum_of_products([by_part(dlogits, count)], [weight_PHv], count).view(chunk.shape)
                 dx_RSBH[:, rows] = collectives.reduce_scatter(dchunk, group) if is_cut else dchunk
                 del dchunk
-            del dlogits_PNv
+            # One chunk at a time: the next one's logits take their place.
+            del dlogits
         if dx is not None and not is_cut:
             collectives.all_reduce_(dx, group)
         ctx.save_for_backward(dx, dw, db)

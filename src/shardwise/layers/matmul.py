@@ -56,14 +56,35 @@ def require_width(x: Tensor, weight: Tensor) -> None:
         )
 
 
-def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """Write `x weightᵀ + bias` to `out`: x `[T, I]`, weight `[O, I]` → out `[T, O]`, whose rows may lie apart."""
-    if _by_onednn(x, weight) or torch.is_autocast_enabled(x.device.type):
+    if not _writes_in_place(x, weight):
         out.copy_(linear(x, weight, bias))
     elif bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
+
+
+def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Add `x weightᵀ` to `total`, in place: x `[T, I]`, weight `[O, I]`, total `[T, O]`."""
+    if _writes_in_place(x, weight):
+        torch.addmm(total, x, weight.t(), out=total)
+    else:
+        total.add_(linear(x, weight))
+
+
+def weight_gradient_into(out: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Write `dyᵀ x` to `out`: dy `[T, O]`, x `[T, I]` → out `[O, I]`, whose rows may lie apart."""
+    if _writes_in_place(dy, x):
+        torch.mm(dy.t(), x, out=out)
+    else:
+        out.copy_(weight_gradient(dy, x))
+
+
+def _writes_in_place(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a matmul of these tensors can write its result where it is wanted."""
+    return not (_by_onednn(x, weight) or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling())
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, of_or_whole
 from shardwise.layers.arguments import by_name
 from shardwise.layers.linear import LayerOptions, ParameterMaker
-from shardwise.layers.parts import Section, apply_by_part, apply_by_sequence_part, by_part, row_sums
+from shardwise.layers.part_products import by_part, row_sums
+from shardwise.layers.parts import Section, apply_by_part, apply_by_sequence_part
 
 
 def _one_size(owner: str, shape: object) -> int:

@@ -9,7 +9,7 @@ Shapes per rank: P = G/g parts; T tokens; I input features; O output features; w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,7 +19,16 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
-from shardwise.layers.matmul import linear, linear_into, require_width, weight_gradient
+from shardwise.layers.matmul import require_width
+from shardwise.layers.part_products import (
+    by_part,
+    input_gradient_of_columns,
+    multiply_parts,
+    row_sums,
+    sum_of_products,
+    weight_gradient_of_columns,
+    weight_gradient_of_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -46,72 +55,6 @@ class Section:
         if self.repeats > 1:
             gradients = collectives.tree_sum(gradients.unflatten(0, (-1, self.repeats)).transpose(0, 1))
         return collectives.all_reduce_(gradients.flatten(0, 1), self.copies)
-
-
-def fold(parts: Iterable[Tensor]) -> Tensor:
-    """Return the sum of a power of two of tensors in the order of `tree_sum`; overwrites them.
-
-    At most 1 + log2 of their number are held at once.
-    """
-    sums: list[tuple[int, Tensor]] = []
-    for part in parts:
-        level = 0
-        total = part
-        while sums and sums[-1][0] == level:
-            total = sums.pop()[1].add_(total)
-            level += 1
-        sums.append((level, total))
-    return sums[0][1]
-
-
-def by_part(x: Tensor, count: int) -> Tensor:
-    """Return the parts of the last dim, each contiguous: `[…, P·w]` → `[P, T, w]`."""
-    flat: Tensor = x.reshape(-1, x.shape[-1])
-    if count == 1:
-        return flat.contiguous().unsqueeze(0)
-    # Kernels may add in another order where rows lie further apart, as they do on a rank with more parts.
-    by_row: Tensor = flat.unflatten(-1, (count, -1))
-    return by_row.transpose(0, 1).contiguous()
-
-
-def multiply_parts(x: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
-    """Return `x weightᵀ + bias`, a product for each part of the rows: x `[T, I]`, weight `[P·w, I]` → `[T, P·w]`."""
-    biases = [None] * count if bias is None else bias.chunk(count)
-    weights = weight.chunk(count)
-    if torch.compiler.is_compiling() or count == 1:
-        products = [linear(x, rows, part) for rows, part in zip(weights, biases, strict=True)]
-        return torch.cat(products, dim=-1) if count > 1 else products[0]
-    y = x.new_empty(len(x), len(weight))
-    for out, rows, part in zip(y.chunk(count, dim=-1), weights, biases, strict=True):
-        linear_into(out, x, rows, part)
-    return y
-
-
-def input_gradient(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return this rank's term of the gradient of x: dys `[P, T, w]` and weights `[P, w, I]` by section → `[T, I]`."""
-
-    def parts() -> Iterable[Tensor]:
-        for number in range(len(dys[0])):
-            part = linear(dys[0][number], weights[0][number].t())
-            for dy, weight in zip(dys[1:], weights[1:], strict=True):
-                part = part.add_(linear(dy[number], weight[number].t()))
-            yield part
-
-    return fold(parts())
-
-
-def weight_gradients(dy: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of each part's rows: dy `[P, T, w]`, x `[T, I]` → `[P, w, I]`."""
-    return _stacked([weight_gradient(part, x) for part in dy])
-
-
-def row_sums(dy: Tensor) -> Tensor:
-    """Return the sum over tokens of each part: `[P, T, w]` → `[P, w]`."""
-    return _stacked([part.sum(0) for part in dy])
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(parts)) if len(parts) > 1 else parts[0].unsqueeze(0)
 
 
 def column_products(
@@ -149,22 +92,29 @@ class _ColumnProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dys = [by_part(dy, ctx.count) for dy in grads]
+        count = ctx.count
+        sections = ctx.sections
+        dys = [dy.reshape(-1, dy.shape[-1]) for dy in grads]
         dx = None
         dw = None
         db = None
         if needs_x:
-            rows = weight.split([section.rows for section in ctx.sections])
-            weights = [part.by_part(tensor, ctx.count) for part, tensor in zip(ctx.sections, rows, strict=True)]
-            dx = input_gradient(dys, weights).view(x.shape)
+            rows = weight.split([section.rows for section in sections])
+            weights = [part.by_part(tensor, count).transpose(1, 2) for part, tensor in zip(sections, rows, strict=True)]
+            dx = sum_of_products([by_part(dy, count) for dy in dys], weights, count).view(x.shape)
         if needs_weight:
             flat = x.reshape(-1, x.shape[-1])
-            dw = torch.cat(
-                [part.joined(weight_gradients(dy, flat)) for part, dy in zip(ctx.sections, dys, strict=True)]
-            )
+            gradients = [weight_gradient_of_rows(dy, flat, count).unflatten(0, (count, -1)) for dy in dys]
+            dw = _joined(sections, gradients)
         if needs_bias:
-            db = torch.cat([part.joined(row_sums(dy)) for part, dy in zip(ctx.sections, dys, strict=True)])
+            db = _joined(sections, [row_sums(by_part(dy, count)) for dy in dys])
         return dx, dw, db, None, None
+
+
+def _joined(sections: Sequence[Section], gradients: Sequence[Tensor]) -> Tensor:
+    """Return the gradient of all rows, of those of the parts of each section."""
+    by_section = [section.joined(gradient) for section, gradient in zip(sections, gradients, strict=True)]
+    return torch.cat(by_section) if len(by_section) > 1 else by_section[0]
 
 
 def row_products(terms: Sequence[tuple[Tensor, Tensor]], group: Group) -> Tensor:
@@ -180,18 +130,9 @@ class _RowProducts(torch.autograd.Function):
     def forward(ctx: Any, count: int, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.count = count
-        terms = len(tensors) // 2
-        inputs = [by_part(x, count) for x in tensors[:terms]]
-        weights = [by_part(weight, count) for weight in tensors[terms:]]
-
-        def parts() -> Iterable[Tensor]:
-            for number in range(count):
-                part = linear(inputs[0][number], weights[0][number])
-                for x, weight in zip(inputs[1:], weights[1:], strict=True):
-                    part = part.add_(linear(x[number], weight[number]))
-                yield part
-
-        return fold(parts()).view(*tensors[0].shape[:-1], -1)
+        operands = [by_part(tensor, count) for tensor in tensors]
+        half = len(operands) // 2
+        return sum_of_products(operands[:half], operands[half:], count).view(*tensors[0].shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
@@ -205,15 +146,10 @@ class _RowProducts(torch.autograd.Function):
         dws: list[Tensor | None] = [None] * terms
         for term, (x, weight) in enumerate(zip(xs, weights, strict=True)):
             if ctx.needs_input_grad[1 + term]:
-                by_columns = by_part(weight, count)
-                dxs[term] = _columns([linear(dy, part.t()) for part in by_columns]).view(x.shape)
+                dxs[term] = input_gradient_of_columns(dy, weight, count).view(x.shape)
             if ctx.needs_input_grad[1 + terms + term]:
-                dws[term] = _columns([weight_gradient(dy, part) for part in by_part(x, count)])
+                dws[term] = weight_gradient_of_columns(dy, x.reshape(-1, x.shape[-1]), count)
         return None, *dxs, *dws
-
-
-def _columns(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts), dim=-1) if len(parts) > 1 else parts[0]
 
 
 def apply_by_part(

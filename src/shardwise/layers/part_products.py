@@ -1,0 +1,216 @@
+"""Matmuls of which a layout computes more or fewer parts, with the bits that one of G ranks would get for its part.
+
+A kernel chooses the order of its sums by the shapes and strides of its operands: a product of two parts at once, or of
+a part that is a slice of a wider tensor, may differ from the product of the part alone in the last bit. MKL, for one,
+cuts long sums of weight gradients into more or fewer runs. Each function here has an *exact* form, a product for each
+part of operands that lie as they would on one of G ranks, and faster forms. A faster form is used for the shapes for
+which it gave the bits of the exact form on random operands.
+
+Shapes: P parts; T tokens; I and O features; w features of a part.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.distributed.torch_private import has_data
+from shardwise.layers.matmul import add_linear_, linear, linear_into, weight_gradient, weight_gradient_into
+
+
+def fold(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sum of a power of two of tensors in the order of `collectives.tree_sum`; overwrites them.
+
+    At most 1 + log2 of their number are held at once.
+    """
+    sums: list[tuple[int, Tensor]] = []
+    for part in parts:
+        level = 0
+        total = part
+        while sums and sums[-1][0] == level:
+            total = sums.pop()[1].add_(total)
+            level += 1
+        sums.append((level, total))
+    return sums[0][1]
+
+
+def by_part(x: Tensor, count: int) -> Tensor:
+    """Return views of the parts of the last dim: `[…, P·w]` → `[P, T, w]`."""
+    flat: Tensor = x.reshape(-1, x.shape[-1])
+    parts: Tensor = flat.unflatten(-1, (count, -1)).transpose(0, 1)
+    return parts
+
+
+def alone(part: Tensor) -> Tensor:
+    """Return a matrix as it would lie without the other parts: a slice of columns is copied."""
+    is_dense = part.is_contiguous() or part.t().is_contiguous()
+    return part if is_dense else part.contiguous()
+
+
+_Form = Callable[..., Tensor]
+
+
+def _in_fastest_form(forms: Sequence[_Form], count: int, *operands: Tensor) -> Tensor:
+    """Return what the first form gives that has the bits of the last one, which is exact."""
+    *faster, exact = forms
+    if not torch.compiler.is_compiling() and all(map(has_data, operands)):
+        shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in operands)
+        for form in faster:
+            if _has_bits_of(exact, form, count, shapes, torch.get_num_threads()):
+                return form(count, *operands)
+    return exact(count, *operands)
+
+
+@functools.cache
+def _has_bits_of(
+    exact: _Form,
+    form: _Form,
+    count: int,
+    shapes: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...],
+    _threads: int,
+) -> bool:
+    """Return whether two forms give equal bits for random operands of these shapes and strides."""
+    # Another order of a sum shows in some of many elements, and does not depend on the values.
+    operands = []
+    for number, (shape, stride, dtype, device) in enumerate(shapes):
+        generator = torch.Generator(device).manual_seed(number)
+        operands.append(torch.empty_strided(shape, stride, dtype=dtype, device=device).normal_(generator=generator))
+    return torch.equal(form(count, *operands), exact(count, *operands))
+
+
+# ---- parts of the outputs: rows of the weight
+
+
+def multiply_parts(x: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
+    """Return `x weightᵀ + bias` by parts of the rows: x `[T, I]`, weight `[P·w, I]` → `[T, P·w]`."""
+    if count == 1:
+        return linear(x, weight, bias)
+    biases = () if bias is None else (bias,)
+    return _in_fastest_form((_outputs_at_once, _outputs_by_part), count, x, weight, *biases)
+
+
+def _outputs_at_once(_count: int, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+    return linear(x, weight, *bias)
+
+
+def _outputs_by_part(count: int, x: Tensor, *rows: Tensor) -> Tensor:
+    parts = zip(*(tensor.chunk(count) for tensor in rows), strict=True)
+    return torch.cat([linear(x, *part) for part in parts], dim=-1)
+
+
+def weight_gradient_of_rows(dy: Tensor, x: Tensor, count: int) -> Tensor:
+    """Return `dyᵀ x` by parts of dy's features: dy `[T, P·w]`, x `[T, I]` → `[P·w, I]`."""
+    if count == 1:
+        return _rows_at_once(count, dy, x)
+    return _in_fastest_form((_rows_at_once, _rows_of_slices, _rows_by_part), count, dy, x)
+
+
+def _rows_at_once(_count: int, dy: Tensor, x: Tensor) -> Tensor:
+    return weight_gradient(dy, x)
+
+
+def _rows_of_slices(count: int, dy: Tensor, x: Tensor) -> Tensor:
+    gradient = x.new_empty(dy.shape[1], x.shape[1])
+    for out, part in zip(gradient.chunk(count), dy.chunk(count, dim=1), strict=True):
+        weight_gradient_into(out, part, x)
+    return gradient
+
+
+def _rows_by_part(count: int, dy: Tensor, x: Tensor) -> Tensor:
+    return torch.cat([weight_gradient(alone(part), x) for part in dy.chunk(count, dim=1)])
+
+
+# ---- parts of the inputs: columns of the weight
+
+
+def input_gradient_of_columns(dy: Tensor, weight: Tensor, count: int) -> Tensor:
+    """Return `dy weight` by parts of the columns: dy `[T, O]`, weight `[O, P·w]` → `[T, P·w]`."""
+    if count == 1:
+        return _inputs_at_once(count, dy, weight)
+    return _in_fastest_form((_inputs_at_once, _inputs_of_slices, _inputs_by_part), count, dy, weight)
+
+
+def _inputs_at_once(_count: int, dy: Tensor, weight: Tensor) -> Tensor:
+    return linear(dy, weight.t())
+
+
+def _inputs_of_slices(count: int, dy: Tensor, weight: Tensor) -> Tensor:
+    dx = dy.new_empty(len(dy), weight.shape[1])
+    for out, part in zip(dx.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True):
+        linear_into(out, dy, part.t())
+    return dx
+
+
+def _inputs_by_part(count: int, dy: Tensor, weight: Tensor) -> Tensor:
+    return torch.cat([linear(dy, alone(part).t()) for part in weight.chunk(count, dim=1)], dim=1)
+
+
+def weight_gradient_of_columns(dy: Tensor, x: Tensor, count: int) -> Tensor:
+    """Return `dyᵀ x` by parts of x's features: dy `[T, O]`, x `[T, P·w]` → `[O, P·w]`."""
+    if count == 1:
+        return _columns_at_once(count, dy, x)
+    return _in_fastest_form((_columns_at_once, _columns_of_slices, _columns_by_part), count, dy, x)
+
+
+def _columns_at_once(_count: int, dy: Tensor, x: Tensor) -> Tensor:
+    return weight_gradient(dy, x)
+
+
+def _columns_of_slices(count: int, dy: Tensor, x: Tensor) -> Tensor:
+    gradient = x.new_empty(dy.shape[1], x.shape[1])
+    for out, part in zip(gradient.chunk(count, dim=1), x.chunk(count, dim=1), strict=True):
+        weight_gradient_into(out, dy, part)
+    return gradient
+
+
+def _columns_by_part(count: int, dy: Tensor, x: Tensor) -> Tensor:
+    return torch.cat([weight_gradient(dy, alone(part)) for part in x.chunk(count, dim=1)], dim=1)
+
+
+# ---- sums over parts
+
+
+def sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor], count: int) -> Tensor:
+    """Return the sum over parts of `Σ_k X_k A_kᵀ` in the order of `fold`: xs and weights `[P, …, w_k]` → `[T, O]`."""
+    if count == 1 and len(xs) == 1:
+        return linear(xs[0][0], weights[0][0])
+    return _in_fastest_form((_sum_in_matmuls, _sum_of_slices, _sum_by_part), count, *xs, *weights)
+
+
+def _sum_in_matmuls(count: int, *operands: Tensor) -> Tensor:
+    """Add in the matmul what the tree adds first."""
+    terms = len(operands) // 2
+    sums: list[Tensor] = []
+    for number in range(count):
+        first = linear(operands[0][number], operands[terms][number]) if terms > 1 or number % 2 == 0 else None
+        if first is None:
+            add_linear_(sums[-1], operands[0][number], operands[terms][number])
+            continue
+        for term in range(1, terms):
+            add_linear_(first, operands[term][number], operands[terms + term][number])
+        sums.append(first)
+    return fold(sums)
+
+
+def _sum_of_slices(count: int, *operands: Tensor) -> Tensor:
+    return fold(_part_of_sum([operand[number] for operand in operands]) for number in range(count))
+
+
+def _sum_by_part(count: int, *operands: Tensor) -> Tensor:
+    return fold(_part_of_sum([alone(operand[number]) for operand in operands]) for number in range(count))
+
+
+def _part_of_sum(operands: Sequence[Tensor]) -> Tensor:
+    terms = len(operands) // 2
+    total = linear(operands[0], operands[terms])
+    for x, weight in zip(operands[1:terms], operands[terms + 1 :], strict=True):
+        total.add_(linear(x, weight))
+    return total
+
+
+def row_sums(dy: Tensor) -> Tensor:
+    """Return the sum over tokens of each part: `[P, T, w]` → `[P, w]`."""
+    return torch.stack([alone(part).sum(0) for part in dy])
