@@ -204,6 +204,7 @@ class ParallelLMHead(placement.PlacedModule):
             shape = (vocab_size, hidden_size)
             piece = placement.Piece.rows(maker.name(name, "weight"), shape, group, maker.init, per_rank=rows)
             self.weight = maker.parameter((rows, hidden_size), piece)
+        self._section = Section(rows)
         self.bias = None
         if bias_name is not None:
             piece = placement.Piece.rows(bias_name, (vocab_size,), group, Init.constant(0.0), per_rank=rows)
@@ -216,8 +217,7 @@ class ParallelLMHead(placement.PlacedModule):
         if self.group.grain is None:
             local = linear(entered, self.weight, self.bias)
         else:
-            section = Section(len(self.weight))
-            (local,) = column_products(entered, self.weight, self.bias, [section], self.group)
+            (local,) = column_products(entered, self.weight, self.bias, [self._section], self.group)
         # The last ranks' rows end with padding, which comes last in the gathered logits.
         return collectives.gather_last(local, self.group)[..., : self.vocab_size]
 

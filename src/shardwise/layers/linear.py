@@ -150,6 +150,8 @@ class _ColumnParallel(placement.PlacedModule):
         self._copies = [copies for _, _, copies in parts]
         self._repeats = list(repeats) if repeats else [1] * len(parts)
         self._sizes = [size * copies // group.size for _, size, copies in parts]
+        copy_groups = [group.split(copies) if copies > 1 else Group() for copies in self._copies]
+        self._sections = [Section(*part) for part in zip(self._sizes, self._repeats, copy_groups, strict=True)]
         transposed = options.get("transposed", False)
 
         def pieces(leaf: str, columns: tuple[int, ...], init: Init) -> list[placement.Piece]:
@@ -177,13 +179,6 @@ class _ColumnParallel(placement.PlacedModule):
             y = linear(entered, self.weight, self.bias)
             return tuple(y.split(self._sizes, dim=-1))
         return column_products(entered, self.weight, self.bias, self._sections, self.group)
-
-    @property
-    def _sections(self) -> list[Section]:
-        sections = []
-        for size, copies, repeats in zip(self._sizes, self._copies, self._repeats, strict=True):
-            sections.append(Section(size, repeats, self.group.split(copies) if copies > 1 else Group()))
-        return sections
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → each part `[S, B, local outputs]`."""

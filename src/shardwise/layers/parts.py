@@ -153,12 +153,17 @@ class _RowProducts(torch.autograd.Function):
 
 
 def apply_by_part(
-    function: Callable[..., Tensor], x: Tensor, parameters: Sequence[Tensor], count: int, ranks: Group, dim: int = 0
+    function: Callable[..., Tensor],
+    x: Tensor,
+    parameters: Sequence[Tensor],
+    count: int,
+    ranks: Group | None,
+    dim: int = 0,
 ) -> Tensor:
     """Return `function(x, *parameters)`, computed for each of `count` parts of x along `dim`.
 
-    The gradient of a parameter is the sum over the parts, then over `ranks`. It is complete: its placement must not say
-    that it is partial.
+    The gradient of a parameter is the sum over the parts, then over `ranks`, if any. It is complete: its placement must
+    not say that it is partial.
     """
     by_parameter = [_share(parameter, count, ranks) for parameter in parameters]
     outputs = []
@@ -182,10 +187,10 @@ def apply_by_sequence_part(
     if group.grain is None:
         return function(x, *parameters)
     count = sequence_parts(x, group, sequence_parallel)
-    return apply_by_part(function, x, parameters, count, group if sequence_parallel else Group())
+    return apply_by_part(function, x, parameters, count, group if sequence_parallel else None)
 
 
-def _share(parameter: Tensor, count: int, ranks: Group) -> tuple[Tensor, ...]:
+def _share(parameter: Tensor, count: int, ranks: Group | None) -> tuple[Tensor, ...]:
     return cast(tuple[Tensor, ...], _Share.apply(parameter, count, ranks))  # type: ignore[no-untyped-call]
 
 
@@ -193,7 +198,7 @@ class _Share(torch.autograd.Function):
     """Gives each part a view of a parameter; its gradient is the sum of the parts' in the order of the tree."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, count: int, ranks: Group) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, parameter: Tensor, count: int, ranks: Group | None) -> tuple[Tensor, ...]:
         ctx.ranks = ranks
         return tuple(parameter.view_as(parameter) for _ in range(count))
 
@@ -201,4 +206,6 @@ class _Share(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         total = collectives.tree_sum(torch.stack(grads))
-        return collectives.all_reduce_(total, ctx.ranks), None, None
+        if ctx.ranks is not None:
+            total = collectives.all_reduce_(total, ctx.ranks)
+        return total, None, None
