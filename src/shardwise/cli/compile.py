@@ -119,7 +119,7 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     kind, count = accelerators()
     device = arguments.device or (kind if count else "cpu")
     only_capture = arguments.capture_only
-    threads = _positive("--threads", arguments.threads) or _threads(layout, device)
+    threads = _positive("--threads", arguments.threads) or _threads(config, layout, device)
     workers = _positive("--workers", arguments.workers) or cpu_count()
     from shardwise.distributed.devices import require_build_for
     from shardwise.train.compile.ahead_of_time import CompilationPlan, compile_graphs
@@ -175,8 +175,10 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     return 1 if failed else 0
 
 
-def _threads(layout: Layout, device: str) -> int:
+def _threads(config: Config, layout: Layout, device: str) -> int:
     """The threads that `train` would give to each rank on this machine."""
+    if config.train.bitwise and device == "cpu":
+        return config.train.threads
     given = os.environ.get("OMP_NUM_THREADS", "")
     ranks = layout.world if device == "cpu" else max(1, accelerators()[1])
     return int(given) if given.isdigit() and int(given) else max(1, cpu_count() // ranks)

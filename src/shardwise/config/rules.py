@@ -522,7 +522,7 @@ _FIXED_KEYS = (
     "hooks.optimizer",
 )  # fmt: skip
 # The order of every sum follows from these: with others, the bits would change in the middle of the run.
-_FIXED_KEYS_OF_BITWISE = ("train.micro_batch", "train.data_grain", "parallel.grain")
+_FIXED_KEYS_OF_BITWISE = ("train.micro_batch", "train.data_grain", "train.threads", "parallel.grain")
 
 
 def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

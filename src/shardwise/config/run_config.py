@@ -67,6 +67,12 @@ class Config(Section):
             return {}
         return {"tp": self.parallel.grain, "dp": self.train.gradient_groups}
 
+    def vocab_multiple(self, tensor: int) -> int:
+        """The number to a multiple of which the rows of embedding and head are padded on each of `tensor` ranks."""
+        # Each part of a rank is padded, as each of `grain` ranks would be.
+        parts = max(1, self.parallel.grain // tensor) if self.train.bitwise else 1
+        return self.parallel.vocab_multiple * parts
+
     @property
     def companions(self) -> str | None:
         """The place that `checkpoint.companions` names, else that of `model.config`, unless weights are loaded."""

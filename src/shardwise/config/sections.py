@@ -217,6 +217,12 @@ class TrainConfig(Section):
         "by themselves, then in pairs; a power of two that the data-parallel degree divides; null = the largest one "
         "up to 8 that divides the number of micro-batches; no effect without train.bitwise",
     )
+    threads: int = Field(
+        default=1,
+        gt=0,
+        description="with train.bitwise: threads with which each rank on a CPU computes, whatever OMP_NUM_THREADS is, "
+        "since the order of a sum depends on them; no effect without train.bitwise",
+    )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
     _by_rule: bool = PrivateAttr(default=False)

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.distributed import collectives, placement
-from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import call_forward_pre_hooks, has_data
 from shardwise.layers.arguments import by_name
@@ -25,11 +24,6 @@ from shardwise.layers.parts import Section, apply_by_sequence_part, column_produ
 
 _POSITIONAL = ("max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 """Arguments of torch's and neuronx-distributed's embeddings after `padding_idx`."""
-
-
-def _rows_of_rank(vocabulary: int, group: Group, multiple: int) -> int:
-    """Return the rows of each rank: those of all its parts, of which each is rounded up."""
-    return group.parts * vocabulary_rows(vocabulary, group.size * group.parts, multiple)
 
 
 class ParallelEmbedding(placement.PlacedModule):
@@ -71,7 +65,7 @@ class ParallelEmbedding(placement.PlacedModule):
         self.num_embeddings = num_embeddings
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        rows = _rows_of_rank(num_embeddings, maker.group, row_multiple)
+        rows = vocabulary_rows(num_embeddings, maker.group.size, maker.group.parts * row_multiple)
         shape = (num_embeddings, embedding_dim)
         piece = placement.Piece.rows(maker.name(name, "weight"), shape, maker.group, maker.init, per_rank=rows)
         self.weight = maker.parameter((rows, embedding_dim), piece)
@@ -200,7 +194,7 @@ class ParallelLMHead(placement.PlacedModule):
             rows = tied_weight.shape[0]
             self.weight = tied_weight
         else:
-            rows = _rows_of_rank(vocab_size, group, row_multiple)
+            rows = vocabulary_rows(vocab_size, group.size, group.parts * row_multiple)
             shape = (vocab_size, hidden_size)
             piece = placement.Piece.rows(maker.name(name, "weight"), shape, group, maker.init, per_rank=rows)
             self.weight = maker.parameter((rows, hidden_size), piece)

@@ -294,11 +294,18 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
         ]
     else:
         transfers.append(Transfer("dp", "all_reduce", data, gradients, 1, "gradients"))
-    for ranks in sorted({layout.tensor, workload.local.key_value_copies}):
-        partial = sum(bucket.partial(ranks, data_rank) for bucket in buckets) if ranks > 1 else 0
+    for ranks in sorted({layout.tensor, workload.local.key_value_copies} - {1}):
         axis = "tp" if ranks == layout.tensor else f"tp/{ranks}"
-        size = DTYPE_BYTES[precision.gradient] * partial
-        transfers.append(Transfer(axis, "all_reduce", ranks, size, 1, "partial gradients"))
+        if workload.config.train.bitwise:
+            # Each micro-batch's sum is complete before the next one is added to it.
+            partial = sum(bucket.partial(ranks) for bucket in buckets)
+            size = DTYPE_BYTES[precision.parameter] * partial
+            count = workload.micro_batches
+            transfers.append(Transfer(axis, "all_reduce", ranks, size, count, "gradients of shared parameters"))
+        else:
+            partial = sum(bucket.partial(ranks, data_rank) for bucket in buckets)
+            size = DTYPE_BYTES[precision.gradient] * partial
+            transfers.append(Transfer(axis, "all_reduce", ranks, size, 1, "partial gradients"))
     rows = workload.local.vocabulary
     unpadded_rows = max(0, min(rows, workload.model.vocab_size - tensor_rank * rows))
     unpadded = unpadded_rows * workload.model.hidden_size
@@ -318,8 +325,8 @@ class BucketShape:
     elements: int
     slices: int
 
-    def partial(self, ranks: int, data_rank: int) -> int:
-        """Return the elements, in this data-parallel rank's slice, whose gradient is partial over `ranks` ranks."""
+    def partial(self, ranks: int, data_rank: int | None = None) -> int:
+        """Return the elements whose gradient is partial over `ranks` ranks, in a data-parallel rank's slice, or all."""
         return sum(
             self._owned(offset + parameter.partial_from, offset + parameter.elements, data_rank)
             for offset, parameter in self.parameters
@@ -337,8 +344,10 @@ class BucketShape:
             if parameter.at_both_ends
         )
 
-    def _owned(self, start: int, stop: int, data_rank: int) -> int:
-        """Return the number of elements from `start` to `stop` of the bucket that are in this rank's slice."""
+    def _owned(self, start: int, stop: int, data_rank: int | None) -> int:
+        """Return the number of elements from `start` to `stop` of the bucket that are in a rank's slice, or in any."""
+        if data_rank is None:
+            return stop - start
         share = self.elements // self.slices
         low = share * data_rank if self.slices > 1 else 0
         return max(min(stop, low + share) - max(start, low), 0)

@@ -60,7 +60,7 @@ class RankWorkload:
         model = config.shapes
         if model is None:
             return []
-        local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
+        local = LocalWidths.of(model, layout.tensor, config.vocab_multiple(layout.tensor))
         precision = config.precision.resolved(accelerator)
         plan = stage_plan(config, layout)
         return [

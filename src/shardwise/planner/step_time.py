@@ -197,7 +197,7 @@ def stage_works(
 ) -> list[StageWork]:
     """Return the work of each stage, in the order of the model."""
     model = config.known_shapes
-    local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
+    local = LocalWidths.of(model, layout.tensor, config.vocab_multiple(layout.tensor))
     precision = config.precision.resolved(cluster.device.is_accelerator)
     shape = BlockShape(
         model=model,
@@ -336,7 +336,7 @@ class _StepInputs:
     def _most_elements(self) -> int:
         """Return the parameters of the pipeline rank that has most: the embedding or the head makes it an outer one."""
         model = self.config.model
-        multiple = self.config.parallel.vocab_multiple
+        multiple = self.config.vocab_multiple(self.layout.tensor)
         counts = []
         for rank in {0, self.layout.pipeline - 1}:
             stages = tuple(work.stage for work in self.works if work.stage.rank == rank)
