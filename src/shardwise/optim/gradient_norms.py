@@ -21,6 +21,7 @@ from shardwise.distributed.devices import widest_dtype
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, Pieces
 from shardwise.layers.chunks import rounding_chunk_elements
+from shardwise.optim import exact_sums
 from shardwise.optim.buckets import Bucket
 
 _ROW = 1 << 14
@@ -118,21 +119,31 @@ class ModelNorms:
         tensor: tensor-parallel ranks.
         exact: True to sum in float64. The order of the sum, which depends on the layout, then hardly ever changes the
             result, which is float32 in any case. A device without float64 sums in float32.
+        fixed: True for norms that have the same bits at every layout (`exact_sums`).
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], device: torch.device, world: Group, tensor: Group, *, exact: bool = False
+        self,
+        buckets: Sequence[Bucket],
+        device: torch.device,
+        world: Group,
+        tensor: Group,
+        *,
+        exact: bool = False,
+        fixed: bool = False,
     ) -> None:
         self._world = world
         self._device = device
         self._dtype = _sum_dtype(exact, device)
-        self._runs: dict[int, list[ElementRun]] = {}
+        self._fixed = fixed
+        self._runs: dict[tuple[int, int], list[ElementRun]] = {}
         for bucket in buckets:
             end = 0
             for index, p in enumerate(bucket.parameters):
                 first = bucket.offsets[index] - bucket.owned.start
                 for piece, copies in _owners(bucket, index, tensor):
-                    runs = self._runs.setdefault(copies, [])
+                    atom = _atom(bucket, index, piece, tensor) if fixed else 1
+                    runs = self._runs.setdefault((copies, atom), [])
                     for start, length in bucket.owned_runs(index, piece.local):
                         # Between the end of one parameter and the start of the next all is 0: one run covers both.
                         _append(runs, ElementRun(bucket, start, length), joint=end if start == first else start)
@@ -140,14 +151,53 @@ class ModelNorms:
 
     def measure(self, *takes: Take) -> Tensor:
         """Return a norm for each of `takes`, by one all-reduce."""
+        if self._fixed:
+            return self._measure_fixed(takes)
         squares = torch.zeros(len(takes), dtype=self._dtype, device=self._device)
-        for copies, runs in self._runs.items():
+        for (copies, _), runs in self._runs.items():
             if not runs:
                 continue
             for column, take in enumerate(takes):
                 # `copies` ranks add the same square, so that the sum over the ranks counts it once.
                 squares[column] += _norm(runs, take, self._dtype).square() / copies
         return collectives.all_reduce_(squares, self._world).sqrt().float()
+
+    def _measure_fixed(self, takes: Sequence[Take]) -> Tensor:
+        sums = []
+        for take in takes:
+            parts = [
+                _weighted(_sum_of_squares(runs, take, atom), copies, self._world)
+                for (copies, atom), runs in self._runs.items()
+            ]
+            sums.append(exact_sums.joined(parts))
+        return _norms_of(sums, self._world, self._device)
+
+
+def _atom(bucket: Bucket, index: int, piece: Piece, tensor: Group) -> int:
+    """Return the elements of an atom of a bucket's parameter (`exact_sums`)."""
+    dims = bucket.orders[index]
+    if dims != tuple(range(len(dims))):
+        return 1
+    shape = piece.shape[::-1] if piece.transposed else piece.shape
+    return exact_sums.atom_elements(shape, tensor.grain or 1)
+
+
+def _sum_of_squares(runs: Sequence[ElementRun], take: Take, atom: int) -> int:
+    # A part at a time, as `take` may copy it in a wider dtype; parts have whole atoms.
+    parts = (part for run in runs for part in run.split(chunk_elements(run.bucket)))
+    squares = [exact_sums.atom_squares(take(part), atom) for part in parts]
+    return exact_sums.exact_sum(torch.cat(squares)) if squares else 0
+
+
+def _weighted(total: int, copies: int, world: Group) -> int:
+    """Return a sum so many times that `copies` ranks together have it 2 · world times."""
+    return total if total == exact_sums.NOT_A_NUMBER else total * (2 * world.size // copies)
+
+
+def _norms_of(sums: Sequence[int], world: Group, device: torch.device) -> Tensor:
+    """Return the norms of sums that each rank has `_weighted` a part of, in float32. Collective over the world."""
+    limbs = collectives.all_reduce_(exact_sums.limbs(sums, device), world)
+    return torch.tensor(exact_sums.norms(limbs, 2 * world.size), dtype=torch.float32, device=device)
 
 
 def _append(runs: list[ElementRun], run: ElementRun, joint: int) -> None:
@@ -176,12 +226,14 @@ class _Share:
         group: index of the parameter group.
         copies: number of ranks that own the same elements.
         tensors: owned runs of each tensor, by the tensor's number.
+        atoms: elements of an atom of each tensor (`exact_sums`).
         numbers: keys of `tensors`, on the device.
     """
 
     group: int
     copies: int
     tensors: dict[int, list[ElementRun]]
+    atoms: dict[int, int]
     numbers: Tensor
 
 
@@ -194,7 +246,7 @@ class CanonicalNorms:
     Args:
         groups: buckets of each parameter group.
         pieces: pieces of canonical tensors that each parameter holds.
-        device, world, tensor, exact: arguments of `ModelNorms`.
+        device, world, tensor, exact, fixed: arguments of `ModelNorms`.
 
     Attributes:
         count: T, the number of canonical tensors of the model.
@@ -212,27 +264,39 @@ class CanonicalNorms:
         tensor: Group,
         *,
         exact: bool = False,
+        fixed: bool = False,
     ) -> None:
         self._world = world
         self._device = device
         self._dtype = _sum_dtype(exact, device)
+        self._fixed = fixed
+        atoms: dict[_Key, int] = {}
         tensors: list[tuple[int, int, _Key, list[ElementRun]]] = []
         for group, buckets in enumerate(groups):
             for bucket in buckets:
                 for index in range(len(bucket.parameters)):
                     for key, copies, runs in _tensors(bucket, index, tensor, pieces):
                         tensors.append((group, copies, key, runs))
+                    for piece in pieces[bucket.parameters[index]]:
+                        atoms[piece.name, piece.shape] = _atom(bucket, index, piece, tensor)
         elements: dict[_Key, Fraction] = {}  # fractions, as copies share an element
         for _, copies, key, runs in tensors:
             elements[key] = elements.get(key, Fraction()) + Fraction(sum(run.length for run in runs), copies)
         numbers = _agreed_numbers(elements, world)
         self.count = len(numbers)
+        atom_of_number = {numbers[key]: atom for key, atom in atoms.items()}
         shares: dict[tuple[int, int], dict[int, list[ElementRun]]] = {}
         for group, copies, key, runs in tensors:
             if runs:
                 shares.setdefault((group, copies), {})[numbers[key]] = runs
         self._shares = [
-            _Share(group, copies, runs_by_tensor, torch.tensor(list(runs_by_tensor), device=self._device))
+            _Share(
+                group,
+                copies,
+                runs_by_tensor,
+                atom_of_number,
+                torch.tensor(list(runs_by_tensor), device=self._device),
+            )
             for (group, copies), runs_by_tensor in shares.items()
         ]
 
@@ -241,6 +305,8 @@ class CanonicalNorms:
 
         Collective: one all-reduce of these numbers over the world.
         """
+        if self._fixed:
+            return self._measure_fixed(groups, takes)
         squares = torch.zeros((len(takes), self.count), dtype=self._dtype, device=self._device)
         for share in self._shares:
             if share.group not in groups:
@@ -249,6 +315,18 @@ class CanonicalNorms:
                 norms = torch.stack([_norm(runs, take, self._dtype) for runs in share.tensors.values()])
                 squares[column].index_add_(0, share.numbers, norms.to(squares).square(), alpha=1.0 / share.copies)
         return collectives.all_reduce_(squares, self._world).sqrt().float()
+
+    def _measure_fixed(self, groups: Sequence[int], takes: Sequence[Take]) -> Tensor:
+        sums = [0] * (len(takes) * self.count)
+        for share in self._shares:
+            if share.group not in groups:
+                continue
+            for column, take in enumerate(takes):
+                for number, runs in share.tensors.items():
+                    part = _weighted(_sum_of_squares(runs, take, share.atoms[number]), share.copies, self._world)
+                    place = column * self.count + number
+                    sums[place] = exact_sums.joined((sums[place], part))
+        return _norms_of(sums, self._world, self._device).view(len(takes), self.count)
 
     def runs(self, group: int) -> Iterator[tuple[int, ElementRun]]:
         """Yield the runs that this rank owns of a parameter group, each with its tensor's number."""

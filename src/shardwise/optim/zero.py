@@ -177,7 +177,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         take_first_values(groups, self.tensor, self.group, device)
         self._partial.append(PartialGradients([bucket for options in groups for bucket in self._move(options)]))
         self._uncut = UncutGradients(self.param_groups, self.buckets, self.tensor, self.group, device)
-        self._model = ModelNorms(self.buckets, device, self._world, self.tensor, exact=self._is_stochastic)
+        self._model = ModelNorms(
+            self.buckets, device, self._world, self.tensor, exact=self._is_stochastic, fixed=self._sums_in_order
+        )
         # Norms that were measured before lack the gradients of the new buckets.
         self._norms = None
         self._updates = self._make_update(device)
@@ -212,7 +214,15 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         pieces = named_pieces(self.param_groups, self._stage)
 
         def make_norms(groups: list[list[Bucket]]) -> CanonicalNorms:
-            return CanonicalNorms(groups, pieces, device, self._world, self.tensor, exact=self._is_stochastic)
+            return CanonicalNorms(
+                groups,
+                pieces,
+                device,
+                self._world,
+                self.tensor,
+                exact=self._is_stochastic,
+                fixed=self._sums_in_order,
+            )
 
         if not self._is_stochastic:
             return Update(self.inner, self.buckets, make_norms)
@@ -293,6 +303,11 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._norms[0] *= self._scale
         for bucket in self.buckets:
             bucket.note_gradients()
+
+    @property
+    def _sums_in_order(self) -> bool:
+        """True if every sum has one order at all layouts (`Group.grain`)."""
+        return self.group.grain is not None
 
     @property
     def _scale(self) -> float:

@@ -1,0 +1,96 @@
+"""Sums of squares that do not depend on the order of their terms, nor on the ranks that hold them.
+
+The squares of `atom` neighbouring elements are added first, by one kernel whose result for an atom depends on its
+elements alone. These sums are then added without rounding, as whole numbers of 2^-320, in any order (bins of fixed
+exponents, as in Demmel and Nguyen, "Fast reproducible floating-point summation", 2013).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+_LOWEST = -320
+"""Exponent of the unit. Squares of float32 numbers are multiples of 2^-298; what is smaller counts as 0."""
+_HIGHEST = 320
+_BITS = 24
+"""Bits of a bin. The terms of a bin are below 2^25 units of it: a float64 holds the exact sum of 2^28 of them."""
+_BINS = (_HIGHEST - _LOWEST) // _BITS + 1
+LIMBS = _BINS + 3
+"""Numbers of 64 bits that a sum takes on its way between ranks: its bins, room for the sum, and a mark of NaN."""
+
+NOT_A_NUMBER = -1
+"""The sum in which a term is infinite or not a number; all other sums are at least 0."""
+
+
+def atom_squares(values: Tensor, atom: int) -> Tensor:
+    """Return the sum of squares of each atom in float64; the length is a multiple of `atom`."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(values.view(-1, atom), dim=1, dtype=dtype)
+    # The square of a float32 number is exact in float64.
+    return norms.double().square()
+
+
+def exact_sum(terms: Tensor) -> int:
+    """Return the sum of numbers that are at least 0, without rounding, in units of 2^-320."""
+    if not terms.numel():
+        return 0
+    rest = terms
+    largest = float(rest.amax())
+    if not largest < 2.0**_HIGHEST:
+        return NOT_A_NUMBER
+    total = 0
+    first_bin = max(0, math.frexp(largest)[1] - _LOWEST) // _BITS
+    for number in range(first_bin, -1, -1):
+        unit = 2.0 ** (_LOWEST + number * _BITS)
+        # Adding 1.5 · 2^52 units rounds to a multiple of the unit; what is cut off goes to the next bin.
+        anchor = 1.5 * 2.0**52 * unit
+        rounded = (rest + anchor) - anchor
+        total += int(float(rounded.sum()) / unit) << (number * _BITS)
+        rest = rest - rounded
+        if not rest.any():
+            break
+    return total
+
+
+def joined(sums: Iterable[int]) -> int:
+    """Return the sum of sums."""
+    known = list(sums)
+    return NOT_A_NUMBER if NOT_A_NUMBER in known else sum(known)
+
+
+def limbs(sums: Sequence[int], device: torch.device) -> Tensor:
+    """Return sums as int64 numbers `[n, LIMBS]`, which ranks can add up."""
+    rows = []
+    for total in sums:
+        if total == NOT_A_NUMBER:
+            rows.append([0] * (LIMBS - 1) + [1])
+        else:
+            rows.append([(total >> (_BITS * number)) & (2**_BITS - 1) for number in range(LIMBS - 1)] + [0])
+    return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, LIMBS)
+
+
+def norms(added_limbs: Tensor, divisor: int) -> list[float]:
+    """Return the square root of each sum divided by `divisor`, from the added limbs of all ranks `[n, LIMBS]`."""
+    roots = []
+    for *numbers, mark in added_limbs.tolist():
+        total = sum(number << (_BITS * place) for place, number in enumerate(numbers))
+        root = math.sqrt(math.ldexp(float(total // divisor), _LOWEST)) if not mark else math.nan
+        roots.append(root)
+    return roots
+
+
+def atom_elements(shape: Sequence[int], grain: int) -> int:
+    """Return the elements of an atom of a tensor that lies in memory with this shape, in the whole model.
+
+    No layout cuts an atom: ZeRO cuts at multiples of 32 elements, and tensor parallelism cuts the last dim of a matrix,
+    or a vector, into at most `grain` equal parts.
+    """
+    length = shape[-1] if shape else 1
+    if length % grain == 0:
+        return math.gcd(32, length // grain)
+    # The last dim of a matrix stays whole. A vector may be cut anywhere, as a bias with padding is.
+    return math.gcd(32, length) if len(shape) > 1 else 1
