@@ -31,7 +31,8 @@ def atom_squares(values: Tensor, atom: int) -> Tensor:
     dtype = torch.promote_types(values.dtype, torch.float32)
     norms = torch.linalg.vector_norm(values.view(-1, atom), dim=1, dtype=dtype)
     # The square of a float32 number is exact in float64.
-    return norms.double().square()
+    squares: Tensor = norms.double().square()
+    return squares
 
 
 def exact_sum(terms: Tensor) -> int:
