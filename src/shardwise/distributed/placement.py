@@ -274,6 +274,25 @@ def share(parameter: Tensor, ranks: Group) -> None:
     cast(PlacedParameter, parameter).placement = replace(record, pieces=shared)
 
 
+def add_head_leaf(parameter: nn.Parameter) -> Tensor:
+    """Make the leaf by which an output head uses an embedding's weight, with a gradient of its own.
+
+    Over a pipeline the embedding and the head are on two ranks, whose gradients are added once a step. With a leaf,
+    they are added in the same order where one rank has both.
+    """
+    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+    cast(Any, parameter).head_leaf = leaf
+    return leaf
+
+
+def head_leaf(parameter: nn.Parameter) -> Tensor | None:
+    """The leaf of `add_head_leaf` on the parameter's present memory; None for a parameter without one."""
+    leaf: Tensor | None = getattr(parameter, "head_leaf", None)
+    if leaf is not None:
+        leaf.data = parameter.data
+    return leaf
+
+
 def of_or_whole(parameter: Tensor, name: str = "", tensor: Group | None = None) -> Placement:
     """A parameter's record; one without, such as those of torch's own modules, is one canonical tensor, whole.
 

@@ -193,6 +193,8 @@ class ParallelLMHead(placement.PlacedModule):
         if tied_weight is not None:
             rows = tied_weight.shape[0]
             self.weight = tied_weight
+            if group.grain is not None:
+                placement.add_head_leaf(tied_weight)
         else:
             rows = vocabulary_rows(vocab_size, group.size, group.parts * row_multiple)
             shape = (vocab_size, hidden_size)
@@ -211,9 +213,15 @@ class ParallelLMHead(placement.PlacedModule):
         if self.group.grain is None:
             local = linear(entered, self.weight, self.bias)
         else:
-            (local,) = column_products(entered, self.weight, self.bias, [self._section], self.group)
+            (local,) = column_products(entered, self._used_weight, self.bias, [self._section], self.group)
         # The last ranks' rows end with padding, which comes last in the gathered logits.
         return collectives.gather_last(local, self.group)[..., : self.vocab_size]
+
+    @property
+    def _used_weight(self) -> Tensor:
+        """The weight, or the leaf by which its gradient as the head's weight is kept apart."""
+        leaf = placement.head_leaf(self.weight)
+        return self.weight if leaf is None else leaf
 
     @torch.no_grad()
     def likeliest(self, x: Tensor) -> Tensor:
@@ -255,7 +263,7 @@ class ParallelLMHead(placement.PlacedModule):
         call_forward_pre_hooks(self)
         return linear_cross_entropy(
             x,
-            self.weight,
+            self._used_weight,
             targets_SB,
             group=self.group,
             sequence_parallel_enabled=self.sequence_parallel_enabled,

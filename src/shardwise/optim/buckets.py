@@ -21,6 +21,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece
 from shardwise.distributed.torch_private import version_of
 from shardwise.optim.bucket_layout import bucket_bytes, offsets_and_length, packed
+from shardwise.optim.gradient_groups import GroupSums
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class Bucket:
         gradient: owned part of `gradients`.
         master: owned part in the optimizer's dtype, such as float32 master weights of bfloat16 parameters.
         separate: True if the master is a copy; False if it is the parameters' own memory, as the dtypes agree.
+        head_gradients: flat buffer for the gradients of weights as those of an output head (`placement.head_leaf`);
+            None if the bucket has no such weight.
+        group_sums: sums over groups of micro-batches, by the parameter or leaf of a head whose gradients they are.
         reduced: True once this step's reduction has begun.
         ready: indices of the parameters whose gradients are complete in this step.
     """
@@ -80,6 +84,17 @@ class Bucket:
         # `empty_like` gives the strides of a dense tensor: a parameter may be a view with gaps.
         self.orders = [_memory_order(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
         self._gradient_views = self._views(self.gradients)
+        self.head_gradients: Tensor | None = None
+        self._heads: list[tuple[Tensor, Tensor]] = []
+        if any(placement.head_leaf(p) is not None for p in self.parameters):
+            self.head_gradients = torch.zeros_like(self.gradients)
+            leaves = map(placement.head_leaf, self.parameters)
+            views = self._views(self.head_gradients)
+            self._heads = [(leaf, view) for leaf, view in zip(leaves, views, strict=True) if leaf is not None]
+        for leaf, _ in self._heads:
+            leaf.grad_dtype = self.gradients.dtype
+        leaves_and_views = [*zip(self.parameters, self._gradient_views, strict=True), *self._heads]
+        self.group_sums = {leaf: GroupSums(view) for leaf, view in leaves_and_views}
         for p, view, gradient in zip(self.parameters, self._views(self.values), self._gradient_views, strict=True):
             view.copy_(p.detach())
             p.data = view
@@ -97,6 +112,7 @@ class Bucket:
         self.separate = dtype != master_dtype
         self.master = nn.Parameter(owned_values.to(master_dtype))
         self._pending: Pending | None = None
+        self._pending_heads: Pending | None = None
         self.reset()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -115,6 +131,9 @@ class Bucket:
         if self._pending is not None:
             self._pending.wait()
         self._pending = None
+        if self._pending_heads is not None:
+            self._pending_heads.wait()
+        self._pending_heads = None
         self.reduced = False
         self.ready: set[int] = set()
 
@@ -122,6 +141,17 @@ class Bucket:
         """Make every `.grad` the bucket's view again."""
         for p, view in zip(self.parameters, self._gradient_views, strict=True):
             p.grad = view
+        for leaf, view in self._heads:
+            leaf.grad = view
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to 0, those of groups that have ended too, and make every `.grad` the bucket's view."""
+        self.gradients.zero_()
+        if self.head_gradients is not None:
+            self.head_gradients.zero_()
+        for sums in self.group_sums.values():
+            sums.drop()
+        self.attach_gradients()
 
     def adopt(self, index: int) -> None:
         """Copy a gradient into the bucket that lies elsewhere, because the caller dropped or replaced the view."""
@@ -162,14 +192,21 @@ class Bucket:
         """Start summing gradients over the group: a reduce-scatter into the owned part, or an all-reduce."""
         for index in range(len(self.parameters)):
             self.adopt(index)
+        for sums in self.group_sums.values():
+            sums.join()
         self.reduced = True
-        if self.group.size > 1:
-            wire = self.gradients.to(self.reduce_dtype)
-            if self.sharded:
-                self._pending = collectives.reduce_scatter_async(wire, self.group, out=wire[self.owned])
-            else:
-                self._pending = collectives.all_reduce_async(wire, self.group)
+        self._pending = self._start_sum(self.gradients)
+        if self.head_gradients is not None:
+            self._pending_heads = self._start_sum(self.head_gradients)
         self.note_gradients()
+
+    def _start_sum(self, gradients: Tensor) -> Pending:
+        if self.group.size == 1:
+            return Pending(gradients[self.owned])
+        wire = gradients.to(self.reduce_dtype)
+        if self.sharded:
+            return collectives.reduce_scatter_async(wire, self.group, out=wire[self.owned])
+        return collectives.all_reduce_async(wire, self.group)
 
     def finish_reduction(self) -> None:
         """Wait for the sum; it is then in `gradient`."""
@@ -179,6 +216,10 @@ class Bucket:
             self._pending = None
             if total.dtype != self.gradient.dtype:
                 self.gradient.copy_(total)
+        if self._pending_heads is not None:
+            # Only now: over a pipeline, these two sums are those of two ranks.
+            self.gradient.add_(self._pending_heads.wait())
+            self._pending_heads = None
         self.note_gradients()
 
     def note_gradients(self) -> None:
@@ -337,10 +378,14 @@ def make_buckets(
     """Make buckets of at most `cap_bytes` of gradients each (None: `bucket_bytes`), packed by `bucket_layout.packed`.
 
     A parameter that ranks of other pipeline stages hold too (a tied weight) has a bucket to itself: the same elements
-    must be owned by corresponding ranks of both stages, and the other parameters of the stages differ.
+    must be owned by corresponding ranks of both stages, and the other parameters of the stages differ. So has one with
+    `head_gradients`, which are as long as the bucket.
     """
     sizes = [
-        ((p.dtype, p.device, _ranks_beyond(p) and i), p.numel() * (dtypes.gradient or p.dtype).itemsize)
+        (
+            (p.dtype, p.device, (_ranks_beyond(p) or placement.head_leaf(p) is not None) and i),
+            p.numel() * (dtypes.gradient or p.dtype).itemsize,
+        )
         for i, p in enumerate(parameters)
     ]
     if cap_bytes is None:

@@ -242,6 +242,21 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             raise
         self._overlapping = not last
 
+    @torch.no_grad()
+    def end_group(self, leaves: Iterable[Tensor] | None = None) -> None:
+        """Keep the gradients of the micro-batches since the last group: those of the next ones add up by themselves.
+
+        The reduction adds all groups (`optim/gradient_groups.py`).
+
+        Args:
+            leaves: parameters and leaves of heads (`placement.head_leaf`) whose group ends; None: all.
+        """
+        chosen = None if leaves is None else set(leaves)
+        for bucket in self.buckets:
+            for leaf, sums in bucket.group_sums.items():
+                if chosen is None or leaf in chosen:
+                    sums.end_group()
+
     def _on_gradient(self, parameter: Tensor) -> None:
         bucket, _ = self._bucket_places[parameter]  # type: ignore[index]
         if bucket.reduced:
@@ -405,8 +420,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         """Set gradients to 0. They stay views into the buckets, whatever `set_to_none` says."""
         for bucket in self.buckets:
             bucket.reset()
-            bucket.gradients.zero_()
-            bucket.attach_gradients()
+            bucket.zero_gradients()
         for p in self._frozen:
             p.grad = None
         for gradients in self._partial:

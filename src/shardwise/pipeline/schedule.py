@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from shardwise.config.layout import Stage
 from shardwise.config.schedules import SCHEDULES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.placement import head_leaf
 from shardwise.distributed.torch_private import open_connections_to_others
 from shardwise.models.blocks import Stages
 from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, StepTiming, name_messages
@@ -78,7 +79,12 @@ class Pipeline:
         open_connections_to_others(self.stages)
         self.schedule = make_schedule(parallel, self.stages, micro_batches)
 
-    def step(self, compute: Compute, ready: Callable[[nn.Parameter], None] | None = None) -> None:
+    def step(
+        self,
+        compute: Compute,
+        ready: Callable[[nn.Parameter], None] | None = None,
+        ended: Callable[[int, Iterable[Tensor]], None] | None = None,
+    ) -> None:
         """Forward and backward of all micro-batches; gradients add up in the parameters. Collective.
 
         Args:
@@ -86,6 +92,8 @@ class Pipeline:
                 differentiated.
             ready: called with each parameter whose gradient is complete, as soon as its stage's last backward pass is
                 done.
+            ended: called after each backward pass of a stage, with the micro-batch's number and the tensors to whose
+                gradients it added.
 
         Raises:
             LostPeerError: a message did not come, or could not be sent: another rank has ended.
@@ -93,7 +101,9 @@ class Pipeline:
         """
         self.clock.begin()
         self._ready = ready or _ignore
-        self._incomplete = Counter(p for module in self._submodules for p in module.parameters())
+        for module in self._submodules:
+            module.ended = ended
+        self._incomplete = Counter(p for module in self._submodules for p in module.model.parameters())
         for module in self._submodules:
             module.compute = compute
         numbers = torch.arange(self._micro_batches)
@@ -112,6 +122,7 @@ class Pipeline:
         finally:
             for module in self._submodules:
                 module.compute = None
+                module.ended = None
         if failure is not None:
             raise failure
 
@@ -148,6 +159,7 @@ class _Submodule(nn.Module):
         self.stage = stage
         self.model = model
         self.compute: Compute | None = None
+        self.ended: Callable[[int, Iterable[Tensor]], None] | None = None
         self.micro_batch = 0
         self.raised: Exception | None = None
 
@@ -155,6 +167,24 @@ class _Submodule(nn.Module):
         assert self.compute is not None, "only a step of the pipeline runs it"
         with self.remembering():
             return self.compute(self.model, None if self.stage.is_first else x, self.micro_batch)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The tensors whose gradients torch computes for the stage."""
+        return cast(Iterator[nn.Parameter], self.leaves())
+
+    def leaves(self) -> Iterator[Tensor]:
+        """The parameters, and the leaves of a head, to whose gradients a backward pass of this stage adds."""
+        for parameter in self.model.parameters():
+            leaf = head_leaf(parameter)
+            if leaf is None or self.stage.is_first:
+                yield parameter
+            if leaf is not None and self.stage.is_last:
+                yield leaf
+
+    def report_end(self, micro_batch: int) -> None:
+        """Report that a backward pass of a micro-batch has added to all gradients of the stage."""
+        if self.ended is not None:
+            self.ended(micro_batch, self.leaves())
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
@@ -243,12 +273,17 @@ class _Stage(PipelineStage):
             self._losses[bwd_chunk_id] = loss
             if kind == BACKWARD:
                 self._free_graph(bwd_chunk_id)
+        # With `dw_builder` this pass computes all gradients, and the second one none.
+        if kind == BACKWARD or self.dw_builder is not None:
+            self._module.report_end(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         with self._clock.time(WEIGHTS, self.stage_index, bwd_chunk_id), self._module.remembering():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
         self._graphs.pop(bwd_chunk_id, None)
         self._free_graph(bwd_chunk_id)
+        if self.dw_builder is None:
+            self._module.report_end(bwd_chunk_id)
 
     def _free_graph(self, micro_batch: int) -> None:
         """Release the input of a micro-batch whose loss was differentiated.

@@ -5,6 +5,7 @@ Shapes: K = objectives of the loss.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -81,6 +82,7 @@ def evaluate_rounds(
     start = time.perf_counter()
     K = len(objectives)
     # Losses [K], numbers of targets [K]; if scored also right answers [K] and the number of tokens [1].
+    terms_NK: list[Tensor] = []
     sums = torch.zeros(3 * K + 1 if is_scored else 2 * K, dtype=devices.widest_dtype(mesh.device), device=mesh.device)
     # Sequence parallelism leaves each rank a part of each sample between blocks.
     sequence_parts = mesh.tp.size if parallel is not None and parallel.sequence else 1
@@ -96,6 +98,7 @@ def evaluate_rounds(
             else:
                 out = batch.result(part, part(**batch.arguments(part, x)))
             if gives_losses(part):
+                terms_NK.append(out)
                 sums[:K] += out
                 sums[K : 2 * K] += batch.counts_K
                 if is_scored:
@@ -108,6 +111,8 @@ def evaluate_rounds(
     # Only the last stage had losses. One transfer for all sums; the division is in float64 for any device.
     sums = sums.cpu().double()
     counts_K = sums[K : 2 * K]
+    if mesh.dp.grain is not None:
+        sums[:K] = _exact_sums(terms_NK, K, mesh)
     accuracies: dict[str, float] = {}
     if is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert):
         accuracies = _by_name(objectives, mean_over_targets(sums[2 * K : -1], counts_K))
@@ -118,6 +123,15 @@ def evaluate_rounds(
         tokens=int(sums[-1]) if is_scored else 0,
         seconds=time.perf_counter() - start,
     )
+
+
+def _exact_sums(terms_NK: Sequence[Tensor], objectives: int, mesh: Mesh) -> Tensor:
+    """Sums of all ranks' losses, [K], rounded once: the ranks' order does not matter."""
+    local = [term.tolist() for term in terms_NK]
+    by_replica = collectives.all_gather_objects(local, mesh.dp)
+    by_stage = collectives.all_gather_objects([row for rows in by_replica for row in rows], mesh.pp)
+    rows = [row for rows in by_stage for row in rows]
+    return torch.tensor([math.fsum(row[number] for row in rows) for number in range(objectives)], dtype=torch.float64)
 
 
 def _by_name(objectives: Sequence[str], numbers_K: Tensor) -> dict[str, float]:

@@ -21,7 +21,7 @@ import torch
 from shardwise.base.errors import DataError
 from shardwise.config import Config
 from shardwise.data.formats.common import PreparedData, make_batches
-from shardwise.data.samples.batch import Batch, Batches, eval_micro_batches, rows_of_rank
+from shardwise.data.samples.batch import Batch, Batches, eval_micro_batches
 from shardwise.data.samples.streaming import StreamBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
@@ -50,6 +50,9 @@ class Feed:
         self._mesh = mesh
         self.batches = batches
         self.evaluation_batches = evaluation_batches
+        for part in (batches, evaluation_batches):
+            if part is not None:
+                part.is_consecutive = config.train.bitwise
         self._reads = mesh.tp.rank == 0
         self._threads: ThreadPoolExecutor | None = None
         self._pending: deque[tuple[int, Future[list[Batch]]]] = deque()
@@ -87,7 +90,7 @@ class Feed:
         train = self._config.train
         dp = self._mesh.dp
         local = self._read(position, following) if self._reads else None
-        rows = rows_of_rank(train.global_batch, dp.rank, dp.size, train.micro_batch)
+        rows = self.batches.rows_of_rank(train.global_batch, dp.rank, dp.size, train.micro_batch)
         return self._share(self.batches, local, [np.arange(row.start, row.stop) + position for row in rows])
 
     def evaluation(self, at_once: int) -> Iterator[list[MicroBatch]]:
@@ -99,7 +102,7 @@ class Feed:
         portion = dp.size * train.micro_batch
         total = eval_micro_batches(batches.num_samples, train.eval_batches, train.global_batch, portion)
         reading = batches.eval_batches(train.eval_batches, train.global_batch, dp.rank, dp.size, train.micro_batch)
-        rows = rows_of_rank(total * portion, dp.rank, dp.size, train.micro_batch)
+        rows = batches.rows_of_rank(total * portion, dp.rank, dp.size, train.micro_batch)
 
         def read() -> list[Batch]:
             return list(islice(reading, at_once))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -205,11 +205,15 @@ class Trainer:
             micro_batches = self.feed.at(self.progress.position, following=train.steps - step)
         self.progress.phase = "forward and backward"
         counts_K = count_targets(micro_batches, self.mesh.dp)
-        losses_K = self._forward_backward(micro_batches, counts_K)
+        losses_NK = self._forward_backward(micro_batches, counts_K)
         self.progress.phase = "gradient reduction"
         # Each replica has the losses of its samples, and in a pipeline only the last stage has them.
-        global_losses_K = collectives.all_reduce_(collectives.all_reduce_(losses_K, self.mesh.dp), self.mesh.pp)
-        numbers = self._read_numbers(global_losses_K, None if rank_flags is None else rank_flags())
+        if self.mesh.dp.grain is None:
+            losses = collectives.all_reduce_(losses_NK, self.mesh.dp)
+        else:
+            losses = collectives.all_gather(losses_NK, self.mesh.dp)
+        losses = collectives.all_reduce_(losses, self.mesh.pp)
+        numbers = self._read_numbers(losses, None if rank_flags is None else rank_flags())
         loss = sum(numbers.losses)
         if not (math.isfinite(loss) and math.isfinite(numbers.gradient_norm)):
             self._stop_non_finite(step, loss, numbers.gradient_norm, micro_batches, counts_K)
@@ -251,17 +255,20 @@ class Trainer:
             self.stragglers.add(record.work_seconds)
         return record
 
-    def _read_numbers(self, global_losses_K: Tensor, flags: Sequence[float] | None) -> _StepNumbers:
+    def _read_numbers(self, losses_NK: Tensor, flags: Sequence[float] | None) -> _StepNumbers:
         """Read a step's numbers on the host, which waits here for all work before.
 
         All travel in one tensor, the ranks' flags too: a transfer of their own would stop the host a second time in
         each step, with nothing queued on the device, and their all-reduce is queued behind the backward pass.
 
         Args:
+            losses_NK: terms of the global batch's losses; their sum is rounded once, whatever their order.
             flags: flags of this rank, of which the largest of all ranks are read, and with them the slowest rank;
                 None reads neither.
         """
-        parts = [global_losses_K]
+        terms = losses_NK.numel()
+        objectives = losses_NK.shape[1]
+        parts = [losses_NK.flatten()]
         if flags is not None:
             parts.append(largest_of_ranks([*flags, *self.stragglers.numbers()], self.mesh))
         with self.clock.phase(OPTIMIZER):
@@ -269,12 +276,12 @@ class Trainer:
         numbers = torch.cat((norms, *parts)).tolist()
         # The host has waited for the device, so the marks around the passes can be read without another wait.
         self.clock.read()
-        flags_start = 2 + len(global_losses_K)
+        flags_start = 2 + terms
         flags_stop = flags_start + len(flags or ())
         return _StepNumbers(
             gradient_norm=numbers[0],
             parameter_norm=numbers[1],
-            losses=tuple(numbers[2:flags_start]),
+            losses=tuple(math.fsum(numbers[2 + number : flags_start : objectives]) for number in range(objectives)),
             agreed_flags=tuple(numbers[flags_start:flags_stop]),
             straggler=self.stragglers.take(numbers[flags_stop:]),
         )
@@ -302,11 +309,13 @@ class Trainer:
         return state_by_kind(self.model, self.optimizer)
 
     def _forward_backward(self, micro_batches: list[MicroBatch], counts_K: Tensor, *, last: bool = True) -> Tensor:
-        """Add the gradients of the global mean loss; returns this rank's share of each objective's mean, [K].
+        """Add the gradients of the global mean loss; returns this rank's terms of each objective's mean, [N, K].
+
+        There is one term, or in a bit-equal training one for each micro-batch (0 on stages that have no loss).
 
         With `last` the gradients are complete afterwards, and each bucket's reduction starts during the backward pass.
         """
-        shares = [torch.zeros_like(counts_K, dtype=torch.float32)]
+        shares: list[Tensor] = []
 
         def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
             batch = micro_batches[number]
@@ -321,18 +330,35 @@ class Trainer:
             shares.append(losses_K.detach())
             return losses_K
 
+        group_length = len(micro_batches) // self.mesh.dp.parts
+
+        def ends_group(number: int) -> bool:
+            return (number + 1) % group_length == 0 and number + 1 < len(micro_batches)
+
+        def end_group(number: int, leaves: Iterable[Tensor]) -> None:
+            if ends_group(number):
+                self.optimizer.end_group(leaves)
+
         if self.pipeline is not None:
             # Schedules that split the backward pass fire no hooks: the pipeline says which gradients are complete.
             with self.optimizer.accumulate(), self.clock.phase(PIPELINE):
-                self.pipeline.step(compute, self.optimizer.gradient_ready if last else None)
-            return torch.stack(shares).sum(dim=0)
+                self.pipeline.step(compute, self.optimizer.gradient_ready if last else None, end_group)
+            return self._loss_terms(shares, counts_K, len(micro_batches))
         for number in range(len(micro_batches)):
             with self.optimizer.accumulate(last=last and number == len(micro_batches) - 1):
                 with record_function(f"forward, micro-batch {number}"), self.clock.phase(FORWARD):
                     loss = compute(self.model, None, number).sum()
                 with record_function(f"backward, micro-batch {number}"), self.clock.phase(BACKWARD):
                     loss.backward()
-        return torch.stack(shares).sum(dim=0)
+                if ends_group(number):
+                    self.optimizer.end_group()
+        return self._loss_terms(shares, counts_K, len(micro_batches))
+
+    def _loss_terms(self, shares: list[Tensor], counts_K: Tensor, micro_batches: int) -> Tensor:
+        missing = torch.zeros_like(counts_K, dtype=torch.float32)
+        if self.mesh.dp.grain is None:
+            return torch.stack([missing, *shares]).sum(dim=0, keepdim=True)
+        return torch.stack(shares or [missing] * micro_batches).float()
 
     def evaluate(self) -> tuple[float, float]:
         """Mean loss and perplexity over the first `eval_batches` global batches of the evaluation part, on every rank.

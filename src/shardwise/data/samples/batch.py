@@ -77,6 +77,8 @@ class Batches(ABC):
 
     objectives: tuple[str, ...]
     """Objectives whose targets `Batch.counts` counts, in its order: `("lm",)` or `("mlm", "nsp")`."""
+    is_consecutive = False
+    """True if a rank's micro-batches follow each other in a global batch, False if those of all ranks take turns."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.sampler = SampleOrder(num_samples, seed)
@@ -105,6 +107,15 @@ class Batches(ABC):
         """The indices of these samples of an evaluation, which has each sample once."""
         return numbers
 
+    def rows_of_rank(self, total: int, dp_rank: int, dp_size: int, micro_batch: int) -> list[slice]:
+        """The samples, of `total` ones, that each micro-batch of a rank has."""
+        if self.is_consecutive:
+            share = total // dp_size
+            starts = range(dp_rank * share, (dp_rank + 1) * share, micro_batch)
+        else:
+            starts = range(dp_rank * micro_batch, total, dp_size * micro_batch)
+        return [slice(start, start + micro_batch) for start in starts]
+
     def blank(self, micro_batch: int) -> Batch:
         """A micro-batch that counts nothing; the arrays of any other have its names and shapes."""
         zeros_B = np.zeros(micro_batch, dtype=np.int64)
@@ -120,14 +131,15 @@ class Batches(ABC):
         """One rank's micro-batches of the global batch that follows `consumed` samples.
 
         Micro-batch `m` of rank `r` holds the `micro_batch` samples from `(m · dp_size + r) · micro_batch`, so all
-        ranks' first micro-batches come before all second ones. Several threads may call it at once.
+        ranks' first micro-batches come before all second ones; or a rank's micro-batches follow each other, where
+        `is_consecutive`. Several threads may call it at once.
         """
         _check_division(global_batch, dp_rank, dp_size, micro_batch)
         indices, epochs = self.draw(consumed, global_batch)
         samples = np.arange(consumed, consumed + global_batch)
         return [
             self.collate(indices[rows], epochs[rows], samples[rows])
-            for rows in rows_of_rank(global_batch, dp_rank, dp_size, micro_batch)
+            for rows in self.rows_of_rank(global_batch, dp_rank, dp_size, micro_batch)
         ]
 
     def eval_batches(
@@ -142,7 +154,7 @@ class Batches(ABC):
         real = min(count * global_batch, self.num_samples)
         portion = dp_size * micro_batch
         total = eval_micro_batches(self.num_samples, count, global_batch, portion) * portion
-        for rows in rows_of_rank(total, dp_rank, dp_size, micro_batch):
+        for rows in self.rows_of_rank(total, dp_rank, dp_size, micro_batch):
             samples = np.arange(rows.start, rows.stop)
             indices = np.where(samples < real, self.evaluated(np.minimum(samples, real - 1)), -1)
             # Epoch 0 each time: every evaluation sees the same samples.
@@ -235,12 +247,6 @@ def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion:
         portion: samples of one micro-batch of every data-parallel rank together.
     """
     return -(-min(count * global_batch, num_samples) // portion)
-
-
-def rows_of_rank(total: int, dp_rank: int, dp_size: int, micro_batch: int) -> list[slice]:
-    """The samples, of `total` ones, that each micro-batch of a rank has."""
-    portion = dp_size * micro_batch
-    return [slice(start, start + micro_batch) for start in range(dp_rank * micro_batch, total, portion)]
 
 
 def _check_division(global_batch: int, dp_rank: int, dp_size: int, micro_batch: int) -> None:
