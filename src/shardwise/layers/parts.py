@@ -138,9 +138,11 @@ class _RowProducts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         count = ctx.count
-        terms = len(ctx.saved_tensors) // 2
-        xs = ctx.saved_tensors[:terms]
-        weights = ctx.saved_tensors[terms:]
+        # Read once: where blocks are recomputed, each reading would compute them again.
+        tensors = ctx.saved_tensors
+        terms = len(tensors) // 2
+        xs = tensors[:terms]
+        weights = tensors[terms:]
         dy = grads[0].reshape(-1, grads[0].shape[-1])
         dxs: list[Tensor | None] = [None] * terms
         dws: list[Tensor | None] = [None] * terms
