@@ -122,23 +122,13 @@ def place_in_training(step: int, samples: int, tokens: int, position: int, seed:
     return {"step": step, "samples": samples, "tokens": tokens, "position": position, "seed": seed}
 
 
-def differing_tensors(a: Mapping[str, str], b: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return `STATE/NAME` of the tensors whose digests differ, and of those that one side lacks.
-
-    Args:
-        a, b: results of `StateHash.digests`.
-        names: result of `StateHash.names`, for both.
-    """
-    return [
-        f"{state}/{name}"
+def by_tensor(digests: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the digest of each tensor by `STATE/NAME`, from the results of `StateHash.digests` and `names`."""
+    return {
+        f"{state}/{name}": digests.get(state, "")[number * _DIGITS : (number + 1) * _DIGITS]
         for state, of_state in names.items()
-        for index, name in enumerate(of_state)
-        if _part(a, state, index) != _part(b, state, index)
-    ]
-
-
-def _part(digests: Mapping[str, str], state: str, index: int) -> str:
-    return digests.get(state, "")[index * _DIGITS : (index + 1) * _DIGITS]
+        for number, name in enumerate(of_state)
+    }
 
 
 def _digest(text: str, digits: int) -> str:
