@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,11 +53,11 @@ class StateRecords:
             if event["event"] == "start":
                 records.ranks = event.get("ranks")
             elif event["event"] == "step" and type(step) is int:
-                records.losses[step] = event["loss"]
-                records.norms[step] = event["grad_norm"]
+                records.losses[step] = event.get("loss", math.nan)
+                records.norms[step] = event.get("grad_norm", math.nan)
             elif event["event"] == "state_hash" and type(step) is int:
                 names = event.get("names", names)
-                records.hashes[step] = RecordedHash(event["hash"], by_tensor(event["tensors"], names))
+                records.hashes[step] = RecordedHash(str(event.get("hash")), by_tensor(event.get("tensors", {}), names))
         return records
 
     def _forget_after(self, step: int) -> None:
