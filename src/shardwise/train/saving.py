@@ -194,7 +194,9 @@ class Checkpoints:
 
     def save_again(self, manifest: Manifest) -> None:
         """Save the checkpoint that was just restored once more: it replaces one that is damaged in part."""
-        names = ("samples", "position", "tokens", "losses", "schedule", "rng", "state_hash")
+        names = ["samples", "position", "tokens", "losses", "schedule", "rng"]
+        if manifest.state_hash is not None:
+            names.append("state_hash")
         self.saver.save(manifest.step, {name: getattr(manifest, name) for name in names})
 
     def finish(self) -> None:
