@@ -5,7 +5,8 @@ step 1 on), or with steps and losses; trainer_state.json of transformers; Megatr
 event files, or the folder with them. Where a step occurs twice, as in a run that was resumed, the last one counts.
 
 The difference of a step is |A - B| / |B|. Exit code 0: none is greater than the tolerance; 1: one is; 2: there is
-nothing to compare.
+nothing to compare. With --bits, 1: a loss differs in any bit, or a hash of the state, where both runs have hashes
+(log.state_hash_every). Without it the hashes are shown alone.
 """
 
 from __future__ import annotations
@@ -53,13 +54,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shift", metavar="N", type=int, default=0, help="add N to the steps of B: 1 where B counts them from 0"
     )
+    parser.add_argument(
+        "--bits", action="store_true", help="allow no difference in any bit, of losses and of state hashes"
+    )
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw both curves and their difference (.png, .svg)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     paths = (arguments.a, arguments.b)
-    tolerance = arguments.tolerance
+    tolerance = 0.0 if arguments.bits else arguments.tolerance
     plot = arguments.plot
     if not 0 <= tolerance < math.inf:
         raise ConfigError(f"--tolerance ({tolerance}) must be a number from 0, such as 0.01 for 1 %")
@@ -74,13 +78,14 @@ def run(arguments: argparse.Namespace) -> int:
     beyond = [step for step, difference in differences.items() if difference > tolerance]
     if plot is not None:
         _draw(plot, [(f"A: {paths[0]}", a), (f"B: {paths[1]}", b)], differences, tolerance)
+    states = None if arguments.shift else _compare_states(*paths)
+    fails = bool(beyond) or (arguments.bits and states is not None and states["first_difference"] is not None)
     largest_difference = {"difference": differences[largest], "step": largest, "a": a[largest], "b": b[largest]}
     if arguments.json:
         names = {"a": str(paths[0]), "b": str(paths[1]), "steps": len(differences)}
-        output.json(
-            {**names, "largest": largest_difference, "tolerance": tolerance, "beyond": beyond, "within": not beyond}
-        )
-        return int(bool(beyond))
+        facts = {"largest": largest_difference, "tolerance": tolerance, "beyond": beyond, "within": not beyond}
+        output.json({**names, **facts, **({} if states is None else {"states": states})})
+        return int(fails)
     result = f"within the tolerance ({tolerance:g})"
     if beyond:
         result = (
@@ -93,8 +98,34 @@ def run(arguments: argparse.Namespace) -> int:
         ("largest", "{difference:.3g} at step {step:,}: loss {a:.8g} in A, {b:.8g} in B".format(**largest_difference)),
         ("result", result),
     ]
+    if states is not None:
+        rows.append(("states", _states_text(states)))
     output.table(rows)
-    return int(bool(beyond))
+    return int(fails)
+
+
+def _compare_states(a: Path, b: Path) -> dict[str, Any] | None:
+    """The state hashes of two runs at the steps that both have; None unless both are folders of runs with hashes."""
+    if not all(path.is_dir() and RunDirectory(path).metrics.exists() for path in (a, b)):
+        return None
+    # Costly to import, for folders of runs alone.
+    from shardwise.runs.state_records import StateRecords, differing_tensors
+
+    hashes_a = StateRecords.of(RunDirectory(a)).hashes
+    hashes_b = StateRecords.of(RunDirectory(b)).hashes
+    steps = [step for step in hashes_a if step in hashes_b]
+    if not steps:
+        return None
+    first = next((step for step in steps if hashes_a[step].text != hashes_b[step].text), None)
+    tensors = [] if first is None else differing_tensors(hashes_a[first], hashes_b[first])
+    return {"steps": len(steps), "first_difference": first, "tensors": tensors}
+
+
+def _states_text(states: Mapping[str, Any]) -> str:
+    if states["first_difference"] is None:
+        return f"equal to the bit at all {units.counted(states['steps'], 'step')} with hashes in both"
+    tensors = listing(states["tensors"], most=3) or "the place in the data or the seed"
+    return f"differ first at step {states['first_difference']:,}, in {tensors}"
 
 
 def _steps(curve: Mapping[int, float]) -> str:

@@ -32,6 +32,7 @@ COMMANDS = {
     "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text",
     "generate": "continue a text",
     "verify": "prove on this machine that a recipe trains alike at every layout",
+    "audit": "replay steps of a run at any layout, and compare them with its record to the bit",
     "compare": "compare the losses of two runs, or of a run and a golden curve",
     "checkpoint": "inspect, verify, compare and prune checkpoints",
     "data": "fetch data, prepare them for training, and look at them",

@@ -36,6 +36,7 @@ from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed, went_back
 from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.start import OpenedRun
+from shardwise.train.state_hashes import StateHashes
 from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
 
@@ -80,6 +81,9 @@ def build_trainer(
     optimizer = build_optimizer(config, precision, model, mesh)
     if weights is not None and is_checkpoint:
         _load_checkpoint(config, weights, model, optimizer, mesh)
+    state_hashes = None
+    if config.log.state_hash_every and reporter is not None:
+        state_hashes = StateHashes(model, optimizer, mesh, config, reporter)
     return Trainer(
         config=config,
         layout=layout,
@@ -91,6 +95,7 @@ def build_trainer(
         progress=progress or Progress(),
         pipeline=build_pipeline(config, layout, mesh, model, dtype),
         compilation=compilation,
+        state_hashes=state_hashes,
     )
 
 
@@ -197,6 +202,7 @@ def build_checkpoints(
         stream=trainer.feed.stream,
         copies=copies,
         followed=opened.followed,
+        state_hashes=trainer.state_hashes,
     )
 
 

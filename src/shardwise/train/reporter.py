@@ -26,6 +26,7 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, Precision
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
+from shardwise.optim.state_digest import StateHash
 from shardwise.runs.folder import RunDirectory, now
 from shardwise.train.compile.run_graphs import CapturedGraphs
 from shardwise.train.experiment_trackers import ExperimentTrackers
@@ -101,6 +102,7 @@ class Reporter:
         self._progress: list[ProgressLine] = []
         self._last: StepRecord | None = None
         self._evaluation: dict[str, float] = {}
+        self._names_are_recorded = False
         self._started = time.perf_counter()
         self._seconds_before: float | None = 0.0
         self._stopped = False
@@ -287,6 +289,12 @@ class Reporter:
         self._scalars(step, {"eval": values})
         shown = f" ({parts_of_loss(losses)})" if losses else ""
         self.message(f"evaluation at step {step:,}: loss {loss:.4f}{shown}, perplexity {perplexity:,.2f}")
+
+    def state_hash(self, step: int, state_hash: StateHash) -> None:
+        """Record the hash of the state after a step, with digests by tensor; the first one names the tensors."""
+        names = {} if self._names_are_recorded else {"names": state_hash.names()}
+        self._names_are_recorded = True
+        self._event("state_hash", step=step, hash=state_hash.text, tensors=state_hash.digests(), **names)
 
     def captured(self, captured: CapturedGraphs) -> None:
         """Record the graphs that all ranks captured, those from the cache and those that were compiled."""

@@ -29,6 +29,7 @@ from shardwise.optim.learning_rate import learning_rate
 from shardwise.runs.folder import FollowedFolder, RunDirectory
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.reporter import Reporter
+from shardwise.train.state_hashes import StateHashes
 from shardwise.train.step_record import Progress
 
 STREAM = "stream"
@@ -90,6 +91,7 @@ class Checkpoints:
         stream: batches that are read as a stream, whose state is saved too; None where they are not.
         copies: copies of the state in the memory of the nodes.
         followed: folder of the run, on rank 0.
+        state_hashes: hashes of the state, which manifests have where the run has some.
     """
 
     saver: Saver
@@ -101,6 +103,7 @@ class Checkpoints:
     stream: StreamBatches | None = None
     copies: MemoryCopies | None = None
     followed: FollowedFolder | None = None
+    state_hashes: StateHashes | None = None
     _saved_at: float = field(default_factory=time.monotonic, init=False)
     _reported_name: Path | None = field(default=None, init=False)
 
@@ -134,7 +137,7 @@ class Checkpoints:
             self._end_if_displaced(progress)
         every = self.config.checkpoint.every
         if stopped_by is not None or save or is_last or (every and progress.step % every == 0):
-            self.saver.save(progress.step, self._described(progress))
+            self._save(progress)
             self._saved_at = time.monotonic()
         copy_every = steps_between(self.config)
         is_copied = copy_every and progress.step % copy_every == 0
@@ -179,12 +182,21 @@ class Checkpoints:
         self.saver.wait()
         if self.config.checkpoint.path is None:
             self.saver.root = Root.of(RunDirectory(folder).checkpoints)
-        self.saver.save(progress.step, self._described(progress))
+        self._save(progress)
         raise RunError(text)
+
+    def _save(self, progress: Progress) -> None:
+        """Save a checkpoint of the present state. Collective."""
+        fields = self._described(progress)
+        if self.state_hashes is not None:
+            fields["state_hash"] = self.state_hashes.now(progress).recorded()
+        self.saver.save(progress.step, fields)
 
     def save_again(self, manifest: Manifest) -> None:
         """Save the checkpoint that was just restored once more: it replaces one that is damaged in part."""
-        names = ("samples", "position", "tokens", "losses", "schedule", "rng")
+        names = ["samples", "position", "tokens", "losses", "schedule", "rng"]
+        if manifest.state_hash is not None:
+            names.append("state_hash")
         self.saver.save(manifest.step, {name: getattr(manifest, name) for name in names})
 
     def finish(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,6 +23,7 @@ from shardwise.data.open_data import prepare
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.launch import output
+from shardwise.launch.environment import REPLAY
 from shardwise.planner.memory import checkpoint_bytes
 from shardwise.runs.folder import FollowedFolder, RunDirectory, new_run_path
 from shardwise.train.experiment_trackers import require_trackers
@@ -174,7 +176,8 @@ def _open(
     directory.set_results_aside()
     directory.write_config(dump_yaml(resolved))
     directory.write_environment(versions(), [devices.name(mesh.device)], cpu_count())
-    directory.mark_latest()
+    if REPLAY not in os.environ:
+        directory.mark_latest()
     try:
         record_owner(checkpoints.root, Owner.here(run_id, directory.path))
     except StoreError as error:

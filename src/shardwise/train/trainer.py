@@ -33,6 +33,7 @@ from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets, p
 from shardwise.train.model_checks import check_replicas, find_non_finite
 from shardwise.train.reporter import Reporter
 from shardwise.train.saving import Checkpoints, largest_of_ranks
+from shardwise.train.state_hashes import StateHashes
 from shardwise.train.step_clock import DATA, OPTIMIZER, PIPELINE, StepClock, memory_by_kind, state_by_kind
 from shardwise.train.step_record import Progress, StepRecord, end_of_run, loss_spike
 from shardwise.train.straggler import Straggler, Stragglers
@@ -70,6 +71,7 @@ class Trainer:
         feed: micro-batches of this rank, for training and evaluation.
         pipeline: runs the stages of this rank, where the model is cut into stages.
         compilation: the compiled units of the model, if it is compiled.
+        state_hashes: hashes of the state, if the run has some.
     """
 
     config: Config
@@ -82,6 +84,7 @@ class Trainer:
     reporter: Reporter | None = None
     pipeline: Pipeline | None = None
     compilation: Compilation | None = None
+    state_hashes: StateHashes | None = None
 
     def __post_init__(self) -> None:
         self.clock = StepClock(self.mesh, None if self.pipeline is None else self.pipeline.clock)
@@ -142,6 +145,8 @@ class Trainer:
         if self.reporter is not None:
             self.reporter.step(self._with_amounts(record) if self.reporter.is_logged(step) else record)
             self._warn_of_a_mean(record)
+        if self.state_hashes is not None:
+            self.state_hashes.after_step(self.progress, is_last=is_last)
         if drift_every and (is_last or step % drift_every == 0):
             self.progress.phase = "comparison of replicas"
             # Parameters that are still under way would differ without a fault.

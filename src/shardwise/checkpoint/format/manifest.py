@@ -86,6 +86,7 @@ class Manifest:
         created: date and time, in ISO 8601.
         optimizer: name, steps and names of its states; None where the checkpoint has weights alone.
         losses: losses of the last steps, whose mean a run shows.
+        state_hash: hash of the state (`StateHash.recorded`); None where the run made none.
         files: every file of the folder but the manifest.
         tensors: state (`model`, `exp_avg`, …) → canonical name → tensor.
     """
@@ -103,6 +104,7 @@ class Manifest:
     created: str
     optimizer: Mapping[str, Any] | None
     losses: tuple[float, ...] = field(default=(), kw_only=True)
+    state_hash: Mapping[str, Any] | None = field(default=None, kw_only=True)
     files: tuple[FileEntry, ...] = field(repr=False)
     tensors: Mapping[str, Mapping[str, TensorEntry]] = field(repr=False)
 
@@ -115,6 +117,8 @@ class Manifest:
         values: dict[str, object] = {"format": FORMAT, "version": FORMAT_VERSION}
         # The last two are `files` and `tensors`, whose texts are made below.
         values |= {field_.name: getattr(self, field_.name) for field_ in fields(self)[:-2]}
+        if self.state_hash is None:
+            del values["state_hash"]
         members = {key: [_canonical(value)] for key, value in values.items()}
         members["files"] = _array([_file_text(file) for file in self.files])
         states: dict[str, list[str]] = {}
@@ -268,6 +272,9 @@ def _manifest(plain: Mapping[str, Any]) -> Manifest:
     optimizer = plain.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, dict):
         raise ValueError("optimizer must be an object or null")
+    state_hash = plain.get("state_hash")
+    if state_hash is not None and not isinstance(state_hash, dict):
+        raise ValueError("state_hash must be an object")
     files = tuple(_file(entry) for entry in _value(plain, "files", list))
     lengths = np.array([file.bytes for file in files], dtype=np.int64)
     paths = [file.path for file in files]
@@ -284,7 +291,14 @@ def _manifest(plain: Mapping[str, Any]) -> Manifest:
     created = _value(plain, "created", str)
     losses = _losses(plain, objects["schedule"])
     return Manifest(
-        **counts, **objects, created=created, optimizer=optimizer, files=files, tensors=tensors, losses=losses
+        **counts,
+        **objects,
+        created=created,
+        optimizer=optimizer,
+        files=files,
+        tensors=tensors,
+        losses=losses,
+        state_hash=state_hash,
     )
 
 

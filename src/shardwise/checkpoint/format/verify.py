@@ -1,7 +1,8 @@
 """Verification of a checkpoint: every byte is read once, about 16 MiB at a time.
 
 A file is checked for its length, the checksum of each chunk, and its safetensors header; a tensor for a gap or an
-overlap of its pieces, and for values that are not finite.
+overlap of its pieces, and for values that are not finite. Where the run recorded a hash of its state, the tensors are
+read once more, for their hash: it tells of values that were wrong already when they were written.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from shardwise.base.errors import listing
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, Numbers, Pieces, TensorEntry, label
 from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, parse_header
+from shardwise.checkpoint.format.stored_state_hash import state_hash_problems
 from shardwise.checkpoint.storage.chunks import READ_BYTES, FileEntry, consecutive, require_size, verify_chunk
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 
@@ -46,6 +48,7 @@ class Report:
         tensors: number of tensors that the manifest lists.
         non_finite: STATE/NAME → number of values that are NaN or infinite.
         unlisted: files that the manifest does not list.
+        state_hash: hash of the state that the manifest has; None where it has none, or was not compared.
     """
 
     folder: Root
@@ -55,6 +58,7 @@ class Report:
     tensors: int = 0
     non_finite: dict[str, int] = field(default_factory=dict)
     unlisted: list[str] = field(default_factory=list)
+    state_hash: str | None = None
 
     @property
     def sound(self) -> bool:
@@ -96,6 +100,13 @@ def verify(folder: Root, progress: Callable[[int], None] | None = None) -> Repor
             # Of a file that is damaged, the header may be what is damaged: nothing more is said of it.
             if is_intact and (pieces or entry.path.endswith(_SUFFIX)):
                 report.problems += _header_problems(file, {label: piece.stored for label, piece in pieces.items()})
+        except StoreError as error:
+            report.problems.append(str(error))
+    # Of a checkpoint that is damaged, the hash would only say so once more.
+    if not report.problems:
+        try:
+            report.state_hash = None if manifest.state_hash is None else str(manifest.state_hash.get("hash"))
+            report.problems += state_hash_problems(folder, manifest)
         except StoreError as error:
             report.problems.append(str(error))
     return report

@@ -1,5 +1,5 @@
 """Read a checkpoint whole, or every one of a run: checksums, missing files, whether each tensor is there exactly once,
-and values that are NaN or infinite.
+values that are NaN or infinite, and the hash of the state, where the run recorded one (log.state_hash_every).
 
 Exit code 0: all is as it was written and finite; 1: something is not; 2: PATH is no checkpoint.
 """
@@ -57,7 +57,8 @@ def _show(report: Report, seconds: float) -> None:
     read = f"{size(report.bytes)} in {duration(seconds)} ({size(report.bytes / seconds)}/s)"
     contents = f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}"
     state = counted(len(report.problems), "problem") if report.problems else _state(report)
-    output.line(f"{report.folder}: {state}; {contents}, {read}")
+    state_hash = "" if report.state_hash is None or report.problems else f", state hash {report.state_hash}"
+    output.line(f"{report.folder}: {state}; {contents}, {read}{state_hash}")
     for problem in report.problems:
         output.line(f"  {problem}")
     for name, count in report.non_finite.items():
@@ -71,5 +72,5 @@ def _state(report: Report) -> str:
 
 
 def _described(report: Report) -> dict[str, Any]:
-    facts = ("problems", "non_finite", "unlisted", "files", "tensors", "bytes")
+    facts = ("problems", "non_finite", "unlisted", "files", "tensors", "bytes", "state_hash")
     return {"state": _state(report), **{fact: getattr(report, fact) for fact in facts}}

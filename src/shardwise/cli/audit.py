@@ -1,0 +1,81 @@
+"""Replay steps of a run from one of its checkpoints, at any layout, and compare them with its record to the bit.
+
+Compared are the loss and the gradient norm of each step, and the hashes of the state if the run recorded some
+(log.state_hash_every). The layout is that of the run, unless --nproc or keys such as parallel.tensor=2 change it. The
+replay has a temporary folder; nothing of the run is changed.
+
+Exit code 0: all is equal to the bit; 1: something differs, or the replay failed; 2: the input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from shardwise.base.errors import ConfigError
+from shardwise.cli import output
+from shardwise.launch.environment import joined
+from shardwise.runs.folder import RunDirectory
+from shardwise.runs.state_records import StateRecords
+from shardwise.verify import replay
+from shardwise.verify.replay import Comparison, Stretch
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/latest")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="replaces a key of the run, such as parallel.tensor=2"
+    )
+    parser.add_argument(
+        "--from",
+        dest="first",
+        metavar="STEP",
+        type=int,
+        help="step of a checkpoint, or 0 (default: the newest one with a recorded step after it)",
+    )
+    parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="last step (default: the last recorded)")
+    parser.add_argument(
+        "--nproc", metavar="N", type=int, help="number of local ranks (default: as many as the run had)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if joined() is not None:
+        raise ConfigError("audit starts ranks of its own: call it outside of torchrun")
+    directory = RunDirectory(arguments.run)
+    if not directory.path.is_dir():
+        raise ConfigError(f"there is no run {directory.path}: name its folder")
+    config, changed = replay.read_config(directory, arguments.overrides)
+    stretch = replay.choose_stretch(directory, config, arguments.first, arguments.last)
+    recorded = StateRecords.of(directory)
+    ranks = arguments.nproc or recorded.ranks
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-audit-"))
+    try:
+        replayed = replay.replay(directory, changed, stretch, ranks, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    comparison = replay.compare(recorded, replayed, stretch)
+    is_equal = comparison.step is None
+    if arguments.json:
+        facts = {"run": str(directory.path), "from": stretch.first, "to": stretch.last, "ranks": replayed.ranks}
+        output.json({**facts, "equal": is_equal, "bitwise": config.train.bitwise, **asdict(comparison)})
+        return int(not is_equal)
+    _show(stretch, comparison)
+    if not config.train.bitwise:
+        output.line("the run was trained without train.bitwise: it is repeated to the bit only at its own layout")
+    return int(not is_equal)
+
+
+def _show(stretch: Stretch, comparison: Comparison) -> None:
+    stretch_text = f"steps {stretch.first + 1:,} to {stretch.last:,}"
+    compared = f"losses and gradient norms of {len(comparison.steps):,}, state hashes of {len(comparison.hashes):,}"
+    if comparison.step is None:
+        output.line(f"equal to the bit: {stretch_text} ({compared})")
+        return
+    output.line(f"step {comparison.step:,} is the first that differs, of {stretch_text} ({compared})")
+    for difference in comparison.differences:
+        output.line(f"  {difference}")

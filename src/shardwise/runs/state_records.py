@@ -1,0 +1,81 @@
+"""The losses, gradient norms and state hashes that a run recorded, of the steps that count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.base.errors import listing
+from shardwise.optim.state_digest import by_tensor
+from shardwise.runs.folder import RunDirectory, last_that_counts
+
+
+@dataclass(frozen=True)
+class RecordedHash:
+    """The hash of a run's state after a step.
+
+    Attributes:
+        text: hash of the whole state.
+        tensors: `STATE/NAME` of each tensor → its digest.
+    """
+
+    text: str
+    tensors: Mapping[str, str]
+
+
+@dataclass
+class StateRecords:
+    """Numbers of a run that are equal to the bit in a run that is equal to it.
+
+    Attributes:
+        losses: step → loss.
+        norms: step → norm of the gradient.
+        hashes: step → hash of the state after it.
+        ranks: number of ranks of the run's last start; None if no start is recorded.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    hashes: dict[int, RecordedHash] = field(default_factory=dict)
+    ranks: int | None = None
+
+    @staticmethod
+    def of(directory: RunDirectory) -> StateRecords:
+        """Read metrics.jsonl; steps that were undone are left out."""
+        records = StateRecords()
+        names: Mapping[str, Sequence[str]] = {}
+        for event in directory.events("start", "step", "resume", "state_hash"):
+            step = event.get("step")
+            kept = last_that_counts(event)
+            if kept is not None:
+                records._forget_after(kept)
+            if event["event"] == "start":
+                records.ranks = event.get("ranks")
+            elif event["event"] == "step" and type(step) is int:
+                records.losses[step] = event.get("loss", math.nan)
+                records.norms[step] = event.get("grad_norm", math.nan)
+            elif event["event"] == "state_hash" and type(step) is int:
+                names = event.get("names", names)
+                records.hashes[step] = RecordedHash(str(event.get("hash")), by_tensor(event.get("tensors", {}), names))
+        return records
+
+    def _forget_after(self, step: int) -> None:
+        for numbers in (self.losses, self.norms, self.hashes):
+            for later in [number for number in numbers if number > step]:
+                del numbers[later]
+
+
+def hash_difference(a: RecordedHash, b: RecordedHash) -> str | None:
+    """The differing part of two states, as a noun phrase; None where their hashes are equal."""
+    if a.text == b.text:
+        return None
+    tensors = differing_tensors(a, b)
+    if not tensors:
+        return "the place in the data or the seed"
+    return f"{len(tensors):,} of {len(a.tensors):,} tensors ({listing(tensors, most=5)})"
+
+
+def differing_tensors(a: RecordedHash, b: RecordedHash) -> list[str]:
+    """`STATE/NAME` of the tensors whose digests differ, or that one of the two lacks."""
+    return [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if a.tensors.get(name) != b.tensors.get(name)]

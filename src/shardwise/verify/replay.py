@@ -1,0 +1,190 @@
+"""The replay of a stretch of a run, in a folder of its own, and its differences from the run's record.
+
+The replay is a run like any other: the run's configuration continues the checkpoint at which the stretch begins, at any
+layout. The checkpoint's files are links, so that nothing is copied, and nothing of the run is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.base.errors import ConfigError, RunError, listing
+from shardwise.base.files import read_plain, reason_of
+from shardwise.checkpoint.storage.checkpoint_folders import step_name, survey
+from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.config import Config, dump_yaml
+from shardwise.config.load import apply_overrides, config_from
+from shardwise.config.recipe_files import parse_yaml
+from shardwise.config.rules import resume_problems
+from shardwise.launch.environment import REPLAY
+from shardwise.runs.folder import RunDirectory
+from shardwise.runs.state_records import StateRecords, hash_difference
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The steps of a run that are replayed: those after `first`, up to `last`; a checkpoint holds step `first`."""
+
+    first: int
+    last: int
+
+
+def choose_stretch(run: RunDirectory, config: Config, first: int | None, last: int | None) -> Stretch:
+    """The stretch between two steps; by default from the newest checkpoint with later records to the last record.
+
+    Raises:
+        ConfigError: the run has no checkpoint of `first`, or no record of a step between the two.
+    """
+    losses = StateRecords.of(run).losses
+    if not losses:
+        raise ConfigError(f"{run.path} must have steps in {run.metrics.name}, with which a replay is compared")
+    newest = max(losses)
+    begins = [0, *_saved_steps(_root(run, config))]
+    if first is None:
+        first = max(step for step in begins if step < newest)
+    if first not in begins:
+        raise ConfigError(
+            f"--from ({first}) must be 0 or the step of a checkpoint: {run.path} has {listing(begins[1:]) or 'none'}"
+        )
+    last = newest if last is None else last
+    if not first < last <= newest:
+        raise ConfigError(f"--to ({last}) must be a step after {first}, and at most the last recorded one ({newest})")
+    if not any(first < step <= last for step in losses):
+        raise ConfigError(
+            f"the steps {first + 1:,} to {last:,} must have a record in {run.metrics}: it has {listing(losses, most=9)}"
+        )
+    return Stretch(first, last)
+
+
+def _root(run: RunDirectory, config: Config) -> Root:
+    return Root.of(config.checkpoint.path or run.checkpoints)
+
+
+def _saved_steps(root: Root) -> list[int]:
+    try:
+        return sorted(saved.step for saved in survey(root) if saved.folder.name == step_name(saved.step))
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
+
+
+def read_config(run: RunDirectory, overrides: Sequence[str]) -> tuple[Config, Config]:
+    """The configuration of a run, and that of its replay with `overrides`.
+
+    Raises:
+        ConfigError: it cannot be read, or an override is wrong, or would replay another training.
+    """
+    try:
+        stored = parse_yaml(read_plain(run.config).decode(), str(run.config))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else "it is no UTF-8"
+        raise ConfigError(f"{run.path} must be a run's folder: {run.config} cannot be read ({reason})") from None
+    if not isinstance(stored, dict):
+        raise ConfigError(f"{run.path} must be a run's folder: {run.config} holds no configuration")
+    config = config_from(stored)
+    values = config.recorded()
+    problems = apply_overrides(values, overrides)
+    changed = config_from(values, problems)
+    if resume_problems(config.recorded(), changed.recorded()):
+        raise ConfigError("a replay must have the model, data and seed of the run: override other keys, as parallel.*")
+    return config, changed
+
+
+def replay(run: RunDirectory, config: Config, stretch: Stretch, ranks: int | None, folder: Path) -> StateRecords:
+    """Train the steps of a stretch, with `config`, in `folder`; returns what was recorded.
+
+    Raises:
+        ConfigError, RunError: the replay was refused or failed; the text says why.
+    """
+    target = RunDirectory(folder / "replay")
+    target.path.mkdir()
+    if stretch.first:
+        name = step_name(stretch.first)
+        _link(_root(run, config) / name, target.checkpoints / name)
+    values = config.recorded()
+    values["train"] |= {"stop_after": stretch.last - stretch.first, "eval_every": 0, "skip_batches": 0}
+    values["checkpoint"] |= {
+        "path": None, "resume": "auto", "every": 0, "every_minutes": None, "keep": None, "memory_every": 0,
+    }  # fmt: skip
+    values["log"] |= {
+        "every": 1, "state_hash_every": 1, "tensorboard": False, "trackers": [], "sample_tokens": 0, "profile": None,
+    }  # fmt: skip
+    values["hooks"] |= {"callbacks": []}
+    target.write_config(dump_yaml(config_from(values).recorded()))
+    if run.identity.exists():
+        target.identity.write_bytes(read_plain(run.identity))
+    command = [sys.executable, "-P", "-m", "shardwise", "train", str(target.config), f"--run-dir={target.path}"]
+    if ranks is not None:
+        command += ["--nproc", str(ranks)]
+    ended = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env={**os.environ, REPLAY: "1"},
+        check=False,
+    )
+    if ended.returncode:
+        text = ended.stderr.strip().removeprefix("shardwise: ")
+        error = ConfigError if ended.returncode == ConfigError.exit_code else RunError
+        raise error(f"the replay of {run.path} ended: {text or f'exit code {ended.returncode}'}")
+    return StateRecords.of(target)
+
+
+def _link(source: Root, target: Path) -> None:
+    """Make a folder of links to the files of a checkpoint, or of copies if they are remote."""
+    for path in source.files():
+        file = target / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_local:
+            file.symlink_to((source / path).local().absolute())
+        else:
+            file.write_bytes((source / path).read())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison of a replay with the record of its run.
+
+    Attributes:
+        steps: steps whose losses were compared.
+        hashes: steps whose state hashes were compared.
+        step: first step at which the two differ; None where they are equal to the bit.
+        differences: the numbers or tensors that differ at this step, one text each.
+    """
+
+    steps: tuple[int, ...]
+    hashes: tuple[int, ...]
+    step: int | None
+    differences: tuple[str, ...]
+
+
+def compare(recorded: StateRecords, replayed: StateRecords, stretch: Stretch) -> Comparison:
+    """Compare the records of a stretch with those of its replay, to the bit."""
+    steps = [step for step in recorded.losses if stretch.first < step <= stretch.last]
+    hashes = [step for step in recorded.hashes if stretch.first < step <= stretch.last]
+    for step in sorted({*steps, *hashes}):
+        texts = list(_differences(recorded, replayed, step))
+        if texts:
+            return Comparison(tuple(steps), tuple(hashes), step, tuple(texts))
+    return Comparison(tuple(steps), tuple(hashes), None, ())
+
+
+def _differences(recorded: StateRecords, replayed: StateRecords, step: int) -> list[str]:
+    texts = []
+    for name, run_numbers, replay_numbers in (
+        ("loss", recorded.losses, replayed.losses),
+        ("gradient norm", recorded.norms, replayed.norms),
+    ):
+        if step in run_numbers and run_numbers[step] != replay_numbers.get(step):
+            texts.append(f"{name} {run_numbers[step]!r} in the run, {replay_numbers.get(step)!r} in the replay")
+    if step in recorded.hashes:
+        difference = hash_difference(recorded.hashes[step], replayed.hashes[step])
+        if difference is not None:
+            texts.append(f"state after it: {difference}")
+    return texts

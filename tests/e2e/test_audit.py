@@ -1,0 +1,126 @@
+"""State hashes through the command line: recorded, verified, compared, and replayed by `shardwise audit`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.storage.root import Root
+from tests.e2e.command import metrics, miniature, shardwise, within
+
+KEYS = ("log.state_hash_every=2", "checkpoint.every=2", "log.tensorboard=false", "log.sample_tokens=0")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of four steps, which saved its state after the second and the last."""
+    folder = tmp_path_factory.mktemp("audit")
+    shardwise("train", miniature(folder), *KEYS, "--run-dir", "run", at=folder).succeeded()
+    return folder
+
+
+def copy_of(place: Path, name: str) -> Path:
+    return Path(shutil.copytree(place / "run", place / name))
+
+
+def change(run: Path, kind: str, step: int, **fields: Any) -> None:
+    """Change an event of a run's record."""
+    events = metrics(run)
+    for event in events:
+        if event["event"] == kind and event["step"] == step:
+            event.update(fields)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def test_the_hash_is_recorded_and_verified(place: Path) -> None:
+    hashes = metrics(place / "run", "state_hash")
+    assert [event["step"] for event in hashes] == [2, 4]
+    assert "names" in hashes[0]
+    assert "names" not in hashes[1]
+    described = json.loads(within("checkpoint", "verify", "run", "--json", at=place).succeeded().out)
+    assert [one["state_hash"] for one in described] == [event["hash"] for event in reversed(hashes)]
+
+
+def test_a_state_that_was_wrong_when_it_was_written_is_found(place: Path) -> None:
+    folder = Root.of(copy_of(place, "wrong") / "checkpoints/step-00000002")
+    manifest = Manifest.read(folder)
+    assert manifest.state_hash is not None
+    sums = json.loads(json.dumps(manifest.state_hash["sums"]))
+    sums["exp_avg"]["lm_head.weight"] = "0" * 16
+    text = dataclasses.replace(manifest, state_hash={"hash": "0" * 16, "sums": sums}).to_json()
+    (folder / MANIFEST).write(text.encode())
+    found = within("checkpoint", "verify", folder, at=place)
+    assert found.code == 1
+    assert f"must be that of the training ({'0' * 16}): it differs in exp_avg/lm_head.weight" in found.out
+
+
+def test_a_flipped_bit_is_found(place: Path) -> None:
+    run = copy_of(place, "flipped")
+    file = run / "checkpoints/step-00000002/optimizer/rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert within("checkpoint", "verify", file.parents[1], at=place).code == 1
+
+
+def test_compare_tells_of_states(place: Path) -> None:
+    run = copy_of(place, "other")
+    equal = within("compare", "run", "other", "--bits", at=place).succeeded().out
+    assert "equal to the bit at all 2 steps with hashes in both" in equal
+    digests = metrics(run, "state_hash")[1]["tensors"]
+    digests["model"] = "0" * 8 + digests["model"][8:]
+    change(run, "state_hash", 4, hash="0" * 16, tensors=digests)
+    assert (
+        "differ first at step 4, in model/lm_head.weight" in within("compare", "run", "other", at=place).succeeded().out
+    )
+    assert within("compare", "run", "other", "--bits", at=place).code == 1
+
+
+def test_an_audit_repeats_a_stretch_to_the_bit_and_changes_nothing(place: Path) -> None:
+    before = contents(place / "run")
+    temporary = place / "temporary"
+    temporary.mkdir()
+    out = shardwise("audit", "run", at=place, TMPDIR=str(temporary)).succeeded().out
+    assert out.startswith("equal to the bit: steps 3 to 4 (losses and gradient norms of 2, state hashes of 1)")
+    assert contents(place / "run") == before
+    assert not list(temporary.iterdir())
+    assert (place / "runs/latest").samefile(place / "run")
+
+
+def test_an_audit_names_the_first_difference(place: Path) -> None:
+    run = copy_of(place, "altered")
+    change(run, "step", 2, loss=1.5)
+    digests = metrics(run, "state_hash")[0]["tensors"]
+    digests["exp_avg"] = "0" * 8 + digests["exp_avg"][8:]
+    change(run, "state_hash", 2, hash="0" * 16, tensors=digests)
+    found = shardwise("audit", "altered", "--from", "0", "--to", "3", "--json", at=place)
+    assert found.code == 1
+    result = json.loads(found.out)
+    assert result["step"] == 2
+    loss, state = result["differences"]
+    assert loss.startswith("loss 1.5 in the run, ")
+    assert state.endswith("(exp_avg/lm_head.weight)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nowhere"], "there is no run nowhere"),
+        (["."], "must be a run's folder"),
+        (["run", "--from", "3"], "--from (3) must be 0 or the step of a checkpoint: run has 2 and 4"),
+        (["run", "--from", "2", "--to", "9"], "--to (9) must be a step after 2, and at most the last recorded one (4)"),
+        (["run", "train.seed=9"], "a replay must have the model, data and seed of the run"),
+    ],
+)  # fmt: skip
+def test_a_wrong_stretch_is_refused(arguments: list[str], complaint: str, place: Path) -> None:
+    assert complaint in within("audit", *arguments, at=place).failed(2)

@@ -1,0 +1,76 @@
+"""The arithmetic of the state hash: which changes of a state change it, and which do not."""
+
+import numpy as np
+import pytest
+
+from shardwise.base.tensor_box import Box
+from shardwise.optim.state_digest import StateHash, box_sum, by_tensor, place_in_training
+
+SHAPE = (6, 10)
+PLACE = place_in_training(step=3, samples=24, tokens=768, position=24, seed=7)
+
+
+def numbers(dtype: str = "f4", shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(shape).astype(dtype)
+
+
+def whole(values: np.ndarray) -> int:
+    return box_sum(values, values.shape, Box.whole(values.shape))
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+def test_each_bit_of_each_element_counts(dtype: str) -> None:
+    values = numbers(dtype, (3, 4))
+    bits = values.view(f"u{values.itemsize}")
+    sums = {whole(values)}
+    for index in np.ndindex(values.shape):
+        for bit in range(8 * values.itemsize):
+            bits[index] ^= bits.dtype.type(1) << bits.dtype.type(bit)
+            sums.add(whole(values))
+            bits[index] ^= bits.dtype.type(1) << bits.dtype.type(bit)
+    assert len(sums) == 1 + values.size * 8 * values.itemsize
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_elements_that_change_places_change_the_sum(dtype: str) -> None:
+    values = numbers(dtype)
+    sums = {whole(values), whole(np.roll(values, 1, axis=0)), whole(np.roll(values, 1, axis=1))}
+    for a, b in (((0, 0), (0, 1)), ((0, 0), (1, 0)), ((2, 3), (3, 2)), ((5, 9), (0, 0))):
+        swapped = values.copy()
+        swapped[a], swapped[b] = values[b], values[a]
+        sums.add(whole(swapped))
+        negated = values.copy()
+        negated[a] *= -1
+        negated[b] *= -1
+        sums.add(whole(negated))
+    assert len(sums) == 3 + 8
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (4, 5), (2, 3, 4)])
+def test_the_sums_of_boxes_add_up_to_that_of_the_tensor(shape: tuple[int, ...]) -> None:
+    values = numbers("f4", shape)
+    cut = values.size // 2
+    boxes = [*Box.of_run(0, cut, shape), *Box.of_run(cut, values.size - cut, shape)]
+    assert sum(box_sum(values[box.slices], shape, box) for box in boxes) % 2**64 == whole(values)
+
+
+def test_the_whole_hash_has_names_states_and_the_place() -> None:
+    sums = {"model": {"a": 1, "b": 2}, "exp_avg": {"a": 3, "b": 4}}
+    states = [
+        StateHash(PLACE, sums),
+        StateHash({**PLACE, "position": 32}, sums),
+        StateHash(PLACE, {**sums, "model": {"a": 2, "b": 1}}),
+        StateHash(PLACE, {**sums, "model": {"a": 1, "c": 2}}),
+        StateHash(PLACE, {"model": sums["exp_avg"], "exp_avg": sums["model"]}),
+    ]
+    assert len({state.text for state in states}) == len(states)
+    assert StateHash(PLACE, dict(reversed(sums.items()))).text == states[0].text
+    assert len(states[0].text) == 16
+
+
+def test_digests_name_the_tensor_that_differs() -> None:
+    a = StateHash(PLACE, {"model": {"b": 2, "a": 1}, "exp_avg": {"a": 3, "b": 4}})
+    b = StateHash(PLACE, {"model": {"b": 2, "a": 9}, "exp_avg": {"a": 3, "b": 4}})
+    tensors_a = by_tensor(a.digests(), a.names())
+    tensors_b = by_tensor(b.digests(), b.names())
+    assert [name for name in tensors_a if tensors_a[name] != tensors_b[name]] == ["model/a"]
