@@ -1,6 +1,7 @@
 """Training with `train.bitwise`: each layout of four ranks gives the very numbers of one process."""
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from tests.dist.bits import Bits, train
-from tests.dist.cells import RANKS, Cell
+from tests.dist.cells import RANKS, Cell, sweep
 
 LLAMA = Cell("llama", variant=True, bitwise=True, layers=2, batch=4)
 DOCUMENTS = Cell("llama", documents=True, mode="mixed", bitwise=True, layers=2)
@@ -36,10 +37,7 @@ def one_process(cell: Cell) -> Bits:
     return train(cell.alone)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
-    everyone: list[Bits] = ranks(RANKS).run(train, cell)
-    one = one_process(cell.alone)
+def compare(everyone: list[Bits], one: Bits) -> None:
     for rank, found in enumerate(everyone):
         assert found.losses == one.losses, f"losses of rank {rank}"
         assert found.norms == one.norms, f"norms of rank {rank}"
@@ -47,6 +45,25 @@ def test_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
         for name, weight in found.weights.items():
             assert torch.equal(weight, one.weights[name]), f"{name} of rank {rank} differs"
     assert set().union(*(found.weights for found in everyone)) == one.weights.keys()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
+    compare(ranks(RANKS).run(train, cell), one_process(cell.alone))
+
+
+def others(count: int) -> list[Cell]:
+    """Return drawn cells of four ranks, in all precisions."""
+    cells = [cell for cell in sweep(4 * count) if cell.world == RANKS][:count]
+    modes = itertools.cycle(("float32", "mixed", "bfloat16"))
+    fixed = {"bitwise": True, "overlap": None, "uneven": False, "batch": 16}
+    return [replace(cell, **fixed, mode=mode) for cell, mode in zip(cells, modes, strict=False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", others(40), ids=lambda cell: cell.name)
+def test_any_other_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
+    compare(ranks(RANKS).run(train, cell), train(cell.alone))
 
 
 def test_other_orders_of_sums_have_other_bits(ranks: Any) -> None:

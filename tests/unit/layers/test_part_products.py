@@ -37,7 +37,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], int | None, int | None, int]] =
 """Functions of two matrices; the dim along which each is cut into parts, and that along which the results lie."""
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -65,10 +65,11 @@ def shape_of(product: str, tokens: int, inner: int, width: int, count: int) -> t
     return shapes[product]
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("product", PRODUCTS)
 @given(tokens=SIZES, inner=SIZES, width=SIZES, count=st.sampled_from(COUNTS), seed=st.integers(0, 9))
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=20, derandomize=True)
 def test_a_product_has_the_bits_of_its_parts(
     product: str, dtype: torch.dtype, tokens: int, inner: int, width: int, count: int, seed: int
 ) -> None:
@@ -83,6 +84,7 @@ def test_a_product_has_the_bits_of_its_parts(
     assert bits_equal(function(first, second, *bias, count), wanted)
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @given(
     tokens=SIZES,
@@ -91,7 +93,7 @@ def test_a_product_has_the_bits_of_its_parts(
     count=st.sampled_from(COUNTS),
     seed=st.integers(0, 9),
 )
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=20, derandomize=True)
 def test_a_sum_of_products_has_the_bits_of_the_tree(
     dtype: torch.dtype, tokens: int, outputs: int, widths: list[int], count: int, seed: int
 ) -> None:
