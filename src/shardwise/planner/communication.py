@@ -275,11 +275,7 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     objectives = len(workload.model.objectives)
     buckets = bucket_shapes(workload)
     elements = sum(bucket.elements for bucket in buckets)
-    reduced = elements
-    if workload.config.train.bitwise and workload.model.tie_word_embeddings and workload.has_last:
-        # The head's gradient of a tied weight is reduced by itself.
-        reduced += workload.local.vocabulary * workload.model.hidden_size
-    gradients = DTYPE_BYTES[precision.reduce] * reduced
+    gradients = DTYPE_BYTES[precision.reduce] * (elements + workload.head_gradient_elements)
     is_ordered = workload.config.train.bitwise
     norm = _FLOAT64 if precision.rounding == "stochastic" else _FLOAT32
     losses = _FLOAT32 * objectives

@@ -126,14 +126,12 @@ def memory_of(workload: RankWorkload) -> MemoryEstimate:
 
 def _gradient_bytes(workload: RankWorkload) -> int:
     """Bytes of the gradients: with `train.bitwise` also those of groups that have ended, and those of a tied head."""
-    elements = sum(bucket.elements for bucket in bucket_shapes(workload))
+    elements = sum(bucket.elements for bucket in bucket_shapes(workload)) + workload.head_gradient_elements
     train = workload.config.train
     copies = 1
     if train.bitwise:
         # A binary counter of the groups of a data-parallel rank (`optim/gradient_groups.py`).
         copies += (train.gradient_groups // workload.layout.data).bit_length() - 1
-        if workload.model.tie_word_embeddings and any(stage.is_last for stage in workload.stages):
-            elements += workload.local.vocabulary * workload.model.hidden_size
     return copies * elements * DTYPE_BYTES[workload.precision.gradient]
 
 

@@ -113,13 +113,11 @@ def evaluate_rounds(
     counts_K = sums[K : 2 * K]
     if mesh.dp.grain is not None:
         sums[:K] = _exact_sums(terms_NK, K, mesh)
-    accuracies: dict[str, float] = {}
-    if is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert):
-        accuracies = _by_name(objectives, mean_over_targets(sums[2 * K : -1], counts_K))
+    has_answers = is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert)
     return Evaluation(
         losses=_by_name(objectives, mean_over_targets(sums[:K], counts_K)),
         counted={name: int(count) for name, count in _by_name(objectives, counts_K).items()},
-        accuracies=accuracies,
+        accuracies=_by_name(objectives, mean_over_targets(sums[2 * K : -1], counts_K)) if has_answers else {},
         tokens=int(sums[-1]) if is_scored else 0,
         seconds=time.perf_counter() - start,
     )
