@@ -33,6 +33,8 @@ CURVE, LONG = 8, 20
 END = 3
 """The token that ends a document."""
 RANKS = 4
+GRAIN = 8
+"""Parts of the sums over a cut dimension, of cells with `bitwise`: more than there are ranks."""
 
 DROPOUT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", *FACTS), ("attention_dropout",)),
@@ -60,6 +62,7 @@ class Cell:
         family: of FAMILIES or FACTS. variant: whether it is that of VARIANTS.
         documents: documents end within samples, and see nothing of each other. uneven: samples count differently many
             targets.
+        bitwise: with `train.bitwise`.
         schedule: of the pipeline, where there is one.
         dropout: with masks that do not depend on the layout.
         batch: `train.global_batch`. mode: `precision.mode`. stages: blocks of each stage, where they are named. The
@@ -70,6 +73,7 @@ class Cell:
     variant: bool = False
     documents: bool = False
     uneven: bool = False
+    bitwise: bool = False
     schedule: str = "none"
     pipeline: int = 1
     tensor: int = 1
@@ -92,7 +96,12 @@ class Cell:
 
     @property
     def micro_batch(self) -> int:
-        """Samples at once: one process takes all, but in bfloat16 one, so that it rounds each as a pipeline does."""
+        """Samples at once: one process takes all, but in bfloat16 one, so that it rounds each as a pipeline does.
+
+        With `bitwise` it does not depend on the layout.
+        """
+        if self.bitwise:
+            return 2
         if self.world == 1:
             return self.batch if self.mode == "float32" else 1
         return 1 if self.pipeline > 1 else 2
@@ -117,7 +126,7 @@ class Cell:
         said = [self.family, "variant" if self.variant else "", *cut, "sp" if self.sequence else "", self.overlap or ""]
         said += [f"zero{self.zero}" if self.data > 1 else "", self.optimizer if self.optimizer != "adamw" else ""]
         said += [self.recompute if self.recompute != "none" else "", self.mode if self.mode != "float32" else ""]
-        said += [flag for flag in ("dropout", "documents", "uneven", "stages") if getattr(self, flag)]
+        said += [flag for flag in ("dropout", "documents", "uneven", "stages", "bitwise") if getattr(self, flag)]
         return "-".join(word for word in said if word)
 
     @property
@@ -282,6 +291,7 @@ def configuration(cell: Cell) -> Config:
             "sequence": cell.sequence,
             "tensor_overlap": cell.overlap,
             "vocab_multiple": cell.vocab_multiple,
+            "grain": GRAIN,
         }
         | ({"pipeline": cell.pipeline, "schedule": cell.schedule, "stages": cell.stages} if cell.pipeline > 1 else {}),
         train={
@@ -289,6 +299,7 @@ def configuration(cell: Cell) -> Config:
             "micro_batch": cell.micro_batch,
             "eval_batches": EVAL_BATCHES,
             "recompute": cell.recompute,
+            "bitwise": cell.bitwise,
             "dropout_mode": "invariant" if cell.dropout else "fast",
         },
         optimizer={"zero": cell.zero, "bucket_mib": 0.02, "warmup_steps": 1} | OPTIMIZERS[cell.optimizer],

@@ -51,3 +51,25 @@ def test_training_finds_the_graphs_of_shardwise_compile(
     shardwise("train", recipe, kept[1], "--nproc", "1", "--run-dir", "eager", at=tmp_path).succeeded()
     compiled, eager = ([each["loss"] for each in metrics(tmp_path / run, "step")] for run in ("run", "eager"))
     assert compiled == pytest.approx(eager, rel=1e-3), "in mixed precision a compiler rounds less often"
+
+
+def test_bitwise_training_has_the_same_bits_again_and_on_two_devices(
+    pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    keys = ("train.bitwise=true", "parallel.grain=2", "log.state_hash_every=2")
+    layouts = {"one": ("--nproc", "1"), "again": ("--nproc", "1")}
+    if device_count(pytestconfig.getoption("--device")) >= 2:
+        layouts["two"] = ("--nproc", "2", "parallel.tensor=2", "parallel.sequence=true")
+    for run, options in layouts.items():
+        shardwise("train", miniature(tmp_path), *keys, *options, "--run-dir", run, at=tmp_path).succeeded()
+
+    def numbers(run: str) -> list[tuple[object, ...]]:
+        return [(event["step"], event["loss"], event["grad_norm"]) for event in metrics(tmp_path / run, "step")]
+
+    def hashes(run: str) -> list[object]:
+        return [event["hash"] for event in metrics(tmp_path / run, "state_hash")]
+
+    assert len(hashes("one")) == 2
+    for run in layouts:
+        assert numbers(run) == numbers("one"), run
+        assert hashes(run) == hashes("one"), run

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.dist import cells
+from tests.dist import bits, cells
 from tests.dist.cells import Cell, array, small
 from tests.e2e.command import metrics, miniature, shardwise
 from tests.rank_pool import RankPool
@@ -37,6 +38,15 @@ def test_losses_are_those_of_the_cpu(cell: Cell, strict: Strict) -> None:
 def test_an_accelerator_unlike_cuda_trains_the_same(strict: Strict) -> None:
     cell = CELLS[1]
     compare(strict(2, False).run(ranks.losses, cell, STEPS)[0], cells.measure(cell.alone, STEPS).losses)
+
+
+def test_bitwise_layouts_have_the_bits_of_one_device(strict: Strict) -> None:
+    (cell,) = small(Cell("llama", tensor=2, sequence=True, mode="mixed", bitwise=True))
+    (one,) = strict(1).run(bits.train, cell.alone)
+    for rank, found in enumerate(strict(2).run(bits.train, cell)):
+        assert (found.losses, found.norms, found.evaluation) == (one.losses, one.norms, one.evaluation), f"rank {rank}"
+        for name, weight in found.weights.items():
+            assert torch.equal(weight, one.weights[name]), name
 
 
 def test_mixed_precision_is_near_that_of_the_cpu(strict: Strict) -> None:

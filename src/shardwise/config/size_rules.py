@@ -32,8 +32,8 @@ def bitwise_problems(config: Config, layout: Layout) -> list[str]:
     parallel = config.parallel
     train = config.train
     problems = _grain_problems("parallel.grain", parallel.grain, "parallel.tensor", layout.tensor)
-    misfits = [] if problems else _tensor_misfits(config.model, parallel.grain, train.sequence_length)
-    if misfits:
+    misfits = _tensor_misfits(config.model, parallel.grain, train.sequence_length)
+    if misfits and _is_power_of_two(parallel.grain):
         valid = [2**n for n in range(parallel.grain.bit_length())]
         valid = [grain for grain in valid if not _tensor_misfits(config.model, grain, train.sequence_length)]
         problems += [
@@ -42,7 +42,7 @@ def bitwise_problems(config: Config, layout: Layout) -> list[str]:
         ]
     groups = train.gradient_groups
     problems += _grain_problems("train.data_grain", groups, "the data-parallel degree", layout.data)
-    if train.micro_batches % groups:
+    if train.micro_batches % groups and _is_power_of_two(groups):
         problems.append(
             f"train.data_grain ({groups}) must divide the micro-batches of a step, train.global_batch / "
             f"train.micro_batch ({train.micro_batches}): leave it out"
@@ -62,7 +62,7 @@ def bitwise_problems(config: Config, layout: Layout) -> list[str]:
 
 def _grain_problems(key: str, grain: int, degree_key: str, degree: int) -> list[str]:
     """Return why sums of `grain` parts cannot be divided over `degree` ranks."""
-    if grain & (grain - 1):
+    if not _is_power_of_two(grain):
         nearest = listing([2 ** (grain.bit_length() - 1), 2 ** grain.bit_length()], "or")
         return [f"{key} ({grain}) must be a power of two with train.bitwise (true): set {key}={nearest}"]
     if grain % degree:
@@ -73,6 +73,10 @@ def _grain_problems(key: str, grain: int, degree_key: str, degree: int) -> list[
             f"another {key} from the run's first step on"
         ]
     return []
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None, condition: str = "") -> list[str]:

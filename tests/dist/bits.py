@@ -1,0 +1,49 @@
+"""A training with `train.bitwise`, and all numbers of it that no layout may change."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shardwise.train.build import build_trainer
+from shardwise.verify.canonical_values import canonical_weights
+from tests.dist.cells import Cell, configuration
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import make_data
+
+STEPS = 3
+
+
+@dataclass
+class Bits:
+    """What one rank has of a training.
+
+    Attributes:
+        losses, norms: of every step; the norms are those of gradients and of parameters.
+        evaluation: loss and perplexity after the last step.
+        weights: after the last step, by canonical name; of this rank's stages, on one rank of each.
+    """
+
+    losses: list[dict[str, float]]
+    norms: list[tuple[float, float]]
+    evaluation: tuple[float, float]
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(cell: Cell) -> Bits:
+    """Train a cell on this rank."""
+    config = configuration(cell)
+    mesh = shared_mesh(cell.tensor, cell.pipeline, tuple(config.grains.items()))
+    data = make_data(config.model.vocab_size, samples=64, pairs="nsp" in config.model.objectives)
+    trainer = build_trainer(config, mesh, data)
+    records = [trainer.step() for _ in range(STEPS)]
+    trainer.optimizer.gathers.wait()
+    weights = canonical_weights(trainer.model)
+    bits = Bits(
+        [record.losses or {"loss": record.loss} for record in records],
+        [(record.grad_norm, record.param_norm) for record in records],
+        trainer.evaluate(),
+    )
+    if mesh.dp.rank == mesh.tp.rank == 0:
+        bits.weights = {name: weight.cpu() for name, weight in weights.items()}
+    trainer.feed.close()
+    return bits

@@ -1,0 +1,58 @@
+"""Training with `train.bitwise`: each layout of four ranks gives the very numbers of one process."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.bits import Bits, train
+from tests.dist.cells import RANKS, Cell
+
+LLAMA = Cell("llama", variant=True, bitwise=True, layers=2, batch=4)
+DOCUMENTS = Cell("llama", documents=True, mode="mixed", bitwise=True, layers=2)
+GPT = Cell("gpt", dropout=True, optimizer="lamb", bitwise=True)
+GPT_NEOX = Cell("gpt_neox", mode="bfloat16", bitwise=True, layers=2, batch=4)
+BERT = Cell("bert", mode="mixed", bitwise=True)
+OLMO2 = Cell("olmo2", optimizer="lamb", bitwise=True, layers=2, batch=4)
+CELLS = (
+    replace(LLAMA, tensor=4, sequence=True),
+    replace(LLAMA, tensor=2, data=2, zero=1),
+    replace(LLAMA, schedule="1f1b", pipeline=2, tensor=2, sequence=True),
+    replace(DOCUMENTS, tensor=2, sequence=True, data=2, zero=1),
+    replace(DOCUMENTS, data=4),
+    replace(GPT, schedule="zbv", pipeline=2, tensor=2),
+    replace(GPT, data=4, zero=1, recompute="full"),
+    replace(GPT_NEOX, tensor=4),
+    replace(BERT, schedule="zbv", pipeline=2, data=2, zero=1),
+    replace(OLMO2, tensor=2, sequence=True, data=2, recompute="full"),
+)
+
+
+@functools.cache
+def one_process(cell: Cell) -> Bits:
+    """The same training without any parallelism."""
+    return train(cell.alone)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
+    everyone: list[Bits] = ranks(RANKS).run(train, cell)
+    one = one_process(cell.alone)
+    for rank, found in enumerate(everyone):
+        assert found.losses == one.losses, f"losses of rank {rank}"
+        assert found.norms == one.norms, f"norms of rank {rank}"
+        assert found.evaluation == one.evaluation, f"evaluation of rank {rank}"
+        for name, weight in found.weights.items():
+            assert torch.equal(weight, one.weights[name]), f"{name} of rank {rank} differs"
+    assert set().union(*(found.weights for found in everyone)) == one.weights.keys()
+
+
+def test_other_orders_of_sums_have_other_bits(ranks: Any) -> None:
+    """Otherwise equal bits would say little: each layout has the tree to thank for them."""
+    cell = replace(LLAMA, tensor=2, data=2, zero=1, bitwise=False)
+    found = ranks(RANKS).run(train, cell)[0]
+    one = one_process(LLAMA.alone)
+    assert found.losses[0]["loss"] == pytest.approx(one.losses[0]["loss"], rel=1e-5)
+    assert any(not torch.equal(weight, one.weights[name]) for name, weight in found.weights.items())

@@ -1,0 +1,160 @@
+"""What `train.bitwise` needs, and what of it must stay when a run goes on."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import check_layout, load_config, resume_changes, resume_problems
+
+
+def problems(world: int, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(load_config("llama2-tiny", ["train.bitwise=true", *overrides]), world)
+    return caught.value.problems
+
+
+def resolved(*overrides: str) -> dict[str, Any]:
+    return load_config("llama2-tiny", overrides).model_dump(mode="json")
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (1, []),
+        (4, []),
+        (4, ["parallel.tensor=4", "parallel.sequence=true"]),
+        (8, ["parallel.tensor=2", "parallel.grain=2"]),
+        (1, ["parallel.grain=1", "train.data_grain=1"]),
+        (1, ["train.global_batch=12"]),
+        (1, ["model.attention_dropout=0.1", "train.dropout_mode=invariant"]),
+    ],
+)
+def test_what_fits(world: int, overrides: list[str]) -> None:
+    assert check_layout(load_config("llama2-tiny", ["train.bitwise=true", *overrides]), world).world == world
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "problem"),
+    [
+        (
+            1,
+            ["parallel.grain=3"],
+            "parallel.grain (3) must be a power of two with train.bitwise (true): set parallel.grain=2 or 4",
+        ),
+        (
+            4,
+            ["parallel.tensor=4", "parallel.grain=2"],
+            "parallel.tensor (4) must divide parallel.grain (2) with train.bitwise (true): nearest 2, or another "
+            "parallel.grain from the run's first step on",
+        ),
+        (
+            1,
+            ["parallel.grain=8"],
+            "parallel.grain (8) must divide model.num_attention_heads (4) with train.bitwise (true): set parallel.grain=4",
+        ),
+        (
+            1,
+            ["model.intermediate_size=174"],
+            "parallel.grain (4) must divide model.intermediate_size (174) with train.bitwise (true): set parallel.grain=2",
+        ),
+        (
+            1,
+            ["train.sequence_length=62"],
+            "parallel.grain (4) must divide train.sequence_length (62) with train.bitwise (true): set parallel.grain=2",
+        ),
+        (
+            1,
+            ["train.data_grain=6"],
+            "train.data_grain (6) must be a power of two with train.bitwise (true): set train.data_grain=4 or 8",
+        ),
+        (
+            4,
+            ["train.data_grain=2"],
+            "the data-parallel degree (4) must divide train.data_grain (2) with train.bitwise (true): nearest 2, or "
+            "another train.data_grain from the run's first step on",
+        ),
+        (
+            3,
+            ["train.global_batch=12"],
+            "the data-parallel degree (3) must divide train.data_grain (2) with train.bitwise (true): nearest 2, or "
+            "another train.data_grain from the run's first step on",
+        ),
+        (
+            1,
+            ["train.data_grain=8"],
+            "train.data_grain (8) must divide the micro-batches of a step, train.global_batch / train.micro_batch (4): "
+            "leave it out",
+        ),
+        (
+            2,
+            ["parallel.tensor=2", "parallel.tensor_overlap=pieces"],
+            "parallel.tensor_overlap (pieces) must be null with train.bitwise: it multiplies pieces whose size depends "
+            "on the layout",
+        ),
+        (
+            1,
+            ["model.attention_dropout=0.1"],
+            "train.dropout_mode (fast) must be invariant with train.bitwise (true): other masks depend on the layout",
+        ),
+    ],
+)
+def test_what_does_not_fit(world: int, overrides: list[str], problem: str) -> None:
+    assert problems(world, *overrides) == [problem]
+    # Without it each of them is a training.
+    assert check_layout(load_config("llama2-tiny", overrides), world).world == world
+
+
+def test_all_misfits_are_told_at_once() -> None:
+    found = problems(1, "parallel.grain=5", "train.data_grain=6", "parallel.tensor_overlap=pieces")
+    assert [text.partition(" ")[0] for text in found] == [
+        "parallel.grain",
+        "train.data_grain",
+        "parallel.tensor_overlap",
+    ]
+
+
+@pytest.mark.parametrize(("micro_batches", "groups"), [(1, 1), (4, 4), (6, 2), (7, 1), (8, 8), (48, 8)])
+def test_groups_of_gradients_are_as_many_as_may_be(micro_batches: int, groups: int) -> None:
+    config = load_config("llama2-tiny", [f"train.global_batch={2 * micro_batches}", "train.bitwise=true"])
+    assert config.grains == {"tp": 4, "dp": groups}
+    assert load_config("llama2-tiny").grains == {}
+
+
+# ---- runs that go on
+
+ORDER = ("parallel.grain=2", "train.data_grain=2", "train.micro_batch=1", "train.threads=2")
+"""Other orders of sums than those of llama2-tiny."""
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        ("parallel.grain=2", "parallel.grain (2) must be 4"),
+        ("train.data_grain=2", "train.data_grain (2) must be null"),
+        ("train.micro_batch=1", "train.micro_batch (1) must be 2"),
+        ("train.threads=2", "train.threads (2) must be 1"),
+    ],
+)
+def test_the_order_of_sums_stays(override: str, difference: str) -> None:
+    (problem,) = resume_problems(resolved("train.bitwise=true"), resolved("train.bitwise=true", override))
+    assert problem.splitlines()[1].strip() == difference
+
+
+def test_layouts_may_change() -> None:
+    other = resolved("train.bitwise=true", "parallel.tensor=2", "parallel.sequence=true", "optimizer.zero=1")
+    assert resume_problems(resolved("train.bitwise=true"), other) == []
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [(["train.bitwise=true"], ORDER), ([], ["train.bitwise=true", *ORDER]), ([], ORDER)],
+    ids=["off", "on", "never"],
+)
+def test_without_it_or_when_it_is_switched_the_order_may_change(then: list[str], now: list[str]) -> None:
+    assert resume_problems(resolved(*then), resolved(*now)) == []
+    changes = resume_changes(resolved(*then), resolved(*now))
+    assert {"parallel.grain 4 → 2", "train.micro_batch 2 → 1"} < set(changes)

@@ -1,0 +1,273 @@
+"""Products of which a rank computes several parts have the bits of the same parts computed by several ranks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwise.distributed.collectives import tree_sum
+from shardwise.distributed.mesh import Group
+from shardwise.layers import part_products
+from shardwise.layers.part_products import (
+    by_part,
+    fold,
+    input_gradient_of_columns,
+    multiply_parts,
+    row_sums,
+    sum_of_products,
+    weight_gradient_of_columns,
+    weight_gradient_of_rows,
+)
+from shardwise.layers.parts import Section, apply_by_part, column_products, row_products
+from tests.dist.dense import error, random
+
+COUNTS = (2, 4, 8)
+SIZES = st.sampled_from([1, 2, 3, 5, 8, 13, 16, 31, 64, 100])
+PRODUCTS: dict[str, tuple[Callable[..., Tensor], int | None, int | None, int]] = {
+    "rows": (multiply_parts, None, 0, 1),
+    "weight gradient of rows": (weight_gradient_of_rows, 1, None, 0),
+    "input gradient of columns": (input_gradient_of_columns, None, 1, 1),
+    "weight gradient of columns": (weight_gradient_of_columns, None, 1, 1),
+}
+"""Functions of two matrices; the dim along which each is cut into parts, and that along which the results lie."""
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def bits_equal(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and torch.equal(found, wanted)
+
+
+def parts_of(x: Tensor, count: int, dim: int | None) -> list[Tensor]:
+    """Return the parts of a tensor as tensors of their own, or the tensor for each part."""
+    return [x] * count if dim is None else [torch.empty_like(part).copy_(part) for part in x.chunk(count, dim)]
+
+
+def shape_of(product: str, tokens: int, inner: int, width: int, count: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    wide = count * width
+    shapes = {
+        "rows": ((tokens, inner), (wide, inner)),
+        "weight gradient of rows": ((tokens, wide), (tokens, inner)),
+        "input gradient of columns": ((tokens, inner), (inner, wide)),
+        "weight gradient of columns": ((tokens, inner), (tokens, wide)),
+    }
+    return shapes[product]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("product", PRODUCTS)
+@given(tokens=SIZES, inner=SIZES, width=SIZES, count=st.sampled_from(COUNTS), seed=st.integers(0, 9))
+@settings(deadline=None, max_examples=30, derandomize=True)
+def test_a_product_has_the_bits_of_its_parts(
+    product: str, dtype: torch.dtype, tokens: int, inner: int, width: int, count: int, seed: int
+) -> None:
+    function, first_dim, second_dim, result_dim = PRODUCTS[product]
+    first, second = (
+        random(seed + number, *shape).to(dtype)
+        for number, shape in enumerate(shape_of(product, tokens, inner, width, count))
+    )
+    bias = (None,) if product == "rows" else ()
+    pairs = zip(parts_of(first, count, first_dim), parts_of(second, count, second_dim), strict=True)
+    wanted = torch.cat([function(a, b, *bias, 1) for a, b in pairs], result_dim)
+    assert bits_equal(function(first, second, *bias, count), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@given(
+    tokens=SIZES,
+    outputs=SIZES,
+    widths=st.lists(SIZES, min_size=1, max_size=3),
+    count=st.sampled_from(COUNTS),
+    seed=st.integers(0, 9),
+)
+@settings(deadline=None, max_examples=30, derandomize=True)
+def test_a_sum_of_products_has_the_bits_of_the_tree(
+    dtype: torch.dtype, tokens: int, outputs: int, widths: list[int], count: int, seed: int
+) -> None:
+    xs = [random(seed, tokens, count * width).to(dtype) for width in widths]
+    weights = [random(seed + 1, outputs, count * width).to(dtype) for width in widths]
+    found = sum_of_products([by_part(x, count) for x in xs], [by_part(weight, count) for weight in weights], count)
+    operands = zip(*(parts_of(tensor, count, 1) for tensor in (*xs, *weights)), strict=True)
+    terms = []
+    for part in operands:
+        own = [tensor.unsqueeze(0) for tensor in part]
+        terms.append(sum_of_products(own[: len(xs)], own[len(xs) :], 1))
+    assert bits_equal(found, tree_sum(torch.stack(terms)))
+
+
+def test_a_form_with_other_bits_is_not_used() -> None:
+    def exact(_count: int, x: Tensor) -> Tensor:
+        return x.sum(0)
+
+    def other(_count: int, x: Tensor) -> Tensor:
+        return x.double().sum(0).float()
+
+    x = random(0, 1000, 8)
+    assert not torch.equal(exact(1, x), other(1, x))
+    assert bits_equal(part_products._in_fastest_form((other, exact), 1, x), exact(1, x))
+
+
+def test_a_form_with_equal_bits_is_used() -> None:
+    def exact(_count: int, x: Tensor) -> Tensor:
+        calls.append("exact")
+        return x + x
+
+    def faster(_count: int, x: Tensor) -> Tensor:
+        calls.append("faster")
+        return 2 * x
+
+    calls: list[str] = []
+    part_products._in_fastest_form((faster, exact), 1, random(0, 8))
+    calls.clear()
+    part_products._in_fastest_form((faster, exact), 1, random(1, 8))
+    assert calls == ["faster"]
+
+
+@given(levels=st.integers(0, 6), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=50)
+def test_fold_is_the_tree(levels: int, seed: int) -> None:
+    parts = random(seed, 2**levels, 3, 5)
+    assert bits_equal(fold(part.clone() for part in parts), tree_sum(parts))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_sums_of_rows_are_those_of_each_part(count: int) -> None:
+    dy = random(0, 37, count * 5)
+    assert bits_equal(row_sums(by_part(dy, count)), torch.stack([part.sum(0) for part in parts_of(dy, count, 1)]))
+
+
+# ---- layers
+
+
+@dataclass
+class Layer:
+    """The outputs of a layer, and the gradients of their sum with weights `pulls`.
+
+    Lists are by section of a column-parallel layer, and by term of a row-parallel one.
+    """
+
+    outputs: list[Tensor]
+    inputs: list[Tensor]
+    weights: list[Tensor]
+    biases: list[Tensor] = field(default_factory=list)
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor).copy_(tensor).requires_grad_()
+
+
+def columns(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], repeats: Sequence[int], pulls: list[Tensor], count: int
+) -> Layer:
+    """Compute `count` parts of a column-parallel layer on one rank."""
+    x = leaf(x)
+    weight = leaf(torch.cat(weights))
+    bias = leaf(torch.cat(biases)) if biases else None
+    sections = [Section(len(rows), shared) for rows, shared in zip(weights, repeats, strict=True)]
+    outputs = column_products(x, weight, bias, sections, Group(grain=count))
+    leaves = [x, weight] if bias is None else [x, weight, bias]
+    dx, *by_tensor = torch.autograd.grad(outputs, leaves, pulls)
+    sizes = [section.rows for section in sections]
+    return Layer(list(outputs), [dx], *(list(gradient.split(sizes)) for gradient in by_tensor))
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(
+    ("widths", "repeats"), [([6], [1]), ([12, 12], [1, 1]), ([16, 8, 8], [1, 2, 2])], ids=["one", "two", "shared heads"]
+)
+def test_columns_of_parts_are_those_of_single_parts(
+    widths: list[int], repeats: list[int], count: int, has_bias: bool
+) -> None:
+    x = random(0, 9, 2, 20)
+    weights = [random(1, width * count // shared, 20) for width, shared in zip(widths, repeats, strict=True)]
+    biases = [random(2, len(weight)) for weight in weights] if has_bias else []
+    pulls = [random(3, 9, 2, width * count) for width in widths]
+
+    def of_part(tensors: list[Tensor], part: int) -> list[Tensor]:
+        """Return the rows of each section that a part uses."""
+        shares = zip(tensors, repeats, strict=bool(tensors))
+        return [tensor.chunk(count // shared)[part // shared] for tensor, shared in shares]
+
+    found = columns(x, weights, biases, repeats, pulls, count)
+    parts = []
+    for part in range(count):
+        own_pulls = [pull.chunk(count, -1)[part].contiguous() for pull in pulls]
+        own = of_part(weights, part), of_part(biases, part)
+        parts.append(columns(x, *own, [1] * len(widths), own_pulls, 1))
+    assert bits_equal(found.inputs[0], tree_sum(torch.stack([part.inputs[0] for part in parts])))
+    for section, shared in enumerate(repeats):
+        assert bits_equal(found.outputs[section], torch.cat([part.outputs[section] for part in parts], -1))
+        for tensors in ("weights", "biases")[: 1 + has_bias]:
+            runs = torch.stack([getattr(part, tensors)[section] for part in parts]).split(shared)
+            assert bits_equal(getattr(found, tensors)[section], torch.cat([tree_sum(run) for run in runs]))
+
+    # Plain torch, whose shared rows are repeated.
+    whole_x = leaf(x)
+    plain_weights = [leaf(weight) for weight in weights]
+    plain = []
+    for section, (weight, shared) in enumerate(zip(plain_weights, repeats, strict=True)):
+        y = F.linear(whole_x, weight, biases[section] if has_bias else None)
+        plain.append(y.unflatten(-1, (count // shared, -1)).repeat_interleave(shared, -2).flatten(-2))
+    dx, *dws = torch.autograd.grad(plain, [whole_x, *plain_weights], pulls)
+    wanted = [*plain, dx, *dws]
+    for tensor, expected in zip([*found.outputs, found.inputs[0], *found.weights], wanted, strict=True):
+        assert error(tensor, expected) < 1e-5
+
+
+def rows(xs: list[Tensor], weights: list[Tensor], pull: Tensor, count: int) -> Layer:
+    """Compute `count` parts of a row-parallel layer on one rank."""
+    leaves = [leaf(tensor) for tensor in (*xs, *weights)]
+    terms = list(zip(leaves[: len(xs)], leaves[len(xs) :], strict=True))
+    y = row_products(terms, Group(grain=count))
+    found = torch.autograd.grad(y, leaves, pull)
+    return Layer([y], list(found[: len(xs)]), list(found[len(xs) :]))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("widths", [[6], [12, 5]], ids=["one term", "two terms"])
+def test_rows_of_parts_are_those_of_single_parts(widths: list[int], count: int) -> None:
+    xs = [random(1, 9, 2, width * count) for width in widths]
+    weights = [random(2, 20, width * count) for width in widths]
+    pull = random(3, 9, 2, 20)
+    found = rows(xs, weights, pull, count)
+    parts = []
+    for part in range(count):
+        own = ([tensor.chunk(count, -1)[part] for tensor in tensors] for tensors in (xs, weights))
+        parts.append(rows(*own, pull, 1))
+    assert bits_equal(found.outputs[0], tree_sum(torch.stack([part.outputs[0] for part in parts])))
+    for term in range(len(widths)):
+        for tensors in ("inputs", "weights"):
+            wanted = torch.cat([getattr(part, tensors)[term] for part in parts], -1)
+            assert bits_equal(getattr(found, tensors)[term], wanted)
+
+    leaves = [leaf(tensor) for tensor in (*xs, *weights)]
+    y = sum(map(F.linear, leaves[: len(xs)], leaves[len(xs) :]))
+    assert isinstance(y, Tensor)
+    wanted = torch.autograd.grad(y, leaves, pull)
+    for tensor, expected in zip([*found.outputs, *found.inputs, *found.weights], [y, *wanted], strict=True):
+        assert error(tensor, expected) < 1e-5
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_gradient_of_a_shared_parameter_is_that_of_its_parts(count: int) -> None:
+    """As that of a norm's scale, whose rows are cut."""
+    x = random(0, 8 * count, 7)
+    pull = random(1, 8 * count, 7)
+    scale = leaf(random(2, 7))
+    (found,) = torch.autograd.grad(apply_by_part(torch.mul, x, [scale], count, None), scale, pull)
+    wanted = []
+    for x_part, pull_part in zip(x.chunk(count), pull.chunk(count), strict=True):
+        wanted += torch.autograd.grad(x_part * scale, scale, pull_part)
+    assert bits_equal(found, tree_sum(torch.stack(wanted)))

@@ -1,0 +1,73 @@
+"""Gradients of groups of micro-batches are added in one binary tree."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.distributed.collectives import tree_sum
+from shardwise.optim.gradient_groups import GroupSums
+from tests.dist.dense import random
+
+
+def tree(parts: list[Tensor]) -> Tensor:
+    """Return the sum of the first half and that of the second half, each made alike."""
+    if len(parts) == 1:
+        return parts[0]
+    half = len(parts) // 2
+    return tree(parts[:half]) + tree(parts[half:])
+
+
+def run(gradient: Tensor, sums: GroupSums, groups: Tensor) -> None:
+    """Accumulate groups `[D, M, n]` of M micro-batches each."""
+    for number, group in enumerate(groups):
+        for micro_batch in group:
+            gradient += micro_batch
+        if number < len(groups) - 1:
+            sums.end_group()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_the_sum_is_that_of_the_tree(count: int, micro_batches: int) -> None:
+    groups = random(0, count, micro_batches, 999)
+    gradient = torch.zeros(999)
+    sums = GroupSums(gradient)
+    for _ in range(2):
+        gradient.zero_()
+        run(gradient, sums, groups)
+        sums.join()
+        by_group = []
+        for group in groups:
+            total = torch.zeros(999)
+            for micro_batch in group:
+                total += micro_batch
+            by_group.append(total)
+        assert torch.equal(gradient, tree(by_group))
+        assert torch.equal(gradient, tree_sum(torch.stack(by_group)))
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_the_ranks_add_up_the_tree(degree: int) -> None:
+    groups = random(0, 8, 2, 999)
+    of_ranks = []
+    for own in groups.chunk(degree):
+        gradient = torch.zeros(999)
+        sums = GroupSums(gradient)
+        run(gradient, sums, own)
+        sums.join()
+        of_ranks.append(gradient)
+    whole = torch.zeros(999)
+    sums = GroupSums(whole)
+    run(whole, sums, groups)
+    sums.join()
+    assert torch.equal(tree_sum(torch.stack(of_ranks)), whole)
+
+
+def test_dropped_groups_are_not_added() -> None:
+    gradient = torch.zeros(5)
+    sums = GroupSums(gradient)
+    run(gradient, sums, random(0, 4, 1, 5))
+    sums.drop()
+    gradient.fill_(1.0)
+    sums.join()
+    assert torch.equal(gradient, torch.ones(5))
