@@ -54,12 +54,14 @@ def test_what_fits(world: int, overrides: list[str]) -> None:
         (
             1,
             ["parallel.grain=8"],
-            "parallel.grain (8) must divide model.num_attention_heads (4) with train.bitwise (true): set parallel.grain=4",
+            "parallel.grain (8) must divide model.num_attention_heads (4) with train.bitwise (true): set "
+            "parallel.grain=4",
         ),
         (
             1,
             ["model.intermediate_size=174"],
-            "parallel.grain (4) must divide model.intermediate_size (174) with train.bitwise (true): set parallel.grain=2",
+            "parallel.grain (4) must divide model.intermediate_size (174) with train.bitwise (true): set "
+            "parallel.grain=2",
         ),
         (
             1,
