@@ -18,11 +18,11 @@ from shardwise.base.errors import ConfigError, listing, nearest_numbers, see
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Layout
 from shardwise.config.load import config_from
-from shardwise.config.model import ModelConfig
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER
 from shardwise.config.run_config import Config
 from shardwise.config.schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
 from shardwise.config.sections import ParallelConfig, share_of
+from shardwise.config.size_rules import bitwise_problems, tensor_problems
 
 
 def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
@@ -48,7 +48,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     except ConfigError as error:
         problems = error.problems
     problems += pipeline_problems(config, micro_batches)
-    problems += _tensor_problems(config, sequence)
+    problems += tensor_problems(config, sequence)
     problems += _overlap_problems(config)
     problems += _compile_problems(config)
     problems += _schedule_problems(config)
@@ -60,7 +60,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     problems += _hook_problems(config)
     if layout is not None:
         problems += _profile_problems(config, layout)
-        problems += _bitwise_problems(config, layout)
+        problems += bitwise_problems(config, layout)
     if layout is None or problems:
         raise ConfigError(problems)
     return layout
@@ -123,22 +123,6 @@ def _document_problems(config: Config) -> list[str]:
     return []
 
 
-def _tensor_problems(config: Config, sequence: bool) -> list[str]:
-    model = config.model
-    tensor = config.parallel.tensor
-    length = config.train.sequence_length
-    reasons = _tensor_misfits(model, tensor, length if sequence else None)
-    if not reasons:
-        return []
-    # No degree above the smallest of the sizes divides them all.
-    sizes = (model.num_attention_heads, model.intermediate_size, length)
-    most = min(size for size in sizes if size is not None)
-    length_to_cut = length if config.parallel.sequence else None
-    valid = [degree for degree in range(1, most + 1) if not _tensor_misfits(model, degree, length_to_cut)]
-    degrees = f"valid degrees are {listing(valid)}" if len(valid) > 1 else "the only valid degree is 1"
-    return [f"parallel.tensor ({tensor}) must {reason}: {degrees}" for reason in reasons]
-
-
 def _overlap_problems(config: Config) -> list[str]:
     parallel = config.parallel
     how = parallel.tensor_overlap
@@ -154,60 +138,6 @@ def _overlap_problems(config: Config) -> list[str]:
             "the sequence"
         )
     return problems
-
-
-def _bitwise_problems(config: Config, layout: Layout) -> list[str]:
-    """Refuse layouts and keys with which `train.bitwise` could not give the bits of one process."""
-    if not config.train.bitwise:
-        return []
-    parallel = config.parallel
-    train = config.train
-    problems = _grain_problems("parallel.grain", parallel.grain, "parallel.tensor", layout.tensor)
-    misfits = _tensor_misfits(config.model, parallel.grain, train.sequence_length)
-    if misfits and _is_power_of_two(parallel.grain):
-        valid = [2**n for n in range(parallel.grain.bit_length())]
-        valid = [grain for grain in valid if not _tensor_misfits(config.model, grain, train.sequence_length)]
-        problems += [
-            f"parallel.grain ({parallel.grain}) must {reason}, with train.bitwise: set parallel.grain={valid[-1]}"
-            for reason in misfits
-        ]
-    groups = train.gradient_groups
-    problems += _grain_problems("train.data_grain", groups, "the data-parallel degree", layout.data)
-    if train.micro_batches % groups and _is_power_of_two(groups):
-        problems.append(
-            f"train.data_grain ({groups}) must divide the micro-batches of a step, train.global_batch / "
-            f"train.micro_batch ({train.micro_batches}): leave it out"
-        )
-    if parallel.tensor_overlap is not None:
-        problems.append(
-            f"parallel.tensor_overlap ({parallel.tensor_overlap}) must be null with train.bitwise: it multiplies "
-            "pieces whose size depends on the layout"
-        )
-    if config.model.has_dropout and train.dropout_mode != "invariant":
-        problems.append(
-            f"train.dropout_mode ({train.dropout_mode}) must be invariant with train.bitwise (true): other masks "
-            "depend on the layout"
-        )
-    return problems
-
-
-def _grain_problems(key: str, grain: int, degree_key: str, degree: int) -> list[str]:
-    """Return why sums of `grain` parts cannot be divided over `degree` ranks."""
-    if not _is_power_of_two(grain):
-        nearest = listing([2 ** (grain.bit_length() - 1), 2 ** grain.bit_length()], "or")
-        return [f"{key} ({grain}) must be a power of two with train.bitwise (true): set {key}={nearest}"]
-    if grain % degree:
-        valid = [2**n for n in range(grain.bit_length())]
-        nearest = listing(nearest_numbers(degree, valid), "or")
-        return [
-            f"{degree_key} ({degree}) must divide {key} ({grain}) with train.bitwise (true): nearest {nearest}, or "
-            f"another {key} from the run's first step on"
-        ]
-    return []
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def _compile_problems(config: Config) -> list[str]:
@@ -229,22 +159,6 @@ def _compile_problems(config: Config) -> list[str]:
             "layers are not compiled: leave out one of the two"
         )
     return problems
-
-
-def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None) -> list[str]:
-    """Reasons why `tensor` ranks cannot divide the model's sizes; a model of the user's own may have none of them."""
-    sizes = (
-        ("model.num_attention_heads", model.num_attention_heads),
-        ("model.intermediate_size", model.intermediate_size),
-    )
-    reasons = [f"divide {key} ({value})" for key, value in sizes if value is not None and value % tensor]
-    kv_heads = model.num_key_value_heads
-    # With more ranks than key/value heads, neighbouring ranks hold the same head: each needs equally many ranks.
-    if kv_heads is not None and kv_heads != model.num_attention_heads and kv_heads % tensor and tensor % kv_heads:
-        reasons.append(f"divide or be a multiple of model.num_key_value_heads ({kv_heads})")
-    if sequence_length is not None and sequence_length % tensor:
-        reasons.append(f"divide train.sequence_length ({sequence_length}) with parallel.sequence")
-    return reasons
 
 
 def _schedule_problems(config: Config) -> list[str]:

@@ -140,6 +140,13 @@ def tree_sum(parts: Tensor) -> Tensor:
     return parts[0]
 
 
+def tree_sum_(parts: Tensor) -> Tensor:
+    """Return the sum as `tree_sum` does, in the memory of the parts."""
+    while len(parts) > 1:
+        parts = parts[0::2].add_(parts[1::2])
+    return parts[0]
+
+
 def all_reduce_(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
     """Reduce over the group, in place. `op`: sum or max.
 
@@ -174,7 +181,8 @@ def _tree_all_reduce_async(tensor: Tensor, group: Group, *, overlap: bool) -> Pe
     """
     flat = tensor.reshape(-1)
     run = -(-flat.numel() // group.size)
-    padded = torch.nn.functional.pad(flat, (0, run * group.size - flat.numel()))
+    padding = run * group.size - flat.numel()
+    padded = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
     if torch.compiler.is_compiling():
         parts = traced_all_to_all(padded, group.size, group.graph_name)
         gathered = traced_all_gather(tree_sum(parts.view(group.size, run)), group.size, group.graph_name)
@@ -184,9 +192,10 @@ def _tree_all_reduce_async(tensor: Tensor, group: Group, *, overlap: bool) -> Pe
     work = _call(group, dist.all_to_all_single, parts, padded, group=group.process_group, async_op=overlap)
 
     def finish() -> None:
-        total = tree_sum(parts.view(group.size, run)).contiguous()
+        total = tree_sum_(parts.view(group.size, run))
         _call(group, _all_gather_into, padded, total, group=group.process_group)
-        tensor.copy_(padded[: flat.numel()].view_as(tensor))
+        if padded.data_ptr() != tensor.data_ptr():
+            tensor.copy_(padded[: flat.numel()].view_as(tensor))
 
     return Pending(tensor, work if overlap else None, finish, group)
 
@@ -256,7 +265,7 @@ def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool 
         if group.grain is None:
             torch.sum(by_rank, dim=0, out=out)
         else:
-            out.copy_(tree_sum(by_rank))
+            out.copy_(tree_sum_(by_rank))
 
     return Pending(out, work if overlap else None, finish, group)
 

@@ -11,6 +11,9 @@ ALIGNMENT = 32
 Kernels read aligned memory by wide loads: 32 elements are 128 bytes of float32, and 64 of bfloat16.
 """
 
+LIMBS = 30
+"""Numbers of 64 bits that an exact sum of squares takes on its way between ranks (`optim/exact_sums.py`)."""
+
 LATENCY_BYTES = {"accelerator": 2**20, "cpu": 2**17}
 """Bytes that a link carries in the time that a message takes to begin: latency times bandwidth.
 

@@ -383,7 +383,7 @@ def make_buckets(
     """
     sizes = [
         (
-            (p.dtype, p.device, (_ranks_beyond(p) or placement.head_leaf(p) is not None) and i),
+            (p.dtype, p.device, (_ranks_beyond(p) or placement.head_leaf(p) is not None) and i + 1),
             p.numel() * (dtypes.gradient or p.dtype).itemsize,
         )
         for i, p in enumerate(parameters)

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from shardwise.optim.bucket_layout import ALIGNMENT, LIMBS
+
 _LOWEST = -320
 """Exponent of the unit. Squares of float32 numbers are multiples of 2^-298; what is smaller counts as 0."""
 _HIGHEST = 320
 _BITS = 24
 """Bits of a bin. The terms of a bin are below 2^25 units of it: a float64 holds the exact sum of 2^28 of them."""
-_BINS = (_HIGHEST - _LOWEST) // _BITS + 1
-LIMBS = _BINS + 3
-"""Numbers of 64 bits that a sum takes on its way between ranks: its bins, room for the sum, and a mark of NaN."""
+assert (LIMBS - 1) * _BITS >= _HIGHEST - _LOWEST + 56, "a limb marks NaN, the others have room for 2^56 terms"
 
 NOT_A_NUMBER = -1
 """The sum in which a term is infinite or not a number; all other sums are at least 0."""
@@ -87,11 +87,11 @@ def norms(added_limbs: Tensor, divisor: int) -> list[float]:
 def atom_elements(shape: Sequence[int], grain: int) -> int:
     """Return the elements of an atom of a tensor that lies in memory with this shape, in the whole model.
 
-    No layout cuts an atom: ZeRO cuts at multiples of 32 elements, and tensor parallelism cuts the last dim of a matrix,
-    or a vector, into at most `grain` equal parts.
+    No layout cuts an atom: ZeRO cuts at multiples of `ALIGNMENT` elements, and tensor parallelism cuts the last dim of
+    a matrix, or a vector, into at most `grain` equal parts.
     """
     length = shape[-1] if shape else 1
     if length % grain == 0:
-        return math.gcd(32, length // grain)
+        return math.gcd(ALIGNMENT, length // grain)
     # The last dim of a matrix stays whole. A vector may be cut anywhere, as a bias with padding is.
-    return math.gcd(32, length) if len(shape) > 1 else 1
+    return math.gcd(ALIGNMENT, length) if len(shape) > 1 else 1

@@ -249,7 +249,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         The reduction adds all groups (`optim/gradient_groups.py`).
 
         Args:
-            leaves: parameters and leaves of heads (`placement.head_leaf`) whose group ends; None: all.
+            leaves: parameters `[…]` and leaves of heads (`placement.head_leaf`) whose group ends; None: all.
         """
         chosen = None if leaves is None else set(leaves)
         for bucket in self.buckets:

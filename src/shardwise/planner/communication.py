@@ -25,7 +25,7 @@ from typing import Literal
 from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout
 from shardwise.config.layout import Stage, rank_of
 from shardwise.models.parameter_counts import LocalParameter, LocalWidths, local_parameters
-from shardwise.optim.bucket_layout import bucket_bytes, offsets_and_length, packed
+from shardwise.optim.bucket_layout import LIMBS, bucket_bytes, offsets_and_length, packed
 from shardwise.planner.rank_workload import RankWorkload
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
@@ -275,12 +275,17 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     objectives = len(workload.model.objectives)
     buckets = bucket_shapes(workload)
     elements = sum(bucket.elements for bucket in buckets)
-    gradients = DTYPE_BYTES[precision.reduce] * elements
+    gradients = DTYPE_BYTES[precision.reduce] * (elements + workload.head_gradient_elements)
+    is_ordered = workload.config.train.bitwise
     norm = _FLOAT64 if precision.rounding == "stochastic" else _FLOAT32
+    losses = _FLOAT32 * objectives
+    if is_ordered:
+        norm = _FLOAT64 * LIMBS
+        losses *= workload.config.train.micro_batches
     transfers = [
         Transfer("dp", "all_reduce", data, _FLOAT64 * objectives, 1, "number of counted targets"),
-        Transfer("dp", "all_reduce", data, _FLOAT32 * objectives, 1, "loss"),
-        Transfer("pp", "all_reduce", layout.pipeline, _FLOAT32 * objectives, 1, "loss of the last stage"),
+        Transfer("dp", "all_gather" if is_ordered else "all_reduce", data, losses, 1, "loss"),
+        Transfer("pp", "all_reduce", layout.pipeline, losses, 1, "loss of the last stage"),
         Transfer("world", "all_reduce", layout.world, 2 * norm, 1, "squared norms of gradients and parameters"),
     ]
     if optimizer.spec.has_trust_ratios:

@@ -115,13 +115,24 @@ def memory_of(workload: RankWorkload) -> MemoryEstimate:
     numbers, rounding = _rounding(workload)
     return MemoryEstimate(
         parameters=elements * DTYPE_BYTES[workload.precision.parameter],
-        gradients=elements * DTYPE_BYTES[workload.precision.gradient],
+        gradients=_gradient_bytes(workload),
         optimizer=_optimizer_bytes(workload, separate_masters=separate_masters),
         activations=step.activations,
         loss=step.forward - step.activations,
         buffers=_rotary_tables(workload) + numbers + max(step.whole, rounding) - step.forward,
         pipeline=step.sent + (workload.x_bytes if workload.layout.pipeline > 1 else 0),
     )
+
+
+def _gradient_bytes(workload: RankWorkload) -> int:
+    """Bytes of the gradients: with `train.bitwise` also those of groups that have ended, and those of a tied head."""
+    elements = sum(bucket.elements for bucket in bucket_shapes(workload)) + workload.head_gradient_elements
+    train = workload.config.train
+    copies = 1
+    if train.bitwise:
+        # A binary counter of the groups of a data-parallel rank (`optim/gradient_groups.py`).
+        copies += (train.gradient_groups // workload.layout.data).bit_length() - 1
+    return copies * elements * DTYPE_BYTES[workload.precision.gradient]
 
 
 def _optimizer_bytes(workload: RankWorkload, *, separate_masters: bool) -> int:
@@ -175,7 +186,9 @@ def _pass(workload: RankWorkload, stage: Stage, reduction: int) -> PassBytes:
         # A rank with several stages holds all that it sends until the end of the step.
         onwards, back = (x * sends for sends in _sends(workload, stage))
     table = DTYPE_BYTES[workload.precision.gradient] * workload.local.vocabulary * workload.model.hidden_size
-    head = table if stage.is_first and stage.is_last and workload.model.tie_word_embeddings else 0
+    # With `train.bitwise` the head's gradient has a buffer of its own.
+    is_added = workload.model.tie_word_embeddings and not workload.config.train.bitwise
+    head = table if stage.is_first and stage.is_last and is_added else 0
     return PassBytes(
         kept=kept + received,
         loss=_loss(workload) if stage.is_last else 0,
@@ -265,10 +278,16 @@ def _loss(workload: RankWorkload) -> int:
     a = workload.a
     rows = workload.local.vocabulary
     hidden = workload.model.hidden_size
-    limit = loss_chunk_elements(rows, workload.accelerator)
     parts = 1 if workload.model.head_transform else workload.layout.sequence_parts
+    chunk_rows = rows
+    if workload.config.train.bitwise:
+        # A chunk is the same at every layout: rows of each part of the sequence, by the whole vocabulary.
+        chunk_rows *= workload.layout.tensor
+        is_cut = (workload.predicted // workload.config.train.micro_batch) % workload.config.parallel.grain == 0
+        parts = workload.config.parallel.grain if is_cut else 1
+    limit = loss_chunk_elements(chunk_rows, workload.accelerator)
     tokens_a_row = workload.config.train.micro_batch * parts
-    chunk = min(workload.predicted, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
+    chunk = min(workload.predicted, max(1, limit // (chunk_rows * tokens_a_row)) * tokens_a_row)
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a
     head = 4 * a * hidden * workload.predicted if workload.model.head_transform else 0
     products = a * hidden * (chunk + max(rows, chunk))
@@ -303,14 +322,15 @@ def _reduction(workload: RankWorkload) -> int:
     """Copies of gradients while they are reduced over data parallelism; activations and loss are free by then.
 
     Two neighbouring buckets may be reduced at once. One copy is made if the dtype of the reduction is not that of the
-    gradients. On a CPU, ZeRO needs one more, for the slices that arrive: they are summed there.
+    gradients. On a CPU with ZeRO, and with `train.bitwise`, one more holds the slices that arrive, which are summed.
     """
     precision = workload.precision
     if workload.layout.data == 1:
         return 0
     sizes = [bucket.elements for bucket in bucket_shapes(workload)]
     two_buckets = max(size + following for size, following in zip(sizes, [*sizes[1:], 0], strict=True))
-    sums_slices = not workload.accelerator and workload.config.optimizer.zero == 1
+    is_ordered = workload.config.train.bitwise
+    sums_slices = is_ordered or (not workload.accelerator and workload.config.optimizer.zero == 1)
     copies = int(precision.reduce != precision.gradient) + int(sums_slices)
     return copies * two_buckets * DTYPE_BYTES[precision.reduce]
 

@@ -83,6 +83,13 @@ class RankWorkload:
         return sum(len(stage.layers) for stage in self.stages)
 
     @property
+    def head_gradient_elements(self) -> int:
+        """Elements of the gradient that a tied head has apart from the embedding's, with `train.bitwise`."""
+        if not (self.config.train.bitwise and self.model.tie_word_embeddings and self.has_last):
+            return 0
+        return self.local.vocabulary * self.model.hidden_size
+
+    @property
     def has_first(self) -> bool:
         """True if this rank looks up the embedding."""
         return any(stage.is_first for stage in self.stages)

@@ -81,8 +81,8 @@ def evaluate_rounds(
     model.eval()
     start = time.perf_counter()
     K = len(objectives)
-    # Losses [K], numbers of targets [K]; if scored also right answers [K] and the number of tokens [1].
     terms_NK: list[Tensor] = []
+    # Losses [K], numbers of targets [K]; if scored also right answers [K] and the number of tokens [1].
     sums = torch.zeros(3 * K + 1 if is_scored else 2 * K, dtype=devices.widest_dtype(mesh.device), device=mesh.device)
     # Sequence parallelism leaves each rank a part of each sample between blocks.
     sequence_parts = mesh.tp.size if parallel is not None and parallel.sequence else 1
@@ -108,18 +108,14 @@ def evaluate_rounds(
         shapes = [batch.inputs["ids_SB"].shape for batch in micro_batches]
         relay(model, parallel, mesh, compute, [(length // sequence_parts, samples) for length, samples in shapes])
     collectives.all_reduce_(collectives.all_reduce_(sums, mesh.dp), mesh.pp)
-    # Only the last stage had losses. One transfer for all sums; the division is in float64 for any device.
-    sums = sums.cpu().double()
+    sums = sums.cpu().double()  # one transfer for all sums; the division is in float64 for any device
     counts_K = sums[K : 2 * K]
-    if mesh.dp.grain is not None:
-        sums[:K] = _exact_sums(terms_NK, K, mesh)
-    accuracies: dict[str, float] = {}
-    if is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert):
-        accuracies = _by_name(objectives, mean_over_targets(sums[2 * K : -1], counts_K))
+    losses_K = sums[:K] if mesh.dp.grain is None else _exact_sums(terms_NK, K, mesh)
+    has_answers = is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert)
     return Evaluation(
-        losses=_by_name(objectives, mean_over_targets(sums[:K], counts_K)),
+        losses=_by_name(objectives, mean_over_targets(losses_K, counts_K)),
         counted={name: int(count) for name, count in _by_name(objectives, counts_K).items()},
-        accuracies=accuracies,
+        accuracies=_by_name(objectives, mean_over_targets(sums[2 * K : -1], counts_K)) if has_answers else {},
         tokens=int(sums[-1]) if is_scored else 0,
         seconds=time.perf_counter() - start,
     )

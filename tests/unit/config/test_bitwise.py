@@ -54,18 +54,19 @@ def test_what_fits(world: int, overrides: list[str]) -> None:
         (
             1,
             ["parallel.grain=8"],
-            "parallel.grain (8) must divide model.num_attention_heads (4), with train.bitwise: set parallel.grain=4",
+            "parallel.grain (8) must divide model.num_attention_heads (4) with train.bitwise (true): set "
+            "parallel.grain=4",
         ),
         (
             1,
             ["model.intermediate_size=174"],
-            "parallel.grain (4) must divide model.intermediate_size (174), with train.bitwise: set parallel.grain=2",
+            "parallel.grain (4) must divide model.intermediate_size (174) with train.bitwise (true): set "
+            "parallel.grain=2",
         ),
         (
             1,
             ["train.sequence_length=62"],
-            "parallel.grain (4) must divide train.sequence_length (62) with parallel.sequence, with train.bitwise: set "
-            "parallel.grain=2",
+            "parallel.grain (4) must divide train.sequence_length (62) with train.bitwise (true): set parallel.grain=2",
         ),
         (
             1,
