@@ -51,7 +51,7 @@ def alone(part: Tensor) -> Tensor:
 
 
 _Form = Callable[..., Tensor]
-_COMPARED_ELEMENTS = 1024
+_COMPARED_ELEMENTS = 256
 """Least number of random results that two forms must have in common. Another order of a sum shows in some of many
 elements, whatever the values; a single small result may be equal by chance."""
 

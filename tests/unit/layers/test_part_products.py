@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -69,7 +69,7 @@ def shape_of(product: str, tokens: int, inner: int, width: int, count: int) -> t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("product", PRODUCTS)
 @given(tokens=SIZES, inner=SIZES, width=SIZES, count=st.sampled_from(COUNTS), seed=st.integers(0, 9))
-@settings(deadline=None, max_examples=20, derandomize=True)
+@settings(deadline=None, max_examples=10, derandomize=True)
 def test_a_product_has_the_bits_of_its_parts(
     product: str, dtype: torch.dtype, tokens: int, inner: int, width: int, count: int, seed: int
 ) -> None:
@@ -93,7 +93,8 @@ def test_a_product_has_the_bits_of_its_parts(
     count=st.sampled_from(COUNTS),
     seed=st.integers(0, 9),
 )
-@settings(deadline=None, max_examples=20, derandomize=True)
+@example(tokens=3, outputs=1, widths=[3], count=2, seed=0)  # three results, which another form may give by chance
+@settings(deadline=None, max_examples=10, derandomize=True)
 def test_a_sum_of_products_has_the_bits_of_the_tree(
     dtype: torch.dtype, tokens: int, outputs: int, widths: list[int], count: int, seed: int
 ) -> None:
