@@ -34,8 +34,8 @@ NOT_A_NUMBER = -1
 
 def atom_squares(values: Tensor, atom: int) -> Tensor:
     """Return the sum of squares of each atom in float64; the length is a multiple of `atom`."""
-    # The square of a float32 number may be too large or too small for float32, and is exact in float64.
-    squares: Tensor = values.double().square().view(-1, atom).sum(dim=1)
+    # The squares of float32 numbers may be too large or too small for float32.
+    squares: Tensor = torch.linalg.vector_norm(values.double().view(-1, atom), dim=1).square()
     return squares
 
 
