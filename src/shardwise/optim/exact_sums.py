@@ -22,16 +22,20 @@ _BITS = 24
 """Bits of a bin. The terms of a bin are below 2^25 units of it: a float64 holds the exact sum of 2^28 of them."""
 assert (LIMBS - 1) * _BITS >= _HIGHEST - _LOWEST + 56, "a limb marks NaN, the others have room for 2^56 terms"
 
+TERMS_CPU = 1 << 15
+"""Terms that are added at once on a CPU: they and what is left of them stay in its caches."""
+
+TERMS_ACCELERATOR = 1 << 22
+"""Terms of the same on an accelerator, where short kernels would wait for the host: 32 MiB."""
+
 NOT_A_NUMBER = -1
 """The sum in which a term is infinite or not a number; all other sums are at least 0."""
 
 
 def atom_squares(values: Tensor, atom: int) -> Tensor:
     """Return the sum of squares of each atom in float64; the length is a multiple of `atom`."""
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(values.view(-1, atom), dim=1, dtype=dtype)
-    # The square of a float32 number is exact in float64.
-    squares: Tensor = norms.double().square()
+    # The squares of float32 numbers may be too large or too small for float32.
+    squares: Tensor = torch.linalg.vector_norm(values.double().view(-1, atom), dim=1).square()
     return squares
 
 
@@ -87,11 +91,13 @@ def norms(added_limbs: Tensor, divisor: int) -> list[float]:
 def atom_elements(shape: Sequence[int], grain: int) -> int:
     """Return the elements of an atom of a tensor that lies in memory with this shape, in the whole model.
 
-    No layout cuts an atom: ZeRO cuts at multiples of `ALIGNMENT` elements, and tensor parallelism cuts the last dim of
-    a matrix, or a vector, into at most `grain` equal parts.
+    No layout cuts an atom: ZeRO cuts at multiples of `ALIGNMENT` elements, and tensor parallelism cuts rows of a matrix
+    into at most `grain` equal parts, or leaves them whole. A vector may be cut anywhere: runs of a fused bias, and of
+    one with padding, have lengths that its own does not tell.
     """
-    length = shape[-1] if shape else 1
+    if len(shape) < 2:
+        return 1
+    length = shape[-1]
     if length % grain == 0:
         return math.gcd(ALIGNMENT, length // grain)
-    # The last dim of a matrix stays whole. A vector may be cut anywhere, as a bias with padding is.
-    return math.gcd(ALIGNMENT, length) if len(shape) > 1 else 1
+    return math.gcd(ALIGNMENT, length)

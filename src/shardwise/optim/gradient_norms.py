@@ -186,7 +186,11 @@ def _sum_of_squares(runs: Sequence[ElementRun], take: Take, atom: int) -> int:
     # A part at a time, as `take` may copy it in a wider dtype; parts have whole atoms.
     parts = (part for run in runs for part in run.split(chunk_elements(run.bucket)))
     squares = [exact_sums.atom_squares(take(part), atom) for part in parts]
-    return exact_sums.exact_sum(torch.cat(squares)) if squares else 0
+    if not squares:
+        return 0
+    on_cpu = squares[0].device.type == "cpu"
+    terms = torch.cat(squares).split(exact_sums.TERMS_CPU if on_cpu else exact_sums.TERMS_ACCELERATOR)
+    return exact_sums.joined(exact_sums.exact_sum(part) for part in terms)
 
 
 def _weighted(total: int, copies: int, world: Group) -> int:
