@@ -63,6 +63,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", metavar="N", type=int, default=4, help="of each training, half of them from a checkpoint; default: 4"
     )
+    parser.add_argument(
+        "--bits",
+        action="store_true",
+        help="train with train.bitwise: losses, gradient norms, weights and optimizer state must be equal to the last "
+        "bit",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -77,7 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         check_user_model(recipe)
     devices = _devices(arguments.devices, arguments.nproc)
-    config, cells, refused = _plan(recipe, devices, layouts.parse_layouts(arguments.layouts), arguments.steps)
+    chosen = layouts.parse_layouts(arguments.layouts)
+    config, cells, refused = _plan(recipe, devices, chosen, arguments.steps, bitwise=arguments.bits)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     is_named = False
     try:
@@ -116,7 +123,7 @@ def _devices(named: Sequence[str] | None, nproc: int | None) -> dict[str, int]:
 
 
 def _plan(
-    recipe: Config, devices: dict[str, int], chosen: dict[str, list[Any] | None], steps: int
+    recipe: Config, devices: dict[str, int], chosen: dict[str, list[Any] | None], steps: int, *, bitwise: bool
 ) -> tuple[Config, list[layouts.Cell], list[str]]:
     """The miniature, the layouts at which it can be trained, and why it cannot be at others.
 
@@ -134,7 +141,7 @@ def _plan(
             f"no layout of {listing(devices.values(), 'or')} ranks is chosen by --layouts: parallel.tensor × "
             "parallel.pipeline must divide the number of ranks (--nproc)"
         )
-    config = miniature.miniature(recipe, cells, steps, has_accelerator=set(devices) != {"cpu"})
+    config = miniature.miniature(recipe, cells, steps, has_accelerator=set(devices) != {"cpu"}, bitwise=bitwise)
     kept_cells, reasons = miniature.existing(config, cells)
     if not kept_cells:
         raise ConfigError(reasons)
@@ -201,11 +208,16 @@ class Verified:
             f"{train.steps}",
             "layouts": "TP, PP, DP: degrees of parallelism; SP: sequence parallelism; Z1: ZeRO-1",
             "weights": "the initial ones: equal",
-            "loss": f"of each step up to {middle}: within {tolerance.losses:.1e}",
-            "grad": f"gradients of step 1, of each tensor: within {tolerance.gradients:.1e} of its norm",
-            "resumed": f"losses after step {middle}, from the checkpoint of the layout above: within "
-            f"{tolerance.losses:.1e}",
+            "loss": f"of each step up to {middle}: {_within(tolerance.losses)}",
+            "grad": f"gradients of step 1, of each tensor: {_within(tolerance.gradients)} of its norm",
+            "resumed": f"losses after step {middle}, from the checkpoint of the layout above: "
+            f"{_within(tolerance.losses)}",
         }
+        if train.bitwise:
+            fields["grad"] = "gradients of step 1, of each tensor: equal to the bit"
+            fields["state"] = (
+                f"gradient norms, weights and optimizer state after steps {middle} and {train.steps}: equal"
+            )
         if not tolerance.is_of_float32:
             fields["bfloat16"] = (
                 "rounds at other places in each layout: more is allowed than the 1e-05 of precision.mode=float32"
@@ -234,6 +246,10 @@ class Verified:
             output.line(f"BROKEN by {len(broken)} of {units.counted(number, 'layout')}")
         else:
             output.line(f"{'All ' if number > 1 else ''}{units.counted(number, 'layout')} trained like one process.")
+
+
+def _within(tolerance: float) -> str:
+    return f"within {tolerance:.1e}" if tolerance else "equal to the bit"
 
 
 def _sizes(config: Config) -> str:

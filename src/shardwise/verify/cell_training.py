@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -20,8 +20,11 @@ from shardwise.config import Config
 from shardwise.data.formats.text import random_text
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
+from shardwise.optim.state_digest import StateHash, by_tensor
+from shardwise.optim.state_hash import StateSums
 from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
+from shardwise.train.step_record import StepRecord
 from shardwise.train.trainer import Trainer
 from shardwise.verify.canonical_values import canonical_weights, gradient_errors, step_with_gradients
 from shardwise.verify.layouts import Cell
@@ -43,14 +46,16 @@ class Reference:
         losses: losses of all steps.
         weights: initial weights by canonical name.
         gradients: gradients of the first step by canonical name.
+        states: texts of the training's state after its middle and after its end (`state_texts`).
     """
 
     losses: Sequence[float]
     weights: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
+    states: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
 
     def save(self, folder: Path) -> None:
-        torch.save((self.losses, self.weights, self.gradients), folder / _REFERENCE_FILE)
+        torch.save((self.losses, self.weights, self.gradients, self.states), folder / _REFERENCE_FILE)
 
     # Cached: the ranks of many cells compare with the same one.
     @staticmethod
@@ -114,28 +119,42 @@ def resume(config: Config, cell: Cell, folder: Path) -> Trainer:
     return trainer
 
 
-def first_half(trainer: Trainer, target: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], Path]:
+def state_texts(trainer: Trainer, records: Sequence[StepRecord]) -> dict[str, str]:
+    """Return what must have equal bits beside the losses, by name; nothing without `train.bitwise`. Collective.
+
+    It is the gradient norm of each step, and of the present state the digest of each tensor.
+    """
+    if not trainer.config.train.bitwise:
+        return {}
+    texts = {f"the gradient norm of step {record.step}": record.grad_norm.hex() for record in records}
+    state = StateHash({}, StateSums(trainer.model, trainer.optimizer, trainer.mesh).measure())
+    return texts | by_tensor(state.digests(), state.names())
+
+
+def first_half(trainer: Trainer, target: Path) -> tuple[Reference, Path]:
     """Train to the middle and save there. Collective.
 
     Returns:
-        initial weights and gradients of the first step, of this rank's stages and on the host; losses; the checkpoint.
+        what a reference has, of this rank's stages and on the host, with the state of the middle alone; the checkpoint.
     """
     weights = {name: tensor.cpu() for name, tensor in canonical_weights(trainer.model).items()}
     record, device_gradients = step_with_gradients(trainer)
     gradients = {name: tensor.cpu() for name, tensor in device_gradients.items()}
-    losses = [record.loss, *(trainer.step().loss for _ in range(half(trainer.config) - 1))]
+    records = [record, *(trainer.step() for _ in range(half(trainer.config) - 1))]
+    states = (state_texts(trainer, records), dict[str, str]())
     checkpoint = save(trainer, target)
     trainer.feed.close()
-    return weights, gradients, losses, checkpoint
+    return Reference([record.loss for record in records], weights, gradients, states), checkpoint
 
 
 def train_reference(config: Config, cell: Cell, folder: Path) -> Path:
     """Train in this process without a stop, save the reference, and return the folder of the middle's checkpoint."""
     trainer = make_trainer(config, cell)
-    weights, gradients, losses, checkpoint = first_half(trainer, folder / "one-process")
-    losses += [trainer.step().loss for _ in range(config.train.steps - half(config))]
+    begin, checkpoint = first_half(trainer, folder / "one-process")
+    records = [trainer.step() for _ in range(config.train.steps - half(config))]
     trainer.feed.close()
-    Reference(losses, weights, gradients).save(folder)
+    losses = [*begin.losses, *(record.loss for record in records)]
+    replace(begin, losses=losses, states=(begin.states[0], state_texts(trainer, records))).save(folder)
     return checkpoint
 
 
@@ -144,13 +163,13 @@ def half(config: Config) -> int:
     return config.train.steps // 2
 
 
-def continued(config: Config, cell: Cell, folder: Path) -> list[float]:
-    """Train on from a checkpoint to the last step, and return the losses. Collective."""
+def continued(config: Config, cell: Cell, folder: Path) -> tuple[list[float], dict[str, str]]:
+    """Train on from a checkpoint to the last step; return the losses and the texts of the state. Collective."""
     trainer = resume(config, cell, folder)
-    losses = [trainer.step().loss for _ in range(config.train.steps - half(config))]
+    records = [trainer.step() for _ in range(config.train.steps - half(config))]
     check_replicas(trainer.model, trainer.mesh, config.train.steps)
     trainer.feed.close()
-    return losses
+    return [record.loss for record in records], state_texts(trainer, records)
 
 
 def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path) -> tuple[Differences, Path]:
@@ -163,22 +182,31 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
     """
     reference = Reference.load(folder)
     trainer = make_trainer(config, cell)
-    weights, gradients, losses, checkpoint = first_half(trainer, target)
+    begin, checkpoint = first_half(trainer, target)
     # This makes a new trainer: nothing of the first one helps it to resume.
-    later_losses = continued(config, cell, source)
-    _require_same_names(set(weights), set(reference.weights), trainer.mesh)
-    by_rank = collectives.all_gather_objects(_tensor_differences(weights, gradients, reference), trainer.mesh.world)
+    later_losses, later_state = continued(config, cell, source)
+    _require_same_names(set(begin.weights), set(reference.weights), trainer.mesh)
+    by_rank = collectives.all_gather_objects(
+        _tensor_differences(begin.weights, begin.gradients, reference), trainer.mesh.world
+    )
     weight_difference, weight = max(weight for weight, _ in by_rank)
     gradient_difference, gradient = max(gradient for _, gradient in by_rank)
     differences = Differences(
         weights=weight_difference,
-        losses=loss_difference(losses, reference.losses[: len(losses)]),
+        losses=loss_difference(begin.losses, reference.losses[: len(begin.losses)]),
         gradients=gradient_difference,
         resumed=loss_difference(later_losses, reference.losses),
         weight=weight,
         gradient=gradient,
+        state=first_difference(begin.states[0], reference.states[0]),
+        resumed_state=first_difference(later_state, reference.states[1]),
     )
     return differences, checkpoint
+
+
+def first_difference(texts: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """Return the first name, of either, whose texts differ; empty if there is none."""
+    return next((name for name in {**expected, **texts} if texts.get(name) != expected.get(name)), "")
 
 
 def _require_same_names(rank_names: set[str], reference_names: set[str], mesh: Mesh) -> None:

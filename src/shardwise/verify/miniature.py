@@ -22,7 +22,9 @@ _END = 3
 """The token that ends a document in random text."""
 
 
-def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelerator: bool) -> Config:
+def miniature(
+    config: Config, cells: Sequence[Cell], steps: int, *, has_accelerator: bool, bitwise: bool = False
+) -> Config:
     """Return the recipe in miniature, for `steps` steps at each of the `cells`.
 
     It keeps: the family and its keys; the ratio of query to key/value heads; by which of the tensor-parallel degrees
@@ -31,6 +33,8 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
     sequence, and its warmup takes one step. The learning rate is that of the optimizer's record. The masks of dropout
     are those of `invariant`, as those of `fast` depend on the layout. A model of the user's own keeps its keys, as
     their meaning is not known.
+
+    With `bitwise` the training has `train.bitwise`, with the smallest grains that suit the cells.
     """
     degrees = sorted({cell.tensor for cell in cells} | {1})
     model = config.model
@@ -75,7 +79,15 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
         },
         "hooks": {"loss": config.hooks.loss},
     }
+    if bitwise:
+        values["parallel"] |= {"tensor_overlap": None, "grain": _grain(cell.tensor for cell in cells)}
+        values["train"] |= {"bitwise": True, "data_grain": _grain(cell.data for cell in cells)}
     return config_from(values)
+
+
+def _grain(degrees: Iterable[int]) -> int:
+    """Return the largest power of two among the degrees; layouts of other degrees are left out."""
+    return max((degree for degree in degrees if degree & (degree - 1) == 0), default=1)
 
 
 def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any]:
@@ -157,7 +169,8 @@ def at(config: Config, cell: Cell) -> Config:
     elif config.parallel.tensor_overlap == "symmetric_memory" and (cell.device == "cpu" or not cell.sequence):
         parallel["tensor_overlap"] = "pieces"
     micro_batch = 1
-    if cell.pipeline == 1 and config.precision.mode == "float32":
+    # With `train.bitwise` the products of a micro-batch must be the same.
+    if cell.pipeline == 1 and config.precision.mode == "float32" and not config.train.bitwise:
         micro_batches = 1 if cell.ranks == 1 else 2 * cell.data
         micro_batch = config.train.global_batch // micro_batches
     return config.model_copy(

@@ -26,8 +26,10 @@ class Tolerance:
         bfloat16 rounds the numbers that ranks exchange, at other places in each layout. It has 8 bits: 2^-8 is the
         distance between two numbers near 1. A loss is a mean over many rounded numbers, and may differ by a quarter of
         that. A gradient is a sum of numbers that cancel, and may differ by 8 times as much; where it is also added up
-        in bfloat16, by 64 times as much.
+        in bfloat16, by 64 times as much. With `train.bitwise` nothing may differ.
         """
+        if config.train.bitwise:
+            return Tolerance(0.0, 0.0)
         dtypes = config.precision.resolved(accelerator=True)
         if dtypes.parameter == dtypes.gradient == dtypes.reduce == "float32":
             return Tolerance(1e-5, 1e-5)
@@ -51,6 +53,8 @@ class Differences:
         resumed: relative difference of a loss after another layout's checkpoint was read.
         weight: tensor with the largest difference of a weight.
         gradient: tensor with the largest difference of a gradient.
+        state: with `train.bitwise`, first gradient norm or tensor of the state whose bits differ in the middle.
+        resumed_state: likewise at the end, after another layout's checkpoint was read.
     """
 
     weights: float
@@ -59,6 +63,8 @@ class Differences:
     resumed: float
     weight: str = ""
     gradient: str = ""
+    state: str = ""
+    resumed_state: str = ""
 
     def problems(self, tolerance: Tolerance, source: str) -> list[str]:
         """Return the breaches of the contract; `source` names the layout whose checkpoint was read."""
@@ -72,4 +78,8 @@ class Differences:
             breaches.append(f"the losses differ by {self.losses:.1e}")
         if not self.resumed <= tolerance.losses:
             breaches.append(f"after the checkpoint of {source} was read the losses differ by {self.resumed:.1e}")
+        if self.state:
+            breaches.append(f"{self.state} differs in the middle of the training, and must be equal")
+        if self.resumed_state:
+            breaches.append(f"after the checkpoint of {source} was read {self.resumed_state} differs at the end")
         return breaches

@@ -105,7 +105,7 @@ def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verif
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         raise RunError(f"one process on {first.device}, the reference, cannot be trained: {text}") from error
-    losses = cell_training.Reference.load(folder).losses
+    reference = cell_training.Reference.load(folder)
     outcomes: list[CellOutcome] = []
     source = one_process
     for _, group in itertools.groupby(cells, key=lambda cell: (cell.device, cell.ranks)):
@@ -126,7 +126,7 @@ def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verif
                 outcomes.append(CellOutcome(pending[0], None, (reason,)))
                 source = one_process
                 pending = pending[1:]
-    return Verification(losses, [*outcomes, _read_back(config, first, source, losses)])
+    return Verification(reference.losses, [*outcomes, _read_back(config, first, source, reference)])
 
 
 def measure_cells(
@@ -181,9 +181,13 @@ def clear_progress() -> None:
     _show("")
 
 
-def _read_back(config: Config, cell: layouts.Cell, source: MiddleCheckpoint, losses: Sequence[float]) -> CellOutcome:
+def _read_back(
+    config: Config, cell: layouts.Cell, source: MiddleCheckpoint, reference: cell_training.Reference
+) -> CellOutcome:
     """Let one process continue from the last layout's checkpoint."""
-    later_losses = cell_training.continued(config, cell, source.folder)
-    differences = Differences(0.0, 0.0, 0.0, cell_training.loss_difference(later_losses, losses))
+    later_losses, state = cell_training.continued(config, cell, source.folder)
+    resumed = cell_training.loss_difference(later_losses, reference.losses)
+    resumed_state = cell_training.first_difference(state, reference.states[1])
+    differences = Differences(0.0, 0.0, 0.0, resumed, resumed_state=resumed_state)
     problems = differences.problems(Tolerance.of(config), source.layout)
     return CellOutcome(cell, differences, problems, source.layout)

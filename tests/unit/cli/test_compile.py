@@ -114,7 +114,10 @@ def test_graphs_of_a_device_that_is_not_here_are_captured(
 def test_threads_are_those_that_train_would_give_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("shardwise.cli.compile.cpu_count", lambda: 16)
-    assert [_threads(Layout(world, 2), "cpu") for world in (2, 8, 64)] == [8, 2, 1]
+    config = load_config("llama2-tiny")
+    assert [_threads(config, Layout(world, 2), "cpu") for world in (2, 8, 64)] == [8, 2, 1]
+    bitwise = load_config("llama2-tiny", ["train.bitwise=true", "train.threads=3"])
+    assert _threads(bitwise, Layout(2, 2), "cpu") == 3
 
 
 def test_the_cache_is_shown_shipped_and_emptied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
