@@ -141,8 +141,14 @@ def _plan(
             f"no layout of {listing(devices.values(), 'or')} ranks is chosen by --layouts: parallel.tensor × "
             "parallel.pipeline must divide the number of ranks (--nproc)"
         )
-    config = miniature.miniature(recipe, cells, steps, has_accelerator=set(devices) != {"cpu"}, bitwise=bitwise)
+    has_accelerator = set(devices) != {"cpu"}
+    config = miniature.miniature(recipe, cells, steps, has_accelerator=has_accelerator)
     kept_cells, reasons = miniature.existing(config, cells)
+    if bitwise and kept_cells:
+        # The grains are those of the layouts that the model can have.
+        config = miniature.miniature(recipe, kept_cells, steps, has_accelerator=has_accelerator, bitwise=True)
+        kept_cells, further_reasons = miniature.existing(config, kept_cells)
+        reasons = [*reasons, *further_reasons]
     if not kept_cells:
         raise ConfigError(reasons)
     return config, sorted(kept_cells, key=lambda cell: [*devices].index(cell.device)), reasons

@@ -32,9 +32,7 @@ def miniature(
     schedule, a loss of the user's own, and what document ends change. It is small in width, depth, vocabulary and
     sequence, and its warmup takes one step. The learning rate is that of the optimizer's record. The masks of dropout
     are those of `invariant`, as those of `fast` depend on the layout. A model of the user's own keeps its keys, as
-    their meaning is not known.
-
-    With `bitwise` the training has `train.bitwise`, with the smallest grains that suit the cells.
+    their meaning is not known. With `bitwise` it has `train.bitwise`, with the smallest grains that suit the cells.
     """
     degrees = sorted({cell.tensor for cell in cells} | {1})
     model = config.model
