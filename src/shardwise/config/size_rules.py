@@ -57,6 +57,13 @@ def bitwise_problems(config: Config, layout: Layout) -> list[str]:
             f"train.dropout_mode ({train.dropout_mode}) must be invariant with train.bitwise (true): other masks "
             "depend on the layout"
         )
+    precision = config.precision.resolved(accelerator=False)
+    if precision.reduce != precision.gradient:
+        problems.append(
+            f"precision.reduce ({precision.reduce}) must be precision.gradient ({precision.gradient}) with "
+            "train.bitwise (true): sums within a rank and sums over ranks would round differently, set "
+            f"precision.reduce={precision.gradient}"
+        )
     return problems
 
 

@@ -31,6 +31,7 @@ def resolved(*overrides: str) -> dict[str, Any]:
         (1, ["parallel.grain=1", "train.data_grain=1"]),
         (1, ["train.global_batch=12"]),
         (1, ["model.attention_dropout=0.1", "train.dropout_mode=invariant"]),
+        (2, ["precision.gradient=bfloat16", "precision.reduce=bfloat16"]),
     ],
 )
 def test_what_fits(world: int, overrides: list[str]) -> None:
@@ -101,6 +102,18 @@ def test_what_fits(world: int, overrides: list[str]) -> None:
             1,
             ["model.attention_dropout=0.1"],
             "train.dropout_mode (fast) must be invariant with train.bitwise (true): other masks depend on the layout",
+        ),
+        (
+            1,
+            ["precision.reduce=bfloat16"],
+            "precision.reduce (bfloat16) must be precision.gradient (float32) with train.bitwise (true): sums within a "
+            "rank and sums over ranks would round differently, set precision.reduce=float32",
+        ),
+        (
+            2,
+            ["precision.mode=bfloat16", "precision.gradient=float32"],
+            "precision.reduce (bfloat16) must be precision.gradient (float32) with train.bitwise (true): sums within a "
+            "rank and sums over ranks would round differently, set precision.reduce=float32",
         ),
     ],
 )
