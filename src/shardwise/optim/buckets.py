@@ -115,6 +115,11 @@ class Bucket:
         self._pending_heads: Pending | None = None
         self.reset()
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient buffers that stay from step to step."""
+        return self.gradients.nbytes + (0 if self.head_gradients is None else self.head_gradients.nbytes)
+
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return each parameter's part of a flat buffer, with the parameter's own strides.
 

@@ -146,7 +146,7 @@ def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: Opt
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     return {
         "parameters": frozen + sum(bucket.values.nbytes for bucket in optimizer.buckets),
-        "gradients": sum(bucket.gradients.nbytes for bucket in optimizer.buckets),
+        "gradients": sum(bucket.gradient_bytes for bucket in optimizer.buckets),
         "optimizer": sum(
             spec.kept_tensors(separate_masters=bucket.separate) * bucket.master.nbytes for bucket in optimizer.buckets
         ),
