@@ -62,7 +62,7 @@ class Cell:
         family: of FAMILIES or FACTS. variant: whether it is that of VARIANTS.
         documents: documents end within samples, and see nothing of each other. uneven: samples count differently many
             targets.
-        bitwise: with `train.bitwise`.
+        bitwise: with `train.bitwise`. data_grain: `train.data_grain`.
         schedule: of the pipeline, where there is one.
         dropout: with masks that do not depend on the layout.
         batch: `train.global_batch`. mode: `precision.mode`. stages: blocks of each stage, where they are named. The
@@ -74,6 +74,7 @@ class Cell:
     documents: bool = False
     uneven: bool = False
     bitwise: bool = False
+    data_grain: int | None = None
     schedule: str = "none"
     pipeline: int = 1
     tensor: int = 1
@@ -126,7 +127,8 @@ class Cell:
         said = [self.family, "variant" if self.variant else "", *cut, "sp" if self.sequence else "", self.overlap or ""]
         said += [f"zero{self.zero}" if self.data > 1 else "", self.optimizer if self.optimizer != "adamw" else ""]
         said += [self.recompute if self.recompute != "none" else "", self.mode if self.mode != "float32" else ""]
-        said += [flag for flag in ("dropout", "documents", "uneven", "stages", "bitwise") if getattr(self, flag)]
+        flags = ("dropout", "documents", "uneven", "stages", "bitwise", "data_grain")
+        said += [flag for flag in flags if getattr(self, flag)]
         return "-".join(word for word in said if word)
 
     @property
@@ -300,6 +302,7 @@ def configuration(cell: Cell) -> Config:
             "eval_batches": EVAL_BATCHES,
             "recompute": cell.recompute,
             "bitwise": cell.bitwise,
+            "data_grain": cell.data_grain,
             "dropout_mode": "invariant" if cell.dropout else "fast",
         },
         optimizer={"zero": cell.zero, "bucket_mib": 0.02, "warmup_steps": 1} | OPTIMIZERS[cell.optimizer],

@@ -3,11 +3,12 @@
 import functools
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
+from shardwise.config import Schedule
 from tests.dist.bits import Bits, train
 from tests.dist.cells import RANKS, Cell, sweep
 
@@ -30,6 +31,13 @@ CELLS = (
     replace(OLMO2, tensor=2, sequence=True, data=2, recompute="full"),
 )
 
+GROUPS = replace(LLAMA, data_grain=4, layers=4, batch=16)
+"""Groups of two micro-batches each, of which a data-parallel rank has several."""
+SCHEDULED = (
+    replace(GROUPS, data=2),
+    *(replace(GROUPS, schedule=schedule, pipeline=2, data=2, zero=1) for schedule in get_args(Schedule)),
+)
+
 
 @functools.cache
 def one_process(cell: Cell) -> Bits:
@@ -47,7 +55,7 @@ def compare(everyone: list[Bits], one: Bits) -> None:
     assert set().union(*(found.weights for found in everyone)) == one.weights.keys()
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", CELLS + SCHEDULED, ids=lambda cell: cell.name)
 def test_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
     compare(ranks(RANKS).run(train, cell), one_process(cell.alone))
 
