@@ -150,10 +150,10 @@ def tree_sum_(parts: Tensor) -> Tensor:
 def all_reduce_(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
     """Reduce over the group, in place. `op`: sum or max.
 
-    Where the group has a `grain`, a sum of floating-point numbers is that of `tree_sum`.
+    Where the group `adds_in_tree`, a sum of floating-point numbers is that of `tree_sum`.
     """
     if group.size > 1:
-        if group.grain is not None and op == "sum" and tensor.is_floating_point():
+        if group.adds_in_tree and op == "sum" and tensor.is_floating_point():
             return _tree_all_reduce_async(tensor, group, overlap=False).wait()
         if torch.compiler.is_compiling():
             return tensor.copy_(traced_all_reduce(tensor, op, group.graph_name))
@@ -167,7 +167,7 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Pending:
     """Start a sum over the group, in place."""
     if group.size == 1:
         return Pending(tensor)
-    if group.grain is not None and tensor.is_floating_point():
+    if group.adds_in_tree and tensor.is_floating_point():
         return _tree_all_reduce_async(tensor, group, overlap=True)
     group.count("all_reduce", _bytes(tensor))
     work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
@@ -229,7 +229,7 @@ def all_gather_async(local: Tensor, group: Group, *, out: Tensor) -> Pending:
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """Sum over the ranks and keep this rank's run along dim 0: `[g·n, …]` → `[n, …]`.
 
-    Where the group has a `grain`, the sum is that of `tree_sum`.
+    Where the group `adds_in_tree`, the sum is that of `tree_sum`.
     """
     if group.size == 1:
         return x
@@ -245,7 +245,7 @@ def _traced_reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if not group.scatter_by_all_to_all:
         return traced_reduce_scatter(x, group.size, group.graph_name)
     parts = traced_all_to_all(x, group.size, group.graph_name).view(group.size, -1, *x.shape[1:])
-    return parts.sum(0) if group.grain is None else tree_sum(parts)
+    return tree_sum(parts) if group.adds_in_tree else parts.sum(0)
 
 
 def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool = True) -> Pending:
@@ -262,10 +262,10 @@ def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool 
 
     def finish() -> None:
         by_rank = parts.view(group.size, *out.shape)
-        if group.grain is None:
-            torch.sum(by_rank, dim=0, out=out)
-        else:
+        if group.adds_in_tree:
             out.copy_(tree_sum_(by_rank))
+        else:
+            torch.sum(by_rank, dim=0, out=out)
 
     return Pending(out, work if overlap else None, finish, group)
 

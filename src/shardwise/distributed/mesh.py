@@ -104,13 +104,22 @@ class Group:
         # time (benchmarks/collectives.py). Other backends have a native one. The configuration is a text such as
         # "cpu:gloo,cuda:nccl"; after a bare init_process_group() torch's `get_backend` says "undefined".
         backends = dist.get_backend_config(process_group).split(",") if process_group else ["cpu:none"]
-        # With a grain it is the only way in which the order of the sum is known.
-        self.scatter_by_all_to_all = grain is not None or all(backend.endswith(":gloo") for backend in backends)
+        self.scatter_by_all_to_all = self.adds_in_tree or all(backend.endswith(":gloo") for backend in backends)
         device_types = [backend.split(":")[0] for backend in backends]
         self.message_device = torch.device("cpu" if "cpu" in device_types else device_types[0])
 
     def __repr__(self) -> str:
         return f"Group({self.name or 'ranks'} {self.rank}/{self.size})"
+
+    @property
+    def has_parts(self) -> bool:
+        """True if each product over a dimension that these ranks cut is made of several parts."""
+        return self.grain is not None and self.grain > 1
+
+    @property
+    def adds_in_tree(self) -> bool:
+        """True if sums over these ranks follow the tree; a sum of two terms is the same in any order."""
+        return self.grain is not None and self.size > 2
 
     @property
     def parts(self) -> int:

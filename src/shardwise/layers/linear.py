@@ -175,10 +175,10 @@ class _ColumnParallel(placement.PlacedModule):
 
     def multiply(self, entered: Tensor) -> tuple[Tensor, ...]:
         """`entered` `[…, I]`, whole on every rank of the group → each part `[…, local outputs]`. No communication."""
-        if self.group.grain is None:
-            y = linear(entered, self.weight, self.bias)
-            return tuple(y.split(self._sizes, dim=-1))
-        return column_products(entered, self.weight, self.bias, self._sections, self.group)
+        if self.group.has_parts:
+            return column_products(entered, self.weight, self.bias, self._sections, self.group)
+        y = linear(entered, self.weight, self.bias)
+        return tuple(y.split(self._sizes, dim=-1))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → each part `[S, B, local outputs]`."""
@@ -507,12 +507,12 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
         products = [(x, layer.weight) for layer, x in terms]
         y = multiply_and_sum(products, first.group, overlap, sequence_parallel=sequence_parallel)
     else:
-        if first.group.grain is None:
+        if first.group.has_parts:
+            partial = row_products([(x, layer.weight) for layer, x in terms], first.group)
+        else:
             partial = linear(x, first.weight)
             for layer, x in terms[1:]:
                 partial = partial + linear(x, layer.weight)
-        else:
-            partial = row_products([(x, layer.weight) for layer, x in terms], first.group)
         leave = collectives.scatter_sum_sequence if sequence_parallel else collectives.reduce_from_group
         y = leave(partial, first.group)
     # Biases are added after the sum: before it, each rank would add them.

@@ -74,12 +74,12 @@ def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
         total.add_(linear(x, weight))
 
 
-def weight_gradient_into(out: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Write `dyᵀ x` to `out`: dy `[T, O]`, x `[T, I]` → out `[O, I]`, whose rows may lie apart."""
+def add_weight_gradient_(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Add `dyᵀ x` to `total`, in place: dy `[T, O]`, x `[T, I]`, total `[O, I]`."""
     if _writes_in_place(dy, x):
-        torch.mm(dy.t(), x, out=out)
+        torch.addmm(total, dy.t(), x, out=total)
     else:
-        out.copy_(weight_gradient(dy, x))
+        total.add_(weight_gradient(dy, x))
 
 
 def _writes_in_place(x: Tensor, weight: Tensor) -> bool:

@@ -21,7 +21,7 @@ from shardwise.distributed.placement import Init, of_or_whole
 from shardwise.layers.arguments import by_name
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 from shardwise.layers.part_products import by_part, row_sums
-from shardwise.layers.parts import Section, apply_by_part, apply_by_sequence_part
+from shardwise.layers.parts import Section, apply_by_part, apply_by_sequence_part, sequence_parts
 
 
 def _one_size(owner: str, shape: object) -> int:
@@ -103,38 +103,52 @@ class RMSNorm(_Norm):
         super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0}, given)
 
     def forward(self, x: Tensor) -> Tensor:
-        def norm(part: Tensor, weight: Tensor) -> Tensor:
-            return _rms_norm(part, weight, self.eps)
+        sequence_parallel = self.sequence_parallel_enabled
+        if self.group.grain is not None and _has_kernel(x, self.weight):
 
-        return apply_by_sequence_part(
-            norm, x, [self.weight], self.group, sequence_parallel=self.sequence_parallel_enabled
-        )
+            def norm(part: Tensor, weight: Tensor) -> Tensor:
+                return _rms_norm(part, weight, self.eps)
+
+            return apply_by_sequence_part(norm, x, [self.weight], self.group, sequence_parallel=sequence_parallel)
+        parts = sequence_parts(x, self.group, sequence_parallel)
+        ranks = self.group if sequence_parallel and self.group.grain is not None else None
+        return _rms_norm(x, self.weight, self.eps, parts, ranks)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    # Accelerators have a kernel, and the compiler makes one. Shorter dtypes torch computes in float32.
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.dtype == weight.dtype == torch.float32:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, parts: int = 1, ranks: Group | None = None) -> Tensor:
+    """Return the norm of x; where torch has no kernel for it, see `_RMSNorm` for `parts` and `ranks`."""
+    if _has_kernel(x, weight):
         return F.rms_norm(x, weight.shape, weight, eps)
-    return cast(Tensor, _RMSNorm.apply(x, weight, eps))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _RMSNorm.apply(x, weight, eps, parts, ranks))  # type: ignore[no-untyped-call]
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    # Accelerators have a kernel, and the compiler makes one. Shorter dtypes torch computes in float32.
+    is_float32 = x.dtype == weight.dtype == torch.float32
+    return x.device.type != "cpu" or torch.compiler.is_compiling() or not is_float32
 
 
 class _RMSNorm(torch.autograd.Function):
     """RMSNorm where torch has no kernel for it and would keep x and the normalised x: this keeps x and 1/rms.
 
     With r = 1 / sqrt(mean(x²) + eps) and u = x·r: dx = r·(dy·w - u·mean(dy·w·u)), dw = Σ dy·u.
+
+    Sums are made of `parts` of x along dim 0, each with the bits that it has alone; dw is the sum over `ranks` too.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, parts: int, ranks: Group | None) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         ctx.eps = eps
+        ctx.parts = parts
+        ctx.ranks = ranks
         y: Tensor = (x * inverse).mul_(weight)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():
             # This gradient is differentiated again, and the saved tensor is no function of x.
@@ -143,14 +157,19 @@ class _RMSNorm(torch.autograd.Function):
         unit = x * inverse
         dy_unit = dy * unit
         dw = None
+        pending: collectives.Pending | None = None
         if ctx.needs_input_grad[1]:
-            dw = dy_unit.reshape(-1, x.shape[-1]).sum(0)
+            dw = collectives.tree_sum(row_sums(dy_unit.reshape(ctx.parts, -1, x.shape[-1])))
+            if ctx.ranks is not None:
+                pending = collectives.all_reduce_async(dw, ctx.ranks)
         dx = None
         if ctx.needs_input_grad[0]:
-            # Σ dy·u·w over the width, as one product of a matrix and a vector.
-            mean = (dy_unit @ weight).div_(x.shape[-1]).unsqueeze(-1)
+            # Σ dy·u·w over the width, as one product of a matrix and a vector for each part.
+            mean = torch.cat([part @ weight for part in dy_unit.chunk(ctx.parts)]).div_(x.shape[-1]).unsqueeze(-1)
             dx = (dy * weight).addcmul_(unit, mean, value=-1).mul_(inverse)
-        return dx, dw, None
+        if pending is not None:
+            dw = pending.wait()
+        return dx, dw, None, None, None
 
 
 class LayerNorm(_Norm):

@@ -1,11 +1,11 @@
 """Matmuls of which a layout computes more or fewer parts, with the bits that one of G ranks would get for its part.
 
 A kernel chooses the order of its sums by the shapes and strides of its operands: a product of two parts at once, or of
-a part that is a slice of a wider tensor, may differ from the product of the part alone in the last bit. MKL, for one,
-cuts long sums of weight gradients into more or fewer runs. Each function here has an *exact* form, a product for each
-part of operands that lie as they would on one of G ranks, and faster forms. A faster form is used for the shapes for
-which it gave the bits of the exact form on random operands. Results in bfloat16 always have the exact form: they are
-rounded from float32, and so hide another order of a sum in nearly all elements, which no short trial finds.
+a part that is a slice of a wider tensor, may differ from the product of the part alone in the last bit. Each function
+here has an *exact* form, a product for each part of operands that lie as they would on one of G ranks, and faster
+forms. A faster form is used for the shapes for which it gave the bits of the exact form on random operands. Results in
+bfloat16 always have the exact form: they are rounded from float32, and so hide another order of a sum in nearly all
+elements, which no short trial finds.
 
 Shapes: P parts; T tokens; I and O features; w features of a part.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.distributed.torch_private import has_data
-from shardwise.layers.matmul import add_linear_, linear, linear_into, weight_gradient, weight_gradient_into
+from shardwise.layers.matmul import add_linear_, add_weight_gradient_, linear, linear_into, weight_gradient
 
 
 def fold(parts: Iterable[Tensor]) -> Tensor:
@@ -114,23 +114,33 @@ def _outputs_by_part(count: int, x: Tensor, *rows: Tensor) -> Tensor:
 def weight_gradient_of_rows(dy: Tensor, x: Tensor, count: int) -> Tensor:
     """Return `dyᵀ x` by parts of dy's features: dy `[T, P·w]`, x `[T, I]` → `[P·w, I]`."""
     if count == 1:
-        return _rows_at_once(count, dy, x)
-    return _in_fastest_form((_rows_at_once, _rows_of_slices, _rows_by_part), count, dy, x)
+        return _weight_gradient(dy, x)
+    return _in_fastest_form((_gradient_at_once, _rows_by_part), count, dy, x)
 
 
-def _rows_at_once(_count: int, dy: Tensor, x: Tensor) -> Tensor:
-    return weight_gradient(dy, x)
-
-
-def _rows_of_slices(count: int, dy: Tensor, x: Tensor) -> Tensor:
-    gradient = x.new_empty(dy.shape[1], x.shape[1])
-    for out, part in zip(gradient.chunk(count), dy.chunk(count, dim=1), strict=True):
-        weight_gradient_into(out, part, x)
-    return gradient
+def _gradient_at_once(_count: int, dy: Tensor, x: Tensor) -> Tensor:
+    return _weight_gradient(dy, x)
 
 
 def _rows_by_part(count: int, dy: Tensor, x: Tensor) -> Tensor:
-    return torch.cat([weight_gradient(alone(part), x) for part in dy.chunk(count, dim=1)])
+    return torch.cat([_weight_gradient(alone(part), x) for part in dy.chunk(count, dim=1)])
+
+
+_TOKENS = 512
+"""Tokens over which MKL adds in one run, whatever the size of the result."""
+
+
+def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """Return `dyᵀ x`; on a CPU, runs of `_TOKENS` tokens are added, so that all parts at once have the same bits."""
+    is_exact_form = dy.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling()
+    if dy.device.type != "cpu" or is_exact_form:
+        return weight_gradient(dy, x)
+    (first_dy, *dys) = dy.split(_TOKENS)
+    (first_x, *xs) = x.split(_TOKENS)
+    total = weight_gradient(first_dy, first_x)
+    for run_dy, run_x in zip(dys, xs, strict=True):
+        add_weight_gradient_(total, run_dy, run_x)
+    return total
 
 
 # ---- parts of the inputs: columns of the weight
@@ -161,23 +171,12 @@ def _inputs_by_part(count: int, dy: Tensor, weight: Tensor) -> Tensor:
 def weight_gradient_of_columns(dy: Tensor, x: Tensor, count: int) -> Tensor:
     """Return `dyᵀ x` by parts of x's features: dy `[T, O]`, x `[T, P·w]` → `[O, P·w]`."""
     if count == 1:
-        return _columns_at_once(count, dy, x)
-    return _in_fastest_form((_columns_at_once, _columns_of_slices, _columns_by_part), count, dy, x)
-
-
-def _columns_at_once(_count: int, dy: Tensor, x: Tensor) -> Tensor:
-    return weight_gradient(dy, x)
-
-
-def _columns_of_slices(count: int, dy: Tensor, x: Tensor) -> Tensor:
-    gradient = x.new_empty(dy.shape[1], x.shape[1])
-    for out, part in zip(gradient.chunk(count, dim=1), x.chunk(count, dim=1), strict=True):
-        weight_gradient_into(out, dy, part)
-    return gradient
+        return _weight_gradient(dy, x)
+    return _in_fastest_form((_gradient_at_once, _columns_by_part), count, dy, x)
 
 
 def _columns_by_part(count: int, dy: Tensor, x: Tensor) -> Tensor:
-    return torch.cat([weight_gradient(dy, alone(part)) for part in x.chunk(count, dim=1)], dim=1)
+    return torch.cat([_weight_gradient(dy, alone(part)) for part in x.chunk(count, dim=1)], dim=1)
 
 
 # ---- sums over parts

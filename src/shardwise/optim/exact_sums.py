@@ -22,20 +22,29 @@ _BITS = 24
 """Bits of a bin. The terms of a bin are below 2^25 units of it: a float64 holds the exact sum of 2^28 of them."""
 assert (LIMBS - 1) * _BITS >= _HIGHEST - _LOWEST + 56, "a limb marks NaN, the others have room for 2^56 terms"
 
-TERMS_CPU = 1 << 15
-"""Terms that are added at once on a CPU: they and what is left of them stay in its caches."""
-
-TERMS_ACCELERATOR = 1 << 22
-"""Terms of the same on an accelerator, where short kernels would wait for the host: 32 MiB."""
-
 NOT_A_NUMBER = -1
 """The sum in which a term is infinite or not a number; all other sums are at least 0."""
 
 
+def terms_at_once(device: torch.device) -> int:
+    """Return the number of terms of a sum that are computed by one call of each kernel."""
+    # On a CPU they and what is left of them stay in its caches. Elsewhere short kernels would wait for the host.
+    return 1 << (15 if device.type == "cpu" else 22)
+
+
 def atom_squares(values: Tensor, atom: int) -> Tensor:
     """Return the sum of squares of each atom in float64; the length is a multiple of `atom`."""
-    # The squares of float32 numbers may be too large or too small for float32.
-    squares: Tensor = torch.linalg.vector_norm(values.double().view(-1, atom), dim=1).square()
+    by_atom = values.view(-1, atom)
+    if values.dtype != torch.float32 or values.device.type != "cpu":
+        # Here float64 also leaves almost nothing to the order in which a kernel adds an atom.
+        norms: Tensor = torch.linalg.vector_norm(by_atom.double(), dim=1)
+        return norms.square()
+    norms = torch.linalg.vector_norm(by_atom, dim=1)
+    # The other atoms may have squares that are too large or too small for float32.
+    needs_float64 = ~((norms > 2.0**-40) & (norms < 2.0**40))
+    squares = norms.double().square_()
+    if needs_float64.any():
+        squares[needs_float64] = torch.linalg.vector_norm(by_atom[needs_float64].double(), dim=1).square()
     return squares
 
 

@@ -188,9 +188,9 @@ def _sum_of_squares(runs: Sequence[ElementRun], take: Take, atom: int) -> int:
     squares = [exact_sums.atom_squares(take(part), atom) for part in parts]
     if not squares:
         return 0
-    on_cpu = squares[0].device.type == "cpu"
-    terms = torch.cat(squares).split(exact_sums.TERMS_CPU if on_cpu else exact_sums.TERMS_ACCELERATOR)
-    return exact_sums.joined(exact_sums.exact_sum(part) for part in terms)
+    terms = torch.cat(squares)
+    runs_of_terms = terms.split(exact_sums.terms_at_once(terms.device))
+    return exact_sums.joined(exact_sums.exact_sum(part) for part in runs_of_terms)
 
 
 def _weighted(total: int, copies: int, world: Group) -> int:

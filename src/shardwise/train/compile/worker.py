@@ -51,7 +51,7 @@ def play(
     """Run one unit of the model on a micro-batch, so that its graph is captured; its name and mode choose the graph."""
     mesh = Mesh(tensor=layout.tensor, pipeline=layout.pipeline, device=device, grains=config.grains)
     # On CPU the ranks that will run the graph use gloo, where a group scatters by an all-to-all (`Group`).
-    mesh.tp.scatter_by_all_to_all = device.type == "cpu" or mesh.tp.grain is not None
+    mesh.tp.scatter_by_all_to_all = device.type == "cpu" or mesh.tp.adds_in_tree
     dtype: torch.dtype = getattr(torch, config.precision.resolved(device.type != "cpu").parameter)
     part = None if config.shapes is None else _part(config, unit)
     settings = config.compile
