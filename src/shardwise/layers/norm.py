@@ -22,6 +22,7 @@ from shardwise.layers.arguments import by_name
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 from shardwise.layers.part_products import by_part, row_sums
 from shardwise.layers.parts import Section, apply_by_part, apply_by_sequence_part, sequence_parts
+from shardwise.layers.replicated import part_views
 
 
 def _one_size(owner: str, shape: object) -> int:
@@ -110,16 +111,17 @@ class RMSNorm(_Norm):
                 return _rms_norm(part, weight, self.eps)
 
             return apply_by_sequence_part(norm, x, [self.weight], self.group, sequence_parallel=sequence_parallel)
-        parts = sequence_parts(x, self.group, sequence_parallel)
-        ranks = self.group if sequence_parallel and self.group.grain is not None else None
-        return _rms_norm(x, self.weight, self.eps, parts, ranks)
+        weight: Tensor = self.weight
+        if self.group.grain is not None and sequence_parallel:
+            (weight,) = part_views(weight, 1, self.group)
+        return _rms_norm(x, weight, self.eps, sequence_parts(x, self.group, sequence_parallel))
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, parts: int = 1, ranks: Group | None = None) -> Tensor:
-    """Return the norm of x; where torch has no kernel for it, see `_RMSNorm` for `parts` and `ranks`."""
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, parts: int = 1) -> Tensor:
+    """Return the norm of x; where torch has no kernel for it, see `_RMSNorm` for `parts`."""
     if _has_kernel(x, weight):
         return F.rms_norm(x, weight.shape, weight, eps)
-    return cast(Tensor, _RMSNorm.apply(x, weight, eps, parts, ranks))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _RMSNorm.apply(x, weight, eps, parts))  # type: ignore[no-untyped-call]
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:
@@ -133,17 +135,16 @@ class _RMSNorm(torch.autograd.Function):
 
     With r = 1 / sqrt(mean(x²) + eps) and u = x·r: dx = r·(dy·w - u·mean(dy·w·u)), dw = Σ dy·u.
 
-    Sums are made of `parts` of x along dim 0, each with the bits that it has alone; dw is the sum over `ranks` too.
+    Sums are made of `parts` of x along dim 0, each with the bits that it has alone.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, parts: int, ranks: Group | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, parts: int) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         ctx.eps = eps
         ctx.parts = parts
-        ctx.ranks = ranks
         y: Tensor = (x * inverse).mul_(weight)
         return y
 
@@ -157,19 +158,14 @@ class _RMSNorm(torch.autograd.Function):
         unit = x * inverse
         dy_unit = dy * unit
         dw = None
-        pending: collectives.Pending | None = None
         if ctx.needs_input_grad[1]:
             dw = collectives.tree_sum(row_sums(dy_unit.reshape(ctx.parts, -1, x.shape[-1])))
-            if ctx.ranks is not None:
-                pending = collectives.all_reduce_async(dw, ctx.ranks)
         dx = None
         if ctx.needs_input_grad[0]:
             # Σ dy·u·w over the width, as one product of a matrix and a vector for each part.
             mean = torch.cat([part @ weight for part in dy_unit.chunk(ctx.parts)]).div_(x.shape[-1]).unsqueeze(-1)
             dx = (dy * weight).addcmul_(unit, mean, value=-1).mul_(inverse)
-        if pending is not None:
-            dw = pending.wait()
-        return dx, dw, None, None, None
+        return dx, dw, None, None
 
 
 class LayerNorm(_Norm):

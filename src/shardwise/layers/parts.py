@@ -29,6 +29,7 @@ from shardwise.layers.part_products import (
     weight_gradient_of_columns,
     weight_gradient_of_rows,
 )
+from shardwise.layers.replicated import part_views
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def apply_by_part(
     The gradient of a parameter is the sum over the parts, then over `ranks`, if any. It is complete: its placement must
     not say that it is partial.
     """
-    by_parameter = [_share(parameter, count, ranks) for parameter in parameters]
+    by_parameter = [part_views(parameter, count, ranks) for parameter in parameters]
     outputs = []
     for number, part in enumerate(x.chunk(count, dim)):
         outputs.append(function(part, *(shared[number] for shared in by_parameter)))
@@ -190,24 +191,3 @@ def apply_by_sequence_part(
         return function(x, *parameters)
     count = sequence_parts(x, group, sequence_parallel)
     return apply_by_part(function, x, parameters, count, group if sequence_parallel else None)
-
-
-def _share(parameter: Tensor, count: int, ranks: Group | None) -> tuple[Tensor, ...]:
-    return cast(tuple[Tensor, ...], _Share.apply(parameter, count, ranks))  # type: ignore[no-untyped-call]
-
-
-class _Share(torch.autograd.Function):
-    """Gives each part a view of a parameter; its gradient is the sum of the parts' in the order of the tree."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, count: int, ranks: Group | None) -> tuple[Tensor, ...]:
-        ctx.ranks = ranks
-        return tuple(parameter.view_as(parameter) for _ in range(count))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        total = collectives.tree_sum(torch.stack(grads))
-        if ctx.ranks is not None:
-            total = collectives.all_reduce_(total, ctx.ranks)
-        return total, None, None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
@@ -19,8 +20,10 @@ from torch.profiler import record_function
 
 from shardwise.base.errors import RunError, see
 from shardwise.config import Config, Layout
+from shardwise.config.schedules import SCHEDULES
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
+from shardwise.layers.replicated import ReplicatedParameters
 from shardwise.models.blocks import gives_losses, units
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.optim.zero import ZeroRedundancyOptimizer
@@ -90,6 +93,7 @@ class Trainer:
         self.clock = StepClock(self.mesh, None if self.pipeline is None else self.pipeline.clock)
         self.stragglers = Stragglers(self.mesh)
         self._checkpoint_seconds = 0.0
+        self._replicated: dict[nn.Module, ReplicatedParameters] = defaultdict(ReplicatedParameters)
 
     def run(self, checkpoints: Checkpoints | None = None, graphs: RunGraphs | None = None) -> str | None:
         """Train to the last step, with evaluations, comparisons of replicas and checkpoints.
@@ -326,7 +330,7 @@ class Trainer:
             batch = micro_batches[number]
             dropout = batch.dropout_key(self.config.train, self.progress.step + 1)
             # Random numbers of a user's own layers are a function of step and samples too.
-            with dropout.seeded(self.mesh.device, *_WHOLE_MODEL):
+            with dropout.seeded(self.mesh.device, *_WHOLE_MODEL), self._forward_pass(part):
                 out = batch.result(part, part(**batch.arguments(part, x, dropout)))
             if not gives_losses(part):
                 return out
@@ -358,6 +362,12 @@ class Trainer:
                 if ends_group(number):
                     self.optimizer.end_group()
         return self._loss_terms(shares, counts_K, len(micro_batches))
+
+    def _forward_pass(self, part: nn.Module) -> AbstractContextManager[None]:
+        # A backward pass in two parts computes the gradient of each parameter by itself.
+        if self.pipeline is not None and SCHEDULES[self.config.parallel.schedule].splits_backward:
+            return nullcontext()
+        return self._replicated[part].forward_pass()
 
     def _loss_terms(self, shares: list[Tensor], counts_K: Tensor, micro_batches: int) -> Tensor:
         missing = torch.zeros_like(counts_K, dtype=torch.float32)
