@@ -268,6 +268,11 @@ class TrainConfig(Section):
             return self.data_grain
         return math.gcd(self.micro_batches, _MOST_GRADIENT_GROUPS)
 
+    def groups_apart(self, data: int) -> int:
+        """Groups whose gradients each of `data` ranks keeps apart. Two of one micro-batch are one: m + n is one sum."""
+        groups = self.gradient_groups // data
+        return groups // 2 if groups > 1 and self.gradient_groups == self.micro_batches else groups
+
     @property
     def rule(self) -> tuple[int, int] | None:
         """(N, M) where the recipe gives the global batch as `N per M ranks`, and not as a number."""

@@ -1,7 +1,7 @@
 """Sums of squares that do not depend on the order of their terms, nor on the ranks that hold them.
 
 The squares of `atom` neighbouring elements are added first, by one kernel whose result for an atom depends on its
-elements alone. These sums are then added without rounding, as whole numbers of 2^-320, in any order (bins of fixed
+elements alone. These sums are then added without rounding, as whole numbers of 2^-320, in any order (in bins of
 exponents, as in Demmel and Nguyen, "Fast reproducible floating-point summation", 2013).
 """
 
@@ -19,8 +19,11 @@ _LOWEST = -320
 """Exponent of the unit. Squares of float32 numbers are multiples of 2^-298; what is smaller counts as 0."""
 _HIGHEST = 320
 _BITS = 24
-"""Bits of a bin. The terms of a bin are below 2^25 units of it: a float64 holds the exact sum of 2^28 of them."""
+"""Bits of a limb, of which 2^39 ranks can add up theirs in an int64."""
 assert (LIMBS - 1) * _BITS >= _HIGHEST - _LOWEST + 56, "a limb marks NaN, the others have room for 2^56 terms"
+
+_SMALLEST, _LARGEST = 2.0**-40, 2.0**40
+"""Norms of atoms between these have squares that float32 represents."""
 
 NOT_A_NUMBER = -1
 """The sum in which a term is infinite or not a number; all other sums are at least 0."""
@@ -40,11 +43,15 @@ def atom_squares(values: Tensor, atom: int) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(by_atom.double(), dim=1)
         return norms.square()
     norms = torch.linalg.vector_norm(by_atom, dim=1)
-    # The other atoms may have squares that are too large or too small for float32.
-    needs_float64 = ~((norms > 2.0**-40) & (norms < 2.0**40))
-    squares = norms.double().square_()
-    if needs_float64.any():
-        squares[needs_float64] = torch.linalg.vector_norm(by_atom[needs_float64].double(), dim=1).square()
+    # Rounded to float32, a square has few bits: its exact sum takes fewer steps.
+    squares = norms.square().double()
+    if not norms.numel() or (norms.amin() > _SMALLEST and norms.amax() < _LARGEST):
+        return squares
+    needs_float64 = ~((norms > _SMALLEST) & (norms < _LARGEST))
+    atoms = by_atom[needs_float64]
+    # Most of them are 0, such as gradients of tokens that a batch does not have.
+    if atoms.any():
+        squares[needs_float64] = torch.linalg.vector_norm(atoms.double(), dim=1).square()
     return squares
 
 
@@ -52,18 +59,21 @@ def exact_sum(terms: Tensor) -> int:
     """Return the sum of numbers that are at least 0, without rounding, in units of 2^-320."""
     if not terms.numel():
         return 0
-    rest = terms
-    largest = float(rest.amax())
+    largest = float(terms.amax())
     if not largest < 2.0**_HIGHEST:
         return NOT_A_NUMBER
+    # Terms of fewer bits than these have an exact sum in float64, and so have the roundings below.
+    bits = 51 - len(terms).bit_length()
+    exponent = math.frexp(largest)[1]
+    rest = terms
     total = 0
-    first_bin = max(0, math.frexp(largest)[1] - _LOWEST) // _BITS
-    for number in range(first_bin, -1, -1):
-        unit = 2.0 ** (_LOWEST + number * _BITS)
+    while exponent > _LOWEST:
+        exponent = max(exponent - bits, _LOWEST)
+        unit = 2.0**exponent
         # Adding 1.5 · 2^52 units rounds to a multiple of the unit; what is cut off goes to the next bin.
         anchor = 1.5 * 2.0**52 * unit
-        rounded = (rest + anchor) - anchor
-        total += int(float(rounded.sum()) / unit) << (number * _BITS)
+        rounded = (rest + anchor).sub_(anchor)
+        total += int(float(rounded.sum()) / unit) << (exponent - _LOWEST)
         rest = rest - rounded
         if not rest.any():
             break

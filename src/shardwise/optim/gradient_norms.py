@@ -183,8 +183,8 @@ def _atom(bucket: Bucket, index: int, piece: Piece, tensor: Group) -> int:
 
 
 def _sum_of_squares(runs: Sequence[ElementRun], take: Take, atom: int) -> int:
-    # A part at a time, as `take` may copy it in a wider dtype; parts have whole atoms.
-    parts = (part for run in runs for part in run.split(chunk_elements(run.bucket)))
+    # A part at a time, as `take` may copy it in a wider dtype; parts have whole atoms, and are no shorter than pays.
+    parts = (part for run in runs for part in run.split(max(chunk_elements(run.bucket), 1 << 20)))
     squares = [exact_sums.atom_squares(take(part), atom) for part in parts]
     if not squares:
         return 0

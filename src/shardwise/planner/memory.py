@@ -131,7 +131,7 @@ def _gradient_bytes(workload: RankWorkload) -> int:
     copies = 1
     if train.bitwise:
         # A binary counter of the groups of a data-parallel rank (`optim/gradient_groups.py`).
-        copies += (train.gradient_groups // workload.layout.data).bit_length() - 1
+        copies += train.groups_apart(workload.layout.data).bit_length() - 1
     return copies * elements * DTYPE_BYTES[workload.precision.gradient]
 
 

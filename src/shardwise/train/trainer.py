@@ -339,7 +339,8 @@ class Trainer:
             shares.append(losses_K.detach())
             return losses_K
 
-        group_length = len(micro_batches) // self.mesh.dp.parts
+        groups = self.config.train.groups_apart(self.mesh.dp.size) if self.config.train.bitwise else 1
+        group_length = len(micro_batches) // groups
 
         def ends_group(number: int) -> bool:
             return (number + 1) % group_length == 0 and number + 1 < len(micro_batches)
