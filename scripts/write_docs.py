@@ -34,6 +34,10 @@ key in the recipe, or on the command line: `shardwise train RECIPE key=value …
 recipe must set the key, and `derived` that the default depends on other keys. `make pages` writes both pages from the
 code.
 
+**Steps or tokens**: a key that counts steps, such as `train.steps`, `optimizer.warmup_steps` or `checkpoint.every`,
+also takes tokens: `500M`, `20B`, `1.5T`. A run reads it as the nearest number of steps of `train.global_batch` ×
+`train.sequence_length` tokens. The dry run and the run's `config.yaml` have the steps.
+
 **In an editor**: `shardwise recipes --schema > recipe.schema.json` writes the JSON Schema of recipes. Put the line
 `# yaml-language-server: $schema=recipe.schema.json` at the top of a recipe in the same folder. Then editors that use
 the YAML language server (VS Code with the YAML extension, Neovim, Emacs, Helix) complete keys, show their meaning and
@@ -68,6 +72,24 @@ No step of the warmup or the decay has a learning rate of 0. Step s of the warmu
 so the last step of the warmup has `lr`; without warmup, step 1 has `lr`. The decay would reach `min_lr` one step after
 the last step of the run. With `constant_steps`, the decay ends earlier: the last `constant_steps` steps of the run all
 have `min_lr`, which is 0 by default.
+
+`schedule=wsd` (warmup, stable, decay; [arXiv:2404.06395](https://arxiv.org/abs/2404.06395)) stays at `lr` until the
+last `decay_steps` steps, over which the rate falls to `min_lr` in the shape `decay_shape`: `linear`, `cosine` or
+`sqrt` (1 - √p, [arXiv:2405.18392](https://arxiv.org/abs/2405.18392)). `schedule=points` follows any curve:
+
+```yaml
+optimizer:
+  lr: 1.0e-3
+  schedule: points
+  points:
+    - {at: 0, factor: 0}
+    - {at: 100M, factor: 1}                 # linear, as no shape is given
+    - {at: 8B, factor: 1}
+    - {at: 10B, factor: 0.1, shape: sqrt}   # the way from 8B to 10B
+```
+
+Before the first point the rate is that of the first, after the last one that of the last. `shardwise train --dry-run`
+draws the rates of the whole run.
 
 The table compares the rates of a run of 100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0: those of shardwise
 (`cosine`, `linear`), of `transformers` (`get_…_with_warmup`), and of NeMo as neuronx-nemo-megatron has it.
@@ -111,6 +133,9 @@ def rows(section: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         assert field.description, f"{prefix}.{name} has no description"
         yield f"| `{prefix}.{name}` | {default_of(field)} | {field.description} |"
+        # Sections in a list, such as the points of a schedule.
+        for section in sections(field.annotation):
+            yield from rows(section, f"{prefix}.{name}[]")
 
 
 def page() -> str:

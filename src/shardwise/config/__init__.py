@@ -6,6 +6,7 @@ from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNe
 from shardwise.config.layout import Layout
 from shardwise.config.load import apply_overrides, config_from, data_from, load_config, load_with, model_from
 from shardwise.config.model import ModelConfig, UserModelConfig, shapes_of, weight_names
+from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.recipe_files import dump_yaml, parse_yaml, recipe_name, recipe_names, recipe_text, require_data
 from shardwise.config.rules import check_layout, kept_batch, kept_batch_note, resume_changes, resume_problems
 from shardwise.config.run_config import Config
@@ -17,7 +18,6 @@ from shardwise.config.sections import (
     DropoutMode,
     DtypeName,
     LogConfig,
-    OptimizerConfig,
     ParallelConfig,
     Precision,
     PrecisionConfig,

@@ -17,7 +17,7 @@ from shardwise.config.error_texts import error_texts, refusal
 from shardwise.config.families import FamilyConfig
 from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH
-from shardwise.config.run_config import Config
+from shardwise.config.run_config import Config, with_steps
 
 _MODEL_FILE = "model.config"
 
@@ -130,6 +130,7 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
         all_problems += file_problems
         model_is_unread = model is None
     family = str(model.get("family")) if isinstance(model, dict) else ""
+    values, token_counts = with_steps(values)
     # The other sections are read even if the model's file was not, so that one message has the problems of all.
     try:
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
@@ -142,6 +143,7 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
     if all_problems or config is None:
         # pydantic has an error for each type of a union, and these may read the same.
         raise ConfigError(list(dict.fromkeys(all_problems)))
+    config.came_from_tokens(token_counts)
     if config.shapes is not None:
         names = [path.split(".")[1] for path in typed if path.startswith("model.")]
         config.shapes.came_from(Origin(file, from_file, frozenset(_canonical(family, name) for name in names)))

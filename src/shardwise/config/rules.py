@@ -187,6 +187,13 @@ def _schedule_problems(config: Config) -> list[str]:
             f"{optimizer.warmup_steps} steps and a step at optimizer.lr come before them in train.steps "
             f"({train.steps}): {lower}"
         )
+    most_decay = max(0, most_constant - optimizer.constant_steps)
+    if optimizer.decay_steps is not None and optimizer.decay_steps > most_decay:
+        problems.append(
+            f"optimizer.decay_steps ({optimizer.decay_steps}) must be at most {most_decay}: the warmup of "
+            f"{optimizer.warmup_steps} steps, a step at optimizer.lr and optimizer.constant_steps "
+            f"({optimizer.constant_steps}) take the others of train.steps ({train.steps})"
+        )
     if train.eval_every and config.data.split_weights[1] == 0:
         problems.append(
             f"data.split ({config.data.split!r}) must leave an evaluation part while train.eval_every is "

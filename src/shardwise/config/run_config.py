@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
@@ -14,16 +16,18 @@ from shardwise.config.data import DataConfig
 from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, shapes_of
+from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.sections import (
+    BATCH_RULE,
     CheckpointConfig,
     CompileConfig,
     HooksConfig,
     LogConfig,
-    OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
     TrainConfig,
 )
+from shardwise.config.token_counts import Path, replaced, steps_of, token_keys
 
 
 class Config(Section):
@@ -42,6 +46,7 @@ class Config(Section):
     hooks: HooksConfig = Field(default_factory=HooksConfig, description="functions and classes of your own")
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how the ranks work together")
     log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")
+    _token_counts: dict[Path, int] = PrivateAttr(default_factory=dict)
 
     def recorded(self) -> dict[str, Any]:
         """The plain values that files show: as resolved, without the secrets that a text among them may hold."""
@@ -98,5 +103,39 @@ class Config(Section):
         return self.with_batch(sequences * ranks // per)
 
     def with_batch(self, global_batch: int) -> Config:
-        """This configuration with another global batch."""
-        return self.model_copy(update={"train": self.train.model_copy(update={"global_batch": global_batch})})
+        """This configuration with another global batch; numbers of steps that were given in tokens follow it."""
+        config = self.model_copy(update={"train": self.train.model_copy(update={"global_batch": global_batch})})
+        step_tokens = global_batch * self.train.sequence_length
+        for place, tokens in self._token_counts.items():
+            config = replaced(config, place, steps_of(tokens, step_tokens))
+        return config
+
+    def came_from_tokens(self, token_counts: Mapping[Path, int]) -> None:
+        """Remember the tokens that the numbers of steps at some places were given in."""
+        self._token_counts = dict(token_counts)
+
+
+def with_steps(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[Path, int]]:
+    """Return the sections with steps in place of tokens, such as `train.steps: 20B`, and the tokens by their place.
+
+    A batch by a rule counts as its first number, until `Config.with_batch_for`. Without a batch and a sequence length
+    the steps are 1: what is missing is the problem to report.
+    """
+    token_counts = dict(token_keys(Config, values))
+    step_tokens = _step_tokens(values.get("train"))
+    for place, tokens in token_counts.items():
+        values = replaced(values, place, 1 if step_tokens is None else steps_of(tokens, step_tokens))
+    return values, token_counts
+
+
+def _step_tokens(train: Any) -> int | None:
+    """Return the tokens of a step by a `train` section that is not checked yet; None if it does not tell."""
+    if not isinstance(train, Mapping):
+        return None
+    batch = train.get("global_batch")
+    rule = re.fullmatch(BATCH_RULE, batch) if isinstance(batch, str) else None
+    batch = int(rule[1]) if rule else batch
+    length = train.get("sequence_length")
+    if type(batch) is not int or type(length) is not int or batch < 1 or length < 1:
+        return None
+    return batch * length

@@ -10,6 +10,7 @@ from shardwise.config.base_section import Section
 from shardwise.config.model import FAMILIES, UserModelConfig
 from shardwise.config.run_config import Config
 from shardwise.config.sections import BATCH_RULE
+from shardwise.config.token_counts import TOKENS
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _USER_MODEL = r":"
@@ -30,6 +31,8 @@ def recipe_schema() -> dict[str, Any]:
     for family in FAMILIES.values():
         _accept_other_spellings(schemas[names[family]], family.aliases)
     _accept_batch_rule(schemas["TrainConfig"]["properties"])
+    for schema in schemas.values():
+        _accept_tokens(schema.get("properties", {}))
     recipe: dict[str, Any] = schemas.pop(names[Config])
     _default_to_empty(recipe, Config)
     for field in Config.model_fields.values():
@@ -76,6 +79,17 @@ def _accept_batch_rule(train: dict[str, Any]) -> None:
     number = train["global_batch"]
     bounds = {key: number.pop(key) for key in ("type", "exclusiveMinimum") if key in number}
     train["global_batch"] = {**number, "anyOf": [bounds, {"type": "string", "pattern": f"^{BATCH_RULE}$"}]}
+
+
+def _accept_tokens(properties: dict[str, Any]) -> None:
+    """Let keys that count steps be given in tokens."""
+    for name, schema in properties.items():
+        if schema.pop("unit", None) == "steps":
+            numbers = schema.pop("anyOf", None)
+            if numbers is None:
+                bounds = ("type", "minimum", "exclusiveMinimum")
+                numbers = [{key: schema.pop(key) for key in bounds if key in schema}]
+            properties[name] = {**schema, "anyOf": [*numbers, {"type": "string", "pattern": f"^{TOKENS}$"}]}
 
 
 def _accept_other_spellings(schema: dict[str, Any], aliases: dict[str, str]) -> None:

@@ -16,11 +16,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from shardwise.base.errors import listing
 from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, as_given, reject, utf8_text
-from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
+from shardwise.config.token_counts import step_field
 
 
 class HooksConfig(Section):
@@ -175,9 +174,9 @@ class ParallelConfig(Section):
 class TrainConfig(Section):
     """The length of a training, and its portions."""
 
-    steps: int = Field(gt=0, description="optimizer steps of the whole schedule")
-    stop_after: int | None = Field(
-        default=None, gt=0, description="this run ends after this many steps; the schedule still has train.steps"
+    steps: int = step_field(gt=0, description="optimizer steps of the whole schedule")
+    stop_after: int | None = step_field(
+        None, gt=0, description="this run ends after this many steps; the schedule still has train.steps"
     )
     skip_batches: int = Field(
         default=0,
@@ -223,7 +222,7 @@ class TrainConfig(Section):
         description="with train.bitwise: threads with which each rank on a CPU computes, whatever OMP_NUM_THREADS is, "
         "since the order of a sum depends on them; no effect without train.bitwise",
     )
-    eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0 = never")
+    eval_every: int = step_field(0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
     _by_rule: bool = PrivateAttr(default=False)
 
@@ -286,81 +285,6 @@ def share_of(rule: str | None) -> Fraction | None:
     return None if match is None else Fraction(int(match[1]), int(match[2]))
 
 
-class OptimizerConfig(Section):
-    """The update rule, its schedule and its sharding."""
-
-    name: str = Field(
-        default=DEFAULT_OPTIMIZER, description="the update rule", json_schema_extra={"enum": [*OPTIMIZERS]}
-    )
-    lr: float = Field(gt=0, description="peak learning rate")
-    min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warmup; the last of them has lr")
-    constant_steps: int = Field(default=0, ge=0, description="steps at the run's end, after the decay, with min_lr")
-    schedule: Literal["linear", "cosine", "constant"] = Field(default="cosine", description="decay after the warmup")
-    weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay rates of the two moments")
-    eps: float = Field(
-        default_factory=lambda data: OPTIMIZERS[data.get("name", DEFAULT_OPTIMIZER)].eps,
-        gt=0,
-        description="added to the denominator; default: 1e-8, and 1e-6 with lamb",
-    )
-    trust_clip: bool = Field(default=False, description="with lamb: no trust ratio is above 1; not in the paper")
-    max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
-    zero: Literal[0, 1] = Field(default=1, description="1 = shard optimizer state over data parallelism (ZeRO-1)")
-    bucket_mib: float | None = Field(
-        default=None,
-        gt=0,
-        description="MiB of gradients that are reduced at once; null = √(MiB of gradients · data-parallel ranks · 1 "
-        "on accelerators, 1/8 on CPUs), at least 1",
-    )
-
-    @property
-    def spec(self) -> OptimizerSpec:
-        """The record of the optimizer that `name` names."""
-        return OPTIMIZERS[self.name]
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _name_has_a_record(cls, value: object) -> object:
-        # Not a `Literal`, so that a record in `OPTIMIZERS` is all that a new optimizer needs.
-        if not isinstance(value, str) or value not in OPTIMIZERS:
-            reject([f"optimizer.name ({value!r}) must be {listing(OPTIMIZERS, 'or')}"])
-        return value
-
-    @field_validator("zero", mode="before")
-    @classmethod
-    def _zero_is_a_stage(cls, value: object) -> object:
-        """Refuse `true`: Python takes it for 1, but it is no stage of ZeRO."""
-        if isinstance(value, bool):
-            reject([f"optimizer.zero ({str(value).lower()}) must be 0 or 1"])
-        return value
-
-    @model_validator(mode="after")
-    def _check(self) -> OptimizerConfig:
-        problems = []
-        if self.min_lr > self.lr:
-            problems.append(f"optimizer.min_lr ({self.min_lr}) must be at most optimizer.lr ({self.lr})")
-        if self.constant_steps and self.schedule == "constant":
-            problems.append(
-                f"optimizer.constant_steps ({self.constant_steps}) must be 0 with optimizer.schedule constant, which "
-                "never decays to optimizer.min_lr: choose cosine or linear"
-            )
-        if not all(0 <= beta < 1 for beta in self.betas):
-            problems.append(f"optimizer.betas ({list(self.betas)}) must lie in [0, 1)")
-        if self.spec.has_trust_ratios and not self.weight_decay:
-            problems.append(
-                f"optimizer.weight_decay ({self.weight_decay}) must be greater than 0 with optimizer.name {self.name}, "
-                "which gives a trust ratio to what decays: set 0.01, or optimizer.name=adamw"
-            )
-        if self.trust_clip and not self.spec.has_trust_ratios:
-            problems.append(
-                f"optimizer.trust_clip (true) must be false with optimizer.name {self.name}, which has no trust "
-                "ratios: leave it out, or set optimizer.name=lamb"
-            )
-        reject(problems)
-        return self
-
-
 @dataclass(frozen=True)
 class Precision:
     """Resolved dtypes.
@@ -421,18 +345,18 @@ class PrecisionConfig(Section):
 class CheckpointConfig(Section):
     """The checkpoints of a run, and the source of its weights and training state."""
 
-    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 = no checkpoints by steps")
+    every: int = step_field(0, ge=0, description="steps between checkpoints; 0 = no checkpoints by steps")
     every_minutes: float | None = Field(
         default=30.0,
         gt=0,
         description="also save a checkpoint when the last one is this many minutes old; null = never",
     )
     keep: int | None = Field(default=3, ge=1, description="how many of the newest checkpoints are kept; null = all")
-    keep_every: int | None = Field(
-        default=None, gt=0, description="checkpoints whose step is a multiple of this are kept too; null = none"
+    keep_every: int | None = step_field(
+        None, gt=0, description="checkpoints whose step is a multiple of this are kept too; null = none"
     )
-    memory_every: int | None = Field(
-        default=None,
+    memory_every: int | None = step_field(
+        None,
         ge=0,
         description="steps between copies of the state in the memory of the nodes, from which ranks continue when "
         "they start again; 0 = no copies; null = checkpoint.every in a submitted job, else no copies",
@@ -511,17 +435,17 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """The reports of a run."""
 
-    every: int | None = Field(
-        default=None,
+    every: int | None = step_field(
+        None,
         gt=0,
         description="steps between records in metrics.jsonl, ranks/ and TensorBoard, and between lines of progress if "
         "there is no terminal; null = a record of each step, and about 20 lines a run; the last step has both",
     )
-    drift_every: int = Field(
-        default=100, ge=0, description="steps between comparisons of replicated parameters over ranks; 0 = never"
+    drift_every: int = step_field(
+        100, ge=0, description="steps between comparisons of replicated parameters over ranks; 0 = never"
     )
-    state_hash_every: int = Field(
-        default=0,
+    state_hash_every: int = step_field(
+        0,
         ge=0,
         description="steps between hashes of the training's state, which no layout changes, in metrics.jsonl; 0 = none",
     )

@@ -1,25 +1,70 @@
-"""The learning rate of each step: warmup, decay and a constant end, as a pure function of the step."""
+"""The learning rate of each step, as a pure function of the step.
+
+A schedule is a list of points, each a step with its rate, and shapes of the ways between them. Before the first point
+the rate is that of the first, after the last one that of the last.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from shardwise.config import Config
+from shardwise.config.optimizer import DecayShape
+
+
+@dataclass(frozen=True)
+class RateAtStep:
+    """The rate at a step, and the shape of the way to it from the point before."""
+
+    step: int
+    rate: float
+    shape: DecayShape = "linear"
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Return the rate of optimizer step `step` (from 1): linear warmup to `lr`, decay to `min_lr`, then constant.
+    """Return the rate of optimizer step `step` (from 1).
 
-    Warmup step s of w has `lr · s / w`, so step w has `lr`; without warmup, step 1 has. The last `constant_steps`
-    steps have `min_lr`; without them, the step after the run's last would be the first at `min_lr`. So no step has a
-    rate of 0. With progress p from 0 at the peak to 1 at the first step at `min_lr`, the decay is
-    `min_lr + (lr - min_lr) · f(p)`: `1 - p` linear, `(1 + cos πp) / 2` cosine, 1 constant.
+    With part p of the way between two points, from 0 to 1, the rate is `end + (start - end) · f(p)`: `f` is `1 - p`
+    linear, `(1 + cos πp) / 2` cosine, `1 - √p` sqrt (arXiv:2405.18392).
+    """
+    points = schedule_points(config)
+    start = points[0]
+    for end in points:
+        if step < end.step:
+            return _between(start, end, step) if end is not points[0] else end.rate
+        start = end
+    return start.rate
+
+
+def schedule_points(config: Config) -> list[RateAtStep]:
+    """Return the points of a run's schedule.
+
+    The warmup rises from 0 at step 0, so that step s of w has `lr · s / w`; without warmup, step 1 has `lr`. The last
+    `constant_steps` steps have `min_lr`; without them, the step after the run's last would be the first at `min_lr`.
+    So no step of a named schedule has a rate of 0 unless `min_lr` is 0 there. With `wsd` the `decay_steps` steps before
+    (arXiv:2404.06395) decay, all others with `linear` and `cosine`, none with `constant`.
     """
     o = config.optimizer
-    if step < o.warmup_steps:
-        return o.lr * step / o.warmup_steps
-    peak = max(1, o.warmup_steps)
+    if o.schedule == "points":
+        return [RateAtStep(point.at, o.lr * point.factor, point.shape) for point in o.points]
+    points = [RateAtStep(max(1, o.warmup_steps), o.lr)]
+    if o.warmup_steps:
+        points.insert(0, RateAtStep(0, 0.0))
     first_at_minimum = config.train.steps - o.constant_steps + 1
-    progress = min(1.0, (step - peak) / (first_at_minimum - peak))
-    shape = {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2, "constant": 1.0}[o.schedule]
-    return o.min_lr + (o.lr - o.min_lr) * shape
+    if o.schedule == "wsd":
+        decay_steps = o.decay_steps or 0
+        if decay_steps:
+            points.append(RateAtStep(first_at_minimum - 1 - decay_steps, o.lr))
+            points.append(RateAtStep(first_at_minimum, o.min_lr, o.decay_shape))
+    elif o.schedule != "constant":
+        points.append(RateAtStep(first_at_minimum, o.min_lr, o.schedule))
+    return points
+
+
+def _between(start: RateAtStep, end: RateAtStep, step: int) -> float:
+    if start.rate == 0 and end.shape == "linear":
+        return end.rate * (step - start.step) / (end.step - start.step)
+    part = (step - start.step) / (end.step - start.step)
+    shape = {"linear": 1 - part, "cosine": (1 + math.cos(math.pi * part)) / 2, "sqrt": 1 - math.sqrt(part)}[end.shape]
+    return end.rate + (start.rate - end.rate) * shape

@@ -16,6 +16,7 @@ from shardwise.base.errors import listing
 from shardwise.config import Config, Layout, Precision, dump_yaml
 from shardwise.config.layout import Stage
 from shardwise.models import parameter_counts
+from shardwise.optim.learning_rate import learning_rate
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import bubble, simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
@@ -27,11 +28,16 @@ from shardwise.planner.memory import (
     memory_of_machine,
     neediest_rank,
 )
+from shardwise.runs.screen.drawing import plot
+from shardwise.runs.step_metrics import Column, Curve
 from shardwise.train.memory_remedies import remedies_of_machine
 
 if TYPE_CHECKING:
     from shardwise.planner.device_specs import Cluster  # costly to import, for a cluster alone
 
+_CURVE_WIDTH, _CURVE_HEIGHT = 78, 7
+_CURVE_COLUMNS = 2 * _CURVE_WIDTH
+"""Columns of dots, two in each cell."""
 _UNKNOWN = "not known for a model of your own"
 
 _Rows = list[tuple[str, str]]
@@ -67,8 +73,23 @@ def dry_run(
     if cluster is None and not accelerator:
         rows += _host_memory(config, layout)
     rows += inputs
-    comments = "\n".join(f"# {name:<14} {value}" for name, value in rows)
+    lines = [f"{name:<14} {value}" for name, value in rows]
+    lines += ["", f"learning rate: {config.optimizer.schedule}", *_rate_curve(config)]
+    comments = "\n".join(f"# {line}".rstrip() for line in lines)
     return f"# {recipe}, as resolved; nothing was started\n{dump_yaml(config.recorded())}\n{comments}"
+
+
+def _rate_curve(config: Config) -> list[str]:
+    """Draw the learning rate of each step of the whole schedule."""
+    last = config.train.steps
+    count = min(last, _CURVE_COLUMNS)
+    columns = []
+    for number in range(count):
+        step = 1 + number * (last - 1) // max(1, count - 1)
+        rate = learning_rate(config, step)
+        columns.append(Column(step, rate, rate, rate))
+    curve = Curve(columns, span=(1, last))
+    return [line.plain for line in plot(curve, _CURVE_WIDTH, _CURVE_HEIGHT, "", "{:.2e}".format)]
 
 
 def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Rows:

@@ -66,7 +66,7 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("optimizer.lr=fast", "optimizer.lr ('fast') must be a number"),
         ("optimizer.lr=true", "optimizer.lr (True) must be a number"),
         ("optimizer.name=adam", "optimizer.name ('adam') must be adamw or lamb"),
-        ("optimizer.schedule=step", "optimizer.schedule ('step') must be linear, cosine or constant"),
+        ("optimizer.schedule=step", "optimizer.schedule ('step') must be linear, cosine, constant, wsd or points"),
         ("optimizer.zero=2", "optimizer.zero (2) must be 0 or 1"),
         ("optimizer.zero=true", "optimizer.zero (true) must be 0 or 1"),
         ("optimizer.betas=[0.9]", "optimizer.betas must be a list of two numbers"),

@@ -91,12 +91,17 @@ def test_every_key_that_may_be_left_out_tells_its_default() -> None:
 
 
 def test_every_key_has_its_description() -> None:
-    described = {
-        f"{section}.{key}"
-        for section, part in SCHEMA["properties"].items()
-        for key, value in SCHEMA["$defs"].get(part.get("$ref", "").rpartition("/")[2], {}).get("properties", {}).items()
-        if value.get("description")
-    }
+    described = set()
+
+    def describe(prefix: str, schema: dict[str, Any]) -> None:
+        reference = schema.get("$ref") or schema.get("items", {}).get("$ref", "")
+        for key, value in SCHEMA["$defs"].get(reference.rpartition("/")[2], {}).get("properties", {}).items():
+            if value.get("description"):
+                described.add(f"{prefix}{key}")
+            describe(f"{prefix}{key}.", value)
+
+    for section, part in SCHEMA["properties"].items():
+        describe(f"{section}.", part)
     assert described >= {key for key in config_fields() if not key.startswith("model.")}
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from shardwise.config import Config, config_from
+from shardwise.config import Config, config_from, load_config
 from shardwise.optim.learning_rate import learning_rate
 from tests.arch.source import ROOT
 
@@ -42,6 +42,11 @@ def make(
             },
         }
     )
+
+
+def with_keys(*keys: str) -> Config:
+    """The quickstart, whose peak is 2e-3, with 2,048 tokens a step."""
+    return load_config("quickstart", ["train.steps=40", "optimizer.warmup_steps=4", *keys])
 
 
 def rates(config: Config) -> list[float]:
@@ -162,3 +167,45 @@ def test_stopping_early_does_not_bend_the_schedule() -> None:
 def test_all_steps_may_be_warmup(schedule: str) -> None:
     assert learning_rate(make(schedule, warmup=20), 20) == pytest.approx(1e-3)
     assert learning_rate(make(schedule, warmup=0, steps=1, min_lr=0.0), 1) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(("shape", "theirs"), [("linear", "linear"), ("cosine", "cosine"), ("sqrt", "1-sqrt")])
+@pytest.mark.parametrize("decay", [1, 7])
+def test_wsd_is_that_of_transformers(shape: str, theirs: str, decay: int) -> None:
+    """As for the others, its first update has a rate of 0, and its decay would reach the minimum one step later."""
+    keys = [f"optimizer.decay_steps={decay}", f"optimizer.decay_shape={shape}", "optimizer.min_lr=0"]
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2e-3)
+    scheduler = transformers.get_wsd_schedule(optimizer, 4, decay + 1, num_training_steps=41, decay_type=theirs)
+    wanted = []
+    for _ in range(41):
+        wanted.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates(with_keys("optimizer.schedule=wsd", *keys)) == pytest.approx(wanted[1:])
+
+
+def test_wsd_without_decay_is_constant_and_constant_steps_come_last() -> None:
+    wsd = "optimizer.schedule=wsd"
+    assert rates(with_keys(wsd, "optimizer.decay_steps=0")) == rates(with_keys("optimizer.schedule=constant"))
+    found = rates(with_keys(wsd, "optimizer.decay_steps=9", "optimizer.constant_steps=5", "optimizer.min_lr=2e-4"))
+    assert found[3:26] == [2e-3] * 23
+    assert found[26:35] == pytest.approx([2e-3 - 1.8e-3 * step / 10 for step in range(1, 10)])
+    assert found[35:] == [2e-4] * 5
+
+
+def test_points_are_any_curve() -> None:
+    points = "[{at: 2, factor: 0.5}, {at: 10, factor: 1}, {at: 20, factor: 1}, {at: 36, factor: 0.1, shape: sqrt}]"
+    free = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
+    found = rates(with_keys(*free, f"optimizer.points={points}"))
+    assert found[:2] == [1e-3] * 2, "before the first point"
+    assert found[5] == pytest.approx(1.5e-3), "halfway"
+    assert found[9:20] == [2e-3] * 11
+    assert found[23] == pytest.approx(2e-4 + 1.8e-3 * 0.5), "a quarter of the way, whose root is a half"
+    assert found[35:] == [2e-4] * 5, "after the last point"
+
+
+def test_points_write_the_named_schedules() -> None:
+    points = "[{at: 0, factor: 0}, {at: 4, factor: 1}, {at: 41, factor: 0.1, shape: cosine}]"
+    free = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
+    wanted = rates(with_keys("optimizer.schedule=cosine", "optimizer.min_lr=2e-4"))
+    assert rates(with_keys(*free, f"optimizer.points={points}")) == wanted

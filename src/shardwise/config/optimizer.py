@@ -1,0 +1,151 @@
+"""The `optimizer` section: the update rule, its schedule and its sharding."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from shardwise.base.errors import listing
+from shardwise.config.base_section import Section, reject
+from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
+from shardwise.config.token_counts import step_field
+
+DecayShape = Literal["linear", "cosine", "sqrt"]
+
+
+class RatePoint(Section):
+    """The learning rate at a step, and the way to it from the point before."""
+
+    at: int = step_field(ge=0, description="the step")
+    factor: float = Field(ge=0, description="the rate, in parts of optimizer.lr")
+    shape: DecayShape = Field(default="linear", description="the shape of the way from the point before")
+
+
+class OptimizerConfig(Section):
+    """The update rule, its schedule and its sharding."""
+
+    name: str = Field(
+        default=DEFAULT_OPTIMIZER, description="the update rule", json_schema_extra={"enum": [*OPTIMIZERS]}
+    )
+    lr: float = Field(gt=0, description="peak learning rate")
+    min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
+    warmup_steps: int = step_field(0, ge=0, description="steps of linear warmup; the last of them has lr")
+    constant_steps: int = step_field(0, ge=0, description="steps at the run's end, after the decay, with min_lr")
+    schedule: Literal["linear", "cosine", "constant", "wsd", "points"] = Field(
+        default="cosine",
+        description="rates after the warmup: linear and cosine decay to min_lr over the whole run, constant stays at "
+        "lr, wsd stays at lr and decays in the last decay_steps, points follows optimizer.points from step 1",
+    )
+    decay_steps: int | None = step_field(
+        None, ge=0, description="with wsd, which needs it: steps of the decay to min_lr; 0 = none, for a trunk of runs"
+    )
+    decay_shape: DecayShape = Field(
+        default="linear", description="with wsd: the decay's shape over its part p: 1 - p, (1 + cos πp) / 2 or 1 - √p"
+    )
+    points: tuple[RatePoint, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[[{"at": 0, "factor": 0}, {"at": "100M", "factor": 1}, {"at": "2B", "factor": 0.1}]],
+        description="with points: the rate at some steps; between them it goes from one to the next",
+    )
+    weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay rates of the two moments")
+    eps: float = Field(
+        default_factory=lambda data: OPTIMIZERS[data.get("name", DEFAULT_OPTIMIZER)].eps,
+        gt=0,
+        description="added to the denominator; default: 1e-8, and 1e-6 with lamb",
+    )
+    trust_clip: bool = Field(default=False, description="with lamb: no trust ratio is above 1; not in the paper")
+    max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
+    zero: Literal[0, 1] = Field(default=1, description="1 = shard optimizer state over data parallelism (ZeRO-1)")
+    bucket_mib: float | None = Field(
+        default=None,
+        gt=0,
+        description="MiB of gradients that are reduced at once; null = √(MiB of gradients · data-parallel ranks · 1 "
+        "on accelerators, 1/8 on CPUs), at least 1",
+    )
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """The record of the optimizer that `name` names."""
+        return OPTIMIZERS[self.name]
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name_has_a_record(cls, value: object) -> object:
+        # Not a `Literal`, so that a record in `OPTIMIZERS` is all that a new optimizer needs.
+        if not isinstance(value, str) or value not in OPTIMIZERS:
+            reject([f"optimizer.name ({value!r}) must be {listing(OPTIMIZERS, 'or')}"])
+        return value
+
+    @field_validator("zero", mode="before")
+    @classmethod
+    def _zero_is_a_stage(cls, value: object) -> object:
+        """Refuse `true`: Python takes it for 1, but it is no stage of ZeRO."""
+        if isinstance(value, bool):
+            reject([f"optimizer.zero ({str(value).lower()}) must be 0 or 1"])
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        problems = []
+        if self.min_lr > self.lr:
+            problems.append(f"optimizer.min_lr ({self.min_lr}) must be at most optimizer.lr ({self.lr})")
+        problems += self._schedule_problems()
+        if self.constant_steps and self.schedule == "constant":
+            problems.append(
+                f"optimizer.constant_steps ({self.constant_steps}) must be 0 with optimizer.schedule constant, which "
+                "never decays to optimizer.min_lr: choose cosine or linear"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            problems.append(f"optimizer.betas ({list(self.betas)}) must lie in [0, 1)")
+        if self.spec.has_trust_ratios and not self.weight_decay:
+            problems.append(
+                f"optimizer.weight_decay ({self.weight_decay}) must be greater than 0 with optimizer.name {self.name}, "
+                "which gives a trust ratio to what decays: set 0.01, or optimizer.name=adamw"
+            )
+        if self.trust_clip and not self.spec.has_trust_ratios:
+            problems.append(
+                f"optimizer.trust_clip (true) must be false with optimizer.name {self.name}, which has no trust "
+                "ratios: leave it out, or set optimizer.name=lamb"
+            )
+        reject(problems)
+        return self
+
+    def _schedule_problems(self) -> list[str]:
+        problems = []
+        if self.schedule == "wsd" and self.decay_steps is None:
+            problems.append(
+                "optimizer.decay_steps must be given with optimizer.schedule wsd: a tenth to a fifth of train.steps, "
+                "or 0 for a trunk that other runs branch from"
+            )
+        if self.schedule != "wsd" and (self.decay_steps is not None or self.decay_shape != "linear"):
+            problems.append(
+                f"optimizer.decay_steps and decay_shape must be left out with optimizer.schedule {self.schedule}: they "
+                "belong to optimizer.schedule=wsd"
+            )
+        if self.schedule != "points":
+            if self.points:
+                problems.append(
+                    f"optimizer.points must be left out with optimizer.schedule {self.schedule}: set "
+                    "optimizer.schedule=points"
+                )
+            return problems
+        if not self.points:
+            problems.append(
+                "optimizer.points must have a point with optimizer.schedule points, such as {at: 1, factor: 1}"
+            )
+        for before, after in itertools.pairwise(self.points):
+            if after.at <= before.at:
+                problems.append(
+                    f"optimizer.points must have rising steps: the point at step {after.at} comes after that at step "
+                    f"{before.at}"
+                )
+        if self.warmup_steps or self.constant_steps or self.min_lr:
+            problems.append(
+                "optimizer.warmup_steps, constant_steps and min_lr must be left out with optimizer.schedule points, "
+                "which has all rates: write them as points"
+            )
+        return problems

@@ -1,0 +1,86 @@
+"""Keys that count optimizer steps and take tokens too, such as `train.steps=20B`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+from shardwise.config.base_section import Section
+
+TOKENS = r"(\d+(?:\.\d+)?) ?([kMBT])(?: tokens)?"
+"""A number of tokens: `500M`, `1.5 T`, `20B tokens`."""
+_POWERS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_UNIT = "unit"
+_STEPS = "steps"
+
+Path = tuple[str | int, ...]
+"""The keys, and places in lists, that lead to a value."""
+
+
+def step_field(default: Any = ..., *, description: str, **bounds: Any) -> Any:
+    """Make the field of a key that counts steps."""
+    return Field(default=default, description=description, json_schema_extra={_UNIT: _STEPS}, **bounds)
+
+
+def is_step_field(field: FieldInfo) -> bool:
+    """Return whether a field is that of a key that counts steps."""
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and extra.get(_UNIT) == _STEPS
+
+
+def parse_tokens(text: object) -> int | None:
+    """Return the number of tokens that a text names; None for anything else."""
+    match = re.fullmatch(TOKENS, text) if isinstance(text, str) else None
+    return None if match is None else round(float(match[1]) * _POWERS[match[2]])
+
+
+def steps_of(tokens: int, step_tokens: int) -> int:
+    """Return the steps of `step_tokens` tokens that come nearest to a number of tokens, at least 1."""
+    return max(1, (2 * tokens + step_tokens) // (2 * step_tokens))
+
+
+def token_keys(section: type[Section], values: Any, place: Path = ()) -> Iterator[tuple[Path, int]]:
+    """Yield the place of each value that counts steps and is given in tokens, and the tokens."""
+    if not isinstance(values, Mapping):
+        return
+    for key, field in section.model_fields.items():
+        value = values.get(key)
+        if is_step_field(field):
+            tokens = parse_tokens(value)
+            if tokens is not None:
+                yield (*place, key), tokens
+            continue
+        for inner in _sections_in(field.annotation):
+            if isinstance(value, list | tuple):
+                for number, element in enumerate(value):
+                    yield from token_keys(inner, element, (*place, key, number))
+            else:
+                yield from token_keys(inner, value, (*place, key))
+
+
+def _sections_in(annotation: Any) -> Iterator[type[Section]]:
+    """Yield the classes of sections that an annotation such as `tuple[RatePoint, ...] | None` names."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections_in(argument)
+
+
+def replaced(values: Any, place: Path, value: Any) -> Any:
+    """Return nested mappings, sections and lists with the value at a place replaced; what is given is not changed."""
+    if not place:
+        return value
+    first, *rest = place
+    if isinstance(values, Section):
+        inner = getattr(values, str(first))
+        return values.model_copy(update={str(first): replaced(inner, tuple(rest), value)})
+    if isinstance(values, Mapping):
+        return {**values, first: replaced(values[first], tuple(rest), value)}
+    assert isinstance(first, int), "a place in a list"
+    inner = [*values]
+    inner[first] = replaced(inner[first], tuple(rest), value)
+    return type(values)(inner)

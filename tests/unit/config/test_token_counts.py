@@ -1,0 +1,100 @@
+"""Keys that count steps, given in tokens."""
+
+import pytest
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import check_layout, load_config
+from shardwise.config.token_counts import parse_tokens, steps_of
+
+TOKENS_OF_STEP = 8 * 256
+"""Of the quickstart."""
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        check_layout(load_config("quickstart", overrides), 2)
+    return raised.value.problems
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("500k", 500_000), ("1.5 T", 15 * 10**11), ("20B tokens", 2 * 10**10), ("2M", 2_000_000)],
+)
+def test_tokens_are_read(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["20", "20X", "20b", "1e9", "-2M", "M", "", "auto", 20, None, True])
+def test_other_values_are_no_tokens(text: object) -> None:
+    assert parse_tokens(text) is None
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (149, 1), (150, 2), (1000, 10), (1049, 10)])
+def test_steps_are_the_nearest(tokens: int, steps: int) -> None:
+    assert steps_of(tokens, 100) == steps
+
+
+def test_all_keys_that_count_steps_take_tokens() -> None:
+    keys = {
+        "train.steps": "4M",
+        "train.eval_every": "1M",
+        "optimizer.warmup_steps": "100k",
+        "checkpoint.every": "2M",
+        "log.drift_every": "500k",
+    }
+    config = load_config("quickstart", [f"{key}={value}" for key, value in keys.items()])
+    values = config.recorded()
+    for key, text in keys.items():
+        section, name = key.split(".")
+        assert values[section][name] == steps_of(parse_tokens(text) or 0, TOKENS_OF_STEP)
+    points = "[{at: 0, factor: 0}, {at: 100k, factor: 1}]"
+    free = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
+    assert [
+        point.at for point in load_config("quickstart", [*free, f"optimizer.points={points}"]).optimizer.points
+    ] == [
+        0,
+        49,
+    ]
+
+
+def test_steps_follow_the_batch_of_a_rule() -> None:
+    config = load_config("quickstart", ["train.global_batch=4 per 2 ranks", "train.micro_batch=2", "train.steps=4M"])
+    tokens = {ranks: config.with_batch_for(ranks).train.steps * 2 * ranks * 256 for ranks in (2, 4, 16)}
+    assert all(abs(total - 4_000_000) <= ranks * 256 for ranks, total in tokens.items())
+
+
+def test_a_text_that_is_neither_is_one_sentence() -> None:
+    assert problems("train.steps=20X") == [
+        "train.steps ('20X') must be a whole number of steps, or tokens such as 20B, 500M or 1.5T"
+    ]
+    assert problems("train.steps=20B", "train.global_batch=none") == [
+        "train.global_batch ('none') must be a whole number, or 'N per M ranks'"
+    ]
+    assert problems("train.steps=9000T")[0].startswith("train.steps ")
+
+
+WSD = "optimizer.schedule=wsd"
+POINTS = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        ((WSD,), "optimizer.decay_steps must be given with optimizer.schedule wsd"),
+        ((WSD, "optimizer.decay_steps=300"), "optimizer.decay_steps (300) must be at most 216"),
+        ((WSD, "optimizer.decay_steps=-1"), "optimizer.decay_steps (-1) must be at least 0"),
+        (("optimizer.decay_steps=3",), "optimizer.decay_steps and decay_shape must be left out"),
+        (("optimizer.decay_shape=sqrt",), "optimizer.decay_steps and decay_shape must be left out"),
+        (("optimizer.points=[{at: 1, factor: 1}]",), "optimizer.points must be left out"),
+        (POINTS, "optimizer.points must have a point"),
+        (
+            (*POINTS, "optimizer.points=[{at: 5, factor: 1}, {at: 5, factor: 2}]"),
+            "optimizer.points must have rising steps: the point at step 5 comes after that at step 5",
+        ),
+        ((*POINTS[:1], "optimizer.points=[{at: 5, factor: 1}]"), "optimizer.warmup_steps, constant_steps and min_lr"),
+        ((*POINTS, "optimizer.points=[{at: 5, factor: -1}]"), "optimizer.points.0.factor (-1"),
+    ],
+)
+def test_a_wrong_schedule_is_one_sentence(overrides: tuple[str, ...], start: str) -> None:
+    (problem,) = problems(*overrides)
+    assert problem.startswith(start)
