@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -173,6 +174,25 @@ def apply_by_part(
     for number, part in enumerate(x.chunk(count, dim)):
         outputs.append(function(part, *(shared[number] for shared in by_parameter)))
     return torch.cat(outputs, dim) if count > 1 else outputs[0]
+
+
+_VECTOR = 64
+"""Elements that torch's CPU kernels compute at once, at most. The last ones of a tensor, if they are fewer, are computed
+one by one, by other functions."""
+
+
+def activate(function: Callable[[Tensor], Tensor], x: Tensor, group: Group) -> Tensor:
+    """Return an activation function of x `[…, P·w]`, whose bits must not depend on the width where the group has parts.
+
+    All elements are then computed by the vector kernels: x is made dense, and longer by zeros if need be.
+    """
+    if not group.has_parts or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return function(x)
+    flat = x.reshape(-1)
+    padding = -flat.numel() % _VECTOR
+    if not padding:
+        return function(flat).view(x.shape)
+    return function(F.pad(flat, (0, padding)))[: flat.numel()].view(x.shape)
 
 
 def sequence_parts(x: Tensor, group: Group, sequence_parallel: bool) -> int:

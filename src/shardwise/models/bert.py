@@ -16,6 +16,7 @@ from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
 from shardwise.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from shardwise.layers.loss import IGNORE_INDEX
 from shardwise.layers.norm import LayerNorm
+from shardwise.layers.parts import activate
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import (
     ACTIVATIONS,
@@ -114,7 +115,8 @@ class Heads(nn.Module):
 
     def predictions(self, rows: Tensor) -> Tensor:
         """Return the input of the decoder, `norm(act(transform(rows)))`; rows `[…, H]` as `enter` returns them."""
-        out: Tensor = self.norm(self.act(self.transform.finish(self.transform.multiply(rows))))
+        transformed = self.transform.finish(self.transform.multiply(rows))
+        out: Tensor = self.norm(activate(self.act, transformed, self.group))
         return out
 
     def relationship(self, first_BH: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from shardwise.layers.linear import (
     RowParallelLinear,
 )
 from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
+from shardwise.layers.parts import activate
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -268,7 +269,7 @@ class MLP(nn.Module):
 
     def inner(self, x: Tensor, context: Context) -> Tensor:
         """Return the input of the second projection: `[S, B, F/g]`."""
-        inner: Tensor = self.dropout(self.act(self.up(x)), context.dropout)
+        inner: Tensor = self.dropout(activate(self.act, self.up(x), self.up.group), context.dropout)
         return inner
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwise.config import DecoderConfig
 from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
+from shardwise.layers.parts import activate
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import Context, LayerFactory
 from shardwise.models.causal import CausalLM
@@ -46,7 +47,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        out: Tensor = self.down_proj(activate(F.silu, gate, self.down_proj.group) * up)
         return out
 
 

@@ -23,7 +23,8 @@ from shardwise.layers.part_products import (
     weight_gradient_of_columns,
     weight_gradient_of_rows,
 )
-from shardwise.layers.parts import Section, apply_by_part, column_products, row_products
+from shardwise.layers.parts import Section, activate, apply_by_part, column_products, row_products
+from shardwise.models.blocks import ACTIVATIONS
 from tests.dist.dense import error, random
 
 COUNTS = (2, 4, 8)
@@ -287,3 +288,23 @@ def test_results_that_hide_the_order_of_a_sum_have_the_exact_form() -> None:
         return tensor * count
 
     assert torch.equal(part_products._in_fastest_form((never, exact), 2, x), x * 2)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+@pytest.mark.parametrize(("tokens", "width"), [(16, 43), (1, 7), (5, 5), (32, 64)])
+def test_activations_do_not_depend_on_the_width(name: str, tokens: int, width: int) -> None:
+    group = Group(grain=2)
+
+    def results(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        y = activate(ACTIVATIONS[name], x, group)
+        y.backward(dy)
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    x, dy = torch.randn(2, 50, tokens, 2 * width).unbind()
+    for whole_x, whole_dy in zip(x, dy, strict=True):
+        whole = results(whole_x, whole_dy)
+        parts = [results(*part) for part in zip(whole_x.chunk(2, -1), whole_dy.chunk(2, -1), strict=True)]
+        for number in range(2):
+            assert torch.equal(torch.cat([part[number] for part in parts], -1), whole[number])
