@@ -177,8 +177,8 @@ def apply_by_part(
 
 
 _VECTOR = 64
-"""Elements that torch's CPU kernels compute at once, at most. The last ones of a tensor, if they are fewer, are computed
-one by one, by other functions."""
+"""Elements that torch's CPU kernels compute at once, at most. The last ones of a tensor, if they are fewer, go through
+other functions one by one."""
 
 
 def activate(function: Callable[[Tensor], Tensor], x: Tensor, group: Group) -> Tensor:
