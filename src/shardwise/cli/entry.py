@@ -20,6 +20,7 @@ from shardwise.launch.environment import joined, keep_own, may_be_a_task
 
 COMMANDS = {
     "train": "pretrain a model from a recipe",
+    "branch": "begin a run from a step of another, with changed keys",
     "plan": "rank the layouts of a recipe on a cluster that need not be here",
     "compile": "compile all graphs of a training before it starts",
     "submit": "submit a training to SLURM, and follow it",

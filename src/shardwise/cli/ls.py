@@ -23,7 +23,7 @@ from shardwise.runs.folder import RUNS
 from shardwise.runs.run import RunView, Unreadable, runs
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
-_RUNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard")
+_RUNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
 _SHORTEST = 16
 
 
@@ -100,6 +100,7 @@ def _run(run: RunView | Unreadable) -> tuple[str, ...]:
         "" if eta is None else _short(eta),
         _share(fields["goodput"]),
         "" if heard is None else _short(max(0.0, time.time() - heard)),
+        "" if fields["parent"] is None else f"{fields['parent']['run']}@{fields['parent']['step']}",
     )
 
 

@@ -1,20 +1,25 @@
-"""Write the report of a run, or of two laid over each other, as one HTML file that needs no network.
+"""Write the report of a run with its branches, or of two runs laid over each other, as one HTML file.
 
-It has curves, where the time went, memory, layout, events, configuration and environment. `--json` prints every number
-of it instead, and `--png` draws the curves as pictures.
+The page needs no network. It has curves, where the time went, memory, layout, events, configuration and environment.
+`--json` prints every number of it instead, and `--png` draws the curves as pictures. Branches are found beside the run.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import reason_of, write_atomic
 from shardwise.cli import output
 from shardwise.runs.folder import RUNS
 from shardwise.runs.report.numbers import comparison, report_of
-from shardwise.runs.run import open_run
+from shardwise.runs.run import branches_of, open_run
+
+_MOST_BRANCHES = 7
+"""Branches that are laid over their trunk; the page has colours for as many."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +38,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     paths = [arguments.run] if arguments.other is None else [arguments.run, arguments.other]
     watched = [open_run(path, all_steps=True) for path in paths]
-    reports = [report_of(run) for run in watched]
+    branches = branches_of(watched[0])[:_MOST_BRANCHES] if arguments.other is None else []
     compared = comparison(*watched) if len(watched) == 2 else None
+    watched += branches
+    reports = [report_of(run) for run in watched]
     file: Path = arguments.output or watched[0].path / "report.html"
     if file.is_dir():
         raise ConfigError(f"--output ({file}) must be a file, it is a folder: name a file in it")
@@ -47,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             if not arguments.json:
                 output.line(f"pictures: {len(files)} in {arguments.png}")
         if arguments.json:
-            output.json(reports[0] if compared is None else {"a": reports[0], "b": reports[1], "compared": compared})
+            output.json(_facts(reports, compared))
             return 0
         # Costly to import, for the page alone.
         from shardwise.runs.report.page import page
@@ -58,3 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{where} cannot be written: {reason_of(error)}; --output chooses another file") from None
     output.line(f"report: {file}")
     return 0
+
+
+def _facts(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if compared is not None:
+        return {"a": reports[0], "b": reports[1], "compared": compared}
+    return {**reports[0], "branches": reports[1:]} if len(reports) > 1 else reports[0]

@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         from shardwise.launch.rank_process import as_rank, enter_job
 
         place = enter_job(arguments.nproc)
-    world = place.world if place is not None else _number_of_ranks(config, arguments.nproc)
+    world = place.world if place is not None else number_of_ranks(config, arguments.nproc)
     # Only now, as a batch that is given by a rule follows from the number of ranks.
     config = with_batch(config, world, run_path)
     layout = check_layout(config, world, is_new=run_path is None)
@@ -212,7 +212,7 @@ def _names_weights(recipe: str, load: str) -> bool:
     return recipe in recipe_names() and load_config(recipe).checkpoint.load == load
 
 
-def _number_of_ranks(config: Config, nproc: int | None) -> int:
+def number_of_ranks(config: Config, nproc: int | None) -> int:
     """The number of `--nproc`; else one rank per accelerator, rounded down to whole copies, or on CPU one copy."""
     if nproc is not None:
         return nproc

@@ -8,7 +8,14 @@ from shardwise.config.load import apply_overrides, config_from, data_from, load_
 from shardwise.config.model import ModelConfig, UserModelConfig, shapes_of, weight_names
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.recipe_files import dump_yaml, parse_yaml, recipe_name, recipe_names, recipe_text, require_data
-from shardwise.config.rules import check_layout, kept_batch, kept_batch_note, resume_changes, resume_problems
+from shardwise.config.rules import (
+    check_layout,
+    fixed_changes,
+    kept_batch,
+    kept_batch_note,
+    resume_changes,
+    resume_problems,
+)
 from shardwise.config.run_config import Config
 from shardwise.config.schedules import Schedule
 from shardwise.config.sections import (
@@ -58,6 +65,7 @@ __all__ = [
     "config_from",
     "data_from",
     "dump_yaml",
+    "fixed_changes",
     "kept_batch",
     "kept_batch_note",
     "load_config",

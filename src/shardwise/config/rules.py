@@ -464,17 +464,20 @@ def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     except ConfigError as error:
         listed = "\n".join(f"  {problem}" for problem in error.problems)
         return [f"the configuration of the run in this folder is not valid:\n{listed}\nchoose another --run-dir"]
-    changes = [
-        f"  {key} ({_shown(now)}) must be {_shown(then)}" for key, then, now in _changes(before, new, fixed=True)
-    ]
+    changes = fixed_changes(before, new)
     if not changes:
         return []
-    listed = "\n".join(changes)
+    listed = "\n".join(f"  {change}" for change in changes)
     return [
         f"the run in this folder can be resumed only with the model and data that it began with:\n{listed}\n"
         f"set {'it' if len(changes) == 1 else 'them'} back, or start a new run in another --run-dir, with "
         "checkpoint.load for the weights of this one"
     ]
+
+
+def fixed_changes(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The changes of keys that may not change in a run, such as `train.seed (2) must be 1`."""
+    return [f"{key} ({_shown(now)}) must be {_shown(then)}" for key, then, now in _changes(stored, new, fixed=True)]
 
 
 def resume_changes(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

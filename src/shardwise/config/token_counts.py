@@ -47,19 +47,19 @@ def token_keys(section: type[Section], values: Any, place: Path = ()) -> Iterato
     """Yield the place of each value that counts steps and is given in tokens, and the tokens."""
     if not isinstance(values, Mapping):
         return
-    for key, field in section.model_fields.items():
-        value = values.get(key)
-        if is_step_field(field):
-            tokens = parse_tokens(value)
+    for key, value in values.items():
+        field = section.model_fields.get(key)
+        if field is None or not isinstance(value, str | Mapping | list | tuple):
+            continue
+        if isinstance(value, str):
+            tokens = parse_tokens(value) if is_step_field(field) else None
             if tokens is not None:
                 yield (*place, key), tokens
             continue
         for inner in _sections_in(field.annotation):
-            if isinstance(value, list | tuple):
-                for number, element in enumerate(value):
-                    yield from token_keys(inner, element, (*place, key, number))
-            else:
-                yield from token_keys(inner, value, (*place, key))
+            elements = {(): value} if isinstance(value, Mapping) else {(i,): value[i] for i in range(len(value))}
+            for number, element in elements.items():
+                yield from token_keys(inner, element, (*place, key, *number))
 
 
 def _sections_in(annotation: Any) -> Iterator[type[Section]]:

@@ -7,6 +7,7 @@ the rate is that of the first, after the last one that of the last.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.config import Config
@@ -28,7 +29,11 @@ def learning_rate(config: Config, step: int) -> float:
     With part p of the way between two points, from 0 to 1, the rate is `end + (start - end) · f(p)`: `f` is `1 - p`
     linear, `(1 + cos πp) / 2` cosine, `1 - √p` sqrt (arXiv:2405.18392).
     """
-    points = schedule_points(config)
+    return rate_at(schedule_points(config), step)
+
+
+def rate_at(points: Sequence[RateAtStep], step: int) -> float:
+    """Return the rate of a step by the points of a schedule."""
     start = points[0]
     for end in points:
         if step < end.step:

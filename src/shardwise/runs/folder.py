@@ -16,6 +16,7 @@
         jobs.jsonl           the jobs that were submitted for it
         recipe.yaml, job.sh  what was submitted
         .lock                held by the one process that runs here
+        branch.json          the run and the step that it began from, and what was changed, if it is a branch
     runs/latest -> NAME
 
 Whole files are replaced atomically. JSON has no NaN or Infinity: a non-finite float is written as the string "nan",
@@ -46,7 +47,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.base.files import free_bytes, lock, open_own, open_plain, reason_of, require_trusted, write_atomic
-from shardwise.base.parsing import count_of, read_record, record_of
+from shardwise.base.parsing import count_of, read_mapping, read_record, record_of
 from shardwise.base.redaction import recorded_variables, redacted_arguments
 from shardwise.base.units import size
 
@@ -68,6 +69,21 @@ def json_text(value: Any, *, indent: int | None = None, ascii: bool = False) -> 
 def now() -> str:
     """Return the time as the run's files have it: UTC, ISO 8601, with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def read_config(run: RunDirectory) -> dict[str, Any]:
+    """Return the configuration that a run's folder stores.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return read_mapping(run.config)
+    except OSError as error:
+        problem = reason_of(error)
+    except ValueError as error:
+        problem = str(error)
+    raise ConfigError(f"{run.path} must be a run's folder: {run.config} cannot be read ({problem})")
 
 
 def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None) -> Path:
@@ -173,6 +189,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
         self.identity = self.path / "run.json"
+        self.branch = self.path / "branch.json"
         self.metrics = self.path / "metrics.jsonl"
         self.results = self.path / "results.json"
         self.tensorboard = self.path / "tensorboard"

@@ -6,6 +6,7 @@ field that an older run did not record is None.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
 import time
@@ -45,7 +46,8 @@ class RunView:
 
     Attributes:
         id: id of the run; None if it has none.
-        config, environment, results: contents of the files of these names; {} for one that is missing or damaged.
+        config, environment, results, branch: contents of the files of these names; {} for one that is missing or
+            damaged.
         series: steps of the run.
         evaluations: "eval" events in their order.
         events: all events but steps and evaluations, in their order.
@@ -103,6 +105,7 @@ class RunView:
         self.config = self._file(self.directory.config, parsing.read_mapping)
         self.environment = self._file(self.directory.environment, parsing.read_record)
         self.results = self._file(self.directory.results, parsing.read_record)
+        self.branch = self._file(self.directory.branch, parsing.read_record)
         is_new = self._metrics.was_replaced()
         if is_new:
             self._clear()
@@ -399,6 +402,20 @@ def runs(root: Path = RUNS) -> list[RunView | Unreadable]:
         except ConfigError as error:
             known.append(Unreadable(path, str(error), modification_time(path / "metrics.jsonl")))
     return sorted(known, key=lambda run: run.heard or 0.0, reverse=True)
+
+
+def branches_of(run: RunView) -> list[RunView]:
+    """Read the branches of a run whose folders lie beside its own, in the order of the steps at which they begin.
+
+    Raises:
+        ConfigError: one of them cannot be read.
+    """
+    branches = []
+    for path in folders(run.path.resolve().parent):
+        with contextlib.suppress(OSError, ValueError):
+            if run.id is not None and parsing.read_record(RunDirectory(path).branch).get("id") == run.id:
+                branches.append(RunView(path, all_steps=True))
+    return sorted(branches, key=lambda branch: (branch.branch.get("step") or 0, branch.name))
 
 
 def name_of(path: Path) -> str:

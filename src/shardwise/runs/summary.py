@@ -23,7 +23,7 @@ SCHEMA = 1
 """Version of the JSON. It grows when a field is renamed, removed or changes its meaning, not when one is added."""
 _ROW_FIELDS = (
     "run", "path", "state", "reason", "step", "steps", "loss", "tokens_per_second", "mfu", "eta_seconds", "goodput",
-    "heard",
+    "heard", "parent",
 )  # fmt: skip
 
 
@@ -51,6 +51,20 @@ def row(run: RunView | Unreadable) -> dict[str, Any]:
         "eta_seconds": run.eta_seconds,
         "goodput": run.goodput,
         "heard": _stamp(run.heard),
+        "parent": _parent(run),
+    }
+
+
+def _parent(run: RunView) -> dict[str, Any] | None:
+    """Describe where a branch began; None for another run."""
+    if not run.branch:
+        return None
+    path = run.branch.get("parent")
+    return {
+        "run": Path(path).name if isinstance(path, str) else None,
+        "path": path,
+        "step": run.branch.get("step"),
+        "changes": run.branch.get("changes"),
     }
 
 

@@ -16,7 +16,7 @@ from shardwise.base.errors import listing
 from shardwise.config import Config, Layout, Precision, dump_yaml
 from shardwise.config.layout import Stage
 from shardwise.models import parameter_counts
-from shardwise.optim.learning_rate import learning_rate
+from shardwise.optim.learning_rate import rate_at, schedule_points
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import bubble, simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
@@ -28,16 +28,13 @@ from shardwise.planner.memory import (
     memory_of_machine,
     neediest_rank,
 )
-from shardwise.runs.screen.drawing import plot
-from shardwise.runs.step_metrics import Column, Curve
 from shardwise.train.memory_remedies import remedies_of_machine
 
 if TYPE_CHECKING:
     from shardwise.planner.device_specs import Cluster  # costly to import, for a cluster alone
 
-_CURVE_WIDTH, _CURVE_HEIGHT = 78, 7
-_CURVE_COLUMNS = 2 * _CURVE_WIDTH
-"""Columns of dots, two in each cell."""
+_CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
+_BLOCKS = " ▁▂▃▄▅▆▇█"
 _UNKNOWN = "not known for a model of your own"
 
 _Rows = list[tuple[str, str]]
@@ -80,16 +77,21 @@ def dry_run(
 
 
 def _rate_curve(config: Config) -> list[str]:
-    """Draw the learning rate of each step of the whole schedule."""
+    """Draw the learning rate of each step of the whole schedule, from 0 up, in lines of blocks."""
     last = config.train.steps
-    count = min(last, _CURVE_COLUMNS)
-    columns = []
-    for number in range(count):
-        step = 1 + number * (last - 1) // max(1, count - 1)
-        rate = learning_rate(config, step)
-        columns.append(Column(step, rate, rate, rate))
-    curve = Curve(columns, span=(1, last))
-    return [line.plain for line in plot(curve, _CURVE_WIDTH, _CURVE_HEIGHT, "", "{:.2e}".format)]
+    width = min(last, _CURVE_WIDTH)
+    points = schedule_points(config)
+    rates = [rate_at(points, 1 + column * (last - 1) // max(1, width - 1)) for column in range(width)]
+    largest = max(rates)
+    if not largest:
+        return []
+    lines = []
+    for row in reversed(range(_CURVE_HEIGHT)):
+        eighths = [round(8 * (_CURVE_HEIGHT * rate / largest - row)) for rate in rates]
+        blocks = "".join(_BLOCKS[min(8, max(0, height))] for height in eighths)
+        lines.append(f"{f'{largest:.2e}' if row == _CURVE_HEIGHT - 1 else '':>9} │{blocks}")
+    end = f"step {last:,}: {rates[-1]:.2e}"
+    return [*lines, f"{'0':>9} └ 1{end:>{max(width - 2, len(end) + 1)}}"]
 
 
 def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Rows:

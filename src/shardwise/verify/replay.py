@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, RunError, listing
-from shardwise.base.files import read_plain, reason_of
+from shardwise.base.files import read_plain
 from shardwise.checkpoint.storage.checkpoint_folders import step_name, survey
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, dump_yaml
 from shardwise.config.load import apply_overrides, config_from
-from shardwise.config.recipe_files import parse_yaml
 from shardwise.config.rules import resume_problems
 from shardwise.launch.environment import REPLAY
 from shardwise.runs.folder import RunDirectory
+from shardwise.runs.folder import read_config as read_stored_config
 from shardwise.runs.state_records import StateRecords, hash_difference
 
 
@@ -78,14 +78,7 @@ def read_config(run: RunDirectory, overrides: Sequence[str]) -> tuple[Config, Co
     Raises:
         ConfigError: it cannot be read, or an override is wrong, or would replay another training.
     """
-    try:
-        stored = parse_yaml(read_plain(run.config).decode(), str(run.config))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = reason_of(error) if isinstance(error, OSError) else "it is no UTF-8"
-        raise ConfigError(f"{run.path} must be a run's folder: {run.config} cannot be read ({reason})") from None
-    if not isinstance(stored, dict):
-        raise ConfigError(f"{run.path} must be a run's folder: {run.config} holds no configuration")
-    config = config_from(stored)
+    config = config_from(read_stored_config(run))
     values = config.recorded()
     problems = apply_overrides(values, overrides)
     changed = config_from(values, problems)

@@ -48,7 +48,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "required: {train,plan,compile,submit,"),
+        ([], "required: {train,branch,plan,compile,submit,"),
         (["trian"], "invalid choice: 'trian'"),
         (["train"], "required: RECIPE"),
         (["train", "quickstart", "--npro", "2"], "unrecognized arguments: --npro"),
@@ -74,7 +74,7 @@ def test_a_mistake_is_told_once_and_exits_2(
 def test_several_mistakes_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "quickstart", "train.steps=x", "optimizer.lr=y"]) == 2
     assert capsys.readouterr().err == (
-        "shardwise: 2 errors\n- train.steps ('x') must be a whole number\n- optimizer.lr ('y') must be a number\n"
+        "shardwise: 2 errors\n- train.steps ('x') must be a whole number of steps, or tokens such as 20B, 500M or 1.5T\n- optimizer.lr ('y') must be a number\n"
     )
 
 

@@ -48,7 +48,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     gpu = "0: NVIDIA H100 80GB HBM3 20.0 GiB of 80.0 GiB 93% 18 NVLinks to a switch ranks 0-2, 5 of"
     assert " ".join(lines[1]) == f"{gpu} {LONG}; process 99"
-    assert lines[4] == ["run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard"]
+    assert lines[4] == ["run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent"]
     assert lines[5][:6] == [LONG, "killed", "20/1000", "2.8944", "8.2k", "41%"]
     assert lines[6][:3] == ["failed", "failed", "5/9"]
     assert lines[7][:3] == ["done", "finished", "20/20"]
@@ -82,7 +82,7 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     first = found["runs"][0]
     assert set(first) == {
         *("run", "path", "state", "reason", "step", "steps", "loss", "tokens_per_second", "mfu", "eta_seconds"),
-        *("goodput", "heard"),
+        *("goodput", "heard", "parent"),
     }
     assert (first["state"], found["runs"][1]["reason"]) == ("silent", "failed: OSError: no room")
     assert first["goodput"] == pytest.approx((31 - 10 - 0.4 - 0.5) / 31)

@@ -16,6 +16,8 @@ companions_folder    the folder or file of `checkpoint.companions`
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -173,6 +175,31 @@ def abandon(root: Root, step: int, *, damaged: bool = False) -> Root:
     (root / step_name(step)).rename(root / name)
     root.sync()
     return root / name
+
+
+_COPIED_BYTES = 1 << 26
+"""Bytes that are read at once."""
+
+
+def link_checkpoint(source: Root, target: Path) -> None:
+    """Make a checkpoint's folder of hard links to the files of another, or of copies where links cannot be.
+
+    Files of checkpoints are never written again, and a file stays until its last link is removed.
+
+    Raises:
+        StoreError, OSError: a file cannot be read or written.
+    """
+    for path in source.files():
+        file = target / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_local:
+            with contextlib.suppress(OSError):
+                os.link((source / path).local(), file)
+                continue
+        size = (source / path).size()
+        with file.open("wb") as copy:
+            for start in range(0, size, _COPIED_BYTES):
+                copy.write((source / path).read(start, min(start + _COPIED_BYTES, size)))
 
 
 def removable(root: Root, keep: int | None, keep_every: int | None = None) -> tuple[list[StepFolder], list[Root]]:

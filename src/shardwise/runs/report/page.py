@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 import jinja2
@@ -27,7 +28,7 @@ _MARKS = {"checkpoint": "checkpoints", "eval": "evaluations", "warning": "warnin
 
 
 def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> str:
-    """Make the page of one run, or of two that are laid over each other.
+    """Make the page of one run, or of several that are laid over each other.
 
     Args:
         reports: results of `report_of`.
@@ -55,7 +56,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
 def _names(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     if len(reports) == 1:
         return [str(reports[0]["run"])]
-    return [f"{letter}: {report['run']}" for letter, report in zip("AB", reports, strict=True)]
+    return [f"{letter}: {report['run']}" for letter, report in zip(ascii_uppercase, reports, strict=False)]
 
 
 def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:

@@ -1,0 +1,157 @@
+"""Begin a run from a step of another: with its weights, optimizer and place in the data, and with changed keys.
+
+A trunk of constant learning rate is so decayed from several of its steps:
+
+    shardwise branch runs/trunk@1000 train.steps=1200 optimizer.decay_steps=200
+
+The branch has the configuration of its parent with the keys that are given; model, data and seed stay. Its folder has
+links to the files of the parent's checkpoint, which thereby stay if the parent prunes it. Then it trains as
+`shardwise train` would, with --nproc; the same command with --run-dir given again continues it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+from pathlib import Path
+
+from shardwise.base.errors import ConfigError, listing, nearest_numbers
+from shardwise.base.files import write_atomic
+from shardwise.checkpoint.storage.checkpoint_folders import glance, link_checkpoint, step_name, steps
+from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.cli import output, train
+from shardwise.config import Config, check_layout, dump_yaml, fixed_changes, resume_changes
+from shardwise.config.load import apply_overrides, config_from
+from shardwise.launch.environment import joined
+from shardwise.runs.folder import RunDirectory, json_text, new_run_path, read_config
+
+_NEAREST = 4
+"""Steps with a checkpoint that a message names, if there are more."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "parent", metavar="RUN@STEP", help="the parent's folder, and the step of a checkpoint (default: the newest)"
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="replaces a key of the parent, such as train.steps=1200"
+    )
+    parser.add_argument(
+        "--run-dir", metavar="DIR", type=Path, help="the branch's folder (default: runs/RUN-STEP-YYYYMMDD-HHMMSS)"
+    )
+    parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: as of `train`)")
+    parser.add_argument("--prepare", action="store_true", help="make the folder, and train nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if joined() is not None:
+        raise ConfigError(
+            "branch prepares a folder once: call it with --prepare outside of the launcher, then start "
+            "shardwise train FOLDER/config.yaml --run-dir FOLDER in it"
+        )
+    path, step_text = _parse_parent(arguments.parent)
+    parent = RunDirectory(path)
+    if not parent.path.is_dir():
+        raise ConfigError(f"there is no run {parent.path}: name its folder, as in runs/trunk@1000")
+    parent_config = config_from(read_config(parent))
+    root = Root.of(parent_config.checkpoint.path or parent.checkpoints)
+    step = _choose_step(parent, root, step_text)
+    config = _branch_config(parent_config, arguments.overrides, step)
+    check_layout(config, train.number_of_ranks(config, arguments.nproc))
+    changes = resume_changes(parent_config.recorded(), config.recorded())
+    folder = _new_folder(arguments.run_dir, parent, step)
+    try:
+        link_checkpoint(root / step_name(step), folder.checkpoints / step_name(step))
+        facts = {"parent": str(parent.path.resolve()), "id": parent.stored_id(), "step": step, "changes": changes}
+        write_atomic(folder.branch, json_text(facts, indent=2) + "\n")
+        # A new id: that of the checkpoint is the parent's.
+        folder.id()
+        # Last: with its configuration the folder is that of a run.
+        folder.write_config(dump_yaml(config.recorded()))
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder.path)
+        if isinstance(error, StoreError | OSError):
+            raise ConfigError(f"the checkpoint of step {step:,} cannot be linked or copied: {error}") from None
+        raise
+    output.line(f"{folder.path}: a branch of {parent.path} at step {step:,}; {'; '.join(changes) or 'nothing changed'}")
+    command = ["train", str(folder.config), "--run-dir", str(folder.path)]
+    if arguments.nproc is not None:
+        command += ["--nproc", str(arguments.nproc)]
+    if arguments.prepare:
+        output.line(f"train it: shardwise {' '.join(command)}")
+        return 0
+    parser = argparse.ArgumentParser()
+    train.configure(parser)
+    return train.run(parser.parse_args(command[1:]))
+
+
+def _parse_parent(text: str) -> tuple[Path, str | None]:
+    """Return the folder and the step of `RUN@STEP`; a folder's name may have an @ of its own."""
+    path, at, step = text.rpartition("@")
+    if not at or Path(text).is_dir():
+        return Path(text), None
+    return Path(path), step
+
+
+def _choose_step(parent: RunDirectory, root: Root, text: str | None) -> int:
+    """Return the step of an intact checkpoint.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    try:
+        present = steps(root)
+        if not present:
+            raise ConfigError(f"{parent.path} must have a checkpoint to branch from, and {root} has none")
+        if text is None:
+            step = present[0]
+        elif not text.isdecimal() or int(text) not in present:
+            near = nearest_numbers(int(text), present) if text.isdecimal() else present[:_NEAREST]
+            raise ConfigError(
+                f"the step ({text}) of {parent.path} must have a checkpoint: {listing(near, 'and')} "
+                f"{'has' if len(near) == 1 else 'have'} one"
+            )
+        else:
+            step = int(text)
+        problem = glance(root / step_name(step), step).problem
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
+    if problem is not None:
+        raise ConfigError(f"the checkpoint of step {step:,} of {parent.path} must be intact: {problem}")
+    return step
+
+
+def _branch_config(parent: Config, overrides: list[str], step: int) -> Config:
+    """Return the configuration of the branch.
+
+    Raises:
+        ConfigError: an override is wrong, changes what must stay, or leaves no step to train.
+    """
+    values = parent.recorded()
+    # These belong to the parent: its place, its end, and a return to one of its steps.
+    values["checkpoint"] |= {"path": None, "resume": "auto"}
+    values["train"] |= {"stop_after": None, "skip_batches": 0}
+    config = config_from(values, apply_overrides(values, overrides))
+    problems = [f"{change}, as in the parent" for change in fixed_changes(parent.recorded(), config.recorded())]
+    if config.train.steps <= step:
+        problems.append(
+            f"train.steps ({config.train.steps}) must be more than {step}, the step at which the branch begins: set "
+            f"train.steps={step + max(1, parent.train.steps // 10)}, or branch at an earlier step"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _new_folder(path: Path | None, parent: RunDirectory, step: int) -> RunDirectory:
+    """Make the folder of the branch, which must hold nothing."""
+    folder = RunDirectory(path or new_run_path(f"{parent.path.resolve().name}-{step}"))
+    folder.require_folder()
+    if folder.path.is_dir() and any(folder.path.iterdir()):
+        raise ConfigError(
+            f"--run-dir ({folder.path}) must be empty or new for a branch: choose another, or continue the run there "
+            "by shardwise train"
+        )
+    return folder.create()

@@ -1,0 +1,108 @@
+"""`shardwise branch`: runs that begin from a step of another, and the tree that `ls` and `report` show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import Outcome, metrics, miniature, shardwise, within
+
+KEYS = (
+    "checkpoint.every=2", "log.tensorboard=false", "log.sample_tokens=0", "optimizer.schedule=wsd",
+    "optimizer.warmup_steps=2", "train.steps=6",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trunk of six steps at a constant rate, which saved its state after each second step."""
+    folder = tmp_path_factory.mktemp("branch")
+    command = ("train", miniature(folder), *KEYS, "optimizer.decay_steps=0", "checkpoint.keep=null")
+    shardwise(*command, "--run-dir", "runs/trunk", at=folder).succeeded()
+    return folder
+
+
+def branch(place: Path, *words: str) -> Outcome:
+    return within("branch", *words, at=place)
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in metrics(run, "step")}
+
+
+def test_a_branch_is_a_run_trained_straight(place: Path) -> None:
+    straight = ("train", miniature(place), *KEYS, "optimizer.decay_steps=2", "optimizer.decay_shape=sqrt")
+    shardwise(*straight, "--run-dir", "straight", at=place).succeeded()
+    keys = ("optimizer.decay_steps=2", "optimizer.decay_shape=sqrt")
+    result = shardwise("branch", "runs/trunk@4", *keys, "--run-dir", "runs/decayed", at=place).succeeded()
+    assert "optimizer.decay_steps 0 → 2; optimizer.decay_shape linear → sqrt" in result.out
+    expected = losses(place / "straight")
+    assert losses(place / "runs/decayed") == {step: expected[step] for step in (5, 6)}
+    assert not metrics(place / "runs/decayed", "warning")
+    assert losses(place / "runs/trunk")[6] != expected[6]
+
+
+def test_its_checkpoint_is_linked_and_outlives_that_of_the_parent(place: Path) -> None:
+    branch(place, "runs/trunk@2", "--run-dir", "runs/linked", "train.steps=4", "--prepare").succeeded()
+    linked = place / "runs/linked/checkpoints/step-00000002/model.safetensors"
+    parents = place / "runs/trunk/checkpoints/step-00000002/model.safetensors"
+    assert linked.samefile(parents)
+    facts = json.loads((place / "runs/linked/branch.json").read_text())
+    assert facts["step"] == 2
+    assert facts["changes"] == ["train.steps 6 → 4"]
+    identities = {json.loads((place / f"runs/{run}/run.json").read_text())["id"] for run in ("trunk", "linked")}
+    assert len(identities) == 2
+    parents.unlink()
+    within("checkpoint", "verify", "runs/linked", at=place).succeeded()
+    parents.hardlink_to(linked)
+
+
+def test_a_branch_may_have_another_layout_and_branches_of_its_own(place: Path) -> None:
+    run = ("--run-dir", "runs/wide", "--nproc", "2", "parallel.tensor=2", "optimizer.decay_steps=1")
+    shardwise("branch", "runs/trunk@4", *run, at=place).succeeded()
+    branch(place, "runs/wide", "--run-dir", "runs/leaf", "train.steps=8", "--prepare").succeeded()
+    rows = {row["run"]: row["parent"] for row in json.loads(within("ls", "--json", at=place).succeeded().out)["runs"]}
+    assert rows["trunk"] is None
+    assert (rows["wide"]["run"], rows["wide"]["step"]) == ("trunk", 4)
+    assert (rows["leaf"]["run"], rows["leaf"]["step"]) == ("wide", 6)
+    report = json.loads(within("report", "runs/trunk", "--json", at=place).succeeded().out)
+    assert "wide" in [one["run"] for one in report["branches"]]
+    assert "leaf" not in [one["run"] for one in report["branches"]]
+    within("report", "runs/trunk", at=place).succeeded()
+    page = " ".join((place / "runs/trunk/report.html").read_text().split())
+    assert "Branch of <b>trunk</b> at step 4: parallel.tensor 1 → 2; optimizer.decay_steps 0 → 1" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["runs/trunk@3"], "the step (3) of runs/trunk must have a checkpoint: 2 and 4 have one"),
+        (["runs/trunk@99"], "the step (99) of runs/trunk must have a checkpoint: 6 has one"),
+        (["runs/trunk@last"], "the step (last) of runs/trunk must have a checkpoint: 6, 4 and 2 have one"),
+        (["runs/none@3"], "there is no run runs/none: name its folder, as in runs/trunk@1000"),
+        (["runs/trunk@4", "train.seed=7"], "train.seed (7) must be 1234, as in the parent"),
+        (["runs/trunk@4", "model.hidden_size=128"], "model.hidden_size (128) must be"),
+        (["runs/trunk@4", "train.steps=4"], "train.steps (4) must be more than 4, the step at which the branch begins"),
+        (["runs/trunk@4", "parallel.tensor=3"], "parallel.tensor (3)"),
+        (["runs/trunk@4", "--run-dir", "runs/trunk"], "--run-dir (runs/trunk) must be empty or new for a branch"),
+        (["."], ". must be a run's folder: config.yaml cannot be read"),
+    ],
+)
+def test_a_wrong_branch_is_one_sentence_and_leaves_no_folder(place: Path, words: list[str], problem: str) -> None:
+    before = sorted(place.rglob("config.yaml"))
+    assert problem in branch(place, *words).failed(2)
+    assert sorted(place.rglob("config.yaml")) == before
+
+
+def test_a_damaged_checkpoint_is_refused(place: Path) -> None:
+    file = place / "runs/trunk/checkpoints/step-00000004/model.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    try:
+        error = branch(place, "runs/trunk@4", "--run-dir", "runs/broken").failed(2)
+    finally:
+        file.write_bytes(content)
+    assert "the checkpoint of step 4 of runs/trunk must be intact" in error
+    assert not (place / "runs/broken").exists()
