@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from tests.arch.source import ROOT
 from tests.e2e.command import Outcome, metrics, miniature, shardwise, within
 
 KEYS = (
@@ -15,13 +18,35 @@ KEYS = (
 )  # fmt: skip
 
 
+PAGE = (ROOT / "docs/branches.md").read_text(encoding="utf-8")
+SIZES = {"=60 ": "=2 ", "@120": "@2", "=150": "=4", "=30 ": "=1 ", "@180": "@4", "=240": "=6"}
+"""Steps of the page, in small."""
+
+
+def page_commands(folder: Path) -> list[list[str]]:
+    (text,) = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    for steps, small in SIZES.items():
+        text = text.replace(steps, small)
+    text = text.replace("quickstart", shlex.join([str(miniature(folder)), *KEYS]))
+    return [shlex.split(line)[1:] for line in text.splitlines()]
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trunk of six steps at a constant rate, which saved its state after each second step."""
     folder = tmp_path_factory.mktemp("branch")
-    command = ("train", miniature(folder), *KEYS, "optimizer.decay_steps=0", "checkpoint.keep=null")
-    shardwise(*command, "--run-dir", "runs/trunk", at=folder).succeeded()
+    shardwise(*page_commands(folder)[0], at=folder).succeeded()
     return folder
+
+
+def test_the_page_runs(place: Path) -> None:
+    _, short, long, *looks = page_commands(place)
+    within(*short, "--prepare", at=place).succeeded()
+    shardwise(*long, at=place).succeeded()
+    printed = [within(*look, at=place).succeeded().out for look in looks]
+    assert "trunk@2" in printed[0]
+    assert "trunk@4" in printed[0]
+    assert [event["step"] for event in metrics(place / "runs/long", "step")] == [5, 6]
 
 
 def branch(place: Path, *words: str) -> Outcome:
@@ -32,15 +57,12 @@ def losses(run: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in metrics(run, "step")}
 
 
-def test_a_branch_is_a_run_trained_straight(place: Path) -> None:
+def test_the_branch_of_the_page_is_a_run_trained_straight(place: Path) -> None:
     straight = ("train", miniature(place), *KEYS, "optimizer.decay_steps=2", "optimizer.decay_shape=sqrt")
     shardwise(*straight, "--run-dir", "straight", at=place).succeeded()
-    keys = ("optimizer.decay_steps=2", "optimizer.decay_shape=sqrt")
-    result = shardwise("branch", "runs/trunk@4", *keys, "--run-dir", "runs/decayed", at=place).succeeded()
-    assert "optimizer.decay_steps 0 → 2; optimizer.decay_shape linear → sqrt" in result.out
     expected = losses(place / "straight")
-    assert losses(place / "runs/decayed") == {step: expected[step] for step in (5, 6)}
-    assert not metrics(place / "runs/decayed", "warning")
+    assert losses(place / "runs/long") == {step: expected[step] for step in (5, 6)}
+    assert not metrics(place / "runs/long", "warning")
     assert losses(place / "runs/trunk")[6] != expected[6]
 
 
