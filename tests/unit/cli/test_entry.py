@@ -74,7 +74,8 @@ def test_a_mistake_is_told_once_and_exits_2(
 def test_several_mistakes_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "quickstart", "train.steps=x", "optimizer.lr=y"]) == 2
     assert capsys.readouterr().err == (
-        "shardwise: 2 errors\n- train.steps ('x') must be a whole number of steps, or tokens such as 20B, 500M or 1.5T\n"
+        "shardwise: 2 errors\n"
+        "- train.steps ('x') must be a whole number of steps, or tokens such as 20B, 500M or 1.5T\n"
         "- optimizer.lr ('y') must be a number\n"
     )
 
