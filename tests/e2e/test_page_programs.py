@@ -16,6 +16,10 @@ LANGUAGES = ("python", "yaml", "diff", "json", "toml")
 PROGRAMS = {
     ("README.md", "Train"): "tests/e2e/test_page_programs.py::test_the_readme_loads_a_checkpoint_as_its_page_does",
     ("docs/cluster.md", "Submit to SLURM"): "tests/unit/config/test_schema.py::test_recipes_of_the_pages_fit",
+    (
+        "docs/configuration.md",
+        "optimizer: the update rule, its schedule and its sharding",
+    ): "tests/unit/optim/test_learning_rate.py::test_the_points_of_the_page_are_a_curve",
     ("docs/planner.md", "Devices"): "tests/e2e/test_page_programs.py::test_an_own_device_of_the_page_is_read",
     ("docs/own-model-options.md", ""): "tests/e2e/test_own_model.py::followed",
     (

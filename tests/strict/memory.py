@@ -39,12 +39,12 @@ def fused_attention(
     return out
 
 
-def fused_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def fused_norm(x: Tensor, weight: Tensor, eps: float, parts: int = 1) -> Tensor:
     """RMSNorm that keeps its input and 1/rms, as torch's kernels for accelerators do.
 
     torch computes it by single operations on a device that it does not know, which also keep the normalised input.
     """
-    out: Tensor = norm._RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    out: Tensor = norm._RMSNorm.apply(x, weight, eps, parts)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from shardwise.config import Config, config_from, load_config
+from shardwise.config.recipe_files import parse_yaml, recipe_text
 from shardwise.optim.learning_rate import learning_rate
 from tests.arch.source import ROOT
 
@@ -209,3 +210,17 @@ def test_points_write_the_named_schedules() -> None:
     free = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
     wanted = rates(with_keys("optimizer.schedule=cosine", "optimizer.min_lr=2e-4"))
     assert rates(with_keys(*free, f"optimizer.points={points}")) == wanted
+
+
+def test_the_points_of_the_page_are_a_curve() -> None:
+    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yaml\n(optimizer:\n.*?)^```", text, re.MULTILINE | re.DOTALL)
+    recipe = parse_yaml(recipe_text("llama2-tiny"), "llama2-tiny")
+    recipe["optimizer"] = parse_yaml(block, "the page")["optimizer"]
+    recipe["train"]["steps"] = "11B"
+    config = config_from(recipe)
+    step_tokens = config.train.global_batch * config.train.sequence_length
+    billions = {
+        number: learning_rate(config, round(number * 1e9 / step_tokens)) for number in (0.05, 1, 8, 8.5, 10, 11)
+    }
+    assert billions == pytest.approx({0.05: 5e-4, 1: 1e-3, 8: 1e-3, 8.5: 5.5e-4, 10: 1e-4, 11: 1e-4}, rel=1e-3)
