@@ -1,12 +1,12 @@
 """Begin a run from a step of another: with its weights, optimizer and place in the data, and with changed keys.
 
-A trunk of constant learning rate is so decayed from several of its steps:
+For example, a trunk with a constant learning rate is decayed from several of its steps:
 
     shardwise branch runs/trunk@1000 train.steps=1200 optimizer.decay_steps=200
 
 The branch has the configuration of its parent with the keys that are given; model, data and seed stay. Its folder has
 links to the files of the parent's checkpoint, which thereby stay if the parent prunes it. Then it trains as
-`shardwise train` would, with --nproc; the same command with --run-dir given again continues it.
+`shardwise train` does, with --nproc. `shardwise train FOLDER/config.yaml --run-dir FOLDER` continues it after a stop.
 """
 
 from __future__ import annotations
