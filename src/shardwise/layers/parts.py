@@ -176,6 +176,14 @@ def apply_by_part(
     return torch.cat(outputs, dim) if count > 1 else outputs[0]
 
 
+def head_products(a: Tensor, b: Tensor, count: int) -> Tensor:
+    """Return the product of each head, computed for each of `count` parts: a `[B, n, S, K]`, b `[B, n, K, N]`."""
+    if count == 1:
+        return a @ b
+    # The elements of all heads together decide which kernel multiplies them.
+    return torch.cat([x @ y for x, y in zip(a.chunk(count, 1), b.chunk(count, 1), strict=True)], 1)
+
+
 _VECTOR = 64
 """Elements that torch's CPU kernels compute at once, at most. The last ones of a tensor, if they are fewer, go through
 other functions one by one."""

@@ -29,6 +29,7 @@ from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gra
 from shardwise.layers.dropout import AnyKey, DropoutKey, Place, scaled
 from shardwise.layers.linear import LinearOptions, RowParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
+from shardwise.layers.parts import head_products
 from shardwise.models.blocks import ATTENTION, Context, LayerFactory
 from shardwise.models.rotary import rotate
 
@@ -49,6 +50,7 @@ class AttentionCore(nn.Module):
         self.p = config.attention_dropout_p
         self.place = Place(layer, ATTENTION, factory.group.rank)
         self.recompute = factory.recompute == "selective"
+        self.parts = factory.group.parts
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q `[S, B, n, d]`, k and v `[L, B, m, d]`, where m divides n and L ≥ S with a cache → `[S, B, n·d]`."""
@@ -87,7 +89,7 @@ class AttentionCore(nn.Module):
             k = k.repeat_interleave(copies, dim=1)
             v = v.repeat_interleave(copies, dim=1)
         # q is scaled in place of the scores, as it has fewer elements.
-        scores = q * (1.0 / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
+        scores = head_products(q * (1.0 / math.sqrt(q.shape[-1])), k.transpose(-1, -2), self.parts)
         if mask is None and self.causal:
             length = q.shape[-2]
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril_()
@@ -97,7 +99,7 @@ class AttentionCore(nn.Module):
             scores = scores.masked_fill(~mask, float("-inf"))
         # In float32, as the fused kernels do: a sum of many bfloat16 terms would lose digits.
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        return self._drop(probabilities, key) @ v
+        return head_products(self._drop(probabilities, key), v, self.parts)
 
     def _drop(self, probabilities_BnSS: Tensor, key: AnyKey) -> Tensor:
         if key.mode == "fast":

@@ -23,7 +23,7 @@ from shardwise.layers.part_products import (
     weight_gradient_of_columns,
     weight_gradient_of_rows,
 )
-from shardwise.layers.parts import Section, activate, apply_by_part, column_products, row_products
+from shardwise.layers.parts import Section, activate, apply_by_part, column_products, head_products, row_products
 from shardwise.models.blocks import ACTIVATIONS
 from tests.dist.dense import error, random
 
@@ -308,3 +308,15 @@ def test_activations_do_not_depend_on_the_width(name: str, tokens: int, width: i
         parts = [results(*part) for part in zip(whole_x.chunk(2, -1), whole_dy.chunk(2, -1), strict=True)]
         for number in range(2):
             assert torch.equal(torch.cat([part[number] for part in parts], -1), whole[number])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 4])
+def test_products_of_heads_do_not_depend_on_their_number(count: int, dtype: torch.dtype) -> None:
+    """Torch takes another kernel in bfloat16 where all heads together have few elements."""
+    for _ in range(100):
+        a = torch.randn(1, 4, 16, 16).to(dtype)
+        b = torch.randn(1, 4, 16, 8).to(dtype)
+        whole = head_products(a, b, count)
+        by_rank = [head_products(*halves, count // 2) for halves in zip(a.chunk(2, 1), b.chunk(2, 1), strict=True)]
+        assert torch.equal(torch.cat(by_rank, 1), whole)
