@@ -4,7 +4,8 @@ For example, a trunk with a constant learning rate is decayed from several of it
 
     shardwise branch runs/trunk@1000 train.steps=1200 optimizer.decay_steps=200
 
-The branch has the configuration of its parent with the keys that are given; model, data and seed stay. Its folder has
+The branch has the configuration of its parent with the keys that are given. Model, data and seed stay, but a mixture
+of data may have other stages, and sources for them, from the step of the branch on. Its folder has
 links to the files of the parent's checkpoint, which thereby stay if the parent prunes it. Then it trains as
 `shardwise train` does, with --nproc. `shardwise train FOLDER/config.yaml --run-dir FOLDER` continues it after a stop.
 """
@@ -28,6 +29,8 @@ from shardwise.runs.folder import RunDirectory, json_text, new_run_path, read_co
 
 _NEAREST = 4
 """Steps with a checkpoint that a message names, if there are more."""
+_CHANGEABLE = ("data.mixture", "data.stages")
+"""Keys that a run may not change, and a branch may: what was read before its step must stay."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +137,8 @@ def _branch_config(parent: Config, overrides: list[str], step: int) -> Config:
     values["checkpoint"] |= {"path": None, "resume": "auto"}
     values["train"] |= {"stop_after": None, "skip_batches": 0}
     config = config_from(values, apply_overrides(values, overrides))
-    problems = [f"{change}, as in the parent" for change in fixed_changes(parent.recorded(), config.recorded())]
+    changes = fixed_changes(parent.recorded(), config.recorded(), _CHANGEABLE)
+    problems = [f"{change}, as in the parent" for change in changes]
     if config.train.steps <= step:
         problems.append(
             f"train.steps ({config.train.steps}) must be more than {step}, the step at which the branch begins: set "

@@ -24,6 +24,7 @@ from shardwise.config import (
     BUILT_IN_TEXTS,
     Config,
     Layout,
+    check_changes,
     check_layout,
     kept_batch,
     load_config,
@@ -56,6 +57,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the run's folder, new or of a run to continue (default: runs/RECIPE-YYYYMMDD-HHMMSS)",
     )
     parser.add_argument(
+        "--change",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="a key, as data.stages, that may differ from that of the run which is continued; may be repeated",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="print configuration, layout, batch arithmetic, memory and disk needed, check that data, tokenizer and "
@@ -73,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
     cluster = _cluster(arguments)
-    config = load_config(recipe, arguments.overrides)
+    config = _config(arguments)
     if cluster is not None:
         place = None
         arguments.nproc = cluster.world
@@ -247,6 +255,12 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
     return config.with_batch(kept)
 
 
+def _config(arguments: argparse.Namespace) -> Config:
+    config = load_config(arguments.recipe, arguments.overrides)
+    config.let_change(check_changes(arguments.change))
+    return config
+
+
 def _on_node(arguments: argparse.Namespace) -> int:
     """Train on the ranks of this node of a job; --nproc is their number on each of its nodes."""
     from shardwise.launch.node import launch_on_node, this_node
@@ -260,7 +274,7 @@ def _on_node(arguments: argparse.Namespace) -> int:
         from shardwise.cli.run_preparation import fetch_inputs
         from shardwise.launch.rank_process import check_accelerators
 
-        config = load_config(arguments.recipe, arguments.overrides)
+        config = _config(arguments)
         check_layout(with_batch(config, world, run_path), world, is_new=False)
         check_accelerators(nproc, accelerators()[1])
         fetch_inputs(config, output.progress if node.number == 0 else None)
@@ -272,6 +286,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
     """The command of one rank of `world`."""
     # -P: the folder that the user is in must not put its files before installed packages.
     command = [sys.executable, "-P", "-m", "shardwise", "train"]
+    command += [f"--change={key}" for key in arguments.change]
     return [*command, arguments.recipe, *arguments.overrides, "--nproc", str(world), f"--run-dir={arguments.run_dir}"]
 
 

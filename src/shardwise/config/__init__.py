@@ -9,6 +9,7 @@ from shardwise.config.model import ModelConfig, UserModelConfig, shapes_of, weig
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.recipe_files import dump_yaml, parse_yaml, recipe_name, recipe_names, recipe_text, require_data
 from shardwise.config.rules import (
+    check_changes,
     check_layout,
     fixed_changes,
     kept_batch,
@@ -61,6 +62,7 @@ __all__ = [
     "TrainConfig",
     "UserModelConfig",
     "apply_overrides",
+    "check_changes",
     "check_layout",
     "config_from",
     "data_from",

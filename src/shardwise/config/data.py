@@ -6,9 +6,11 @@ import math
 import re
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from shardwise.base.errors import listing, nearest_name
 from shardwise.config.base_section import Section, reject
+from shardwise.config.token_counts import step_field
 
 MASKED_FRACTION = 0.15  # BERT's (arXiv:1810.04805 §3.1)
 SHUFFLE_BUFFER = 10_000
@@ -23,10 +25,11 @@ _NEEDS = {
 """The keys that a run must give, by `data.format`."""
 # A name begins with a letter, a weight with a digit: the two kinds of `data.split` cannot be confused.
 _SPLIT_NAME = r"(?a)[A-Za-z_]\w*(\.\w+)*"
+_SOURCE_NAME = r"(?a)[A-Za-z_][\w-]*"
 
 
-class DataConfig(Section):
-    """The data that the model reads."""
+class SourceConfig(Section):
+    """The keys that name data."""
 
     dataset: str | None = Field(
         default=None,
@@ -63,13 +66,6 @@ class DataConfig(Section):
         "is the field body within meta; in a data set it may hold tokens (lists of integers) instead, and if it has no "
         "column text, input_ids is read",
     )
-    tokenizer: str | None = Field(
-        default=None,
-        min_length=1,
-        description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt, the folder of one, "
-        "or a hub id (ID or ID@REVISION); null = a byte-level BPE of model.vocab_size that is trained on the data, or "
-        "none if the data are tokens",
-    )
     split: str = Field(
         default="95,5",
         description="weights of the training and evaluation parts; Megatron data and HDF5 shards may have a test part "
@@ -85,6 +81,60 @@ class DataConfig(Section):
         gt=0,
         description="documents of a stream that are held in memory and shuffled together; an evaluation reads at most "
         "this many",
+    )
+
+    @field_validator("blend", mode="before")
+    @classmethod
+    def _blend_goes_by_turns(cls, value: object) -> object:
+        """Refuse with one message for each wrong value; pydantic would give two, one for each type of the union."""
+        if value is None:
+            return value
+        if not isinstance(value, list | tuple) or not value or len(value) % 2:
+            reject([f"data.blend ({value!r}) must hold weights and prefixes in turn: [0.7, PREFIX, 0.3, PREFIX2]"])
+            return value
+        problems = []
+        for place, (weight, prefix) in enumerate(zip(value[::2], value[1::2], strict=True)):
+            number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not number or not 0 < weight < math.inf:
+                problems.append(f"data.blend.{2 * place} ({weight!r}) must be a weight, a number above 0")
+            if not isinstance(prefix, str) or not prefix:
+                problems.append(f"data.blend.{2 * place + 1} ({prefix!r}) must be the prefix of a .bin and a .idx")
+        reject(problems)
+        return value
+
+
+class MixedSource(SourceConfig):
+    """A source of a mixture."""
+
+    weight: float | None = Field(
+        default=None,
+        gt=0,
+        description="the part of the samples from the first step on, in proportion to the other weights; null = none, "
+        "unless a stage names the source",
+    )
+    hook: str | None = Field(
+        default=None, description="the samples of an object of your own, package.module:Name, as hooks.data"
+    )
+
+
+class StageConfig(Section):
+    """The weights from a step on."""
+
+    at: int = step_field(gt=0, description="the number of steps after which the stage begins")
+    weights: dict[str, float] = Field(
+        description="the weights of all sources that are read from then on, by name", examples=[{"web": 0.5}]
+    )
+
+
+class DataConfig(SourceConfig):
+    """The data that the model reads."""
+
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt, the folder of one, "
+        "or a hub id (ID or ID@REVISION); null = a byte-level BPE of model.vocab_size that is trained on the data, or "
+        "none if the data are tokens",
     )
     masked_fraction: float = Field(
         default=MASKED_FRACTION,
@@ -128,25 +178,19 @@ class DataConfig(Section):
         ge=1,
         description="threads that read data ahead, one global batch each, on one rank of each tensor-parallel group",
     )
-
-    @field_validator("blend", mode="before")
-    @classmethod
-    def _blend_goes_by_turns(cls, value: object) -> object:
-        """Refuse with one message for each wrong value; pydantic would give two, one for each type of the union."""
-        if value is None:
-            return value
-        if not isinstance(value, list | tuple) or not value or len(value) % 2:
-            reject([f"data.blend ({value!r}) must hold weights and prefixes in turn: [0.7, PREFIX, 0.3, PREFIX2]"])
-            return value
-        problems = []
-        for place, (weight, prefix) in enumerate(zip(value[::2], value[1::2], strict=True)):
-            number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            if not number or not 0 < weight < math.inf:
-                problems.append(f"data.blend.{2 * place} ({weight!r}) must be a weight, a number above 0")
-            if not isinstance(prefix, str) or not prefix:
-                problems.append(f"data.blend.{2 * place + 1} ({prefix!r}) must be the prefix of a .bin and a .idx")
-        reject(problems)
-        return value
+    mixture: dict[str, MixedSource] = Field(
+        default_factory=dict,
+        examples=[{"web": {"path": "web.jsonl", "weight": 0.7}, "code": {"path": "code", "weight": 0.3}}],
+        description="several sources by name, each with the keys above that name data (dataset, config, path, blend, "
+        "format, text_key, split, streaming, shuffle_buffer) or with hook, and with its weight; data.tokenizer is that "
+        "of all of them",
+    )
+    stages: tuple[StageConfig, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[[{"at": 1000, "weights": {"web": 0.3, "code": 0.7}}]],
+        description="other weights of the mixture's sources from later steps on",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
@@ -178,8 +222,67 @@ class DataConfig(Section):
                 f"data.format ({self.format}) must be megatron with data.blend ({self.name}), or left out: other data "
                 "come by data.path"
             )
-        reject(problems)
+        reject(problems + self._mixture_problems())
         return self
+
+    def _mixture_problems(self) -> list[str]:
+        """The problems of the mixture, and those of each source as it would be read alone."""
+        if not self.mixture:
+            return ["data.stages must be left out without data.mixture"] if self.stages else []
+        problems = []
+        for key, field in SourceConfig.model_fields.items():
+            if getattr(self, key) != field.default:
+                problems.append(
+                    f"data.{key} ({getattr(self, key)}) must be left out with data.mixture: it is a key of each "
+                    f"source, as data.mixture.{next(iter(self.mixture))}.{key}"
+                )
+        for name, source in self.mixture.items():
+            problems += [f"data.mixture.{name}: {problem}" for problem in self._source_problems(name, source)]
+        if all(source.weight is None for source in self.mixture.values()):
+            problems.append("data.mixture must have a source with a weight, which is read from the first step on")
+        return problems + self._stage_problems()
+
+    def _source_problems(self, name: str, source: MixedSource) -> list[str]:
+        if not re.fullmatch(_SOURCE_NAME, name):
+            return ["its name must have letters, digits, _ and - alone, and begin with a letter"]
+        given = [key for key in ("dataset", "path", "blend", "hook") if getattr(source, key) is not None]
+        if len(given) != 1:
+            named = f"has {listing(given)}" if given else "has none of them"
+            return [f"it must name its data by one of dataset, path, blend and hook, and it {named}"]
+        if source.weight is None and not any(name in stage.weights for stage in self.stages):
+            return ["it must have a weight, or be in the weights of a stage: at no step is it read"]
+        try:
+            self.of_source(name)
+        except ValidationError as error:
+            # The values have their types: only rules of several keys can be broken.
+            return [text for details in error.errors() for text in details["ctx"]["problems"]]
+        return []
+
+    def _stage_problems(self) -> list[str]:
+        problems = []
+        for number, (stage, before) in enumerate(zip(self.stages, (None, *self.stages), strict=False)):
+            key = f"data.stages.{number}"
+            if before is not None and stage.at <= before.at:
+                problems.append(f"{key}.at ({stage.at}) must be more than that of the stage before ({before.at})")
+            if not stage.weights:
+                problems.append(f"{key}.weights must name the sources that are read from then on")
+            for name, weight in stage.weights.items():
+                if name not in self.mixture:
+                    near = nearest_name(name, self.mixture)
+                    hint = f"did you mean {near}?" if near else f"there are {listing(self.mixture)}"
+                    problems.append(f"{key}.weights.{name} must be a source of data.mixture: {hint}")
+                elif not 0 < weight < math.inf:
+                    problems.append(
+                        f"{key}.weights.{name} ({weight:g}) must be above 0: leave out a source that is not read"
+                    )
+        return problems
+
+    def of_source(self, name: str) -> DataConfig:
+        """The section by which a source of the mixture would be read alone; it names none if the source is a hook."""
+        shared = DataConfig.model_fields.keys() - SourceConfig.model_fields.keys() - {"mixture", "stages"}
+        values = {key: getattr(self, key) for key in shared}
+        source = self.mixture[name]
+        return DataConfig.model_validate(values | {key: getattr(source, key) for key in SourceConfig.model_fields})
 
     def _split_problems(self) -> list[str]:
         try:
@@ -220,6 +323,8 @@ class DataConfig(Section):
     @property
     def name(self) -> str:
         """The name of the data in messages."""
+        if self.mixture:
+            return " + ".join(self.mixture)
         if self.blend is not None:
             return " + ".join(prefix for _, prefix in self.weighted_prefixes)
         return self.path or self.dataset or "no data"
@@ -227,11 +332,13 @@ class DataConfig(Section):
     @property
     def is_named(self) -> bool:
         """True if any key says which data are read."""
-        return not (self.path is None and self.blend is None and self.dataset is None)
+        return bool(self.mixture) or not (self.path is None and self.blend is None and self.dataset is None)
 
     @property
     def key(self) -> str:
         """The key that names the data."""
+        if self.mixture:
+            return "data.mixture"
         if self.blend is not None:
             return "data.blend"
         return "data.dataset" if self.path is None else "data.path"

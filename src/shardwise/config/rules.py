@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, nearest_numbers, see
-from shardwise.config.data import MASKED_FRACTION
+from shardwise.config.data import MASKED_FRACTION, MixedSource
 from shardwise.config.layout import Layout
 from shardwise.config.load import config_from
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER
@@ -450,7 +450,33 @@ _FIXED_KEYS = (
 _FIXED_KEYS_OF_BITWISE = ("train.micro_batch", "train.data_grain", "train.threads", "parallel.grain")
 
 
-def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+_NEEDED_BY_THE_CHECKPOINT = ("model", "optimizer.name", "hooks.optimizer")
+"""Sections and keys without which a checkpoint's tensors do not fit: no flag lets them change."""
+
+
+def check_changes(keys: Sequence[str]) -> frozenset[str]:
+    """Return the keys that `--change` names, which may then differ from those of the run.
+
+    Raises:
+        ConfigError: a key may change anyway, or never.
+    """
+    problems = []
+    for key in keys:
+        section, _, name = key.partition(".")
+        field = Config.model_fields.get(section)
+        known = field.annotation.model_fields if field is not None and isinstance(field.annotation, type) else {}
+        if section in _NEEDED_BY_THE_CHECKPOINT or key in _NEEDED_BY_THE_CHECKPOINT:
+            problems.append(f"--change {key}: the checkpoint of a run fits no other {key}; start a new run")
+        elif name not in known:
+            problems.append(f"--change {key}: there is no such key")
+        elif not _is_fixed(key) and key not in _FIXED_KEYS_OF_BITWISE:
+            problems.append(f"--change {key} must be left out: this key may change in any run")
+    if problems:
+        raise ConfigError(problems)
+    return frozenset(keys)
+
+
+def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
     """Reasons why a run with the configuration `stored` cannot be resumed with `new`; an empty list if it can.
 
     Model, data, seed and the kind of optimizer state must stay: otherwise the checkpoint does not fit, or the loss
@@ -458,31 +484,40 @@ def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
 
     Args:
         stored, new: resolved configurations, as nested mappings.
+        allowed: keys that may differ (`check_changes`).
     """
     try:
         before = _complete(stored)
     except ConfigError as error:
         listed = "\n".join(f"  {problem}" for problem in error.problems)
         return [f"the configuration of the run in this folder is not valid:\n{listed}\nchoose another --run-dir"]
-    changes = fixed_changes(before, new)
+    changes = fixed_changes(before, new, allowed)
     if not changes:
         return []
     listed = "\n".join(f"  {change}" for change in changes)
+    keys = dict.fromkeys(_top_key(change.partition(" ")[0]) for change in changes)
+    flags = " ".join(f"--change {key}" for key in keys if not key.startswith(_NEEDED_BY_THE_CHECKPOINT))
+    change = f", or let the run go on with {'it' if len(keys) == 1 else 'them'} by {flags}" if flags else ""
     return [
         f"the run in this folder can be resumed only with the model and data that it began with:\n{listed}\n"
-        f"set {'it' if len(changes) == 1 else 'them'} back, or start a new run in another --run-dir, with "
+        f"set {'it' if len(changes) == 1 else 'them'} back{change}, or start a new run in another --run-dir, with "
         "checkpoint.load for the weights of this one"
     ]
 
 
-def fixed_changes(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The changes of keys that may not change in a run, such as `train.seed (2) must be 1`."""
-    return [f"{key} ({_shown(now)}) must be {_shown(then)}" for key, then, now in _changes(stored, new, fixed=True)]
+def fixed_changes(stored: Mapping[str, Any], new: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
+    """The changes of keys that may not change in a run, such as `train.seed (2) must be 1`, without `allowed` ones."""
+    return [
+        f"{key} ({_shown(now)}) must be {_shown(then)}"
+        for key, then, now in _changes(stored, new, fixed=True)
+        if _top_key(key) not in allowed
+    ]
 
 
 def resume_changes(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The changes when the run is resumed, one line for each key, such as `train.steps 240 → 480`."""
-    changes = _changes(_complete(stored), new, fixed=False)
+    before = _complete(stored)
+    changes = [*_changes(before, new, fixed=True), *_changes(before, new, fixed=False)]
     return [f"{key} {_shown(then)} → {_shown(now)}" for key, then, now in changes]
 
 
@@ -513,16 +548,31 @@ def _complete(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changes(stored: Mapping[str, Any], new: Mapping[str, Any], *, fixed: bool) -> Iterator[tuple[str, object, object]]:
     """(key, value then, value now) of the keys that may not change (`fixed`), or of those that may."""
-    then, now = (
-        {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
-        for values in (stored, new)
-    )
+    then, now = map(_by_key, (stored, new))
     stays_bitwise = then.get("train.bitwise") is True and now.get("train.bitwise") is True
-    fixed_keys = _FIXED_KEYS + (_FIXED_KEYS_OF_BITWISE if stays_bitwise else ())
+    extra_keys = _FIXED_KEYS_OF_BITWISE if stays_bitwise else ()
     for key in now | then:
-        is_fixed = key in fixed_keys or (key.partition(".")[0] in _FIXED_SECTIONS and key not in _FREE_KEYS)
-        if is_fixed == fixed and then.get(key) != now.get(key):
+        if (_is_fixed(key) or key in extra_keys) == fixed and then.get(key) != now.get(key):
             yield key, then.get(key), now.get(key)
+
+
+def _top_key(key: str) -> str:
+    """The section and the key in it: `data.mixture` of `data.mixture.web`."""
+    return ".".join(key.split(".")[:2])
+
+
+def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The value of each key; of a mixture, the keys of each source that are set."""
+    by_key = {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
+    defaults = {name: field.default for name, field in MixedSource.model_fields.items()}
+    for name, source in by_key.pop("data.mixture", {}).items():
+        by_key[f"data.mixture.{name}"] = {key: value for key, value in source.items() if value != defaults[key]}
+    return by_key
+
+
+def _is_fixed(key: str) -> bool:
+    """True if a key may not change in any run that is resumed."""
+    return key in _FIXED_KEYS or (key.partition(".")[0] in _FIXED_SECTIONS and key not in _FREE_KEYS)
 
 
 def _shown(value: object) -> str:

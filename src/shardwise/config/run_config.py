@@ -47,11 +47,21 @@ class Config(Section):
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how the ranks work together")
     log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")
     _token_counts: dict[Path, int] = PrivateAttr(default_factory=dict)
+    _changeable: frozenset[str] = PrivateAttr(default_factory=frozenset)
 
     def recorded(self) -> dict[str, Any]:
         """The plain values that files show: as resolved, without the secrets that a text among them may hold."""
         recorded: dict[str, Any] = without_secrets(self.model_dump(mode="json"))
         return recorded
+
+    @property
+    def changeable(self) -> frozenset[str]:
+        """Keys that may differ from those of the run that this configuration continues, though others may not."""
+        return self._changeable
+
+    def let_change(self, keys: frozenset[str]) -> None:
+        """Let keys differ from those of the run that this configuration continues."""
+        self._changeable = keys
 
     @property
     def shapes(self) -> FamilyConfig | None:

@@ -14,7 +14,7 @@ from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import cache_root
 from shardwise.config import Config, DataConfig, data_from
 from shardwise.data import hub
-from shardwise.data.formats import common, datasets, hdf5, inspecting, megatron, stream, text, user_samples
+from shardwise.data.formats import common, datasets, hdf5, inspecting, megatron, mixture, stream, text, user_samples
 from shardwise.data.reading import dataset_tables, hdf5_files, megatron_files
 from shardwise.data.samples.sentence_pairs import chunk_room
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
@@ -147,6 +147,8 @@ def prepare(
     Raises:
         DataError: the text or the tokenizer is missing, unreadable or too small, or the cache cannot be written.
     """
+    if config.data.mixture:
+        return mixture.open_data(config, prepare, cache_dir, announce, any_size=any_size)
     if config.hooks.data is not None:
         open_data = USER_SAMPLES.open_data
     else:
@@ -214,6 +216,8 @@ def glance(config: Config) -> Glance:
 
     Only a hub id that the cache lacks is looked up on the hub.
     """
+    if config.data.mixture:
+        return _glance_at_sources(config)
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
     looks: dict[str, Callable[[], str]] = {}
@@ -239,6 +243,18 @@ def glance(config: Config) -> Glance:
         except ConfigError as error:
             problems += error.problems
     return Glance(rows, problems)
+
+
+def _glance_at_sources(config: Config) -> Glance:
+    """The rows of each source of a mixture, and the tokenizer that they share."""
+    rows: dict[str, str] = {}
+    problems: list[str] = []
+    for name in config.data.mixture:
+        glanced = glance(mixture.of_source(config, name))
+        rows |= {"tokenizer" if row == "tokenizer" else f"data, {name}": text for row, text in glanced.rows}
+        problems += [f"data.mixture.{name}: {problem}" for problem in glanced.problems]
+    tokenizer = rows.pop("tokenizer", None)
+    return Glance([*rows.items(), *([] if tokenizer is None else [("tokenizer", tokenizer)])], problems)
 
 
 def _glance_at_tokenizer(config: Config, contents: Contents) -> str:

@@ -8,7 +8,8 @@ Ranks exchange three numbers a token, never logits. Padding columns have probabi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Never, cast
 
@@ -144,7 +145,7 @@ def chunk_losses(
     with_gradient: bool,
     with_bias_gradient: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the sum of the losses of some tokens, and its gradients by their logits and by the bias.
+    """Return the losses of some tokens `[N]`, and the gradients of their sum by their logits and by the bias.
 
     The gradient by the logits has their dtype, that by the bias is float32. Float32 logits are overwritten.
     """
@@ -155,12 +156,38 @@ def chunk_losses(
         logits_NV.add_(bias_V)
     loss, column, is_local, counted = shard.softmax_(logits_NV, target_N)
     if not with_gradient:
-        return loss.sum(), None, None
+        return loss, None, None
     gradient = shard.gradient_(logits_NV, column, is_local, counted.float())
     bias_gradient = row_sums(by_part(gradient, shard.group.parts)).flatten() if with_bias_gradient else None
-    return loss.sum(), gradient.to(dtype), bias_gradient
+    return loss, gradient.to(dtype), bias_gradient
 
 
+class SampleLosses:
+    """The losses of each sample that `linear_cross_entropy` computes within `record`.
+
+    Attributes:
+        sums: sum of the losses and number of the targets that count of each sample, `[2, B]`; None before a loss.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Record the losses that are computed in the body of the `with` statement."""
+        _recorders.append(self)
+        try:
+            yield
+        finally:
+            _recorders.remove(self)
+
+    def add(self, loss_NB: Tensor, counted_NB: Tensor) -> None:
+        """Add the losses of tokens of each sample, and whether their targets count."""
+        sums = torch.stack([loss_NB.sum(0), counted_NB.sum(0, dtype=loss_NB.dtype)])
+        self.sums = sums if self.sums is None else self.sums + sums
+
+
+_recorders: list[SampleLosses] = []
 ChunkLosses = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 
 
@@ -280,7 +307,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 multiply_parts(flat, weight_vH, None, count), bias_v, targets, shard, any(needed), db is not None
             )
             # Not in place: torch 2.11, traced, would drop its gradient.
-            total = total + loss
+            total = total + loss.sum()
+            for recorder in _recorders:
+                counted = targets != shard.ignore_index
+                recorder.add(*(tensor.view(-1, target_SB.shape[-1]) for tensor in (loss, counted)))
             if dlogits is None:
                 continue
             if db is not None and dbias is not None:

@@ -199,7 +199,7 @@ def build_checkpoints(
         mesh,
         reason_to_stop=make_stop_check(opened.folder.directory),
         went_back=went_back(config, None if resumed is None else resumed.manifest),
-        stream=trainer.feed.stream,
+        batches=trainer.feed.batches,
         copies=copies,
         followed=opened.followed,
         state_hashes=trainer.state_hashes,
@@ -231,7 +231,13 @@ def _described(opened: OpenedRun) -> dict[str, Any]:
     else:
         blocks = [len(stage.layers) for stage in stage_plan(config, opened.layout)]
         layout |= {"schedule": config.parallel.schedule, "blocks": blocks}
-    data = {"fingerprint": opened.data.fingerprint, "summary": opened.data.summary, "run": opened.folder.id}
+    data: dict[str, Any] = {
+        "fingerprint": opened.data.fingerprint,
+        "summary": opened.data.summary,
+        "run": opened.folder.id,
+    }
+    if sources := opened.data.source_fingerprints:
+        data["sources"] = sources
     return {"layout": layout, "data": data}
 
 

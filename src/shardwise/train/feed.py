@@ -22,7 +22,6 @@ from shardwise.base.errors import DataError
 from shardwise.config import Config
 from shardwise.data.formats.common import PreparedData, make_batches
 from shardwise.data.samples.batch import Batch, Batches, eval_micro_batches
-from shardwise.data.samples.streaming import StreamBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.loss import MicroBatch
@@ -74,11 +73,6 @@ class Feed:
             )
         return Feed(config, mesh, batches, make_batches(config, data, "eval"))
 
-    @property
-    def stream(self) -> StreamBatches | None:
-        """The training part if it is read as a stream, whose place is a state that checkpoints keep; else None."""
-        return self.batches if isinstance(self.batches, StreamBatches) else None
-
     def at(self, position: int, following: int = 0) -> list[MicroBatch]:
         """The micro-batches of the global batch that follows `position` samples. Collective over tensor parallelism.
 
@@ -122,8 +116,7 @@ class Feed:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
-        if self.stream is not None:
-            self.stream.close()
+        self.batches.close()
 
     def _read(self, position: int, following: int) -> list[Batch]:
         """This rank's part of the global batch at a position; reads up to `following` batches after it ahead."""

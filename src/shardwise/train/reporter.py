@@ -230,13 +230,15 @@ class Reporter:
         parts: dict[str, float] = {}
         if record.split:
             parts = {**record.split, "checkpoint": record.checkpoint_seconds}
-        facts = {
+        facts: dict[str, Any] = {
             "split_seconds": parts,
             "waited_seconds": dict(self._waited),
             "communication_bytes": dict(record.communication_bytes),
             "memory_bytes": dict(record.memory),
             "straggler": None if record.straggler is None else asdict(record.straggler),
         }
+        if record.sources:
+            facts["sources"] = {name: asdict(source) for name, source in record.sources.items()}
         self._metrics.write({"event": "step", "step": record.step, "time": now(), **numbers, **facts})
         del numbers["peak_memory_bytes"]  # the trackers have it as memory/peak
         self._scalars(record.step, {"train": numbers, **_further_scalars(record, parts)})
@@ -455,7 +457,14 @@ def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str
     slow = record.straggler
     scores = {} if slow is None else {"relative": slow.relative, "own": slow.own}
     memory = {**record.memory, "peak": record.peak_memory_bytes}
-    return {"seconds": parts, "bytes": record.communication_bytes, "memory": memory, "straggler": scores}
+    return {
+        "seconds": parts,
+        "bytes": record.communication_bytes,
+        "memory": memory,
+        "straggler": scores,
+        "source_loss": {name: source.loss for name, source in record.sources.items()},
+        "source_share": {name: source.share for name, source in record.sources.items()},
+    }
 
 
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:

@@ -43,13 +43,19 @@ from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require
 from shardwise.checkpoint.storage.run_identity import is_inside, original_of, require_ownership
 from shardwise.config import Config
 from shardwise.data.formats.common import PreparedData
+from shardwise.data.formats.mixture import continued_stages
+from shardwise.data.samples.batch import Batches, BlendedBatches
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.reporter import Reporter
+from shardwise.train.saving import STREAM
 from shardwise.train.step_record import Progress
 
+_ALL_DATA = ""
+"""The name of data that are no mixture."""
+_KEYS_OF_MIXTURES = ("data.mixture", "data.stages")
 _WENT_BACK = "went_back"
 """The key of a manifest's `schedule` with the request by which the run last went back."""
 
@@ -290,16 +296,37 @@ def set_later_aside(root: Root, saved: Sequence[StepFolder], step: int, mesh: Me
     return names
 
 
-def require_same_data(manifest: Manifest, data: PreparedData) -> None:
-    """Raise ConfigError where the text or its tokens are not those that the run began with."""
-    stored = manifest.data.get("fingerprint")
-    if stored is not None and stored != data.fingerprint:
-        raise ConfigError(
-            f"the data ({data.summary}) must be those that the run began with (fingerprint {stored}, now "
-            f"{data.fingerprint}): the files or the tokenizer changed; a new --run-dir with checkpoint.load takes only "
-            "the weights"
-            f"{see('checkpoints#data-changed')}"
-        )
+def require_same_data(manifest: Manifest, data: PreparedData, config: Config) -> None:
+    """Raise ConfigError where the text or its tokens are not those that the run began with.
+
+    A mixture may have got sources since, and lost those that are not read.
+    """
+    if any(key.startswith("data.") and key not in _KEYS_OF_MIXTURES for key in config.changeable):
+        return
+    stored = manifest.data.get("sources") or {_ALL_DATA: manifest.data.get("fingerprint")}
+    now = data.source_fingerprints or {_ALL_DATA: data.fingerprint}
+    for name, fingerprint in stored.items():
+        if fingerprint is not None and now.get(name, fingerprint) != fingerprint:
+            shown = f"the data ({data.summary})" if name == _ALL_DATA else f"the data of data.mixture.{name}"
+            raise ConfigError(
+                f"{shown} must be those that the run began with (fingerprint {fingerprint}, now {now[name]}): the "
+                "files or the tokenizer changed; a new --run-dir with checkpoint.load takes only the weights"
+                f"{see('checkpoints#data-changed')}"
+            )
+
+
+def continue_batches(batches: Batches, manifest: Manifest, progress: Progress, config: Config) -> None:
+    """Let the training part go on from a checkpoint, whose progress is set.
+
+    Raises:
+        ConfigError: a stage of a mixture that has begun is not that of the run.
+    """
+    state = manifest.rng.get(STREAM)
+    if state is None:
+        return
+    batches.restore(state)
+    if config.data.mixture and isinstance(batches, BlendedBatches):
+        batches.set_stages(continued_stages(config, state["stages"], manifest.step, progress.position))
 
 
 def goes_back(config: Config, manifest: Manifest) -> bool:

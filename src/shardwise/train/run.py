@@ -15,6 +15,7 @@ from shardwise.checkpoint.format.model_files import differ_in_tokens, difference
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, Layout, check_layout
+from shardwise.data.samples.batch import Batches, BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
@@ -25,11 +26,21 @@ from shardwise.train.memory import out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
 from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
-from shardwise.train.resume import Resumed, continue_from, goes_back, require_same_data, restore_first, set_later_aside
-from shardwise.train.saving import STREAM, make_stop_check
+from shardwise.train.resume import (
+    Resumed,
+    continue_batches,
+    continue_from,
+    goes_back,
+    require_same_data,
+    restore_first,
+    set_later_aside,
+)
+from shardwise.train.saving import make_stop_check
 from shardwise.train.start import OpenedRun, open_run
 from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
+
+_EPOCHS_WITHOUT_WARNING = 3
 
 
 def run(config: Config, run_path: Path | None, recipe: str) -> Path:
@@ -154,15 +165,15 @@ def _begin(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Memo
     resumed, received = _restore(opened, trainer, reporter, copies)
     load_seconds = time.perf_counter() - start
     if resumed is not None:
-        require_same_data(resumed.manifest, opened.data)
-        if trainer.feed.stream is not None:
-            trainer.feed.stream.restore(resumed.manifest.rng[STREAM])
+        require_same_data(resumed.manifest, opened.data, config)
+        continue_batches(trainer.feed.batches, resumed.manifest, opened.progress, config)
     reporter.start(
         loaded=None if opened.weights is None else str(opened.weights),
         steps_before=opened.progress.step,
-        epochs=trainer.feed.batches.epochs(config.train.steps * config.train.global_batch),
+        epochs=trainer.feed.batches.epochs(opened.progress.end_position(config.train)),
     )
     reporter.message(f"data: {opened.data.summary}")
+    _warn_of_repeats(trainer.feed.batches, opened.progress.end_position(config.train), reporter)
     shapes = config.shapes
     if shapes is not None and shapes.ignore:
         reporter.message(f"model.ignore: config.json is read without {listing(shapes.ignore)}")
@@ -181,6 +192,18 @@ def _begin(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Memo
         sent = f"; that of {units.counted(received, 'rank')} from another node" if received else ""
         reporter.message(f"the state was in the memory of the nodes{sent}, and loaded in {load_seconds:.2f} s")
     return resumed
+
+
+def _warn_of_repeats(batches: Batches, samples: int, reporter: Reporter) -> None:
+    """Warn of each source of a mixture of which the run of `samples` samples reads a fourth epoch."""
+    if not isinstance(batches, BlendedBatches):
+        return
+    for name, epochs in batches.repeated(samples).items():
+        if epochs > _EPOCHS_WITHOUT_WARNING:
+            reporter.warning(
+                f"the source {name} is read {epochs:.1f} times by the last step, and a text that is repeated more than "
+                "four times teaches little (arXiv:2305.16264): lower its weight, or give it more text"
+            )
 
 
 def _restore(

@@ -20,7 +20,7 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
-from shardwise.data.samples.streaming import StreamBatches
+from shardwise.data.samples.batch import Batches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.launch import stop_requests
@@ -33,7 +33,7 @@ from shardwise.train.state_hashes import StateHashes
 from shardwise.train.step_record import Progress
 
 STREAM = "stream"
-"""The key of a stream's state in a manifest's `rng`."""
+"""The key of the state of streams and mixtures in a manifest's `rng`."""
 
 
 class SaveFlags(NamedTuple):
@@ -88,7 +88,7 @@ class Checkpoints:
     Attributes:
         reason_to_stop: returns this rank's reason to stop, or None; all ranks obey a reason that any rank has.
         went_back: record of how the run last went back, for the manifests' `schedule`.
-        stream: batches that are read as a stream, whose state is saved too; None where they are not.
+        batches: samples of the training part, whose state is saved too.
         copies: copies of the state in the memory of the nodes.
         followed: folder of the run, on rank 0.
         state_hashes: hashes of the state, which manifests have where the run has some.
@@ -100,7 +100,7 @@ class Checkpoints:
     mesh: Mesh
     reason_to_stop: Callable[[], str | None]
     went_back: Mapping[str, Any]
-    stream: StreamBatches | None = None
+    batches: Batches
     copies: MemoryCopies | None = None
     followed: FollowedFolder | None = None
     state_hashes: StateHashes | None = None
@@ -245,11 +245,11 @@ class Checkpoints:
             "lr": learning_rate(config, max(progress.step, 1)),
             **self.went_back,
         }
-        # All random numbers are functions of these, the step and the sample. The only other state is where a stream is
-        # read.
+        # All random numbers are functions of these, the step and the sample. The only other state is where streams are
+        # read, and where the stages of a mixture began.
         rng: dict[str, Any] = {"seed": config.train.seed, "dropout_mode": config.train.dropout_mode}
-        if self.stream is not None:
-            rng[STREAM] = self.stream.state(progress.position)
+        if state := self.batches.state(progress.position):
+            rng[STREAM] = state
         return {
             "samples": progress.samples,
             "position": progress.position,

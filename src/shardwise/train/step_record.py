@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-from shardwise.config import Config
+from shardwise.config import Config, TrainConfig
 from shardwise.pipeline.clock import StepTiming
+from shardwise.train.source_losses import SourceRecord
 from shardwise.train.straggler import Straggler
 
 THROUGHPUT_STEPS = 10
@@ -46,6 +47,10 @@ class Progress:
     def mean_loss(self) -> float:
         """The mean of `losses`."""
         return fmean(self.losses)
+
+    def end_position(self, train: TrainConfig) -> int:
+        """The place in the order of the data at the end of the schedule."""
+        return self.position + (train.steps - self.step) * train.global_batch
 
     def advance(self, loss: float, samples: int, length: int) -> None:
         """Count a step that was done, on `samples` samples of `length` tokens."""
@@ -101,6 +106,7 @@ class StepRecord:
         loss_spike: standard deviations by which the loss is above the mean of the steps before.
         straggler: slowest rank.
         allocator: bytes by `devices.allocator_bytes`, on an accelerator.
+        sources: numbers of each source of a mixture, in steps that are logged.
         agreed_flags: largest of all ranks' flags, which were read with the step's numbers (`Trainer.step`).
     """
 
@@ -125,6 +131,7 @@ class StepRecord:
     loss_spike: float | None = None
     straggler: Straggler | None = None
     allocator: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[str, SourceRecord] = field(default_factory=dict)
     agreed_flags: tuple[float, ...] = ()
 
     @property

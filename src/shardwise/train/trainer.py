@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from shardwise.base.errors import RunError, see
 from shardwise.config import Config, Layout
 from shardwise.config.schedules import SCHEDULES
+from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.replicated import ReplicatedParameters
@@ -36,6 +37,7 @@ from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets, p
 from shardwise.train.model_checks import check_replicas, find_non_finite
 from shardwise.train.reporter import Reporter
 from shardwise.train.saving import Checkpoints, largest_of_ranks
+from shardwise.train.source_losses import SourceLosses, SourceRecord
 from shardwise.train.state_hashes import StateHashes
 from shardwise.train.step_clock import DATA, OPTIMIZER, PIPELINE, StepClock, memory_by_kind, state_by_kind
 from shardwise.train.step_record import Progress, StepRecord, end_of_run, loss_spike
@@ -57,6 +59,7 @@ class _StepNumbers(NamedTuple):
     Attributes:
         losses: mean loss of each objective over the global batch.
         agreed_flags: largest of all ranks' flags, in their order.
+        source_sums: sums by source of a mixture (`SourceLosses.take`); empty in steps that are not logged.
     """
 
     gradient_norm: float
@@ -64,6 +67,7 @@ class _StepNumbers(NamedTuple):
     losses: tuple[float, ...]
     agreed_flags: tuple[float, ...]
     straggler: Straggler | None
+    source_sums: tuple[float, ...]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -93,6 +97,8 @@ class Trainer:
         self.clock = StepClock(self.mesh, None if self.pipeline is None else self.pipeline.clock)
         self.stragglers = Stragglers(self.mesh)
         self._checkpoint_seconds = 0.0
+        batches = self.feed.batches
+        self._sources = SourceLosses(batches, self.mesh) if isinstance(batches, BlendedBatches) else None
         self._replicated: dict[nn.Module, ReplicatedParameters] = defaultdict(ReplicatedParameters)
 
     def run(self, checkpoints: Checkpoints | None = None, graphs: RunGraphs | None = None) -> str | None:
@@ -259,10 +265,16 @@ class Trainer:
             communication_bytes=self.clock.sent(),
             loss_spike=spike,
             straggler=numbers.straggler,
+            sources=self._source_records(numbers.source_sums),
         )
         if record.work_seconds is not None:
             self.stragglers.add(record.work_seconds)
         return record
+
+    def _source_records(self, sums: Sequence[float]) -> dict[str, SourceRecord]:
+        if self._sources is None or not sums:
+            return {}
+        return self._sources.records(sums, self.progress.position)
 
     def _read_numbers(self, losses_NK: Tensor, flags: Sequence[float] | None) -> _StepNumbers:
         """Read a step's numbers on the host, which waits here for all work before.
@@ -276,8 +288,12 @@ class Trainer:
                 None reads neither.
         """
         terms = losses_NK.numel()
-        objectives = losses_NK.shape[1]
         parts = [losses_NK.flatten()]
+        objectives = losses_NK.shape[1]
+        sources = None
+        if self._sources is not None and self._is_logged(self.progress.step + 1):
+            sources = self._sources.take()
+            parts.append(sources.flatten())
         if flags is not None:
             parts.append(largest_of_ranks([*flags, *self.stragglers.numbers()], self.mesh))
         with self.clock.phase(OPTIMIZER):
@@ -285,14 +301,16 @@ class Trainer:
         numbers = torch.cat((norms, *parts)).tolist()
         # The host has waited for the device, so the marks around the passes can be read without another wait.
         self.clock.read()
-        flags_start = 2 + terms
+        sources_start = 2 + terms
+        flags_start = sources_start + (0 if sources is None else sources.numel())
         flags_stop = flags_start + len(flags or ())
         return _StepNumbers(
             gradient_norm=numbers[0],
             parameter_norm=numbers[1],
-            losses=tuple(math.fsum(numbers[2 + number : flags_start : objectives]) for number in range(objectives)),
+            losses=tuple(math.fsum(numbers[2 + number : sources_start : objectives]) for number in range(objectives)),
             agreed_flags=tuple(numbers[flags_start:flags_stop]),
             straggler=self.stragglers.take(numbers[flags_stop:]),
+            source_sums=tuple(numbers[sources_start:flags_start]),
         )
 
     def _by_objective(self, losses: Sequence[float]) -> dict[str, float]:
@@ -330,7 +348,8 @@ class Trainer:
             batch = micro_batches[number]
             dropout = batch.dropout_key(self.config.train, self.progress.step + 1)
             # Random numbers of a user's own layers are a function of step and samples too.
-            with dropout.seeded(self.mesh.device, *_WHOLE_MODEL), self._forward_pass(part):
+            recording = nullcontext() if self._sources is None else self._sources.record(batch)
+            with dropout.seeded(self.mesh.device, *_WHOLE_MODEL), self._forward_pass(part), recording:
                 out = batch.result(part, part(**batch.arguments(part, x, dropout)))
             if not gives_losses(part):
                 return out

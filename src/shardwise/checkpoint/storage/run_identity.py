@@ -171,7 +171,7 @@ def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
             if stored is None or _took_steps(directory, root, stored):
                 raise ConfigError(problems)
             return None
-        manifest_problems = resume_problems(manifest.config, config.recorded())
+        manifest_problems = resume_problems(manifest.config, config.recorded(), config.changeable)
         if manifest_problems:
             raise ConfigError(manifest_problems if stored is None else problems)
         stored = manifest.config
@@ -194,7 +194,7 @@ def _stored(directory: RunDirectory, config: Config) -> tuple[Mapping[str, Any] 
     try:
         stored = parse_yaml(files.read_plain(directory.config).decode(), str(directory.config))
         if isinstance(stored, dict):
-            return stored, resume_problems(stored, config.recorded())
+            return stored, resume_problems(stored, config.recorded(), config.changeable)
         reason = "it holds no configuration"
     except ConfigError as error:
         return None, error.problems

@@ -43,6 +43,11 @@ class PreparedData(ABC):
     fingerprint: str
     summary: str
 
+    @property
+    def source_fingerprints(self) -> dict[str, str]:
+        """Fingerprints of the sources of a mixture, by name; empty for other data."""
+        return {}
+
     @abstractmethod
     def count(self, part: Part) -> int:
         """Tokens of a part."""

@@ -24,6 +24,8 @@ from shardwise.data.tokens.tokenizer import PairTokens
 _LENGTHS = 1 << 20
 _BLOCKS = 256
 _BLOCK_TOKENS = 1 << 16
+_BLEND_ORDER = 2
+"""The version of the order in which data sets of a blend take turns."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,22 @@ class PreparedDocuments(common.PreparedData):
         self, config: Config, part: split.Part, *, evaluation: bool = False, tail: bool = False
     ) -> batch.Batches | None:
         """The batches of a part, see `PreparedData`; a data set whose part holds less than one sample is left out."""
-        weights = []
-        sources = []
+        weights: dict[str, float] = {}
+        sources: dict[str, batch.Batches] = {}
         for number, (weight, documents) in enumerate(zip(self.weights, self.parts[part], strict=True)):
             batches = self._batches_of_data_set(config, documents, number, evaluation, tail)
             if batches is not None:
-                weights.append(weight)
-                sources.append(batches)
+                name = self._name(number)
+                weights[name] = weight
+                sources[name] = batches
         if len(sources) > 1:
-            return batch.BlendedBatches(weights, sources)
-        return next(iter(sources), None)
+            return batch.BlendedBatches(sources, [order.Stage(0, 0, weights)])
+        return next(iter(sources.values()), None)
+
+    def _name(self, number: int) -> str:
+        """The name of a data set: the last part of its prefix, with its number if others have it too."""
+        names = [documents.file.prefix.name for documents in self.parts["train"]]
+        return names[number] if names.count(names[number]) == 1 else f"{names[number]}-{number}"
 
     def _batches_of_data_set(
         self, config: Config, documents: Documents, number: int, evaluation: bool, tail: bool
@@ -102,7 +110,11 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
         tokenizer_path=common.tokenizer_in_cache(config, tokenizer, root),
         weights=weights,
         parts=parts,
-        fingerprint=cache.digest_of({"digests": [file.digest for file in files], "weights": weights, "bounds": bounds}),
+        fingerprint=cache.digest_of(
+            {"digests": [file.digest for file in files], "weights": weights, "bounds": bounds}
+            # Blends had another order of their data sets before.
+            | ({"order": _BLEND_ORDER} if len(files) > 1 else {})
+        ),
         vocab_size=config.model.vocab_size if tokenizer is None else tokenizer.vocab_size,
         summary=_summary(files, parts, config),
         pair_tokens=tokenizer.pair_tokens() if tokenizer is not None and common.in_pairs(config) else None,

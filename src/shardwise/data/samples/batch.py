@@ -7,16 +7,15 @@ int64 and contiguous.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import ConfigError, DataError
-from shardwise.base.units import counted
-from shardwise.data.samples.order import BlendPattern, IntArray, SampleOrder
+from shardwise.base.errors import ConfigError, DataError, listing
+from shardwise.data.samples.order import IntArray, SampleOrder, SourceOrder, Stage
 
 IGNORE = -100
 """The target of a position that is not counted: the `ignore_index` of torch's cross-entropy unless it is given."""
@@ -107,6 +106,16 @@ class Batches(ABC):
         """The indices of these samples of an evaluation, which has each sample once."""
         return numbers
 
+    def state(self, consumed: int) -> dict[str, Any]:
+        """The state from which `restore` continues after `consumed` samples; empty if it needs none."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most batches have no state
+        """Continue from a state, which is not empty; samples before it cannot be asked for then."""
+
+    def close(self) -> None:  # noqa: B027 - most batches read nothing ahead
+        """Stop reading ahead, for which an ending process would wait; batches may be asked for again."""
+
     def rows_of_rank(self, total: int, dp_rank: int, dp_size: int, micro_batch: int) -> list[slice]:
         """The samples, of `total` ones, that each micro-batch of a rank has."""
         if self.is_consecutive:
@@ -164,54 +173,68 @@ class Batches(ABC):
 class BlendedBatches(Batches):
     """`Batches` of K sources in the proportions of their weights.
 
-    The sources' samples follow one another as `BlendPattern` says; each source has its own order and its own epochs,
-    the next of which begins when it is exhausted. So a sample is a function of (seed, samples consumed). An evaluation
-    has each sample of each source once: if a source is exhausted, the others continue without it.
+    The sources' samples follow one another as `SourceOrder` says; each source has its own order and its own epochs, the
+    next of which begins when it is exhausted. So a sample is a function of (seed, samples consumed). An evaluation, of
+    a single stage, has each sample of each source once: if a source is exhausted, the others continue without it.
 
-    Index `begins[s] + i` is sample `i` of source `s`.
+    Index `i·K + s` is sample `i` of source `s`.
+
+    Args:
+        sources: batches of each source, by name.
+        stages: weights of the sources that are read, one stage after another.
     """
 
-    def __init__(self, weights: Sequence[float], sources: Sequence[Batches]) -> None:
-        assert len(weights) == len(sources) > 0
-        self.pattern = BlendPattern(weights)
-        self.batches = sources
-        self.objectives = sources[0].objectives
-        self._sizes = [batches.num_samples for batches in sources]
-        self._begins = np.cumsum([0, *self._sizes])
+    def __init__(self, sources: Mapping[str, Batches], stages: Sequence[Stage]) -> None:
+        self.order = SourceOrder([*sources], stages)
+        self.batches = [*sources.values()]
+        self.objectives = self.batches[0].objectives
 
     @property
     def num_samples(self) -> int:
         """All samples of all sources."""
-        return int(self._begins[-1])
+        return sum(batches.num_samples for batches in self.batches)
 
     def epochs(self, samples: int) -> str:
-        drawn = [int(self.pattern.before(source, np.array([samples]))[0]) for source in range(len(self._sizes))]
-        epochs = sorted(count / size for count, size in zip(drawn, self._sizes, strict=True))
-        sources = f"{counted(len(epochs), 'data set')} with {self.num_samples:,} samples"
-        return f"{shown_epochs(epochs[0])} to {shown_epochs(epochs[-1])} epochs of {sources}"
+        return listing(
+            f"{name}: {batches.epochs(self.drawn(source, samples))}"
+            for source, (name, batches) in enumerate(zip(self.order.names, self.batches, strict=True))
+        )
+
+    def repeated(self, samples: int) -> dict[str, float]:
+        """Epochs of each source among the first `samples` of the run, by name."""
+        return {
+            name: self.drawn(source, samples) / batches.num_samples
+            for source, (name, batches) in enumerate(zip(self.order.names, self.batches, strict=True))
+        }
+
+    def drawn(self, source: int, samples: int) -> int:
+        """Samples of a source among the first `samples` of the run."""
+        return int(self.order.before(source, np.array([samples]))[0])
 
     def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
-        sources = self.pattern.sources(np.arange(consumed, consumed + count))
+        sources = self.order.sources(np.arange(consumed, consumed + count))
         indices = np.empty_like(sources)
         epochs = np.empty_like(sources)
         for source, batches in enumerate(self.batches):
             chosen = np.flatnonzero(sources == source)
             # A source's samples are consecutive in its own order, so one number is enough to find them.
-            first = int(self.pattern.before(source, np.array([consumed]))[0])
-            source_indices, epochs[chosen] = batches.draw(first, len(chosen))
-            indices[chosen] = self._begins[source] + source_indices
+            source_indices, epochs[chosen] = batches.draw(self.drawn(source, consumed), len(chosen))
+            indices[chosen] = source_indices * len(self.batches) + source
         return indices, epochs
 
     def evaluated(self, numbers: IntArray) -> IntArray:
-        numbers = self.pattern.without_repeats(self._sizes, numbers)
-        sources = self.pattern.sources(numbers)
-        before = np.stack([self.pattern.before(source, numbers) for source in range(len(self._sizes))])
-        return np.asarray(self._begins[sources] + before[sources, np.arange(len(numbers))])
+        (pattern,) = self.order.patterns
+        (chosen,) = self.order.chosen
+        numbers = pattern.without_repeats([self.batches[source].num_samples for source in chosen], numbers)
+        local = pattern.sources(numbers)
+        before = np.stack([pattern.before(number, numbers) for number in range(len(chosen))])
+        return np.asarray(before[local, np.arange(len(numbers))] * len(self.batches) + chosen[local])
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         # A sample that counts nothing is made by the first source.
-        sources = np.maximum(np.searchsorted(self._begins, indices, side="right") - 1, 0)
-        source_indices = np.where(indices < 0, -1, indices - self._begins[sources])
+        source_indices, sources = np.divmod(indices, len(self.batches))
+        sources[indices < 0] = 0
+        source_indices[indices < 0] = -1
         parts = []
         places = []
         for source in np.unique(sources):
@@ -219,6 +242,30 @@ class BlendedBatches(Batches):
             parts.append(self.batches[source].collate(source_indices[chosen], epochs[chosen], samples[chosen]))
             places.append(chosen)
         return joined(parts, places, samples)
+
+    def blank(self, micro_batch: int) -> Batch:
+        return self.batches[0].blank(micro_batch)
+
+    def set_stages(self, stages: Sequence[Stage]) -> None:
+        """Replace the stages; those of samples that were drawn must stay."""
+        self.order = SourceOrder(self.order.names, stages)
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        streams = {
+            name: state
+            for source, (name, batches) in enumerate(zip(self.order.names, self.batches, strict=True))
+            if (state := batches.state(self.drawn(source, consumed)))
+        }
+        return {"stages": [asdict(stage) for stage in self.order.stages], "streams": streams}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for name, batches in zip(self.order.names, self.batches, strict=True):
+            if name in state["streams"]:
+                batches.restore(state["streams"][name])
+
+    def close(self) -> None:
+        for batches in self.batches:
+            batches.close()
 
 
 def shown_epochs(number: float) -> str:

@@ -1,6 +1,6 @@
 """The order of the data: which sample comes when, as a pure function of (seed, samples consumed), whatever the layout.
 
-`SampleOrder` shuffles samples in each epoch, `BlendPattern` says which source of a blend each sample comes from, and
+`SampleOrder` shuffles samples in each epoch, `SourceOrder` says which source of a mixture each sample comes from, and
 `Draws` are the random numbers of a sample. Documents of a Megatron data set (`causal.DocumentBatches`) and those of a
 stream (`streaming.TextStream`) are shuffled by a `SampleOrder` too.
 
@@ -10,8 +10,13 @@ numpy, and without a state to save.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -142,28 +147,46 @@ class Draws:
         return below(self.hashes(site), limits)
 
 
-# The weights of a blend are met to five decimal places, and the arrays of a pattern stay below 2 MB.
-_PATTERN_SAMPLES = 100_000
+_MOST_IN_PATTERN = 100_000
+"""The most samples in a block: its arrays stay below 2 MB, and it takes half a second to make."""
+_ROUNDED_TO = 10_000
+"""The samples in a block if more than `_MOST_IN_PATTERN` would be needed: weights are met to four decimal places."""
 
 
 class BlendPattern:
     """The order in which samples of K sources follow one another: a block that repeats without end.
 
-    Source `s` has `counts[s]` samples of a block: its weight's share of `_PATTERN_SAMPLES`, rounded, and at least one;
-    all counts are divided by their greatest common divisor, so 0.7 and 0.3 make a block of 10.
+    Source `s` has `counts[s]` of the M samples of a block, in the exact proportion of the weights as decimal numbers if
+    M is then at most `_MOST_IN_PATTERN`: 0.7 and 0.3 make a block of 10. Else a count is the weight's share of
+    `_ROUNDED_TO`, rounded, and at least one.
 
-    If the samples of a source were spread evenly over a block of length 1, sample `j` would stand in the middle of its
-    slot, at `(j + ½) / counts[s]`: that is when it is due. Samples stand in the order in which they are due, so any run
-    of the row has each source in its proportion, up to a few samples.
+    The first n samples have less than one sample more or less of each source than its share of n. So sample `j` of
+    source `s` stands at place `floor(j·M / counts[s])` at the earliest, and at `ceil((j + 1)·M / counts[s]) - 1` at the
+    latest. Of the samples that may stand at a place, the one whose latest place is the first is taken: if there is such
+    an order, this rule gives one, and there is one for all weights (Tijdeman 1980, "The chairman assignment problem").
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        counts = _samples_in_pattern(weights)
-        self.counts = [count // math.gcd(*counts) for count in counts]
-        due = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
-        # The sort is stable, so that of samples that are due at once the first source's comes first everywhere.
-        self._sources = np.repeat(np.arange(len(counts)), self.counts)[np.argsort(due, kind="stable")]
-        self._places = [np.flatnonzero(self._sources == source) for source in range(len(counts))]
+        self.counts = _samples_in_pattern(weights)
+        total = sum(self.counts)
+        waiting = [(0, -(-total // count) - 1, source) for source, count in enumerate(self.counts)]
+        ready: list[tuple[int, int]] = []
+        order = []
+        placed = [0] * len(self.counts)
+        heapq.heapify(waiting)
+        for place in range(total):
+            while waiting and waiting[0][0] <= place:
+                _, latest, source = heapq.heappop(waiting)
+                heapq.heappush(ready, (latest, source))
+            _, source = heapq.heappop(ready)
+            order.append(source)
+            placed[source] += 1
+            earliest = placed[source] * total // self.counts[source]
+            latest = -(-(placed[source] + 1) * total // self.counts[source]) - 1
+            if placed[source] < self.counts[source]:
+                heapq.heappush(waiting, (earliest, latest, source))
+        self._sources = np.array(order, dtype=np.int64)
+        self._places = [np.flatnonzero(self._sources == source) for source in range(len(self.counts))]
 
     def sources(self, samples: IntArray) -> IntArray:
         """The source of each of these samples."""
@@ -194,10 +217,93 @@ class BlendPattern:
 
 
 def _samples_in_pattern(weights: Sequence[float]) -> list[int]:
-    """`_PATTERN_SAMPLES` shared out by weight, the largest remainders rounded up, each share at least 1."""
-    exact = [_PATTERN_SAMPLES * weight / math.fsum(weights) for weight in weights]
+    """Return the samples of each source in a block."""
+    fractions = [Fraction(repr(weight)) for weight in weights]
+    common = math.lcm(*(fraction.denominator for fraction in fractions))
+    counts = [int(fraction * common) for fraction in fractions]
+    counts = [count // math.gcd(*counts) for count in counts]
+    if sum(counts) <= _MOST_IN_PATTERN:
+        return counts
+    # The largest remainders are rounded up.
+    exact = [_ROUNDED_TO * weight / math.fsum(weights) for weight in weights]
     counts = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda source: counts[source] - exact[source])
-    for source in by_remainder[: _PATTERN_SAMPLES - sum(counts)]:
+    for source in by_remainder[: _ROUNDED_TO - sum(counts)]:
         counts[source] += 1
     return [max(count, 1) for count in counts]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The weights of a mixture's sources from a sample on.
+
+    Attributes:
+        step: steps of the run before the stage.
+        sample: number of the stage's first sample in the run.
+        weights: weight of each source that is read, by name.
+    """
+
+    step: int
+    sample: int
+    weights: Mapping[str, float]
+
+
+class SourceOrder:
+    """The source of each sample of a run, whose stages have a `BlendPattern` each.
+
+    A source goes on in a later stage where it was in the stages before. Of samples that may stand at one place, that of
+    the first name in the alphabet comes first.
+
+    Attributes:
+        patterns: pattern of each stage.
+        chosen: numbers of the sources of each stage, in the order of its pattern.
+
+    Args:
+        names: names of the sources.
+        stages: stages in their order; the first begins with sample 0.
+    """
+
+    def __init__(self, names: Sequence[str], stages: Sequence[Stage]) -> None:
+        assert stages[0].sample == 0
+        self.names = tuple(names)
+        self.stages = tuple(stages)
+        self._begins = np.array([stage.sample for stage in stages])
+        # Sorted, as a manifest does not keep the order of the weights.
+        weights = [sorted(stage.weights.items()) for stage in stages]
+        self.patterns = [_pattern(tuple(float(weight) for _, weight in pairs)) for pairs in weights]
+        self.chosen = [np.array([self.names.index(name) for name, _ in pairs]) for pairs in weights]
+        # [stages, K]: samples of each source before a stage.
+        self._earlier = np.zeros((len(stages), len(names)), dtype=np.int64)
+        for number, (begin, end) in enumerate(pairwise(self._begins.tolist())):
+            self._earlier[number + 1] = self._earlier[number]
+            for local, source in enumerate(self.chosen[number].tolist()):
+                self._earlier[number + 1, source] += self.patterns[number].before(local, np.array([end - begin]))[0]
+
+    def sources(self, samples: IntArray) -> IntArray:
+        """The number of the source of each of these samples."""
+        sources = np.empty_like(samples)
+        for number, chosen in self._by_stage(samples):
+            local = self.patterns[number].sources(samples[chosen] - self._begins[number])
+            sources[chosen] = self.chosen[number][local]
+        return sources
+
+    def before(self, source: int, samples: IntArray) -> IntArray:
+        """Number of samples of `source` that stand before each of these."""
+        before = np.empty_like(samples)
+        for number, chosen in self._by_stage(samples):
+            before[chosen] = self._earlier[number, source]
+            for local in np.flatnonzero(self.chosen[number] == source).tolist():
+                before[chosen] += self.patterns[number].before(local, samples[chosen] - self._begins[number])
+        return before
+
+    def _by_stage(self, samples: IntArray) -> Iterator[tuple[int, IntArray]]:
+        """Number of each stage that has some of the samples, with the places of these."""
+        stages = np.searchsorted(self._begins, samples, side="right") - 1
+        for number in np.unique(stages).tolist():
+            yield number, np.flatnonzero(stages == number)
+
+
+@functools.cache
+def _pattern(weights: tuple[float, ...]) -> BlendPattern:
+    """The pattern of these weights, which takes up to half a second to make."""
+    return BlendPattern(weights)

@@ -239,19 +239,16 @@ class StreamBatches(Batches):
     def blank(self, micro_batch: int) -> Batch:
         return self._stream.cut(np.zeros(2, dtype=np.int32), 0).blank(micro_batch)
 
-    def state(self, consumed: int) -> dict[str, int]:
-        """The state from which `restore` continues after `consumed` samples."""
+    def state(self, consumed: int) -> dict[str, Any]:
         with self._lock:
             return asdict(self._nearest(consumed))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Begins to read at the block of a state; samples before it cannot be asked for then."""
         with self._lock:
             self._starts = [StreamPosition(**state)]
             self._kept = []
 
     def close(self) -> None:
-        """Stops the reading ahead, for which an ending process would wait; batches may be asked for again."""
         self._stream.stopped.set()  # before taking the lock: its holder may be waiting for a block
         with self._lock:
             if self._next_block is not None:
@@ -264,15 +261,18 @@ class StreamBatches(Batches):
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         """One batch of consecutive samples, which one block has or several."""
         parts: list[Batch] = []
-        remaining = samples
+        places: list[IntArray] = []
+        remaining = indices
         while len(remaining):
             with self._lock:
                 block = self._block(int(remaining[0]))
             assert block.samples is not None
             in_block, remaining = np.split(remaining, [block.stop.samples - remaining[0]])
-            indices, _ = block.samples.draw(int(in_block[0]) - block.start.samples, len(in_block))
-            parts.append(block.samples.collate(indices, np.zeros_like(in_block), in_block))
-        return joined(parts, [part.samples - samples[0] for part in parts], samples)
+            in_batch = in_block - indices[0]
+            of_block, _ = block.samples.draw(int(in_block[0]) - block.start.samples, len(in_block))
+            parts.append(block.samples.collate(of_block, np.zeros_like(in_block), samples[in_batch]))
+            places.append(in_batch)
+        return joined(parts, places, samples)
 
     def _block(self, sample: int) -> StreamBlock:
         """The block that has a sample."""

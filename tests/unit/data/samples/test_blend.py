@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from shardwise.data.samples.batch import Batch, Batches, BlendedBatches
 from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.samples.order import BlendPattern, IntArray
+from shardwise.data.samples.order import BlendPattern, IntArray, SourceOrder, Stage
 
+NAMES = [f"s{number}" for number in range(40)]
 unhurried = settings(deadline=None)
-weights_of = st.lists(st.floats(0.001, 1000), min_size=1, max_size=6)
+weights_of = st.lists(st.integers(1, 40).map(lambda number: number / 10), min_size=1, max_size=6)
 
 
 class Numbered(Batches):
@@ -27,8 +28,11 @@ class Numbered(Batches):
         return Batch({"ids_SB": rows}, np.array([np.count_nonzero(indices >= 0)]), samples)
 
 
-def blended(weights: list[float], sizes: list[int]) -> BlendedBatches:
-    return BlendedBatches(weights, [Numbered(source, size) for source, size in enumerate(sizes)])
+def blended(weights: list[float], sizes: list[int], *later: tuple[int, int, dict[str, float]]) -> BlendedBatches:
+    """Sources with letters as names; `later`: step, first sample and weights of further stages."""
+    sources = {NAMES[source]: Numbered(source, size) for source, size in enumerate(sizes)}
+    first = Stage(0, 0, dict(zip(NAMES, weights, strict=False)))
+    return BlendedBatches(sources, [first, *(Stage(*stage) for stage in later)])
 
 
 def told(batches: list[Batch]) -> list[list[int]]:
@@ -39,25 +43,47 @@ def told(batches: list[Batch]) -> list[list[int]]:
 def test_decimal_weights_are_met_exactly() -> None:
     assert BlendPattern([0.7, 0.3]).counts == [7, 3]
     assert BlendPattern([70, 30]).counts == [7, 3]
-    assert BlendPattern([0.7, 0.3]).sources(np.arange(10)).tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    assert BlendPattern([0.7, 0.3]).sources(np.arange(10)).tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]
     assert BlendPattern([1, 1]).sources(np.arange(4)).tolist() == [0, 1, 0, 1]
     assert BlendPattern([3.5]).counts == [1]
 
 
-def test_other_weights_are_met_to_a_hundred_thousandth() -> None:
-    counts = BlendPattern([1, 1, 1]).counts
-    assert (sum(counts), max(counts) - min(counts)) == (100_000, 1)
+def test_other_weights_are_met_exactly_or_to_a_ten_thousandth() -> None:
+    assert BlendPattern([1, 1, 1]).counts == [1, 1, 1]
+    assert BlendPattern([0.12345, 0.87655]).counts == [2469, 17531]
+    counts = BlendPattern([1 / 3, 2 / 3, 1.0]).counts
+    assert counts == [1667, 3333, 5000]
     assert min(BlendPattern([1e9, 1, 2]).counts) == 1, "every source has its turn"
 
 
 @unhurried
-@given(weights=weights_of, start=st.integers(0, 10**12), length=st.integers(1, 5000))
-def test_any_stretch_has_each_source_in_its_proportion(weights: list[float], start: int, length: int) -> None:
+@given(weights=weights_of, start=st.integers(0, 10**9), length=st.integers(1, 2000))
+def test_every_beginning_has_each_source_within_one_sample(weights: list[float], start: int, length: int) -> None:
     pattern = BlendPattern(weights)
-    found = np.bincount(pattern.sources(np.arange(start, start + length)), minlength=len(weights))
+    samples = np.arange(start, start + length)
     shares = np.array(pattern.counts) / sum(pattern.counts)
-    assert np.abs(found - length * shares).max() <= len(weights)
-    assert np.abs(shares - np.array(weights) / sum(weights)).max() < 1e-4
+    for source, share in enumerate(shares):
+        assert np.abs(pattern.before(source, samples) - samples * share).max() < 1
+    assert np.abs(shares - np.array(weights) / sum(weights)).max() < 1e-12
+
+
+@unhurried
+@given(weights=weights_of, data=st.data())
+def test_a_stage_goes_on_where_each_source_was(weights: list[float], data: st.DataObject) -> None:
+    names = NAMES[: len(weights)]
+    begins = sorted(data.draw(st.sets(st.integers(1, 200), min_size=1, max_size=3)))
+    stages = [Stage(0, 0, dict(zip(names, weights, strict=True)))]
+    for begin in begins:
+        chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+        stages.append(Stage(begin, begin, {name: data.draw(st.integers(1, 9)) for name in chosen}))
+    order = SourceOrder(names, stages)
+    samples = np.arange(300)
+    sources = order.sources(samples)
+    for source in range(len(names)):
+        counted = np.cumsum(sources == source) - (sources == source)
+        assert np.array_equal(order.before(source, samples), counted)
+    for stage, end in zip(stages, [*begins, 300], strict=True):
+        assert {names[source] for source in sources[stage.sample : end]} <= set(stage.weights)
 
 
 @unhurried
@@ -86,12 +112,15 @@ def test_a_run_that_stops_and_goes_on_anywhere_reads_the_same_batches(data: st.D
     weights = data.draw(weights_of)
     sizes = data.draw(st.lists(st.integers(1, 30), min_size=len(weights), max_size=len(weights)))
     consumed, size = data.draw(st.integers(0, 300)), 12
-    expected = told(blended(weights, sizes).local_batch(consumed, 3 * size, 0, 1, 3 * size))
+    later = (2, consumed + 17, {NAMES[0]: 1.0})
+    expected = told(blended(weights, sizes, later).local_batch(consumed, 3 * size, 0, 1, 3 * size))
     found = []
     for _ in range(3):
         dp_size = data.draw(st.sampled_from([1, 2, 3, 4, 6, 12]))
         micro_batch = data.draw(st.sampled_from([m for m in (1, 2, 3, 4, 6, 12) if 12 % (m * dp_size) == 0]))
-        ranks = [blended(weights, sizes).local_batch(consumed, size, r, dp_size, micro_batch) for r in range(dp_size)]
+        ranks = [
+            blended(weights, sizes, later).local_batch(consumed, size, r, dp_size, micro_batch) for r in range(dp_size)
+        ]
         ordered = [ranks[rank][m] for m in range(len(ranks[0])) for rank in range(dp_size)]
         assert np.concatenate([batch.samples for batch in ordered]).tolist() == [*range(consumed, consumed + size)]
         assert sum(int(batch.counts[0]) for batch in ordered) == size
@@ -119,7 +148,7 @@ def test_an_evaluation_has_each_sample_once(data: st.DataObject) -> None:
         assert indices == list(range(len(indices)))
         assert len(indices) <= size
     # As in training, until a source is exhausted.
-    pattern = blend.pattern.sources(np.arange(expected))
+    pattern = blend.order.sources(np.arange(expected))
     left = [
         int(np.flatnonzero(np.cumsum(pattern == s) > size)[0])
         for s, size in enumerate(sizes)
@@ -129,14 +158,15 @@ def test_an_evaluation_has_each_sample_once(data: st.DataObject) -> None:
     assert [source for source, _ in real[:alike]] == pattern[:alike].tolist()
 
 
-def test_epochs_are_told_of_the_data_set_that_is_read_least_and_most() -> None:
+def test_epochs_are_told_of_each_source() -> None:
     blend = blended([0.7, 0.3], [14, 600])
-    assert blend.epochs(1000) == "0.50 to 50.00 epochs of 2 data sets with 614 samples"
+    assert blend.epochs(1000) == "s0: 50.00 epochs of 14 samples and s1: 0.50 epochs of 600 samples"
+    assert blend.repeated(1000) == {"s0": 50.0, "s1": 0.5}
 
 
 def test_batches_are_put_together_of_whole_samples() -> None:
     first, second = (TokenBatches(np.arange(low, low + 65, dtype=np.int32), 16, seed=1) for low in (0, 1000))
-    blend = BlendedBatches([0.5, 0.5], [first, second])
+    blend = BlendedBatches({"a": first, "b": second}, [Stage(0, 0, {"a": 0.5, "b": 0.5})])
     assert (blend.num_samples, blend.objectives) == (8, ("lm",))
     (batch,) = blend.local_batch(0, 8, 0, 1, 8)
     ids_SB, targets_SB = batch.inputs["ids_SB"], batch.inputs["targets_SB"]
@@ -149,7 +179,8 @@ def test_batches_are_put_together_of_whole_samples() -> None:
 
 
 def test_partial_sequences_of_several_sources_keep_their_lengths() -> None:
-    blend = BlendedBatches([0.5, 0.5], [TokenBatches(np.arange(n), 16, seed=1, tail=True) for n in (20, 24)])
+    sources = {name: TokenBatches(np.arange(n), 16, seed=1, tail=True) for name, n in (("a", 20), ("b", 24))}
+    blend = BlendedBatches(sources, [Stage(0, 0, {"a": 0.5, "b": 0.5})])
     (batch,) = blend.eval_batches(1, 6, 0, 1, 6)
     assert batch.lengths is not None
     assert batch.lengths.tolist() == [16, 16, 3, 7, 0, 0]

@@ -1,0 +1,157 @@
+"""Several named sources of any format, mixed by weights that may change from stage to stage (`data.mixture`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.config import Config
+from shardwise.data import cache, split
+from shardwise.data.formats import common
+from shardwise.data.samples import batch
+from shardwise.data.samples.order import Stage, mix_integer
+
+Prepare = Callable[..., common.PreparedData]
+"""Opens the data of a source, as `open_data.prepare` does."""
+_SEED_BITS = 63
+
+
+@dataclass(frozen=True)
+class PreparedMixture(common.PreparedData):
+    """The data of all sources, by name."""
+
+    sources: Mapping[str, common.PreparedData]
+
+    @property
+    def source_fingerprints(self) -> dict[str, str]:
+        return {name: data.fingerprint for name, data in self.sources.items()}
+
+    def count(self, part: split.Part) -> int:
+        return sum(data.count(part) for data in self.sources.values())
+
+    def beginning(self, part: split.Part, tokens: int) -> list[int]:
+        return next((row for data in self.sources.values() if (row := data.beginning(part, tokens))), [])
+
+    def batches(
+        self, config: Config, part: split.Part, *, evaluation: bool = False, tail: bool = False
+    ) -> batch.Batches | None:
+        """The batches of a part, see `PreparedData`; an evaluation leaves out sources with less than one sample."""
+        by_name: dict[str, batch.Batches] = {}
+        for name, data in self.sources.items():
+            batches = data.batches(of_source(config, name), part, evaluation=evaluation, tail=tail)
+            if batches is not None:
+                by_name[name] = batches
+        if not by_name:
+            return None
+        if evaluation:
+            weights = {name: weight for name, weight in _evaluation_weights(config).items() if name in by_name}
+            return batch.BlendedBatches(by_name, [Stage(0, 0, weights)])
+        return batch.BlendedBatches(by_name, first_stages(config))
+
+
+def of_source(config: Config, name: str) -> Config:
+    """The configuration of a run that reads a source alone, in the order that it has within the mixture."""
+    # The order of a source depends on its name, so that other sources change nothing of it.
+    seed = mix_integer(config.train.seed, xxhash.xxh3_64_intdigest(name.encode())) >> (64 - _SEED_BITS)
+    data = config.data.of_source(name)
+    # A source that holds nothing out is trained on alone.
+    eval_every = config.train.eval_every if data.split_weights[1] else 0
+    return config.model_copy(
+        update={
+            "data": data,
+            "hooks": config.hooks.model_copy(update={"data": config.data.mixture[name].hook}),
+            "train": config.train.model_copy(update={"seed": seed, "eval_every": eval_every}),
+        }
+    )
+
+
+def first_stages(config: Config) -> list[Stage]:
+    """The stages of a run from its first step on."""
+    return [Stage(0, 0, _first_weights(config)), *_later_stages(config, 0, 0)]
+
+
+def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step: int, position: int) -> list[Stage]:
+    """The stages of a run that continues after `step` steps and `position` samples.
+
+    Stages that have begun stay where they began, also if the batch was another one then.
+
+    Args:
+        recorded: stages in the checkpoint.
+
+    Raises:
+        ConfigError: the configuration has other stages before this step than the run had.
+    """
+    begun = [Stage(**stage) for stage in recorded if stage["sample"] < position]
+    expected = [(stage.step, dict(stage.weights)) for stage in begun]
+    given = [(0, _first_weights(config))]
+    given += [(stage.at, dict(stage.weights)) for stage in config.data.stages if stage.at < step]
+    if given != expected:
+        earlier = [{"at": at, "weights": weights} for at, weights in expected]
+        raise ConfigError(
+            f"the stages before step {step:,}, from which the run goes on, must stay: the weights of data.mixture "
+            f"({earlier[0]['weights']}) and data.stages ({earlier[1:]}); a stage that is changed or added must begin "
+            f"at {step:,} or later"
+        )
+    return [*begun, *_later_stages(config, step, position)]
+
+
+def open_data(
+    config: Config, prepare: Prepare, cache_dir: Path | None, announce: common.Announce, *, any_size: bool
+) -> PreparedMixture:
+    """Opens all sources; DataError with every problem of each.
+
+    Without `data.tokenizer` one is trained on the first source of text, and the others have it too.
+    """
+    sources: dict[str, common.PreparedData] = {}
+    problems = []
+    shared = config
+    for name in config.data.mixture:
+        try:
+            sources[name] = prepare(of_source(shared, name), cache_dir, announce, any_size=any_size)
+        except ConfigError as error:
+            problems += [f"data.mixture.{name}: {problem}" for problem in error.problems]
+            continue
+        trained = sources[name].tokenizer_path
+        if shared.data.tokenizer is None and trained is not None:
+            data = config.data.model_copy(update={"tokenizer": str(trained)})
+            shared = config.model_copy(update={"data": data})
+    tokens = [name for name, data in sources.items() if data.tokenizer_path is None]
+    if tokens and len(tokens) < len(sources):
+        problems.append(
+            f"data.tokenizer must be the one that made the tokens of data.mixture.{tokens[0]}, as other sources of the "
+            "mixture are text"
+        )
+    if problems:
+        raise DataError(problems)
+    return PreparedMixture(
+        tokenizer_path=next((data.tokenizer_path for data in sources.values() if data.tokenizer_path), None),
+        fingerprint=cache.digest_of({name: data.fingerprint for name, data in sources.items()}),
+        summary="; ".join(f"{name}: {data.summary}" for name, data in sources.items()),
+        sources=sources,
+    )
+
+
+def _first_weights(config: Config) -> dict[str, float]:
+    return {name: source.weight for name, source in config.data.mixture.items() if source.weight is not None}
+
+
+def _evaluation_weights(config: Config) -> dict[str, float]:
+    """The weight of each source in the stage in which it is first read."""
+    weights: dict[str, float] = {}
+    for stage in first_stages(config):
+        weights = {**stage.weights, **weights}
+    return {name: weights[name] for name in config.data.mixture}
+
+
+def _later_stages(config: Config, step: int, position: int) -> list[Stage]:
+    size = config.train.global_batch
+    return [
+        Stage(stage.at, position + (stage.at - step) * size, dict(stage.weights))
+        for stage in config.data.stages
+        if stage.at >= step
+    ]

@@ -1,0 +1,81 @@
+"""The training loss of each source of a mixture, from the losses that the forward pass computes anyway.
+
+Shapes: K = sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.data.samples.batch import BlendedBatches
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.mesh import Mesh
+from shardwise.layers.loss import SampleLosses
+from shardwise.train.loss import MicroBatch
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """Numbers of a source at a step.
+
+    Attributes:
+        loss: mean loss of the source's targets since the last step that was logged; None if there were none, or if the
+            loss is computed by code of the user's own.
+        samples: samples of the source so far.
+        share: these samples in parts of those of all sources.
+    """
+
+    loss: float | None
+    samples: int
+    share: float
+
+
+class SourceLosses:
+    """Sums of losses and targets by source since the last step that was logged.
+
+    Only the first objective counts, which predicts tokens.
+
+    Args:
+        batches: samples of the training part, which know their sources.
+    """
+
+    def __init__(self, batches: BlendedBatches, mesh: Mesh) -> None:
+        self._batches = batches
+        self._mesh = mesh
+        self._sums_2K = torch.zeros(2, len(batches.batches), device=mesh.device)
+
+    @contextmanager
+    def record(self, batch: MicroBatch) -> Iterator[None]:
+        """Count the losses of the samples of a micro-batch that are computed in the body of the `with` statement."""
+        losses = SampleLosses()
+        with losses.record():
+            yield
+        if losses.sums is not None:
+            sources_B = torch.from_numpy(self._batches.order.sources(batch.samples))
+            self._sums_2K.index_add_(1, devices.to_device(sources_B, self._mesh.device), losses.sums)
+
+    def take(self) -> Tensor:
+        """Return the sums over all ranks, `[2, K]`, and begin anew. Collective over data and pipeline parallelism."""
+        sums_2K = collectives.all_reduce_(self._sums_2K, self._mesh.dp)
+        sums_2K = collectives.all_reduce_(sums_2K, self._mesh.pp)
+        self._sums_2K = torch.zeros_like(sums_2K)
+        return sums_2K
+
+    def records(self, sums: Sequence[float], position: int) -> dict[str, SourceRecord]:
+        """Return the numbers of each source by name.
+
+        Args:
+            sums: numbers of `take`, on the host.
+            position: place in the order of the data after the step.
+        """
+        names = self._batches.order.names
+        records = {}
+        for number, (name, total, targets) in enumerate(zip(names, sums, sums[len(names) :], strict=False)):
+            samples = self._batches.drawn(number, position)
+            records[name] = SourceRecord(total / targets if targets else None, samples, samples / position)
+        return records
