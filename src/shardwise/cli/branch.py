@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError, listing, nearest_numbers
 from shardwise.base.files import write_atomic
@@ -26,6 +27,9 @@ from shardwise.config import Config, check_layout, dump_yaml, fixed_changes, res
 from shardwise.config.load import apply_overrides, config_from
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory, json_text, new_run_path, read_config
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.format.manifest import Manifest
 
 _NEAREST = 4
 """Steps with a checkpoint that a message names, if there are more."""
@@ -59,8 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there is no run {parent.path}: name its folder, as in runs/trunk@1000")
     parent_config = config_from(read_config(parent))
     root = Root.of(parent_config.checkpoint.path or parent.checkpoints)
-    step = _choose_step(parent, root, step_text)
+    manifest = _choose_checkpoint(parent, root, step_text)
+    step = manifest.step
     config = _branch_config(parent_config, arguments.overrides, step)
+    _check_stages(config, manifest)
     check_layout(config, train.number_of_ranks(config, arguments.nproc))
     changes = resume_changes(parent_config.recorded(), config.recorded())
     folder = _new_folder(arguments.run_dir, parent, step)
@@ -98,8 +104,8 @@ def _parse_parent(text: str) -> tuple[Path, str | None]:
     return Path(path), step
 
 
-def _choose_step(parent: RunDirectory, root: Root, text: str | None) -> int:
-    """Return the step of an intact checkpoint.
+def _choose_checkpoint(parent: RunDirectory, root: Root, text: str | None) -> Manifest:
+    """Return the manifest of an intact checkpoint.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -118,12 +124,20 @@ def _choose_step(parent: RunDirectory, root: Root, text: str | None) -> int:
             )
         else:
             step = int(text)
-        problem = glance(root / step_name(step), step).problem
+        glanced = glance(root / step_name(step), step)
     except StoreError as error:
         raise ConfigError(str(error)) from None
-    if problem is not None:
-        raise ConfigError(f"the checkpoint of step {step:,} of {parent.path} must be intact: {problem}")
-    return step
+    if glanced.manifest is None or glanced.problem is not None:
+        raise ConfigError(f"the checkpoint of step {step:,} of {parent.path} must be intact: {glanced.problem}")
+    return glanced.manifest
+
+
+def _check_stages(config: Config, manifest: Manifest) -> None:
+    """Raise ConfigError if a stage of a mixture would change what the parent has read."""
+    if config.data.mixture:
+        from shardwise.data.formats.mixture import continued_stages  # most branches need nothing of the data
+
+        continued_stages(config, manifest.rng["stream"]["stages"], manifest.step, manifest.position)
 
 
 def _branch_config(parent: Config, overrides: list[str], step: int) -> Config:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
@@ -72,6 +74,7 @@ def _rows(frame: Frame) -> list[tuple[str, str]]:
         ("step", f"{frame.step:,}{total}{pace}{left}"),
         ("loss", _loss(frame)),
         ("speed", f"{drawing.rate(last.get('tokens_per_second'))} tokens/s, MFU {drawing.percent(last.get('mfu'))}"),
+        *([("sources", _sources(last))] if last.get("sources") else []),
         ("split", _shares(frame.split)),
         ("ranks", _ranks(frame)),
     ]
@@ -101,6 +104,14 @@ def _loss(frame: Frame) -> str:
     rate = drawing.plain(last.get("lr"), ".2e")
     norm = drawing.plain(last.get("grad_norm"), ".3g")
     return f"{drawing.plain(last.get('loss'), '.4f')}, learning rate {rate}, gradient norm {norm}"
+
+
+def _sources(last: Mapping[str, Any]) -> str:
+    shown = []
+    for name, numbers in last["sources"].items():
+        share = drawing.percent(numbers.get("share"), 0)
+        shown.append(f"{name} loss {drawing.plain(numbers.get('loss'), '.4f')} ({share} of the samples)")
+    return ", ".join(shown)
 
 
 def _shares(split: object) -> str:

@@ -249,8 +249,6 @@ class DataConfig(SourceConfig):
         if len(given) != 1:
             named = f"has {listing(given)}" if given else "has none of them"
             return [f"it must name its data by one of dataset, path, blend and hook, and it {named}"]
-        if source.weight is None and not any(name in stage.weights for stage in self.stages):
-            return ["it must have a weight, or be in the weights of a stage: at no step is it read"]
         try:
             self.of_source(name)
         except ValidationError as error:
@@ -276,6 +274,12 @@ class DataConfig(SourceConfig):
                         f"{key}.weights.{name} ({weight:g}) must be above 0: leave out a source that is not read"
                     )
         return problems
+
+    @property
+    def sources_read(self) -> list[str]:
+        """The sources of the mixture that are read at any step."""
+        in_stages = {name for stage in self.stages for name in stage.weights}
+        return [name for name, source in self.mixture.items() if source.weight is not None or name in in_stages]
 
     def of_source(self, name: str) -> DataConfig:
         """The section by which a source of the mixture would be read alone; it names none if the source is a hook."""

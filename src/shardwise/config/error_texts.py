@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.config.base_section import PROBLEMS, as_given
+from shardwise.config.data import MixedSource
 from shardwise.config.model import FAMILIES
 from shardwise.config.run_config import Config
 from shardwise.config.token_counts import is_step_field
@@ -42,6 +43,8 @@ def error_texts(details: Any, family: str = "") -> list[str]:
         return [f"{key} {_list_rule(known[key])}"]
     if kind == "missing":
         return [f"{path} is missing" + (f" ({field.description})" if field and field.description else "")]
+    if kind == "extra_forbidden" and location[:2] == ("data", "mixture"):
+        return [f"{path}: unknown key; a source has {listing(MixedSource.model_fields)}"]
     if kind == "extra_forbidden":
         return [_unknown(path, known)]
     rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)

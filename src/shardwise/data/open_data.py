@@ -249,7 +249,7 @@ def _glance_at_sources(config: Config) -> Glance:
     """The rows of each source of a mixture, and the tokenizer that they share."""
     rows: dict[str, str] = {}
     problems: list[str] = []
-    for name in config.data.mixture:
+    for name in config.data.sources_read:
         glanced = glance(mixture.of_source(config, name))
         rows |= {"tokenizer" if row == "tokenizer" else f"data, {name}": text for row, text in glanced.rows}
         problems += [f"data.mixture.{name}: {problem}" for problem in glanced.problems]

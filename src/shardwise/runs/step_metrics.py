@@ -121,12 +121,15 @@ class StepSeries:
         seconds: time at which each step was recorded, in seconds since the epoch; NaN if it is unknown.
         numbers: values of each metric of `STEP_METRICS` by its name, one for each step; NaN if a step has none.
         parts: seconds of each of `PARTS`, one for each step; NaN if a step has none.
+        sources: loss of each source of a mixture by its name, one for each step; NaN if a step has none.
     """
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     seconds: array[float] = field(default_factory=lambda: array("d"))
     numbers: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in STEP_METRIC_NAMES})
     parts: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in PARTS})
+
+    sources: dict[str, array[float]] = field(default_factory=dict)
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Add a "step" event; known steps from its number on are undone."""
@@ -138,6 +141,16 @@ class StepSeries:
         _append_fields(self.numbers, event)
         split = event.get("split_seconds")
         _append_fields(self.parts, split if isinstance(split, dict) else {})
+        sources = event.get("sources")
+        if isinstance(sources, dict) or self.sources:
+            self._add_sources(sources if isinstance(sources, dict) else {})
+
+    def _add_sources(self, sources: Mapping[str, Any]) -> None:
+        for name in sources:
+            # A branch may have a source that its parent had not.
+            self.sources.setdefault(name, array("d", [math.nan]) * (len(self.steps) - 1))
+        losses = {name: numbers.get("loss") for name, numbers in sources.items() if isinstance(numbers, dict)}
+        _append_fields(self.sources, losses)
 
     def undo_after(self, step: int) -> None:
         """Forget the steps after `step`: the run went back to it."""
@@ -146,7 +159,7 @@ class StepSeries:
             kept_count -= 1
         if kept_count < len(self.steps):
             del self.steps[kept_count:]
-            for values in (self.seconds, *self.numbers.values(), *self.parts.values()):
+            for values in (self.seconds, *self.numbers.values(), *self.parts.values(), *self.sources.values()):
                 del values[kept_count:]
 
 

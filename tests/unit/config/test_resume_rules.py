@@ -63,9 +63,10 @@ def test_what_must_stay(override: str, difference: str) -> None:
     head, line, fix = problem.splitlines()
     assert head == "the run in this folder can be resumed only with the model and data that it began with:"
     assert line.strip().startswith(difference)
-    assert fix == (
-        "set it back, or start a new run in another --run-dir, with checkpoint.load for the weights of this one"
-    )
+    key = override.partition("=")[0]
+    change = "" if key.startswith(("model", "optimizer")) else f", or let the run go on with it by --change {key}"
+    rest = ", or start a new run in another --run-dir, with checkpoint.load for the weights of this one"
+    assert fix == f"set it back{change}{rest}"
 
 
 def test_fault_07_a_resumed_run_keeps_its_positions() -> None:

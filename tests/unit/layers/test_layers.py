@@ -20,7 +20,7 @@ from shardwise.layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
 )
-from shardwise.layers.loss import linear_cross_entropy, parallel_cross_entropy
+from shardwise.layers.loss import SampleLosses, linear_cross_entropy, parallel_cross_entropy
 from shardwise.layers.norm import LayerNorm, RMSNorm
 from tests.unit.layers.groups import pretend_group
 
@@ -388,3 +388,18 @@ def test_fault_03_a_head_size_that_does_not_follow_is_refused() -> None:
             ArgumentError, match=r"output_sizes \(.*\) must be two numbers above 0: the features of the q"
         ):
             GQAQKVColumnParallelLinear(8, sizes, head_dim=8)  # type: ignore[arg-type]
+
+
+def test_losses_of_each_sample_are_recorded_where_they_are_asked_for() -> None:
+    x = torch.randn(6, 3, 8)
+    weight = torch.randn(11, 8)
+    target = torch.randint(11, (6, 3))
+    target[2:, 1] = -100
+    losses = SampleLosses()
+    with losses.record():
+        total = linear_cross_entropy(x, weight, target, group=Group(), chunk_elements=2 * 3 * 11)
+    linear_cross_entropy(x, weight, target, group=Group())
+    expected = F.cross_entropy((x @ weight.t()).flatten(0, 1), target.flatten(), reduction="none").view(6, 3).sum(0)
+    assert losses.sums is not None
+    torch.testing.assert_close(losses.sums, torch.stack([expected, torch.tensor([6.0, 2.0, 6.0])]))
+    torch.testing.assert_close(losses.sums[0].sum(), total)

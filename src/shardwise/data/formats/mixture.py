@@ -110,7 +110,7 @@ def open_data(
     sources: dict[str, common.PreparedData] = {}
     problems = []
     shared = config
-    for name in config.data.mixture:
+    for name in config.data.sources_read:
         try:
             sources[name] = prepare(of_source(shared, name), cache_dir, announce, any_size=any_size)
         except ConfigError as error:
@@ -145,7 +145,7 @@ def _evaluation_weights(config: Config) -> dict[str, float]:
     weights: dict[str, float] = {}
     for stage in first_stages(config):
         weights = {**stage.weights, **weights}
-    return {name: weights[name] for name in config.data.mixture}
+    return {name: weights[name] for name in config.data.sources_read}
 
 
 def _later_stages(config: Config, step: int, position: int) -> list[Stage]:

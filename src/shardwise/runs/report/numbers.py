@@ -54,6 +54,7 @@ def report_of(run: RunView) -> dict[str, Any]:
         "created": _stamp(time.time()),
         "numbers": _headline(run),
         "curves": {metric.name: columns(series.steps, series.numbers[metric.name]) for metric in REPORT_CURVES},
+        "source_curves": {name: columns(series.steps, losses) for name, losses in series.sources.items()},
         "not_finite": {name: steps for name, steps in diverged.items() if steps is not None},
         "evaluations": _spread(losses),
         "split_seconds": _split(run),

@@ -79,7 +79,17 @@ def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[
         has_dots = any(curve.dots for curve in curves.values())
         title = f"{metric.title}, dots: evaluation" if has_dots else metric.title
         charts.append(chart.line_chart(title, curves, percent=metric.is_share, is_cut=metric.is_cut, notes=notes))
+        if metric.name == "loss":
+            charts.append(chart.line_chart("Training loss by source", _source_curves(reports, names)))
     return charts
+
+
+def _source_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Curve]:
+    curves = {}
+    for name, report in zip(names, reports, strict=True):
+        for source, rows in report["source_curves"].items():
+            curves[f"{name[:1]}: {source}" if len(reports) > 1 else source] = Curve(rows)
+    return curves
 
 
 def _counted(value: Any) -> Any:

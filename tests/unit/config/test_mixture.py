@@ -1,0 +1,92 @@
+"""Mixtures and stages in a configuration: what is refused, and what may change when a run goes on."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import check_changes, load_config, resume_changes, resume_problems
+
+WEB = "data.mixture.web={path: web.jsonl, weight: 0.7}"
+CODE = "data.mixture.code={path: code, weight: 0.3}"
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config("llama2-tiny", ["data.dataset=null", *overrides])
+    return list(caught.value.problems)
+
+
+def resolved(*overrides: str) -> dict[str, Any]:
+    return load_config("llama2-tiny", ["data.dataset=null", WEB, CODE, *overrides]).recorded()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.stages=[{at: 4, weights: {web: 1}}]"], "data.stages must be left out without data.mixture"),
+        (
+            [WEB, "data.split=9,1"],
+            "data.split (9,1) must be left out with data.mixture: it is a key of each source, as "
+            "data.mixture.web.split",
+        ),
+        (["data.mixture.web.path=web"], "data.mixture must have a source with a weight, which is read from the first"),
+        (["data.mixture.web={path: web, weight: 0}"], "data.mixture.web.weight (0) must be greater than 0"),
+        (["data.mixture.web={path: web, weight: -1}"], "data.mixture.web.weight (-1) must be greater than 0"),
+        (["data.mixture.web={weight: 1}"], "data.mixture.web: it must name its data by one of dataset, path, blend"),
+        (["data.mixture.web={path: a, hook: 'a:B', weight: 1}"], "blend and hook, and it has path and hook"),
+        (["data.mixture={'a b': {path: a, weight: 1}}"], "data.mixture.a b: its name must have letters, digits"),
+        ([WEB, "data.mixture.web.streaming=true"], "data.mixture.web: data.streaming (true) needs data.tokenizer"),
+        ([WEB, "data.mixture.web.kind=text"], "data.mixture.web.kind: unknown key; a source has dataset"),
+        ([WEB, "data.stages=[{at: 0, weights: {web: 1}}]"], "data.stages.0.at (0) must be greater than 0"),
+        (
+            [WEB, "data.stages=[{at: 5, weights: {web: 1}}, {at: 5, weights: {web: 2}}]"],
+            "data.stages.1.at (5) must be more than that of the stage before (5)",
+        ),
+        ([WEB, "data.stages=[{at: 5, weights: {}}]"], "data.stages.0.weights must name the sources"),
+        (
+            [WEB, "data.stages=[{at: 5, weights: {wed: 1}}]"],
+            "data.stages.0.weights.wed must be a source",
+        ),
+        ([WEB, "data.stages=[{at: 5, weights: {web: 0}}]"], "data.stages.0.weights.web (0) must be above 0"),
+    ],
+)
+def test_refused(overrides: list[str], expected: str) -> None:
+    assert expected in "\n".join(problems(*overrides))
+
+
+def test_data_beside_a_mixture_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.dataset \(tiny\) must be left out with data\.mixture"):
+        load_config("llama2-tiny", ["data.dataset=tiny", WEB])
+
+
+def test_stages_may_begin_after_tokens() -> None:
+    config = load_config("llama2-tiny", ["data.dataset=null", WEB, "data.stages=[{at: 10k, weights: {web: 1}}]"])
+    assert config.data.stages[0].at == round(10_000 / (config.train.global_batch * config.train.sequence_length))
+
+
+def test_a_run_goes_on_with_another_mixture_only_where_it_is_named() -> None:
+    new = resolved("data.mixture.code.weight=0.4", "data.stages=[{at: 4, weights: {web: 1}}]")
+    (problem,) = resume_problems(resolved(), new)
+    assert 'data.mixture.code ({"path": "code", "weight": 0.4}) must be {"path": "code", "weight": 0.3}' in problem
+    assert "by --change data.stages --change data.mixture" in problem
+    assert resume_problems(resolved(), new, check_changes(["data.mixture", "data.stages"])) == []
+    assert resume_changes(resolved(), new) == [
+        'data.stages [] → [{"at": 4, "weights": {"web": 1.0}}]',
+        'data.mixture.code {"path": "code", "weight": 0.3} → {"path": "code", "weight": 0.4}',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("train.steps", "--change train.steps must be left out: this key may change in any run"),
+        ("model.hidden_size", "fits no other model.hidden_size"),
+        ("optimizer.name", "fits no other optimizer.name"),
+        ("data.stage", "--change data.stage: there is no such key"),
+        ("seed", "--change seed: there is no such key"),
+    ],
+)
+def test_changes_that_need_no_flag_or_have_none_are_refused(key: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        check_changes([key])

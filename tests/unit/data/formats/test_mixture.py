@@ -1,0 +1,208 @@
+"""Mixtures of sources of any format: their order over stops and layouts, their stages, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.config import Config, config_from
+from shardwise.data.formats.common import make_batches, make_evaluation
+from shardwise.data.formats.mixture import PreparedMixture, continued_stages, first_stages
+from shardwise.data.open_data import glance, prepare
+from shardwise.data.reading.megatron_files import IndexedWriter
+from shardwise.data.samples.batch import Batch, BlendedBatches
+from shardwise.data.samples.order import Stage
+from shardwise.data.tokens.tokenizer import train_tokenizer
+
+TEXT = "The ring of keys was lost in spring. A song went with it! Who sang it? Nobody knows.\n"
+BATCH = 12
+
+
+class Rows:
+    """Samples of a program."""
+
+    def __init__(self, _config: Config, part: str) -> None:
+        self.first = 250 if part == "train" else 290
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, number: int) -> list[int]:
+        return [self.first + number] * 17
+
+
+def config(
+    mixture: dict[str, Any], stages: Any = (), *, eval_every: int = 0, batch: int = BATCH, **data: Any
+) -> Config:
+    sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return config_from(
+        {
+            "model": {"family": "llama", "intermediate_size": 32, "max_position_embeddings": 64, **sizes},
+            "train": {"steps": 9, "global_batch": batch, "sequence_length": 16, "eval_every": eval_every},
+            "optimizer": {"lr": 1e-3},
+            "data": {"mixture": mixture, "stages": list(stages), **data},
+        }
+    )
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with documents of Megatron, lines of text, a stream and a tokenizer."""
+    with IndexedWriter(tmp_path / "tokens", 300) as writer:
+        for number in range(40):
+            writer.add([number] * 30, [30])
+    for name, count in (("lines", 40), ("stream", 60)):
+        documents = [json.dumps({"text": f"{number} {name}: {TEXT * 2}"}) for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(documents), encoding="utf-8")
+    train_tokenizer([TEXT], 264, "test").save(tmp_path / "tokenizer")
+    return tmp_path
+
+
+def four_sources(place: Path) -> dict[str, Any]:
+    return {
+        "tokens": {"path": str(place / "tokens"), "weight": 0.4},
+        "lines": {"path": str(place / "lines.jsonl"), "weight": 0.3},
+        "stream": {"path": str(place / "stream.jsonl"), "streaming": True, "shuffle_buffer": 5, "weight": 0.2},
+        "rows": {"hook": f"{__name__}:Rows", "weight": 0.1},
+    }
+
+
+def training(chosen: Config, place: Path) -> BlendedBatches:
+    batches = make_batches(chosen, prepare(chosen, place / "cache"), "train")
+    assert isinstance(batches, BlendedBatches)
+    return batches
+
+
+def ids(batches: list[Batch]) -> list[list[int]]:
+    return np.concatenate([batch.inputs["ids_SB"] for batch in batches], axis=1).T.tolist()
+
+
+def test_a_mixture_that_stops_goes_on_sample_by_sample_at_any_layout(place: Path) -> None:
+    stages = [{"at": 3, "weights": {"lines": 1, "stream": 2, "rows": 1}}]
+    chosen = config(four_sources(place), stages, tokenizer=str(place / "tokenizer"))
+    undisturbed = training(chosen, place)
+    expected = [row for step in range(8) for row in ids([undisturbed.global_batch(step * BATCH, BATCH)])]
+    undisturbed.close()
+    read = []
+    state: dict[str, Any] = {}
+    for start, stop, ranks in ((0, 2, 2), (2, 3, 1), (3, 5, 4), (5, 8, 3)):
+        # A process that was killed: all is opened again.
+        batches = training(chosen, place)
+        if state:
+            batches.restore(state)
+            batches.set_stages(continued_stages(chosen, state["stages"], start, start * BATCH))
+        for step in range(start, stop):
+            by_rank = [batches.local_batch(step * BATCH, BATCH, rank, ranks, 1) for rank in range(ranks)]
+            read += ids([by_rank[rank][number] for number in range(BATCH // ranks) for rank in range(ranks)])
+        # As a manifest keeps it.
+        state = json.loads(json.dumps(batches.state(stop * BATCH), sort_keys=True))
+        batches.close()
+    assert read == expected
+    assert len({tuple(row) for row in expected}) > 60, "few samples are equal"
+    in_first_stage = [int(undisturbed.order.before(source, np.array([3 * BATCH]))[0]) for source in range(4)]
+    assert in_first_stage == [15, 11, 7, 3], "14.4, 10.8, 7.2 and 3.6 by weight"
+    assert undisturbed.order.sources(np.arange(3 * BATCH, 8 * BATCH)).min() == 1, "tokens are read no more"
+
+
+def test_an_evaluation_has_all_sources_that_hold_samples_out(place: Path) -> None:
+    mixture = four_sources(place)
+    mixture["tokens"]["split"] = "100,0"
+    mixture["stream"]["split"] = "50,50"
+    del mixture["rows"]["weight"]
+    stages = [{"at": 3, "weights": {"rows": 1}}]
+    chosen = config(mixture, stages, eval_every=1, tokenizer=str(place / "tokenizer"))
+    data = prepare(chosen, place / "cache")
+    evaluation = make_evaluation(chosen, data, "eval")
+    assert isinstance(evaluation, BlendedBatches)
+    assert evaluation.order.names == ("lines", "stream", "rows")
+    rows = ids([*evaluation.eval_batches(100, BATCH, 0, 1, BATCH)])
+    assert len(rows) == -(-evaluation.num_samples // BATCH) * BATCH
+    assert sorted(row[0] for row in rows if row[0] >= 290) == [*range(290, 299)]
+    assert data.count("eval") == sum(source.count("eval") for source in data.sources.values())  # type: ignore[attr-defined]
+
+
+def test_the_order_of_a_source_depends_on_no_other(place: Path) -> None:
+    few = {name: source for name, source in four_sources(place).items() if name in ("lines", "rows")}
+    both = [
+        training(config(mixture, tokenizer=str(place / "tokenizer")), place) for mixture in (few, four_sources(place))
+    ]
+    first, second = ([row for row in ids([batches.global_batch(0, 60)]) if row[0] == row[1] >= 250] for batches in both)
+    assert first[: len(second)] == second
+    for batches in both:
+        batches.close()
+
+
+def test_sources_of_text_share_the_tokenizer_that_is_trained_on_the_first(place: Path) -> None:
+    (place / "more.txt").write_text(TEXT * 40, encoding="utf-8")
+    mixture = {"lines": {"path": str(place / "lines.jsonl"), "weight": 1}, "more": {"path": str(place / "more.txt")}}
+    chosen = config(mixture, [{"at": 1, "weights": {"more": 1}}])
+    data = prepare(chosen, place / "cache")
+    assert isinstance(data, PreparedMixture)
+    assert data.tokenizer_path is not None
+    texts = [source.tokenizer_path for source in data.sources.values()]
+    assert {path and (path / "tokenizer.json").read_bytes() for path in texts} == {
+        (data.tokenizer_path / "tokenizer.json").read_bytes()
+    }
+    assert [name for name, _ in glance(chosen).rows] == ["data, lines", "data, more", "tokenizer"]
+
+
+def test_tokens_and_text_without_a_tokenizer_are_refused(place: Path) -> None:
+    mixture = {name: four_sources(place)[name] for name in ("tokens", "lines")}
+    with pytest.raises(DataError, match=r"must be the one that made the tokens of data\.mixture\.tokens"):
+        prepare(config(mixture), place / "cache")
+
+
+def test_every_source_that_is_empty_or_missing_is_named(place: Path) -> None:
+    (place / "empty.txt").write_text("", encoding="utf-8")
+    mixture = {name: {"path": str(place / f"{name}.txt"), "weight": 1} for name in ("empty", "missing")}
+    with pytest.raises(DataError) as caught:
+        prepare(config(mixture), place / "cache")
+    assert [problem.split(": ")[0] for problem in caught.value.problems] == [
+        "data.mixture.empty",
+        "data.mixture.missing",
+    ]
+
+
+MIXTURE = {"web": {"path": "web", "weight": 3}, "code": {"path": "code", "weight": 1}, "math": {"path": "math"}}
+LATER = {"at": 6, "weights": {"math": 1.0}}
+RECORDED = [
+    {"step": 0, "sample": 0, "weights": {"code": 1.0, "web": 3.0}},
+    {"step": 4, "sample": 48, "weights": {"code": 1.0}},
+    {"step": 6, "sample": 72, "weights": {"math": 1.0}},
+]
+
+
+def test_stages_begin_at_the_samples_of_their_steps() -> None:
+    chosen = config(MIXTURE, [{"at": 4, "weights": {"code": 1}}, LATER])
+    assert first_stages(chosen) == [Stage(**stage) for stage in RECORDED]
+
+
+def test_later_stages_follow_another_batch_and_earlier_ones_stay() -> None:
+    chosen = config(MIXTURE, [{"at": 4, "weights": {"code": 1}}, {"at": 8, "weights": {"web": 1}}], batch=6)
+    assert continued_stages(chosen, RECORDED, step=5, position=60)[1:] == [
+        Stage(4, 48, {"code": 1.0}),
+        Stage(8, 78, {"web": 1.0}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [LATER],
+        [{"at": 4, "weights": {"code": 2}}, LATER],
+        [{"at": 3, "weights": {"code": 1}}, LATER],
+        [{"at": 2, "weights": {"web": 1}}, {"at": 4, "weights": {"code": 1}}],
+    ],
+)
+def test_a_stage_in_the_past_is_refused(stages: list[dict[str, Any]]) -> None:
+    with pytest.raises(ConfigError, match=r"the stages before step 5, .* must begin at 5 or later"):
+        continued_stages(config(MIXTURE, stages), RECORDED, step=5, position=60)
+
+
+def test_the_weights_of_the_beginning_stay() -> None:
+    mixture = MIXTURE | {"web": {"path": "web", "weight": 2}}
+    with pytest.raises(ConfigError, match=r"the weights of data\.mixture \(\{'code': 1\.0, 'web': 3\.0\}\)"):
+        continued_stages(config(mixture, [LATER]), RECORDED[:1], step=5, position=60)
