@@ -6,7 +6,7 @@ docs/devices.md.
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -129,13 +129,17 @@ def sections(annotation: object) -> list[type[pydantic.BaseModel]]:
     return [section for argument in get_args(annotation) for section in sections(argument)]
 
 
-def rows(section: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
+def rows(section: type[pydantic.BaseModel], prefix: str, known: Container[str] = ()) -> Iterator[str]:
+    """Rows of all keys of a section, without those whose descriptions are `known`."""
     for name, field in section.model_fields.items():
         assert field.description, f"{prefix}.{name} has no description"
+        if field.description in known:
+            continue
         yield f"| `{prefix}.{name}` | {default_of(field)} | {field.description} |"
-        # Sections in a list, such as the points of a schedule.
-        for section in sections(field.annotation):
-            yield from rows(section, f"{prefix}.{name}[]")
+        # Sections in a list, such as the points of a schedule. They may repeat keys of the section around them.
+        around = {inner.description for inner in section.model_fields.values()}
+        for nested in sections(field.annotation):
+            yield from rows(nested, f"{prefix}.{name}[]", around)
 
 
 def page() -> str:

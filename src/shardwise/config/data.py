@@ -277,9 +277,9 @@ class DataConfig(SourceConfig):
 
     @property
     def sources_read(self) -> list[str]:
-        """The sources of the mixture that are read at any step."""
+        """The sources of the mixture that are read at any step, in the order of the alphabet."""
         in_stages = {name for stage in self.stages for name in stage.weights}
-        return [name for name, source in self.mixture.items() if source.weight is not None or name in in_stages]
+        return sorted(name for name, source in self.mixture.items() if source.weight is not None or name in in_stages)
 
     def of_source(self, name: str) -> DataConfig:
         """The section by which a source of the mixture would be read alone; it names none if the source is a hook."""

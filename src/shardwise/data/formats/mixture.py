@@ -105,7 +105,7 @@ def open_data(
 ) -> PreparedMixture:
     """Opens all sources; DataError with every problem of each.
 
-    Without `data.tokenizer` one is trained on the first source of text, and the others have it too.
+    Without `data.tokenizer` one is trained on the first source of text in the alphabet, and the others have it too.
     """
     sources: dict[str, common.PreparedData] = {}
     problems = []
