@@ -48,6 +48,7 @@ SECTIONS = {
     "named)",
     "device": "Llama 2 7B's blocks on accelerators: tokens/s, MFU, hidden communication (needs an accelerator)",
     "parity": "every layout of eight ranks against one process, for four families (slow: only when named)",
+    "bits": "bit-equal training at every layout of eight ranks against one process (slow: only when named)",
     "precision": "the quickstart in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
 ONLY_WHEN_NAMED = (
@@ -56,6 +57,7 @@ ONLY_WHEN_NAMED = (
     "documents",
     "tensor_overlap",
     "parity",
+    "bits",
     "precision",
     "data_prepare",
     "memory_copies",

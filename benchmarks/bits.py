@@ -1,0 +1,143 @@
+"""`train.bitwise` on eight CPU ranks against one process: every layout of four families, and pairs of choices.
+
+In float32 it is every layout, and in other formats 60 layouts that together have each pair of choices. What was
+measured before is kept, since it takes hours: a part whose figures are not in the results is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import parity
+from report import RESULTS, Report, Table, environment
+
+FORMATS = {
+    "mixed, AdamW": "precision.mode=mixed",
+    "bfloat16 by stochastic rounding, AdamW": "precision.mode=bfloat16 precision.rounding=stochastic",
+    "float32, LAMB": "precision.mode=float32 optimizer.name=lamb",
+}
+"""Overrides of the trainings of which pairs of choices are compared."""
+CELLS_OF_FORMAT = 60
+
+
+def run(rounds: int) -> Report:
+    figures = measured()
+    for pipeline, (family, recipe) in itertools.product(parity.PIPELINES, parity.FAMILIES.items()):
+        key = f"{family}, pipeline degree {pipeline}"
+        if key not in figures:
+            layouts = ["--layouts", "all", f"parallel.pipeline={pipeline}"]
+            figures[key] = counted(parity.verify(recipe, "", layouts, parity.STEPS, bits=True))
+            report(figures).save(RESULTS, environment())
+            print(f"{key}: {figures[key]}", flush=True)
+    for name, overrides in FORMATS.items():
+        if name not in figures:
+            figures[name] = verify_pairs(overrides)
+            report(figures).save(RESULTS, environment())
+    return report(figures)
+
+
+def measured() -> dict[str, dict[str, Any]]:
+    """The layouts of each part that was measured, and the names of those that differ."""
+    path = RESULTS / "bits.json"
+    figures: dict[str, dict[str, Any]] = json.loads(path.read_text())["figures"] if path.exists() else {}
+    return figures
+
+
+def counted(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of layouts in what `verify` found, and the names of those that differ."""
+    *layouts, _ = found["layouts"]  # the last is one process that reads a checkpoint
+    differing = [
+        str({key: layout[key] for key in ("tensor", "pipeline", "data")}) for layout in layouts if layout["problems"]
+    ]
+    return {"layouts": len(layouts), "differing": differing}
+
+
+def by_family(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """The layouts of each family, and those that differ."""
+    families: dict[str, dict[str, int]] = {}
+    for key, part in figures.items():
+        if key not in FORMATS:
+            counts = families.setdefault(key.partition(",")[0], {"with bitwise": 0, "bits differ": 0})
+            counts["with bitwise"] += part["layouts"]
+            counts["bits differ"] += len(part["differing"])
+    return families
+
+
+def verify_pairs(overrides: str) -> dict[str, Any]:
+    """Return how many layouts of a pairwise set were compared, and the names of those of which a bit differs."""
+    from shardwise.config.load import load_config
+    from shardwise.verify import miniature, verification
+    from shardwise.verify.layouts import Cell, candidates
+
+    chosen = {"parallel.schedule": None, "train.recompute": None}
+    by_choice: dict[tuple[Any, ...], tuple[str, Cell]] = {}
+    for family, recipe in parity.FAMILIES.items():
+        for cell in candidates(load_config(recipe, []), "cpu", parity.RANKS, chosen):
+            choices = (family, cell.tensor, cell.sequence, cell.pipeline, cell.schedule, cell.zero, cell.recompute)
+            by_choice[choices] = (family, cell)
+    cells = [by_choice[choices] for choices in covering(list(by_choice), CELLS_OF_FORMAT)]
+    differing = []
+    by_mesh = sorted(cells, key=lambda pair: (pair[0], pair[1].pipeline))
+    for (family, _), group in itertools.groupby(by_mesh, key=lambda pair: (pair[0], pair[1].pipeline)):
+        recipe = load_config(parity.FAMILIES[family], overrides.split())
+        # Grains are those of the largest degrees, whatever degrees the set has here.
+        of_family = [cell for _, cell in group]
+        largest = replace(of_family[0], tensor=parity.RANKS // of_family[0].pipeline, sequence=False, zero=0)
+        config = miniature.miniature(recipe, [*of_family, largest], parity.STEPS, has_accelerator=False, bitwise=True)
+        kept, reasons = miniature.existing(config, of_family)
+        if len(kept) < len(of_family):
+            raise RuntimeError("\n".join(reasons))
+        with tempfile.TemporaryDirectory() as folder:
+            result = verification.verify(config, kept, Path(folder))
+        differing += [f"{family}, {outcome.cell.name}" for outcome in result.broken]
+        print(f"{overrides}, {family}: {len(kept)} layouts, {len(result.broken)} differ", flush=True)
+    return {"layouts": len(cells), "differing": differing}
+
+
+def covering(choices: Sequence[tuple[Any, ...]], count: int) -> list[tuple[Any, ...]]:
+    """Return `count` of the combinations that together have each pair of values that any of them has, if it can be."""
+    shuffled = list(choices)
+    random.Random(0).shuffle(shuffled)
+
+    def pairs(combination: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(combination), 2))
+
+    missing = set().union(*map(pairs, shuffled))
+    taken = []
+    while len(taken) < count:
+        best = max(shuffled, key=lambda combination: len(pairs(combination) & missing))
+        shuffled.remove(best)
+        missing -= pairs(best)
+        taken.append(best)
+    if missing:
+        raise RuntimeError(f"{count} layouts have not all pairs: {missing}")
+    return taken
+
+
+def report(figures: Mapping[str, Mapping[str, Any]]) -> Report:
+    rows = [[key, str(part["layouts"]), str(len(part["differing"]))] for key, part in figures.items()]
+    families = by_family(figures)
+    layouts = sum(counts["with bitwise"] for counts in families.values())
+    broken = sum(len(part["differing"]) for part in figures.values())
+    return Report(
+        "bits",
+        "Bit-equal training at layouts of eight ranks against one process",
+        [Table(("part", "layouts", "that differ"), rows)],
+        {key: dict(part) for key, part in figures.items()},
+        targets=[f"no bit differs at any measured layout: {f'MISSED by {broken}' if broken else 'reached'}"],
+        notes=[
+            "Compared are the initial weights, the losses and gradient norms of 4 steps, the gradients of the first, "
+            "weights and moments after the middle and the end, and a resume from the checkpoint of another layout.",
+            f"{layouts:,} layouts in float32 were measured, of 1,080: all combinations of degrees, sequence "
+            "parallelism, ZeRO-1, schedule and recompute of the miniatures of "
+            f"{', '.join(parity.FAMILIES.values())}.",
+            "Other formats: 60 layouts and families that together have each pair of choices.",
+        ],
+    )
