@@ -25,6 +25,8 @@ _NEEDS = {
 """The keys that a run must give, by `data.format`."""
 # A name begins with a letter, a weight with a digit: the two kinds of `data.split` cannot be confused.
 _SPLIT_NAME = r"(?a)[A-Za-z_]\w*(\.\w+)*"
+PYTHON_NAME = r"\w+(\.\w+)*:\w+"
+"""The name of code of the user's own: package.module:Name."""
 _SOURCE_NAME = r"(?a)[A-Za-z_][\w-]*"
 
 
@@ -246,6 +248,8 @@ class DataConfig(SourceConfig):
         if not re.fullmatch(_SOURCE_NAME, name):
             return ["its name must have letters, digits, _ and - alone, and begin with a letter"]
         given = [key for key in ("dataset", "path", "blend", "hook") if getattr(source, key) is not None]
+        if source.hook is not None and not re.fullmatch(PYTHON_NAME, source.hook):
+            return [f"its hook ({source.hook!r}) must read package.module:Name"]
         if len(given) != 1:
             named = f"has {listing(given)}" if given else "has none of them"
             return [f"it must name its data by one of dataset, path, blend and hook, and it {named}"]

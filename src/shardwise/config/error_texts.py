@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from shardwise.base.errors import ConfigError, listing, nearest_name
-from shardwise.config.base_section import PROBLEMS, as_given
+from shardwise.config.base_section import PROBLEMS, Section, as_given
 from shardwise.config.data import MixedSource
 from shardwise.config.model import FAMILIES
 from shardwise.config.run_config import Config
@@ -99,6 +99,8 @@ def _list_rule(field: FieldInfo) -> str:
     entries = "whole numbers" if kind is int or get_args(kind)[:1] == (int,) else "numbers"
     if kind is str or get_origin(kind) is Literal:
         entries = "names"
+    if isinstance(kind, type) and issubclass(kind, Section):
+        entries = "mappings"
     return f"must be a list of {entries}, such as {listing(field.examples or [], 'or')}"
 
 

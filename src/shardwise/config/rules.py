@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, nearest_numbers, see
-from shardwise.config.data import MASKED_FRACTION, MixedSource
+from shardwise.config.data import MASKED_FRACTION, PYTHON_NAME, MixedSource
 from shardwise.config.layout import Layout
 from shardwise.config.load import config_from
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER
@@ -246,7 +246,7 @@ def _hook_problems(config: Config) -> list[str]:
     problems = [
         f"{key} ({path!r}) must read package.module:Name"
         for key, path in hooks.paths.items()
-        if not re.fullmatch(r"\w+(\.\w+)*:\w+", path)
+        if not re.fullmatch(PYTHON_NAME, path)
     ]
     if hooks.data is not None and data.is_named:
         problems.append(

@@ -35,6 +35,8 @@ def resolved(*overrides: str) -> dict[str, Any]:
         (["data.mixture.web={path: web, weight: -1}"], "data.mixture.web.weight (-1) must be greater than 0"),
         (["data.mixture.web={weight: 1}"], "data.mixture.web: it must name its data by one of dataset, path, blend"),
         (["data.mixture.web={path: a, hook: 'a:B', weight: 1}"], "blend and hook, and it has path and hook"),
+        (["data.mixture.web={hook: abc, weight: 1}"], "its hook ('abc') must read package.module:Name"),
+        ([WEB, "data.stages=4"], "data.stages (4) must be a list of mappings, such as [{"),
         (["data.mixture={'a b': {path: a, weight: 1}}"], "data.mixture.a b: its name must have letters, digits"),
         ([WEB, "data.mixture.web.streaming=true"], "data.mixture.web: data.streaming (true) needs data.tokenizer"),
         ([WEB, "data.mixture.web.kind=text"], "data.mixture.web.kind: unknown key; a source has dataset"),
