@@ -496,8 +496,9 @@ def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any], allowed: 
         return []
     listed = "\n".join(f"  {change}" for change in changes)
     keys = dict.fromkeys(_top_key(change.partition(" ")[0]) for change in changes)
-    flags = " ".join(f"--change {key}" for key in keys if not key.startswith(_NEEDED_BY_THE_CHECKPOINT))
-    change = f", or let the run go on with {'it' if len(keys) == 1 else 'them'} by {flags}" if flags else ""
+    flags = " ".join(f"--change {key}" for key in keys)
+    fits = not any(key.startswith(_NEEDED_BY_THE_CHECKPOINT) for key in keys)
+    change = f", or let the run go on with {'it' if len(keys) == 1 else 'them'} by {flags}" if fits else ""
     return [
         f"the run in this folder can be resumed only with the model and data that it began with:\n{listed}\n"
         f"set {'it' if len(changes) == 1 else 'them'} back{change}, or start a new run in another --run-dir, with "

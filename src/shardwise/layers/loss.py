@@ -188,6 +188,13 @@ class SampleLosses:
 
 
 _recorders: list[SampleLosses] = []
+
+
+def _record(loss_N: Tensor, counted_N: Tensor, samples: int) -> None:
+    for recorder in _recorders:
+        recorder.add(loss_N.view(-1, samples), counted_N.view(-1, samples))
+
+
 ChunkLosses = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 
 
@@ -308,9 +315,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             # Not in place: torch 2.11, traced, would drop its gradient.
             total = total + loss.sum()
-            for recorder in _recorders:
-                counted = targets != shard.ignore_index
-                recorder.add(*(tensor.view(-1, target_SB.shape[-1]) for tensor in (loss, counted)))
+            _record(loss, targets != shard.ignore_index, samples=target_SB.shape[-1])
             if dlogits is None:
                 continue
             if db is not None and dbias is not None:

@@ -33,6 +33,12 @@ OTHERS: dict[str, list[str]] = {
     "parallel.stages": ["parallel.stages=[3,5]"],
     "optimizer.betas": ["optimizer.betas=[0.8,0.9]"],
     "data.blend": ["data.dataset=null", "data.blend=[0.5,a,0.5,b]"],
+    "data.mixture.blend": ["data.dataset=null", "data.mixture={a: {blend: [0.5, a, 0.5, b], weight: 1}}"],
+    "data.stages.weights": [
+        "data.dataset=null",
+        "data.mixture={a: {path: a, weight: 1}}",
+        "data.stages=[{at: 4, weights: {a: 2}}]",
+    ],
     "compile.options": ["compile.options={max_autotune: true, more: [1, {deep: [2]}]}"],
     "hooks.optimizer_options": ["hooks.optimizer=torch.optim:SGD", "hooks.optimizer_options={momentum: 0.9}"],
     "hooks.callbacks": ["hooks.callbacks=[builtins:print]"],

@@ -94,7 +94,9 @@ def test_every_key_has_its_description() -> None:
     described = set()
 
     def describe(prefix: str, schema: dict[str, Any]) -> None:
-        reference = schema.get("$ref") or schema.get("items", {}).get("$ref", "")
+        # A section may be in a list or a mapping.
+        holders = (schema, schema.get("items", {}), schema.get("additionalProperties", {}))
+        reference = next((holder["$ref"] for holder in holders if isinstance(holder, dict) and "$ref" in holder), "")
         for key, value in SCHEMA["$defs"].get(reference.rpartition("/")[2], {}).get("properties", {}).items():
             if value.get("description"):
                 described.add(f"{prefix}{key}")

@@ -154,9 +154,9 @@ def test_a_run_goes_on_where_it_was(
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
     manifest = Manifest.read(write_checkpoint(tmp_path, 100))
-    resume.require_same_data(manifest, replace(make_data(), fingerprint="tiny"))
+    resume.require_same_data(manifest, replace(make_data(), fingerprint="tiny"), config())
     with pytest.raises(ConfigError, match=r"the data .* must be those that the run began with \(fingerprint tiny"):
-        resume.require_same_data(manifest, replace(make_data(), fingerprint="other"))
+        resume.require_same_data(manifest, replace(make_data(), fingerprint="other"), config())
 
 
 def test_a_run_that_goes_on_stops_after_as_many_steps_of_its_own() -> None:

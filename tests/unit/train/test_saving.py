@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from shardwise.base.errors import LostPeerError, RunError, see
 from shardwise.checkpoint.save import Saved, Saver
+from shardwise.data.samples.causal import TokenBatches
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import FollowedFolder, RunDirectory
 from shardwise.train.saving import Checkpoints
@@ -19,6 +21,8 @@ from shardwise.train.step_record import Progress
 from tests.unit.train.test_report import config, reporter
 
 LOST = "rank 0 lost the connection to another rank"
+
+BATCHES = TokenBatches(np.arange(99), 16, seed=1)
 
 
 class Ended:
@@ -40,7 +44,8 @@ def checkpoints(path: Path, *saves: Saved) -> Iterator[tuple[Checkpoints, io.Str
     made, stream = reporter(path)
     saver: Any = Ended(*saves)
     with made:
-        yield Checkpoints(cast(Saver, saver), config(), made, Mesh(device="cpu"), lambda: None, {}), stream
+        kept = Checkpoints(cast(Saver, saver), config(), made, Mesh(device="cpu"), lambda: None, {}, BATCHES)
+        yield kept, stream
 
 
 def test_a_run_that_fails_does_not_go_on_without_a_checkpoint(tmp_path: Path) -> None:

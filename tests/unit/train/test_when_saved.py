@@ -2,11 +2,16 @@
 
 from typing import Any
 
+import numpy as np
+
 from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.data.samples.causal import TokenBatches
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.saving import Checkpoints
 from shardwise.train.step_record import Progress
 from tests.dist.training import make_config
+
+BATCHES = TokenBatches(np.arange(99), 16, seed=1)
 
 
 class Saves:
@@ -28,7 +33,7 @@ def saved(every: int, stopped_at: int | None = None) -> tuple[dict[int, Any], st
     made: Any = Saves()
     progress, stop = Progress(), None
     checkpoints = Checkpoints(
-        made, config, None, Mesh(), lambda: "somebody" if progress.step == stopped_at else None, {}
+        made, config, None, Mesh(), lambda: "somebody" if progress.step == stopped_at else None, {}, BATCHES
     )  # type: ignore[arg-type]
     for step in range(1, 6):
         progress.step, progress.samples, progress.position = step, 8 * step, 8 * step + 24
@@ -59,7 +64,7 @@ def test_the_place_in_the_data_is_ahead_of_the_samples() -> None:
 def test_a_checkpoint_that_is_saved_again_has_all_progress() -> None:
     """The losses too, by which a spike is noticed after the next resume."""
     made: Any = Saves()
-    checkpoints = Checkpoints(made, make_config(), None, Mesh(), lambda: None, {})  # type: ignore[arg-type]
+    checkpoints = Checkpoints(made, make_config(), None, Mesh(), lambda: None, {}, BATCHES)  # type: ignore[arg-type]
     progress = {"samples": 40, "position": 64, "tokens": 640, "losses": (2.0, 1.5), "schedule": {}, "rng": {}}
     unknown: dict[str, Any] = {"config": {}, "versions": {}, "created": "", "files": (), "tensors": {}}
     checkpoints.save_again(Manifest(step=5, **progress, layout={}, data={}, optimizer={}, **unknown))  # type: ignore[arg-type]
