@@ -148,13 +148,17 @@ def prepare(
         DataError: the text or the tokenizer is missing, unreadable or too small, or the cache cannot be written.
     """
     if config.data.mixture:
-        return mixture.open_data(config, prepare, cache_dir, announce, any_size=any_size)
+        return mixture.open_data(config, prepare, _holds_tokens, cache_dir, announce, any_size=any_size)
     if config.hooks.data is not None:
         open_data = USER_SAMPLES.open_data
     else:
         format = checked_format(config)
         open_data = stream.open_data if config.data.streaming else format.open_data
     return open_data(config, cache_root(cache_dir), announce, any_size=any_size)
+
+
+def _holds_tokens(config: Config) -> bool:
+    return config.hooks.data is not None or format_of(config.data).holds_tokens
 
 
 def checked_format(config: Config) -> DataFormat:

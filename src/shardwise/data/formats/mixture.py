@@ -101,7 +101,13 @@ def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step
 
 
 def open_data(
-    config: Config, prepare: Prepare, cache_dir: Path | None, announce: common.Announce, *, any_size: bool
+    config: Config,
+    prepare: Prepare,
+    holds_tokens: Callable[[Config], bool],
+    cache_dir: Path | None,
+    announce: common.Announce,
+    *,
+    any_size: bool,
 ) -> PreparedMixture:
     """Opens all sources; DataError with every problem of each.
 
@@ -111,8 +117,10 @@ def open_data(
     problems = []
     shared = config
     for name in config.data.sources_read:
+        # Nobody knows which tokenizer made tokens, unless data.tokenizer says it.
+        holder = config if holds_tokens(of_source(config, name)) else shared
         try:
-            sources[name] = prepare(of_source(shared, name), cache_dir, announce, any_size=any_size)
+            sources[name] = prepare(of_source(holder, name), cache_dir, announce, any_size=any_size)
         except ConfigError as error:
             problems += [f"data.mixture.{name}: {problem}" for problem in error.problems]
             continue
