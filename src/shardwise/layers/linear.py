@@ -346,6 +346,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         group = sharing_group(type(self).__name__, options.get("group"))
         size = group.size
         q_size, kv_size = _two_sizes(output_sizes)
+        has_heads = head_dim is not None
         if head_dim is None:
             head_dim = _features_per_head(kv_size, kv_size_multiplier, size)
         for kind, features in (("query", q_size), ("key/value", kv_size)):
@@ -386,6 +387,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
             repeats=(1, repeats, repeats),
             **options,
         )
+        if has_heads:
+            placement.mark_heads(self.weight, head_dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._outputs(self.project(x))

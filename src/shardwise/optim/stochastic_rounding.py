@@ -26,7 +26,7 @@ from shardwise.distributed.random_bits import INCREMENT_32, hashed, scramble_, w
 from shardwise.distributed.torch_private import step_optimizer
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.gradient_norms import ElementRun, chunk_elements
-from shardwise.optim.master_update import MakeNorms, MakeOptimizer, Update, options_of
+from shardwise.optim.master_update import MakeOptimizer, MakeSlices, Update, options_of
 from shardwise.optim.slice_optimizer import SliceOptimizer
 
 _BITS = 16
@@ -234,7 +234,7 @@ class StochasticUpdate(Update):
     Masters and each tensor of the state stay in bfloat16, 2 bytes an element.
 
     Args:
-        inner, buckets, make_norms: arguments of `Update`; the masters are bfloat16.
+        inner, buckets, make_slices: arguments of `Update`; the masters are bfloat16.
         make: makes an optimizer of the wrapped class from a parameter group.
         bits: random bits for the elements of these buckets.
     """
@@ -243,11 +243,11 @@ class StochasticUpdate(Update):
         self,
         inner: torch.optim.Optimizer,
         buckets: Sequence[Bucket],
-        make_norms: MakeNorms,
+        make_slices: MakeSlices,
         make: MakeOptimizer,
         bits: RandomBits,
     ) -> None:
-        super().__init__(inner, buckets, make_norms)
+        super().__init__(inner, buckets, make_slices)
         self._make = make
         self._bits = bits
 
@@ -280,10 +280,10 @@ class StochasticUpdate(Update):
             assert gradient is not None
             return optimizer.direction(float_copy.parameter, float_copy.group, out=gradient)
 
-        adapted = inner.adapted_groups()
-        ratios = inner.trust_ratio(*self._norms.measure(adapted, ElementRun.master, direction))
+        adapted = inner.whole_tensor_groups()
+        ratios = inner.trust_ratio(*self._model.norms.measure(adapted, ElementRun.master, direction))
         for index, group in enumerate(inner.param_groups):
-            for tensor, run in self._norms.runs(index):
+            for tensor, run in self._model.norms.runs(index):
                 for chunk in run.split(chunk_elements(run.bucket)):
                     update = direction(chunk)
                     float_copy = float_copies[chunk.bucket]

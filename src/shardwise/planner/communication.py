@@ -330,6 +330,11 @@ class BucketShape:
     elements: int
     slices: int
 
+    @property
+    def is_orthogonalized(self) -> bool:
+        """True for a bucket of matrices of blocks alone: with Muon, these are in buckets of their own."""
+        return all(parameter.is_block_matrix for _, parameter in self.parameters)
+
     def partial(self, ranks: int, data_rank: int | None = None) -> int:
         """Return the elements whose gradient is partial over `ranks` ranks, in a data-parallel rank's slice, or all."""
         return sum(
@@ -361,14 +366,16 @@ class BucketShape:
 def bucket_shapes(workload: RankWorkload) -> list[BucketShape]:
     """Return the rank's buckets as `optimizer.bucket_mib` sets their size, in the order in which they are begun.
 
-    Matrices, which weight decay applies to, and vectors are in separate buckets. A parameter at both ends of a pipeline
-    has a bucket to itself.
+    Matrices, which weight decay applies to, and vectors are in separate buckets; with Muon also matrices of blocks and
+    others. A parameter at both ends of a pipeline has a bucket to itself.
     """
     optimizer = workload.config.optimizer
     layout = workload.layout
     gradient = DTYPE_BYTES[workload.precision.gradient]
     stored = (workload.model, layout.tensor, layout.sequence_parallel, workload.local, workload.stages)
-    return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, optimizer.zero == 1, workload.accelerator))
+    kinds = ("is_block_matrix", "matrix") if optimizer.spec.orthogonalizes else ("matrix",)
+    uses_zero = optimizer.zero == 1
+    return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, uses_zero, workload.accelerator, kinds))
 
 
 @lru_cache(maxsize=512)
@@ -379,13 +386,17 @@ def _shapes(
     data: int,
     zero: bool,
     accelerator: bool,
+    kinds: tuple[str, ...],
 ) -> list[BucketShape]:
     model, tensor, sequence, local, stages = model_part
     stored = list(local_parameters(model, tensor, sequence, local=local, stages=stages))
     slices = data if zero else 1
     shapes = []
-    for matrices in (True, False):
-        group = [parameter for parameter in stored if parameter.matrix == matrices]
+    by_group: dict[tuple[bool, ...], list[LocalParameter]] = {}
+    for parameter in stored:
+        by_group.setdefault(tuple(getattr(parameter, kind) for kind in kinds), []).append(parameter)
+    # The order of `build.parameter_groups`: matrices first.
+    for _, group in sorted(by_group.items(), reverse=True):
         sizes = [(parameter.at_both_ends, gradient * parameter.elements) for parameter in group]
         if bucket_mib is not None:
             most = bucket_mib * _MIB
