@@ -11,9 +11,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from shardwise.optim.gradient_norms import ElementRun, row_norms
+from shardwise.optim.gradient_norms import ElementRun, chunk_elements, row_norms
 from shardwise.optim.model_slices import ModelSlices
-from shardwise.optim.slice_optimizer import SliceOptimizer, gradient_of
+from shardwise.optim.slice_optimizer import RoundedSlices, SliceOptimizer, gradient_of
 
 
 class LAMB(SliceOptimizer):
@@ -114,6 +114,24 @@ class LAMB(SliceOptimizer):
             else:
                 for bucket in buckets:
                     bucket.master.add_(gradient_of(bucket), alpha=-lr)
+
+    @torch.no_grad()
+    def step_rounded(self, model: ModelSlices, slices: RoundedSlices) -> None:
+        """Update what has trust ratios, with stochastic rounding.
+
+        The norms of directions must be known before an element is updated. No memory could hold the directions in
+        float32, so they are computed twice.
+        """
+        adapted = self.whole_tensor_groups()
+        ratios = self.trust_ratio(
+            *model.norms.measure(adapted, ElementRun.master, lambda run: slices.load_direction(run)[1])
+        )
+        for i in adapted:
+            for number, run in model.norms.runs(i):
+                for chunk in run.split(chunk_elements(run.bucket)):
+                    masters, direction = slices.load_direction(chunk)
+                    masters.sub_(direction.mul_(ratios[number]), alpha=float(self.param_groups[i]["lr"]))
+                    slices.store(chunk)
 
     def whole_tensor_groups(self) -> list[int]:
         """Return the numbers of the parameter groups whose tensors have trust ratios."""

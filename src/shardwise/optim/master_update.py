@@ -10,7 +10,7 @@ running it on a small parameter.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,13 +73,17 @@ class Update:
             bucket.master.grad = None
             yield bucket
 
-    def _buckets_with_options(self) -> Iterator[tuple[dict[str, Any], Bucket]]:
+    def _buckets_with_options(self, without: Collection[int] = ()) -> Iterator[tuple[dict[str, Any], Bucket]]:
         """Yield each bucket with its parameter group, whose options are the same for every bucket.
+
+        Groups whose number is in `without` are left out.
 
         Afterwards the group has the options that the update of its last bucket left: what the class keeps there, such
         as a count of steps, is the same after each.
         """
-        for group, buckets in zip(self._inner.param_groups, self._groups, strict=True):
+        for i, (group, buckets) in enumerate(zip(self._inner.param_groups, self._groups, strict=True)):
+            if i in without:
+                continue
             options = options_of(group)
             for bucket in buckets:
                 group.update(copy.deepcopy(options))

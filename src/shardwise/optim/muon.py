@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.distributed.torch_private import step_optimizer, without_compiler
+from shardwise.optim.gradient_norms import ElementRun, chunk_elements
 from shardwise.optim.matrix_exchange import Matrix, MatrixExchange, MatrixPart
 from shardwise.optim.model_slices import ModelSlices
-from shardwise.optim.slice_optimizer import SliceOptimizer, gradient_of
+from shardwise.optim.slice_optimizer import RoundedSlices, SliceOptimizer, gradient_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
@@ -94,7 +95,8 @@ class Muon(SliceOptimizer):
         if problems:
             raise ValueError("; ".join(problems))
         # It checks the other options, and never has parameters of its own.
-        self._adamw = without_compiler(torch.optim.AdamW)(
+        adamw_class = cast("type[torch.optim.AdamW]", without_compiler(torch.optim.AdamW))
+        self._adamw = adamw_class(
             [nn.Parameter(torch.empty(0))], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused
         )
         self.ns_dtype = ns_dtype
@@ -163,6 +165,26 @@ class Muon(SliceOptimizer):
         for matrix, part, update in self.updates(model, lambda part: part.of(gradient_of(part.bucket))):
             alpha = _negative_rate(self.param_groups[matrix.group], matrix.shape)
             part.of(part.bucket.master.detach()).add_(update, alpha=alpha)
+
+    @torch.no_grad()
+    def step_rounded(self, model: ModelSlices, slices: RoundedSlices) -> None:
+        """Update matrices as `step_slices` does, with stochastic rounding.
+
+        Directions and updates take the place of the gradients, in their dtype.
+        """
+        buckets = [(self.param_groups[i], bucket) for i in self.whole_tensor_groups() for bucket in model.groups[i]]
+        for _, bucket in buckets:
+            for chunk in ElementRun.owned(bucket).split(chunk_elements(bucket)):
+                chunk.gradient().copy_(slices.load_direction(chunk)[1])
+                slices.store(chunk)
+        for matrix, part, update in self.updates(model, lambda part: part.of(part.bucket.gradient)):
+            alpha = _negative_rate(self.param_groups[matrix.group], matrix.shape)
+            part.of(part.bucket.gradient).copy_(update * alpha)
+        # The state was rounded before, and is stored as it is: no bits are cut off.
+        for group, bucket in buckets:
+            for chunk in ElementRun.owned(bucket).split(chunk_elements(bucket)):
+                slices.load(chunk).mul_(1 - _rate(group) * group["weight_decay"]).add_(chunk.gradient())
+                slices.store(chunk)
 
     def updates(
         self, model: ModelSlices, take: Callable[[MatrixPart], Tensor]

@@ -7,13 +7,33 @@ more. A class that looks at a whole tensor derives from `SliceOptimizer` and say
 from __future__ import annotations
 
 import inspect
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.optim.buckets import Bucket
+from shardwise.optim.gradient_norms import ElementRun
 from shardwise.optim.model_slices import ModelSlices
+
+
+class RoundedSlices(Protocol):
+    """Slices whose masters and state are bfloat16: each update is computed in float32, of a chunk of a run at a time.
+
+    A chunk has at most `chunk_elements`. The state that counts is that from before this step, until it is stored.
+    """
+
+    def load(self, chunk: ElementRun) -> Tensor:
+        """Copy a chunk's masters, gradients and state to float32; return the copy of the masters `[N]`."""
+        ...
+
+    def load_direction(self, chunk: ElementRun) -> tuple[Tensor, Tensor]:
+        """Load a chunk and take its gradient into the copy of its state; return also its direction `[N]`."""
+        ...
+
+    def store(self, chunk: ElementRun) -> None:
+        """Round the copies of masters and state, of the chunk that was loaded last, to where the chunk has them."""
+        ...
 
 
 class SliceOptimizer(torch.optim.Optimizer):
@@ -35,6 +55,15 @@ class SliceOptimizer(torch.optim.Optimizer):
 
     def whole_tensor_groups(self) -> list[int]:
         """Return the numbers of the parameter groups whose update needs more than each element by itself."""
+        raise NotImplementedError
+
+    def step_rounded(self, model: ModelSlices, slices: RoundedSlices) -> None:
+        """Update the masters of the `whole_tensor_groups` as `step_slices` does, with stochastic rounding.
+
+        Args:
+            model: slices of the model, whose reduced gradients are neither averaged nor clipped yet.
+            slices: computes in float32 and rounds, a run at a time.
+        """
         raise NotImplementedError
 
     def direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
