@@ -45,6 +45,10 @@ class MuonConfig(Section):
     )
     split_heads: bool = Field(default=False, description="each attention head of Q, K and V is a matrix")
 
+    def dtype(self, accelerator: bool) -> Literal["float32", "bfloat16"]:
+        """The dtype of the iteration on a kind of device."""
+        return self.ns_dtype or ("bfloat16" if accelerator else "float32")
+
 
 class OptimizerConfig(Section):
     """The update rule, its schedule and its sharding."""

@@ -9,6 +9,7 @@ kv = key/value heads · head_dim, t tensor-parallel degree. Shapes are those on 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -129,6 +130,24 @@ def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
     """
     multiplied = [parameter for parameter in local_parameters(model, 1) if parameter.per is not None]
     return sum(parameter.elements for parameter in multiplied if per in (None, parameter.per))
+
+
+def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Counter[tuple[int, int]]:
+    """Return the shapes `[out, in]` of the matrices that Muon orthogonalizes in a block, with their numbers.
+
+    Args:
+        split_heads: true if each head of Q, K and V is a matrix.
+    """
+    hidden = model.hidden_size
+    query = model.num_attention_heads * model.head_dim
+    shapes = Counter([(hidden, query), (hidden, model.intermediate_size)])
+    shapes[model.intermediate_size, hidden] += 2 if model.gated else 1
+    if split_heads:
+        shapes[model.head_dim, hidden] += model.num_attention_heads + 2 * model.num_key_value_heads
+    else:
+        shapes[query, hidden] += 1
+        shapes[model.num_key_value_heads * model.head_dim, hidden] += 2
+    return shapes
 
 
 def canonical_tensor_count(model: ModelConfig) -> int | None:

@@ -20,13 +20,9 @@ from shardwise.distributed import collectives, placement
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Outputs, Piece
+from shardwise.optim.bucket_layout import matrix_chunk_elements
 from shardwise.optim.buckets import Bucket, in_order
 from shardwise.optim.model_slices import ModelSlices
-
-_CHUNKS = 4
-"""Chunks of a small model, so that its sends too are hidden behind work."""
-_CHUNK_ELEMENTS = 1 << 24
-"""Elements of a rank's matrices in a chunk, unless a matrix has more. A rank holds two chunks and two of updates."""
 
 
 @dataclass(frozen=True, order=True)
@@ -252,8 +248,7 @@ def _balanced(matrices: Sequence[Matrix], ranks: int) -> dict[Matrix, int]:
 
 def _chunks(owners: dict[Matrix, int], ranks: int) -> list[list[Matrix]]:
     """Return the matrices in chunks, in each of which every rank has about as much to do as the others."""
-    total = sum(math.prod(matrix.shape) for matrix in owners)
-    most = min(_CHUNK_ELEMENTS, -(-total // (_CHUNKS * ranks)))
+    most = matrix_chunk_elements(sum(math.prod(matrix.shape) for matrix in owners), ranks)
     filled = [(0, 0)] * ranks
     chunks: list[list[Matrix]] = []
     for matrix, rank in owners.items():

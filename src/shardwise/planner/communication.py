@@ -28,7 +28,7 @@ from shardwise.models.parameter_counts import LocalParameter, LocalWidths, local
 from shardwise.optim.bucket_layout import LIMBS, bucket_bytes, offsets_and_length, packed
 from shardwise.planner.rank_workload import RankWorkload
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
 _FLOAT32 = 4
 _FLOAT64 = 8
@@ -291,6 +291,8 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     if optimizer.spec.has_trust_ratios:
         size = 2 * norm * sum(parameter.tensors for parameter in local_parameters(workload.model, 1))
         transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
+    if optimizer.spec.orthogonalizes:
+        transfers += _matrices(workload)
     if optimizer.zero:
         parameters = DTYPE_BYTES[precision.parameter] * elements
         transfers += [
@@ -317,6 +319,27 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     size = DTYPE_BYTES[precision.gradient] * sum(bucket.at_both_ends(unpadded, data_rank) for bucket in buckets)
     axis = "pp" if layout.pipeline == 2 else "pp/ends"
     return [*transfers, Transfer(axis, "all_reduce", 2, size, 1, "gradient of the tied embedding")]
+
+
+def _matrices(workload: RankWorkload) -> list[Transfer]:
+    """Return the transfers of Muon's matrices: each rank of a stage sends its part to their owners, and gets it back.
+
+    Owners have equal work and not equal bytes, so that these are means over the ranks.
+    """
+    layout = workload.layout
+    optimizer = workload.config.optimizer
+    ranks = layout.tensor * layout.data
+    width = DTYPE_BYTES[optimizer.muon.dtype(workload.accelerator)]
+    stored = sum(bucket.elements for bucket in bucket_shapes(workload) if bucket.is_orthogonalized)
+    part = width * stored // layout.data
+    updates = part if optimizer.zero else width * stored
+    axis = "tp" if layout.data == 1 else "dp" if layout.tensor == 1 else "world"
+    if axis == "world" and layout.pipeline > 1:
+        axis = f"world/{ranks}"
+    return [
+        Transfer(axis, "all_to_all", ranks, part, 1, "matrices to their owners"),
+        Transfer(axis, "all_to_all", ranks, updates, 1, "updates of the matrices"),
+    ]
 
 
 _MIB = 2**20

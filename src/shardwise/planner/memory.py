@@ -12,7 +12,8 @@ from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage, rank_of
 from shardwise.config.schedules import SCHEDULES
 from shardwise.layers.chunks import loss_chunk_elements, rounding_chunk_elements
-from shardwise.models.parameter_counts import local_parameter_count, parameter_count
+from shardwise.models.parameter_counts import block_matrix_shapes, local_parameter_count, parameter_count
+from shardwise.optim.bucket_layout import matrix_chunk_elements
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.in_flight import PassBytes, StepPeak, step_peak
 from shardwise.planner.activations import (
@@ -119,7 +120,7 @@ def memory_of(workload: RankWorkload) -> MemoryEstimate:
         optimizer=_optimizer_bytes(workload, separate_masters=separate_masters),
         activations=step.activations,
         loss=step.forward - step.activations,
-        buffers=_rotary_tables(workload) + numbers + max(step.whole, rounding) - step.forward,
+        buffers=_rotary_tables(workload) + numbers + max(step.whole, rounding, _matrices(workload)) - step.forward,
         pipeline=step.sent + (workload.x_bytes if workload.layout.pipeline > 1 else 0),
     )
 
@@ -338,6 +339,22 @@ def _reduction(workload: RankWorkload) -> int:
     sums_slices = is_ordered or (not workload.accelerator and workload.config.optimizer.zero == 1)
     copies = int(precision.reduce != precision.gradient) + int(sums_slices)
     return copies * two_buckets * DTYPE_BYTES[precision.reduce]
+
+
+def _matrices(workload: RankWorkload) -> int:
+    """Return the bytes that Muon holds while it updates: of two chunks, the matrices, what is sent, and what arrives.
+
+    Of the chunk that is iterated also the Gram matrix, a product and the result, and of both the updates.
+    """
+    optimizer = workload.config.optimizer
+    if not optimizer.spec.orthogonalizes:
+        return 0
+    shapes = block_matrix_shapes(workload.model, split_heads=optimizer.muon.split_heads)
+    layers = sum(len(stage.layers) for stage in workload.stages)
+    elements = layers * sum(count * rows * columns for (rows, columns), count in shapes.items())
+    chunk = matrix_chunk_elements(elements, workload.layout.tensor * workload.layout.data)
+    largest = max(chunk, *(rows * columns for rows, columns in shapes))
+    return 10 * largest * DTYPE_BYTES[optimizer.muon.dtype(workload.accelerator)]
 
 
 def _rounding(workload: RankWorkload) -> tuple[int, int]:
