@@ -140,9 +140,11 @@ class OptimizerConfig(Section):
                 "ratios: leave it out, or set optimizer.name=lamb"
             )
         if not self.spec.orthogonalizes and self.muon != MuonConfig():
+            default = MuonConfig()
+            keys = (key for key in MuonConfig.model_fields if getattr(self.muon, key) != getattr(default, key))
             problems.append(
-                f"optimizer.muon.{', '.join(sorted(self.muon.model_fields_set))} must be left out with optimizer.name "
-                f"{self.name}, which orthogonalizes no matrices: set optimizer.name=muon"
+                f"{listing(f'optimizer.muon.{key}' for key in keys)} must be left out with optimizer.name {self.name}, "
+                "which orthogonalizes no matrices: set optimizer.name=muon"
             )
         reject(problems)
         return self
