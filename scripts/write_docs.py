@@ -113,7 +113,7 @@ The table compares the rates of a run of 100 steps, 10 of them warmup, with `lr`
 
 
 def default_of(field: FieldInfo) -> str:
-    if field.default_factory is dict:
+    if field.default_factory is dict or field.default_factory is field.annotation is not None:
         return "`{}`"
     if field.default_factory is not None:
         return "derived"
@@ -133,9 +133,10 @@ def rows(section: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         assert field.description, f"{prefix}.{name} has no description"
         yield f"| `{prefix}.{name}` | {default_of(field)} | {field.description} |"
-        # Sections in a list, such as the points of a schedule.
+        # Of the sections in a list, such as the points of a schedule, the page has one.
+        in_list = "" if isinstance(field.annotation, type) else "[]"
         for section in sections(field.annotation):
-            yield from rows(section, f"{prefix}.{name}[]")
+            yield from rows(section, f"{prefix}.{name}{in_list}")
 
 
 def page() -> str:

@@ -37,6 +37,7 @@ def miniature(
     degrees = sorted({cell.tensor for cell in cells} | {1})
     model = config.model
     optimizer = config.optimizer
+    muon = optimizer.muon
     data = config.data
     lr = optimizer.spec.miniature_lr
     is_own = config.shapes is None
@@ -63,6 +64,7 @@ def miniature(
         | {
             "lr": lr,
             "min_lr": optimizer.min_lr * lr / optimizer.lr,
+            "muon": muon.model_dump() | {"adamw_lr": muon.adamw_lr and muon.adamw_lr * lr / optimizer.lr},
             "warmup_steps": min(1, optimizer.warmup_steps),
             "constant_steps": 0,
             "bucket_mib": _BUCKET_MIB,
