@@ -302,8 +302,11 @@ def share(parameter: Tensor, ranks: Group) -> None:
     cast(PlacedParameter, parameter).placement = replace(record, pieces=shared)
 
 
-def mark_heads(parameter: Tensor, head_dim: int, maps: int = 1) -> None:
-    """Say that the outputs of a linear layer are attention heads, of `maps` maps that take turns head by head."""
+def mark_heads(parameter: Tensor, head_dim: int | None, maps: int = 1) -> None:
+    """Say that the outputs of a linear layer are attention heads, of `maps` maps that take turns head by head.
+
+    `head_dim` is the number of outputs of a head; None: it is not known, and the outputs count as no heads.
+    """
     record = of(parameter)
     assert record is not None, "it has no record"
     marked = tuple(

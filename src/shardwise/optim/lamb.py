@@ -96,7 +96,7 @@ class LAMB(SliceOptimizer):
 
     @torch.no_grad()
     def step_slices(self, model: ModelSlices) -> None:
-        """Update the slices of many tensors that this rank owns; every rank of the model does so.
+        """Update the slices of many tensors that this rank owns, as `model` has them; every rank of the model does so.
 
         Each slice's direction is written over its gradient, so that no further memory is needed. Then the squared
         norms of all T canonical tensors and of their directions are summed in one all-reduce of 2·T float32 numbers.
@@ -117,7 +117,7 @@ class LAMB(SliceOptimizer):
 
     @torch.no_grad()
     def step_rounded(self, model: ModelSlices, slices: RoundedSlices) -> None:
-        """Update what has trust ratios, with stochastic rounding.
+        """Update what has trust ratios in `model`, with stochastic rounding by `slices`.
 
         The norms of directions must be known before an element is updated. No memory could hold the directions in
         float32, so they are computed twice.

@@ -107,7 +107,7 @@ class Muon(SliceOptimizer):
 
     @classmethod
     def require_tensor(cls, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-        """Raise ValueError for a tensor that is no matrix, unless AdamW updates the group with these options."""
+        """Raise ValueError for a `shape` that is no matrix's, unless AdamW updates a group with these `options`."""
         if options.get("use_muon", True) and len(shape) != 2:
             raise ValueError(
                 f"a parameter of shape {list(shape)} must be a matrix, of two dimensions, to be updated by Muon: put "
@@ -115,7 +115,7 @@ class Muon(SliceOptimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as `torch.optim.Optimizer` does; its matrices must be such."""
+        """Add `param_group`, as `torch.optim.Optimizer` does. Without `use_muon` False, it has matrices alone."""
         super().add_param_group(param_group)
         if not self.has_slices:
             for p in self.param_groups[-1]["params"]:
@@ -150,7 +150,7 @@ class Muon(SliceOptimizer):
 
     @torch.no_grad()
     def step_slices(self, model: ModelSlices) -> None:
-        """Update the slices of many matrices that this rank owns; every rank of the model does so.
+        """Update the slices of many matrices that this rank owns, as `model` has them; every rank of the model does so.
 
         Momentum is a matter of elements, whose results are written over the gradients. Then each matrix goes to one
         rank of the stage, by FLOPs, which orthogonalizes it and sends the others what they own of the result. Of
@@ -162,13 +162,13 @@ class Muon(SliceOptimizer):
                 self.direction(bucket.master, group, gradient_of(bucket))
                 bucket.master.mul_(1 - _rate(group) * group["weight_decay"])
         self._step_adamw()
-        for matrix, part, update in self.updates(model, lambda part: part.of(gradient_of(part.bucket))):
+        for matrix, part, update in self._updates(model, lambda part: part.of(gradient_of(part.bucket))):
             alpha = _negative_rate(self.param_groups[matrix.group], matrix.shape)
             part.of(part.bucket.master.detach()).add_(update, alpha=alpha)
 
     @torch.no_grad()
     def step_rounded(self, model: ModelSlices, slices: RoundedSlices) -> None:
-        """Update matrices as `step_slices` does, with stochastic rounding.
+        """Update the matrices of `model` as `step_slices` does, with stochastic rounding by `slices`.
 
         Directions and updates take the place of the gradients, in their dtype.
         """
@@ -177,7 +177,7 @@ class Muon(SliceOptimizer):
             for chunk in ElementRun.owned(bucket).split(chunk_elements(bucket)):
                 chunk.gradient().copy_(slices.load_direction(chunk)[1])
                 slices.store(chunk)
-        for matrix, part, update in self.updates(model, lambda part: part.of(part.bucket.gradient)):
+        for matrix, part, update in self._updates(model, lambda part: part.of(part.bucket.gradient)):
             alpha = _negative_rate(self.param_groups[matrix.group], matrix.shape)
             part.of(part.bucket.gradient).copy_(update * alpha)
         # The state was rounded before, and is stored as it is: no bits are cut off.
@@ -186,7 +186,7 @@ class Muon(SliceOptimizer):
                 slices.load(chunk).mul_(1 - _rate(group) * group["weight_decay"]).add_(chunk.gradient())
                 slices.store(chunk)
 
-    def updates(
+    def _updates(
         self, model: ModelSlices, take: Callable[[MatrixPart], Tensor]
     ) -> Iterator[tuple[Matrix, MatrixPart, Tensor]]:
         """Yield each part of a matrix that this rank owns with its orthogonalized direction. Collective over a stage.
@@ -208,7 +208,7 @@ class Muon(SliceOptimizer):
         return [i for i, group in enumerate(self.param_groups) if group["use_muon"]]
 
     def direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
-        """Take the gradient of p, of the parameter group `group`, into the momentum, and write what is orthogonalized.
+        """Take the gradient of p, of the parameter group `group`, into the momentum; write what is orthogonalized.
 
         `out` has p's shape `[…]` and may be the gradient's own memory.
         """

@@ -123,11 +123,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if bucket_mib is not None and not bucket_mib > 0:
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
         defaults = known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
-        self._inner_class = without_compiler(optimizer_class)
-        if updates_slices(optimizer_class):
-            cast("type[SliceOptimizer]", self._inner_class).has_slices = True
-        else:
-            require_elementwise(self._inner_class, defaults)
+        self._inner_class = _class_for_slices(optimizer_class, defaults)
         self.optimizer_class = optimizer_class
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
@@ -501,6 +497,18 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         padding = elements - sum(bucket.elements for bucket in self.buckets)
         per_element = (state_bytes + master_bytes) / max(elements, 1)
         return {"state": state_bytes, "masters": master_bytes, "padding": round(padding * per_element)}
+
+
+def _class_for_slices(
+    optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+) -> type[torch.optim.Optimizer]:
+    """Make the child of a class that gets the flat slices of this rank; refuse a class that cannot update them."""
+    child = without_compiler(optimizer_class)
+    if updates_slices(optimizer_class):
+        cast("type[SliceOptimizer]", child).has_slices = True
+    else:
+        require_elementwise(child, defaults)
+    return child
 
 
 class Gathers:
