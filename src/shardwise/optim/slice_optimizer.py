@@ -47,7 +47,7 @@ class SliceOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def require_tensor(cls, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-        """Raise ValueError if a canonical tensor of this `shape` cannot be in a parameter group with these `options`."""
+        """Raise ValueError if no canonical tensor of this `shape` may be in a parameter group with these `options`."""
 
     def step_slices(self, model: ModelSlices) -> None:
         """Update the masters of the buckets of `model`, whose gradients are set. Every rank of the model calls this."""
