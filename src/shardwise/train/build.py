@@ -289,8 +289,8 @@ def parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[s
     matrices = block_matrices(model)
     if not matrices:
         raise ConfigError(
-            f"optimizer.name ({settings.name}) must have matrices to orthogonalize, and the model has none in its blocks, "
-            "the entries of a torch.nn.ModuleList: put the blocks into one, or set optimizer.name=adamw"
+            f"optimizer.name ({settings.name}) must have matrices to orthogonalize, and the model has none in its "
+            "blocks, the entries of a torch.nn.ModuleList: put the blocks into one, or set optimizer.name=adamw"
         )
     others = [parameter for parameter in model.parameters() if parameter not in set(matrices)]
     lr_factor = (settings.muon.adamw_lr or settings.lr) / settings.lr
