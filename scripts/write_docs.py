@@ -113,7 +113,7 @@ The table compares the rates of a run of 100 steps, 10 of them warmup, with `lr`
 
 
 def default_of(field: FieldInfo) -> str:
-    if field.default_factory is dict:
+    if field.default_factory is dict or field.default_factory is field.annotation is not None:
         return "`{}`"
     if field.default_factory is not None:
         return "derived"
@@ -136,10 +136,12 @@ def rows(section: type[pydantic.BaseModel], prefix: str, known: Container[str] =
         if field.description in known:
             continue
         yield f"| `{prefix}.{name}` | {default_of(field)} | {field.description} |"
-        # Sections in a list, such as the points of a schedule. They may repeat keys of the section around them.
+        # Of the sections in a list, such as the points of a schedule, the page has one. A section within another one may
+        # repeat its keys.
+        in_list = "" if isinstance(field.annotation, type) else "[]"
         around = {inner.description for inner in section.model_fields.values()}
         for nested in sections(field.annotation):
-            yield from rows(nested, f"{prefix}.{name}[]", around)
+            yield from rows(nested, f"{prefix}.{name}{in_list}", around)
 
 
 def page() -> str:

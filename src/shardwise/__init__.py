@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardwise.layers.loss import linear_cross_entropy, parallel_cross_entropy
     from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
     from shardwise.optim.lamb import LAMB
+    from shardwise.optim.muon import Muon
     from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 __version__ = "0.2.0"
@@ -49,6 +50,7 @@ __all__ = [
     "LinearOptions",
     "MergedColumnParallelLinear",
     "Mesh",
+    "Muon",
     "ParallelEmbedding",
     "ParallelLMHead",
     "Piece",
@@ -90,6 +92,7 @@ _HOME = {
     "LinearOptions": "shardwise.layers.linear",
     "MergedColumnParallelLinear": "shardwise.layers.linear",
     "Mesh": "shardwise.distributed.mesh",
+    "Muon": "shardwise.optim.muon",
     "ParallelEmbedding": "shardwise.layers.embedding",
     "ParallelLMHead": "shardwise.layers.embedding",
     "Piece": "shardwise.distributed.placement",

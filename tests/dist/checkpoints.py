@@ -89,7 +89,7 @@ def canonical_state(trainer: Trainer) -> State:
     slices = [s for s in state_slices(trainer.model, trainer.optimizer) if s.piece.copies.rank == 0]
     for name, flats in state_tensors(trainer.optimizer).items():
         whole = {n: torch.zeros(t.shape, dtype=torch.float32) for n, t in weights.items()}
-        for each in slices:
+        for each in (part for part in slices if part.bucket in flats):
             whole[each.piece.name][each.box.slices] = each.of(flats[each.bucket])
         found[name] = whole
     # One collective for all: each alone takes milliseconds between ranks that share a core.

@@ -64,12 +64,12 @@ def alone() -> dict[tuple[str, str], dict[str, str]]:
     return {}
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("llama tied, biases", "adamw"), ("gpt", "lamb")])
+@pytest.mark.parametrize(("model", "optimizer"), [("llama tied, biases", "adamw"), ("gpt", "lamb"), ("gpt", "muon")])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_and_moments_are_equal_to_the_bit(
     layout: str, model: str, optimizer: str, alone: dict[tuple[str, str], dict[str, str]], ranks: Any
 ) -> None:
-    """Fused, transposed, copied, padded, tied and replicated tensors; with clipping, and LAMB's ratios."""
+    """Fused, transposed, copied, padded, tied and replicated tensors; clipping, LAMB's ratios, Muon's matrices."""
     if (model, optimizer) not in alone:
         alone[model, optimizer] = trained(model, 1, 1, {"name": optimizer})
     tensor, pipeline, keys = LAYOUTS[layout]

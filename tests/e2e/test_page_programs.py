@@ -33,6 +33,7 @@ PROGRAMS = {
 HERE = {
     ("README.md", "In your own training loop"),
     ("docs/communication.md", "Gradients, in your own loop"),
+    ("docs/optimizers.md", "In your own training loop"),
     ("docs/precision.md", "bfloat16 without masters: stochastic rounding"),
     ("docs/tutorials/zero1-gpt2-xl.md", "In a training loop of your own"),
 }

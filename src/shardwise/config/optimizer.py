@@ -23,6 +23,33 @@ class RatePoint(Section):
     shape: DecayShape = Field(default="linear", description="the shape of the way from the point before")
 
 
+class MuonConfig(Section):
+    """Options of Muon, which updates the matrices of blocks."""
+
+    adamw_lr: float | None = Field(
+        default=None,
+        gt=0,
+        description="peak learning rate of AdamW, for embeddings, head, norms and biases, by the same schedule; null = "
+        "optimizer.lr",
+    )
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="decay rate of the momentum")
+    nesterov: bool = Field(default=True, description="Nesterov's momentum")
+    ns_steps: int = Field(default=5, ge=1, le=99, description="steps of the Newton–Schulz iteration")
+    ns_dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None, description="dtype of the iteration; null = bfloat16 on accelerators, float32 on CPUs"
+    )
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
+        default="match_rms_adamw",
+        description="factor of a matrix's step: original = √max(1, out / in), match_rms_adamw = 0.2 · √max(out, in), "
+        "which suits learning rates of AdamW",
+    )
+    split_heads: bool = Field(default=False, description="each attention head of Q, K and V is a matrix")
+
+    def dtype(self, accelerator: bool) -> Literal["float32", "bfloat16"]:
+        """The dtype of the iteration on a kind of device."""
+        return self.ns_dtype or ("bfloat16" if accelerator else "float32")
+
+
 class OptimizerConfig(Section):
     """The update rule, its schedule and its sharding."""
 
@@ -58,6 +85,7 @@ class OptimizerConfig(Section):
         description="added to the denominator; default: 1e-8, and 1e-6 with lamb",
     )
     trust_clip: bool = Field(default=False, description="with lamb: no trust ratio is above 1; not in the paper")
+    muon: MuonConfig = Field(default_factory=MuonConfig, description="with muon: its options")
     max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
     zero: Literal[0, 1] = Field(default=1, description="1 = shard optimizer state over data parallelism (ZeRO-1)")
     bucket_mib: float | None = Field(
@@ -110,6 +138,13 @@ class OptimizerConfig(Section):
             problems.append(
                 f"optimizer.trust_clip (true) must be false with optimizer.name {self.name}, which has no trust "
                 "ratios: leave it out, or set optimizer.name=lamb"
+            )
+        if not self.spec.orthogonalizes and self.muon != MuonConfig():
+            default = MuonConfig()
+            keys = (key for key in MuonConfig.model_fields if getattr(self.muon, key) != getattr(default, key))
+            problems.append(
+                f"{listing(f'optimizer.muon.{key}' for key in keys)} must be left out with optimizer.name {self.name}, "
+                "which orthogonalizes no matrices: set optimizer.name=muon"
             )
         reject(problems)
         return self

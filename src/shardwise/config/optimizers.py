@@ -20,16 +20,20 @@ class OptimizerSpec:
     Attributes:
         name: value of `optimizer.name`.
         path: the class, as package.module:Name. It is imported only where a training is built, as torch starts slowly.
-        keys: keys of the section `optimizer` that are arguments of the class by the same name. `weight_decay` is an
-            option of each parameter group and not among them.
+        keys: keys of the section `optimizer` that are arguments of the class by the same name; of a section inside it
+            with the section's name, as `muon.momentum`. `weight_decay` is an option of each parameter group and not
+            among them.
         states: names of the tensors that the class keeps with a value for each element of a parameter. All have the
             dtype of the masters, `precision.optimizer`: torch gives a loaded state this dtype too.
+        matrix_states: names of those that it keeps for matrices of blocks; None: the same.
         eps: default of `optimizer.eps`.
         has_fused_kernel: True if the class takes `fused`, which updates all tensors by one kernel.
         has_trust_ratios: True if the step of each canonical tensor is scaled by the norm of the tensor over that of its
             direction. The ranks sum both norms of each tensor once a step; a tensor without decay has no ratio.
         miniature_lr: learning rate at which `verify` trains. Its steps move the losses, and the differences that
             rounding makes, which grow with it, stay small.
+        orthogonalizes: True if one rank computes the update of each whole matrix of a block, which the class knows by
+            `use_muon` of its parameter group. Other parameters have a learning rate of their own.
         summary: line of the dry run; `{tensors}` stands for the canonical tensors of the model.
     """
 
@@ -42,15 +46,25 @@ class OptimizerSpec:
     summary: str
     has_fused_kernel: bool = False
     has_trust_ratios: bool = False
+    orthogonalizes: bool = False
+    matrix_states: tuple[str, ...] | None = None
 
     def load_class(self) -> Any:
         """Import the class and return it."""
         module, _, name = self.path.partition(":")
         return getattr(import_module(module), name)
 
-    def kept_tensors(self, *, separate_masters: bool) -> int:
-        """Return the number of tensors in the optimizer's dtype: the states, and masters unless parameters serve."""
-        return len(self.states) + separate_masters
+    def kept_elements(self, elements: int, matrices: int, *, separate_masters: bool) -> int:
+        """Return the number of values in the optimizer's dtype: the states, and masters unless parameters serve.
+
+        Args:
+            elements: number of elements of the parameters.
+            matrices: number of them in matrices of blocks.
+            separate_masters: True if masters are copies of the parameters.
+        """
+        matrix_states = self.states if self.matrix_states is None else self.matrix_states
+        spared = matrices * (len(self.states) - len(matrix_states))
+        return elements * (len(self.states) + separate_masters) - spared
 
 
 OPTIMIZERS = {
@@ -75,6 +89,28 @@ OPTIMIZERS = {
             miniature_lr=1e-2,
             summary="LAMB: the ranks agree on two norms of {tensors}, whole whatever the layout",
             has_trust_ratios=True,
+        ),
+        OptimizerSpec(
+            name="muon",
+            path="shardwise.optim.muon:Muon",
+            keys=(
+                "lr",
+                "betas",
+                "eps",
+                "muon.momentum",
+                "muon.nesterov",
+                "muon.ns_steps",
+                "muon.ns_dtype",
+                "muon.adjust_lr_fn",
+                "muon.split_heads",
+            ),
+            states=("exp_avg", "exp_avg_sq"),
+            matrix_states=("momentum_buffer",),
+            eps=1e-8,
+            miniature_lr=1e-3,
+            summary="Muon for the matrices of blocks, each orthogonalized whole by one rank; AdamW for all others",
+            has_fused_kernel=True,
+            orthogonalizes=True,
         ),
     )
 }

@@ -354,10 +354,17 @@ def exchange(
     Each rank gives one list for each rank of the group, itself included. The two lists of a pair of ranks agree in
     shapes and dtypes, which may differ from tensor to tensor. One all-to-all of bytes, in buffers on `device`.
     """
+    exchange_async(sent, received, group, device).wait()
+
+
+def exchange_async(
+    sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: Group, device: torch.device
+) -> Pending:
+    """Start what `exchange` does; `received` is complete after the wait, and `sent` is copied at once."""
     if group.size == 1:
         for source, target in zip(sent[0], received[0], strict=True):
             target.copy_(source)
-        return
+        return Pending(torch.empty(0, device=device))
     sent_bytes = [sum(map(_slot_bytes, tensors)) for tensors in sent]
     received_bytes = [sum(map(_slot_bytes, tensors)) for tensors in received]
     outgoing = torch.zeros(sum(sent_bytes), dtype=torch.uint8, device=device)
@@ -365,9 +372,14 @@ def exchange(
     for slot, tensor in _slots(outgoing, sent):
         slot.copy_(tensor)
     group.count("all_to_all", max(len(outgoing), len(incoming)))
-    _call(group, dist.all_to_all_single, incoming, outgoing, received_bytes, sent_bytes, group=group.process_group)
-    for slot, tensor in _slots(incoming, received):
-        tensor.copy_(slot)
+    process_group = group.process_group
+    work = dist.all_to_all_single(incoming, outgoing, received_bytes, sent_bytes, group=process_group, async_op=True)
+
+    def finish() -> None:
+        for slot, tensor in _slots(incoming, received):
+            tensor.copy_(slot)
+
+    return Pending(incoming, cast(dist.Work, work), finish, group)
 
 
 def _slot_bytes(tensor: Tensor) -> int:

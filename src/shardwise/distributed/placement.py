@@ -56,6 +56,31 @@ class Init:
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """The outputs of linear maps among those of a canonical tensor that may hold others too.
+
+    Attributes:
+        start: number of the first of them.
+        count: number of them.
+        head_dim: consecutive outputs that are an attention head; None: they form no heads.
+        maps: number of maps whose heads take turns, such as 3 where each head has its query, key and value.
+    """
+
+    start: int
+    count: int
+    head_dim: int | None = None
+    maps: int = 1
+
+    def matrices(self, *, by_head: bool) -> list[list[range]]:
+        """Return the outputs of each map as runs, in order; those of each head with `by_head`, if there are heads."""
+        stop = self.start + self.count
+        if self.head_dim is None or (self.maps == 1 and not by_head):
+            return [[range(self.start, stop)]]
+        heads = [range(first, first + self.head_dim) for first in range(self.start, stop, self.head_dim)]
+        return [[head] for head in heads] if by_head else [heads[number :: self.maps] for number in range(self.maps)]
+
+
+@dataclass(frozen=True)
 class Piece:
     """The part of a local parameter that belongs to one canonical tensor; made by `rows`, `columns` or `replicated`.
 
@@ -70,6 +95,7 @@ class Piece:
             has a grain, layers sum it themselves, for each micro-batch.
         transposed: True if the local tensor holds the box with its two dimensions exchanged (GPT-2's `Conv1D` is
             `[in, out]`).
+        outputs: outputs of a linear layer that the whole box is a part of; None: all of the canonical tensor.
     """
 
     name: str
@@ -80,6 +106,7 @@ class Piece:
     copies: Group = field(default_factory=Group)
     partial: bool = False
     transposed: bool = False
+    outputs: Outputs | None = None
 
     @classmethod
     def rows(
@@ -175,7 +202,8 @@ class Piece:
         Several layers that are one canonical tensor, such as a fused QKV weight, get their rows by it.
         """
         start = (self.box.start[0] + at, *self.box.start[1:])
-        return replace(self, shape=(rows, *self.shape[1:]), box=Box(start, self.box.size))
+        outputs = Outputs(at, self.shape[0])
+        return replace(self, shape=(rows, *self.shape[1:]), box=Box(start, self.box.size), outputs=outputs)
 
 
 @dataclass(frozen=True)
@@ -272,6 +300,20 @@ def share(parameter: Tensor, ranks: Group) -> None:
     assert record is not None, "it has no record"
     shared = tuple(replace(piece, copies=ranks, partial=True) for piece in record.pieces)
     cast(PlacedParameter, parameter).placement = replace(record, pieces=shared)
+
+
+def mark_heads(parameter: Tensor, head_dim: int | None, maps: int = 1) -> None:
+    """Say that the outputs of a linear layer are attention heads, of `maps` maps that take turns head by head.
+
+    `head_dim` is the number of outputs of a head; None: it is not known, and the outputs count as no heads.
+    """
+    record = of(parameter)
+    assert record is not None, "it has no record"
+    marked = tuple(
+        replace(piece, outputs=replace(piece.outputs, head_dim=head_dim, maps=maps)) if piece.outputs else piece
+        for piece in record.pieces
+    )
+    cast(PlacedParameter, parameter).placement = replace(record, pieces=marked)
 
 
 def add_head_leaf(parameter: nn.Parameter) -> Tensor:

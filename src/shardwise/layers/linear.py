@@ -346,8 +346,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         group = sharing_group(type(self).__name__, options.get("group"))
         size = group.size
         q_size, kv_size = _two_sizes(output_sizes)
-        if head_dim is None:
-            head_dim = _features_per_head(kv_size, kv_size_multiplier, size)
+        given_dim = head_dim
+        head_dim = _features_per_head(kv_size, kv_size_multiplier, size) if given_dim is None else given_dim
         for kind, features in (("query", q_size), ("key/value", kv_size)):
             if features < head_dim or features % head_dim:
                 raise ValueError(f"{kind} size ({features}) must be a multiple of head_dim ({head_dim})")
@@ -386,6 +386,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
             repeats=(1, repeats, repeats),
             **options,
         )
+        placement.mark_heads(self.weight, given_dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._outputs(self.project(x))

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.config import FamilyConfig, Recompute
 from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
-from shardwise.distributed.placement import Init, share
+from shardwise.distributed.placement import Init, of_or_whole, share
 from shardwise.layers.arguments import sharing_group
 from shardwise.layers.dropout import AnyKey, Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
@@ -375,6 +375,21 @@ def units(model: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
             heads.append(module)
     modules = dict.fromkeys([model, *stages_and_blocks, *heads])  # in this order, each once
     return {unit: list(_parameters_outside(unit, modules.keys() - {unit})) for unit in modules}
+
+
+def block_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices of a model's blocks, which are the entries of its module lists, without embeddings."""
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and not isinstance(part, Stages)]
+    embeddings = nn.Embedding, ParallelEmbedding, ReplicatedEmbedding, ParallelLMHead
+    matrices = (
+        parameter
+        for modules in lists
+        for module in modules.modules()
+        if not isinstance(module, embeddings)
+        for parameter in module.parameters(recurse=False)
+        if len(of_or_whole(parameter).pieces[0].shape) == 2
+    )
+    return list(dict.fromkeys(matrices))
 
 
 def _parameters_outside(module: nn.Module, excluded: set[nn.Module]) -> Iterator[nn.Parameter]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from shardwise.config import GPTNeoXConfig
+from shardwise.distributed.placement import mark_heads
 from shardwise.layers.linear import ColumnParallelLinear, row_parallel_sum
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, LayerFactory
@@ -44,6 +45,7 @@ class GPTNeoXBlock(nn.Module):
             name=f"{name}.attention.query_key_value",
             **factory.options,
         )
+        mark_heads(qkv.weight, config.head_dim, maps=3)
         self.parallel_residual = config.use_parallel_residual
         self.sums_together = self.parallel_residual and not config.hidden_dropout_p
         self.input_layernorm = factory.norm(config, f"{name}.input_layernorm")

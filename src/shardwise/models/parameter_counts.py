@@ -9,8 +9,9 @@ kv = key/value heads · head_dim, t tensor-parallel degree. Shapes are those on 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -59,6 +60,7 @@ class LocalParameter:
     Attributes:
         elements: number of elements on this rank, padding included.
         matrix: true if its canonical tensors are matrices, so that weight decay applies.
+        in_block: true if a block has it.
         tensors: number of canonical tensors that it holds a part of.
         per: vectors that it is multiplied with; None for a vector, and for a table that is only looked up.
         partial_from: first element whose gradient is partial; all after it are partial too.
@@ -73,6 +75,12 @@ class LocalParameter:
     partial_from: int = 0
     partial_over: int = 1
     at_both_ends: bool = False
+    in_block: bool = False
+
+    @property
+    def is_block_matrix(self) -> bool:
+        """True for what Muon orthogonalizes."""
+        return self.matrix and self.in_block
 
 
 def parameter_count(model: ModelConfig) -> int | None:
@@ -81,7 +89,12 @@ def parameter_count(model: ModelConfig) -> int | None:
 
 
 def local_parameter_count(
-    model: ModelConfig, tensor: int, *, vocab_multiple: int = 1, stages: Sequence[Stage] | None = None
+    model: ModelConfig,
+    tensor: int,
+    *,
+    vocab_multiple: int = 1,
+    stages: Sequence[Stage] | None = None,
+    block_matrices: bool = False,
 ) -> int | None:
     """Return the elements that one of t ranks holds, replicated parameters and the vocabulary's padding included.
 
@@ -89,6 +102,7 @@ def local_parameter_count(
         tensor: the tensor-parallel degree t.
         vocab_multiple: number that divides each rank's rows of embedding and head.
         stages: pipeline stages of the rank; None: the whole model.
+        block_matrices: true to count only the elements of matrices of blocks.
 
     Returns:
         The number; None for a class of the user's.
@@ -96,14 +110,17 @@ def local_parameter_count(
     shapes = shapes_of(model)
     if shapes is None:
         return None
-    return _element_count(shapes, tensor, vocab_multiple, None if stages is None else tuple(stages))
+    return _element_count(shapes, tensor, vocab_multiple, None if stages is None else tuple(stages), block_matrices)
 
 
 # The planner asks for the same stages in thousands of layouts.
 @lru_cache(maxsize=2**12)
-def _element_count(model: FamilyConfig, tensor: int, vocab_multiple: int, stages: tuple[Stage, ...] | None) -> int:
+def _element_count(
+    model: FamilyConfig, tensor: int, vocab_multiple: int, stages: tuple[Stage, ...] | None, block_matrices: bool
+) -> int:
     local = LocalWidths.of(model, tensor, vocab_multiple)
-    return sum(parameter.elements for parameter in local_parameters(model, tensor, local=local, stages=stages))
+    parameters = local_parameters(model, tensor, local=local, stages=stages)
+    return sum(parameter.elements for parameter in parameters if parameter.is_block_matrix or not block_matrices)
 
 
 def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
@@ -113,6 +130,24 @@ def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
     """
     multiplied = [parameter for parameter in local_parameters(model, 1) if parameter.per is not None]
     return sum(parameter.elements for parameter in multiplied if per in (None, parameter.per))
+
+
+def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Counter[tuple[int, int]]:
+    """Return the shapes `[out, in]` of the matrices that Muon orthogonalizes in a block, with their numbers.
+
+    Args:
+        split_heads: true if each head of Q, K and V is a matrix.
+    """
+    hidden = model.hidden_size
+    query = model.num_attention_heads * model.head_dim
+    shapes = Counter([(hidden, query), (hidden, model.intermediate_size)])
+    shapes[model.intermediate_size, hidden] += 2 if model.gated else 1
+    if split_heads:
+        shapes[model.head_dim, hidden] += model.num_attention_heads + 2 * model.num_key_value_heads
+    else:
+        shapes[query, hidden] += 1
+        shapes[model.num_key_value_heads * model.head_dim, hidden] += 2
+    return shapes
 
 
 def canonical_tensor_count(model: ModelConfig) -> int | None:
@@ -173,7 +208,7 @@ class _StageParameters:
         elif self.stage.is_last and self.at_both_ends and not self.model.head_transform:
             yield self.embedding()  # the head's weight; a transforming head comes after the blocks with its own
         for _ in self.stage.layers:
-            yield from self.block()
+            yield from (replace(parameter, in_block=True) for parameter in self.block())
         if self.stage.is_last and self.model.head_transform:
             yield from self.bert_heads()
         elif self.stage.is_last:

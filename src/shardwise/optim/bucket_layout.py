@@ -14,6 +14,11 @@ Kernels read aligned memory by wide loads: 32 elements are 128 bytes of float32,
 LIMBS = 30
 """Numbers of 64 bits that an exact sum of squares takes on its way between ranks (`optim/exact_sums.py`)."""
 
+_CHUNKS = 4
+"""Chunks of matrices of a small model, so that its sends too are hidden behind work."""
+_CHUNK_ELEMENTS = 1 << 24
+"""Most elements of a rank's matrices in a chunk, unless a matrix has more."""
+
 LATENCY_BYTES = {"accelerator": 2**20, "cpu": 2**17}
 """Bytes that a link carries in the time that a message takes to begin: latency times bandwidth.
 
@@ -74,6 +79,11 @@ def offsets_and_length(elements: Sequence[int], slices: int) -> tuple[list[int],
         offsets.append(end)
         end += _aligned(size, ALIGNMENT)
     return offsets, _aligned(end, ALIGNMENT * slices)
+
+
+def matrix_chunk_elements(elements: int, ranks: int) -> int:
+    """Return the elements of each rank's matrices that travel at once, of so many elements on all ranks of a stage."""
+    return min(_CHUNK_ELEMENTS, -(-elements // (_CHUNKS * ranks)))
 
 
 def _aligned(elements: int, to: int) -> int:

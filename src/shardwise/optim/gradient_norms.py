@@ -60,6 +60,11 @@ class ElementRun:
     start: int
     length: int
 
+    @classmethod
+    def owned(cls, bucket: Bucket) -> ElementRun:
+        """Return all of the owned part."""
+        return cls(bucket, 0, len(bucket.master))
+
     def of(self, flat: Tensor) -> Tensor:
         """Return these elements of a flat tensor over the bucket's owned part."""
         return flat[self.start : self.start + self.length]

@@ -11,9 +11,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from shardwise.optim.buckets import Bucket
-from shardwise.optim.gradient_norms import CanonicalNorms, ElementRun, row_norms
-from shardwise.optim.slice_optimizer import SliceOptimizer
+from shardwise.optim.gradient_norms import ElementRun, chunk_elements, row_norms
+from shardwise.optim.model_slices import ModelSlices
+from shardwise.optim.slice_optimizer import RoundedSlices, SliceOptimizer, gradient_of
 
 
 class LAMB(SliceOptimizer):
@@ -95,31 +95,45 @@ class LAMB(SliceOptimizer):
         return loss
 
     @torch.no_grad()
-    def step_slices(self, groups: list[list[Bucket]], norms: CanonicalNorms) -> None:
-        """Update the slices of many tensors that this rank owns; every rank of the model does so.
+    def step_slices(self, model: ModelSlices) -> None:
+        """Update the slices of many tensors that this rank owns, as `model` has them; every rank of the model does so.
 
         Each slice's direction is written over its gradient, so that no further memory is needed. Then the squared
         norms of all T canonical tensors and of their directions are summed in one all-reduce of 2·T float32 numbers.
-
-        Args:
-            groups: buckets of each parameter group; their masters are this optimizer's parameters and have gradients.
-            norms: measures norms of the canonical tensors in the same groups.
         """
-        for group, buckets in zip(self.param_groups, groups, strict=True):
+        for group, buckets in zip(self.param_groups, model.groups, strict=True):
             for bucket in buckets:
-                self.direction(bucket.master, group, _gradient(bucket))
-        adapted = self.adapted_groups()
-        ratios = self.trust_ratio(*norms.measure(adapted, ElementRun.master, _direction))
-        for i, (group, buckets) in enumerate(zip(self.param_groups, groups, strict=True)):
+                self.direction(bucket.master, group, gradient_of(bucket))
+        adapted = self.whole_tensor_groups()
+        ratios = self.trust_ratio(*model.norms.measure(adapted, ElementRun.master, _direction))
+        for i, (group, buckets) in enumerate(zip(self.param_groups, model.groups, strict=True)):
             lr = float(group["lr"])
             if i in adapted:
-                for number, run in norms.runs(i):
+                for number, run in model.norms.runs(i):
                     run.master().addcmul_(_direction(run), ratios[number], value=-lr)
             else:
                 for bucket in buckets:
-                    bucket.master.add_(_gradient(bucket), alpha=-lr)
+                    bucket.master.add_(gradient_of(bucket), alpha=-lr)
 
-    def adapted_groups(self) -> list[int]:
+    @torch.no_grad()
+    def step_rounded(self, model: ModelSlices, slices: RoundedSlices) -> None:
+        """Update what has trust ratios in `model`, with stochastic rounding by `slices`.
+
+        The norms of directions must be known before an element is updated. No memory could hold the directions in
+        float32, so they are computed twice.
+        """
+        adapted = self.whole_tensor_groups()
+        ratios = self.trust_ratio(
+            *model.norms.measure(adapted, ElementRun.master, lambda run: slices.load_direction(run)[1])
+        )
+        for i in adapted:
+            for number, run in model.norms.runs(i):
+                for chunk in run.split(chunk_elements(run.bucket)):
+                    masters, direction = slices.load_direction(chunk)
+                    masters.sub_(direction.mul_(ratios[number]), alpha=float(self.param_groups[i]["lr"]))
+                    slices.store(chunk)
+
+    def whole_tensor_groups(self) -> list[int]:
         """Return the numbers of the parameter groups whose tensors have trust ratios."""
         return [i for i, group in enumerate(self.param_groups) if _adapts(group)]
 
@@ -163,12 +177,6 @@ def _adapts(group: dict[str, Any]) -> bool:
     return bool(group["weight_decay"])
 
 
-def _gradient(bucket: Bucket) -> Tensor:
-    """Return the gradient of a bucket's master, which `step_slices` replaces by the direction."""
-    assert bucket.master.grad is not None
-    return bucket.master.grad
-
-
 def _direction(run: ElementRun) -> Tensor:
     """Return the direction of some elements, once it has replaced their gradient."""
-    return run.of(_gradient(run.bucket))
+    return run.of(gradient_of(run.bucket))

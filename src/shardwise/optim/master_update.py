@@ -10,8 +10,7 @@ running it on a small parameter.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +19,11 @@ from torch import Tensor, nn
 from shardwise.base.user_code import RAISED, error_text
 from shardwise.distributed.torch_private import step_optimizer
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.gradient_norms import CanonicalNorms
+from shardwise.optim.model_slices import ModelSlices
 from shardwise.optim.slice_optimizer import SliceOptimizer
 
-MakeNorms = Callable[[list[list[Bucket]]], CanonicalNorms]
-"""Makes the norms of the canonical tensors that the buckets of each parameter group hold. Collective."""
+MakeSlices = Callable[[list[list[Bucket]]], ModelSlices]
+"""Describes the buckets of each parameter group as the slices of the model that this rank owns."""
 
 
 class Update:
@@ -32,18 +31,14 @@ class Update:
 
     Args:
         inner: the wrapped optimizer, whose parameters are the masters of `buckets`.
-        make_norms: called at the first step of a `SliceOptimizer`.
+        make_slices: describes `buckets` to a `SliceOptimizer`.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, buckets: Sequence[Bucket], make_norms: MakeNorms) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, buckets: Sequence[Bucket], make_slices: MakeSlices) -> None:
         bucket_of = {bucket.master: bucket for bucket in buckets}
         self._inner = inner
-        self._make_norms = make_norms
         self._groups = [[bucket_of[master] for master in group["params"]] for group in inner.param_groups]
-
-    @cached_property
-    def _norms(self) -> CanonicalNorms:
-        return self._make_norms(self._groups)
+        self._model = make_slices(self._groups)
 
     def step(self, groups: Sequence[dict[str, Any]], factor: Tensor | float, number: int) -> Iterator[Bucket]:
         """Update all masters by `factor` times their reduced gradients; yield each bucket once its masters are new.
@@ -73,18 +68,22 @@ class Update:
         buckets = [bucket for group in self._groups for bucket in group]
         for bucket in buckets:
             bucket.master.grad = _scaled_gradient(bucket, factor)
-        inner.step_slices(self._groups, self._norms)
+        inner.step_slices(self._model)
         for bucket in buckets:
             bucket.master.grad = None
             yield bucket
 
-    def _buckets_with_options(self) -> Iterator[tuple[dict[str, Any], Bucket]]:
+    def _buckets_with_options(self, without: Collection[int] = ()) -> Iterator[tuple[dict[str, Any], Bucket]]:
         """Yield each bucket with its parameter group, whose options are the same for every bucket.
+
+        Groups whose number is in `without` are left out.
 
         Afterwards the group has the options that the update of its last bucket left: what the class keeps there, such
         as a count of steps, is the same after each.
         """
-        for group, buckets in zip(self._inner.param_groups, self._groups, strict=True):
+        for i, (group, buckets) in enumerate(zip(self._inner.param_groups, self._groups, strict=True)):
+            if i in without:
+                continue
             options = options_of(group)
             for bucket in buckets:
                 group.update(copy.deepcopy(options))
@@ -120,7 +119,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 _ADVICE = (
     "each rank gives it flat slices of parameters, so it must update each element by itself, as AdamW does, "
-    "or be shardwise.LAMB"
+    "or be shardwise.LAMB or shardwise.Muon"
 )
 _TRIAL_STEPS = 12
 """Steps of the trial. RAdam changes its update at step 6; a class that does so later than step 12 is not noticed."""
@@ -180,7 +179,10 @@ def kept_state(make: MakeOptimizer, options: dict[str, Any]) -> dict[str, Any]:
     trial = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
     trial.grad = torch.zeros_like(trial)
     optimizer = make({**trial_options(options), "params": [trial]})
-    step_optimizer(optimizer)
+    if isinstance(optimizer, SliceOptimizer) and optimizer.whole_tensor_groups():
+        optimizer.direction(trial, optimizer.param_groups[0], torch.empty_like(trial))
+    else:
+        step_optimizer(optimizer)
     return {name: value for name, value in optimizer.state[trial].items() if isinstance(value, Tensor | int | float)}
 
 

@@ -7,43 +7,74 @@ more. A class that looks at a whole tensor derives from `SliceOptimizer` and say
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.gradient_norms import CanonicalNorms
+from shardwise.optim.gradient_norms import ElementRun
+from shardwise.optim.model_slices import ModelSlices
+
+
+class RoundedSlices(Protocol):
+    """Slices whose masters and state are bfloat16: each update is computed in float32, of a chunk of a run at a time.
+
+    A chunk has at most `chunk_elements`. The state that counts is that from before this step, until it is stored.
+    """
+
+    def load(self, chunk: ElementRun) -> Tensor:
+        """Copy a chunk's masters, gradients and state to float32; return the copy of the masters `[N]`."""
+        ...
+
+    def load_direction(self, chunk: ElementRun) -> tuple[Tensor, Tensor]:
+        """Load a chunk and take its gradient into the copy of its state; return also its direction `[N]`."""
+        ...
+
+    def store(self, chunk: ElementRun) -> None:
+        """Round the copies of masters and state, of the chunk that was loaded last, to where the chunk has them."""
+        ...
 
 
 class SliceOptimizer(torch.optim.Optimizer):
     """An optimizer that `ZeroRedundancyOptimizer` steps by `step_slices`, and not one bucket after the other.
 
-    Stochastic rounding computes the step a chunk at a time: u by `direction`, then w ← w − lr · r · u, with the ratio r
-    of each canonical tensor by `trust_ratio`. A class that has no such ratios need not define these three methods, and
-    cannot be rounded stochastically.
+    Attributes:
+        has_slices: True if the parameters are flat slices; `ZeroRedundancyOptimizer` sets it in a child of its own.
     """
 
-    def step_slices(self, groups: list[list[Bucket]], norms: CanonicalNorms) -> None:
-        """Update the masters of these buckets, whose gradients are set. Every rank of the model calls this.
+    has_slices: ClassVar[bool] = False
+
+    @classmethod
+    def require_tensor(cls, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+        """Raise ValueError if no canonical tensor of this `shape` may be in a parameter group with these `options`."""
+
+    def step_slices(self, model: ModelSlices) -> None:
+        """Update the masters of the buckets of `model`, whose gradients are set. Every rank of the model calls this."""
+        raise NotImplementedError
+
+    def whole_tensor_groups(self) -> list[int]:
+        """Return the numbers of the parameter groups whose update needs more than each element by itself."""
+        raise NotImplementedError
+
+    def step_rounded(self, model: ModelSlices, slices: RoundedSlices) -> None:
+        """Update the masters of the `whole_tensor_groups` as `step_slices` does, with stochastic rounding.
 
         Args:
-            groups: buckets of each parameter group.
-            norms: measures L2 norms of the canonical tensors that the buckets hold.
+            model: slices of the model, whose reduced gradients are neither averaged nor clipped yet.
+            slices: computes in float32 and rounds, a run at a time.
         """
-        raise NotImplementedError
-
-    def adapted_groups(self) -> list[int]:
-        """Return the numbers of the parameter groups whose tensors have trust ratios."""
-        raise NotImplementedError
-
-    def trust_ratio(self, weight_norm: Tensor, direction_norm: Tensor) -> Tensor:
-        """Return the ratios `[N]` of N tensors by the norms `[N]` of their weights and of their directions."""
         raise NotImplementedError
 
     def direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
         """Take the gradient of p, of the parameter group `group`, into the state, and write the direction to `out`."""
         raise NotImplementedError
+
+
+def gradient_of(bucket: Bucket) -> Tensor:
+    """Return the gradient of a bucket's master, which `step_slices` may replace by a direction."""
+    assert bucket.master.grad is not None
+    return bucket.master.grad
 
 
 def updates_slices(optimizer_class: type[torch.optim.Optimizer]) -> bool:

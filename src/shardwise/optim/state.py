@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.tensor_box import Box
+from shardwise.config.optimizers import OptimizerSpec
 from shardwise.distributed import collectives
 from shardwise.distributed.placement import Piece, placements
 from shardwise.optim.buckets import Bucket, in_order
@@ -119,6 +120,18 @@ def kept_states(optimizer: ZeroRedundancyOptimizer) -> dict[Bucket, dict[str, An
         made = kept_state(optimizer._make_inner, outer)
         kept |= {bucket_of[master]: made for master in inner["params"]}
     return kept
+
+
+def state_bytes(optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec, *, all_masters: bool) -> int:
+    """Return bytes of the states, which the first step makes, and of masters: those that are separate, or all."""
+    bucket_of = {bucket.master: bucket for bucket in optimizer.buckets}
+    total = 0
+    for group in optimizer.inner.param_groups:
+        for master in group["params"]:
+            matrices = master.numel() if group.get("use_muon") else 0
+            separate = all_masters or bucket_of[master].separate
+            total += spec.kept_elements(master.numel(), matrices, separate_masters=separate) * master.itemsize
+    return total
 
 
 def begin_restoring(

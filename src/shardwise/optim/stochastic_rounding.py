@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from shardwise.distributed.random_bits import INCREMENT_32, hashed, scramble_, w
 from shardwise.distributed.torch_private import step_optimizer
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.gradient_norms import ElementRun, chunk_elements
-from shardwise.optim.master_update import MakeNorms, MakeOptimizer, Update, options_of
+from shardwise.optim.master_update import MakeOptimizer, MakeSlices, Update, options_of
 from shardwise.optim.slice_optimizer import SliceOptimizer
 
 _BITS = 16
@@ -234,7 +234,7 @@ class StochasticUpdate(Update):
     Masters and each tensor of the state stay in bfloat16, 2 bytes an element.
 
     Args:
-        inner, buckets, make_norms: arguments of `Update`; the masters are bfloat16.
+        inner, buckets, make_slices: arguments of `Update`; the masters are bfloat16.
         make: makes an optimizer of the wrapped class from a parameter group.
         bits: random bits for the elements of these buckets.
     """
@@ -243,52 +243,65 @@ class StochasticUpdate(Update):
         self,
         inner: torch.optim.Optimizer,
         buckets: Sequence[Bucket],
-        make_norms: MakeNorms,
+        make_slices: MakeSlices,
         make: MakeOptimizer,
         bits: RandomBits,
     ) -> None:
-        super().__init__(inner, buckets, make_norms)
+        super().__init__(inner, buckets, make_slices)
         self._make = make
         self._bits = bits
 
     def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
+        whole: set[int] = set()
         if isinstance(self._inner, SliceOptimizer):
-            yield from self._update_whole_tensors(self._inner, factor, number)
-            return
-        for group, bucket in self._buckets_with_options():
+            whole |= set(self._inner.whole_tensor_groups())
+            copies = {
+                bucket: _FloatCopy(self._make, self._inner, self._inner.param_groups[i])
+                for i in whole
+                for bucket in self._model.groups[i]
+            }
+            self._inner.step_rounded(self._model, _FloatSlices(copies, factor, self._bits, number))
+            yield from copies
+        for group, bucket in self._buckets_with_options(without=whole):
             float_copy = _FloatCopy(self._make, self._inner, group)
-            for run in ElementRun(bucket, 0, len(bucket.master)).split(chunk_elements(bucket)):
+            for run in ElementRun.owned(bucket).split(chunk_elements(bucket)):
                 float_copy.load(run, factor)
                 step_optimizer(float_copy.optimizer)
                 float_copy.store(run, self._bits, number)
             group.update(options_of(float_copy.group))
             yield bucket
 
-    def _update_whole_tensors(self, inner: SliceOptimizer, factor: Tensor | float, number: int) -> Iterator[Bucket]:
-        """Update by directions whose norms, of whole tensors, must be known before an element is updated.
 
-        No memory could hold the directions in float32, so they are computed twice.
-        """
-        float_copies = {bucket: _FloatCopy(self._make, inner, group) for group, bucket in self._buckets_with_options()}
+class _FloatSlices:
+    """The `RoundedSlices` of a step.
 
-        def direction(run: ElementRun) -> Tensor:
-            float_copy = float_copies[run.bucket]
-            float_copy.load(run, factor)
-            optimizer = float_copy.optimizer
-            gradient = float_copy.parameter.grad
-            assert isinstance(optimizer, SliceOptimizer)
-            assert gradient is not None
-            return optimizer.direction(float_copy.parameter, float_copy.group, out=gradient)
+    Args:
+        copies: a float32 copy for the chunks of each bucket.
+        factor: multiplies the gradients.
+        bits: random bits for the elements of these buckets.
+        step: number of the step.
+    """
 
-        adapted = inner.adapted_groups()
-        ratios = inner.trust_ratio(*self._norms.measure(adapted, ElementRun.master, direction))
-        for index, group in enumerate(inner.param_groups):
-            for tensor, run in self._norms.runs(index):
-                for chunk in run.split(chunk_elements(run.bucket)):
-                    update = direction(chunk)
-                    float_copy = float_copies[chunk.bucket]
-                    if index in adapted:
-                        update.mul_(ratios[tensor])
-                    float_copy.parameter.sub_(update, alpha=float(group["lr"]))
-                    float_copy.store(chunk, self._bits, number)
-        yield from float_copies
+    def __init__(
+        self, copies: Mapping[Bucket, _FloatCopy], factor: Tensor | float, bits: RandomBits, step: int
+    ) -> None:
+        self._copies = copies
+        self._factor = factor
+        self._bits = bits
+        self._step = step
+
+    def load(self, chunk: ElementRun) -> Tensor:
+        self._copies[chunk.bucket].load(chunk, self._factor)
+        return self._copies[chunk.bucket].parameter.detach()
+
+    def load_direction(self, chunk: ElementRun) -> tuple[Tensor, Tensor]:
+        masters = self.load(chunk)
+        float_copy = self._copies[chunk.bucket]
+        optimizer = float_copy.optimizer
+        gradient = float_copy.parameter.grad
+        assert isinstance(optimizer, SliceOptimizer)
+        assert gradient is not None
+        return masters, optimizer.direction(float_copy.parameter, float_copy.group, out=gradient)
+
+    def store(self, chunk: ElementRun) -> None:
+        self._copies[chunk.bucket].store(chunk, self._bits, self._step)

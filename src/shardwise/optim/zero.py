@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.config import Rounding
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.distributed.placement import named_pieces
+from shardwise.distributed.placement import named_pieces, of_or_whole
 from shardwise.distributed.torch_private import WithoutCompiler, without_compiler
 from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets, weak_hook
 from shardwise.optim.checks import (
@@ -35,15 +35,16 @@ from shardwise.optim.checks import (
     require_scaled,
     spread_non_finite,
 )
-from shardwise.optim.gradient_norms import CanonicalNorms, ElementRun, ModelNorms, clipping_factor, require_max_norm
+from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.master_update import Update, options_of, require_elementwise
-from shardwise.optim.slice_optimizer import updates_slices
+from shardwise.optim.model_slices import ModelSlices
+from shardwise.optim.slice_optimizer import SliceOptimizer, updates_slices
 from shardwise.optim.stochastic_rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
 from shardwise.optim.unsharded_parameters import UncutGradients, take_first_values
 
 
 class ZeroRedundancyOptimizer(WithoutCompiler):
-    """Wrap an elementwise `torch.optim` class, or `LAMB`, so that each data-parallel rank keeps 1/n of its state.
+    """Wrap an elementwise `torch.optim` class, `LAMB` or `Muon`: each data-parallel rank keeps 1/n of its state.
 
     Before: `torch.optim.AdamW(model.parameters(), lr=1e-4)`. After:
     `ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)`. Then `backward()`, `step()`,
@@ -70,8 +71,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
-        optimizer_class: an elementwise class: Adam, AdamW, SGD, RMSprop, Lion, …; or `shardwise.LAMB`, whose trust
-            ratios are then those of whole canonical tensors (one all-reduce more a step, of two numbers a tensor).
+        optimizer_class: an elementwise class: Adam, AdamW, SGD, RMSprop, Lion, …; `shardwise.LAMB`, whose trust ratios
+            are then those of whole canonical tensors (one all-reduce more a step, of two numbers a tensor); or
+            `shardwise.Muon`, which then orthogonalizes whole canonical matrices, each on one rank.
         optimizer_dtype: dtype of masters and state; None: float32. If parameters have another dtype, each rank keeps a
             master copy of its part (float64 parameters keep theirs).
         grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm` (None: no clipping).
@@ -92,7 +94,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     Raises:
         TypeError: an argument that neither class takes and that would change something, with what replaces it where
             another library's ZeroRedundancyOptimizer takes it.
-        ValueError: a class that is neither elementwise nor LAMB; parameters that DDP or FSDP already manage, or that
+        ValueError: a class that is not elementwise, LAMB or Muon; parameters that DDP or FSDP already manage, or that
             are others, or in another order, on another rank; a cut model without `mesh`.
         RuntimeError: a launcher started several ranks, but no process group was initialised.
     """
@@ -121,9 +123,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if bucket_mib is not None and not bucket_mib > 0:
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
         defaults = known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
-        self._inner_class = without_compiler(optimizer_class)
-        if not updates_slices(optimizer_class):
-            require_elementwise(self._inner_class, defaults)
+        self._inner_class = _class_for_slices(optimizer_class, defaults)
         self.optimizer_class = optimizer_class
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
@@ -174,6 +174,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         require_plain((p for options in groups for p in options["params"]), has_mesh=self._mesh is not None)
         device = device_of(self.param_groups, self._mesh)
         require_same_parameters(groups, self.group, device)
+        self._require_tensors(groups)
         take_first_values(groups, self.tensor, self.group, device)
         self._partial.append(PartialGradients([bucket for options in groups for bucket in self._move(options)]))
         self._uncut = UncutGradients(self.param_groups, self.buckets, self.tensor, self.group, device)
@@ -183,6 +184,13 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         # Norms that were measured before lack the gradients of the new buckets.
         self._norms = None
         self._updates = self._make_update(device)
+
+    def _require_tensors(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse parameters that a class which needs whole tensors cannot update."""
+        if issubclass(self._inner_class, SliceOptimizer):
+            for options in groups:
+                for shape in {piece.shape for p in options["params"] for piece in of_or_whole(p).pieces}:
+                    self._inner_class.require_tensor(shape, options)
 
     def _move(self, options: dict[str, Any]) -> list[Bucket]:
         """Give a group's parameters the first rank's values, and move those that are trained into buckets."""
@@ -213,21 +221,21 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     def _make_update(self, device: torch.device) -> Update:
         pieces = named_pieces(self.param_groups, self._stage)
 
-        def make_norms(groups: list[list[Bucket]]) -> CanonicalNorms:
-            return CanonicalNorms(
+        def make_slices(groups: list[list[Bucket]]) -> ModelSlices:
+            return ModelSlices(
                 groups,
                 pieces,
                 device,
-                self._world,
-                self.tensor,
+                self.group,
+                self._mesh,
                 exact=self._is_stochastic,
                 fixed=self._sums_in_order,
             )
 
         if not self._is_stochastic:
-            return Update(self.inner, self.buckets, make_norms)
+            return Update(self.inner, self.buckets, make_slices)
         bits = RandomBits(pieces, self._rounding_seed)
-        return StochasticUpdate(self.inner, self.buckets, make_norms, self._make_inner, bits)
+        return StochasticUpdate(self.inner, self.buckets, make_slices, self._make_inner, bits)
 
     # ---- when gradients are ready
 
@@ -489,6 +497,18 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         padding = elements - sum(bucket.elements for bucket in self.buckets)
         per_element = (state_bytes + master_bytes) / max(elements, 1)
         return {"state": state_bytes, "masters": master_bytes, "padding": round(padding * per_element)}
+
+
+def _class_for_slices(
+    optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+) -> type[torch.optim.Optimizer]:
+    """Make the child of a class that gets the flat slices of this rank; refuse a class that cannot update them."""
+    child = without_compiler(optimizer_class)
+    if updates_slices(optimizer_class):
+        cast("type[SliceOptimizer]", child).has_slices = True
+    else:
+        require_elementwise(child, defaults)
+    return child
 
 
 class Gathers:

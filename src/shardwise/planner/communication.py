@@ -28,7 +28,7 @@ from shardwise.models.parameter_counts import LocalParameter, LocalWidths, local
 from shardwise.optim.bucket_layout import LIMBS, bucket_bytes, offsets_and_length, packed
 from shardwise.planner.rank_workload import RankWorkload
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
 _FLOAT32 = 4
 _FLOAT64 = 8
@@ -291,6 +291,8 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     if optimizer.spec.has_trust_ratios:
         size = 2 * norm * sum(parameter.tensors for parameter in local_parameters(workload.model, 1))
         transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
+    if optimizer.spec.orthogonalizes:
+        transfers += _matrices(workload)
     if optimizer.zero:
         parameters = DTYPE_BYTES[precision.parameter] * elements
         transfers += [
@@ -319,6 +321,27 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     return [*transfers, Transfer(axis, "all_reduce", 2, size, 1, "gradient of the tied embedding")]
 
 
+def _matrices(workload: RankWorkload) -> list[Transfer]:
+    """Return the transfers of Muon's matrices: each rank of a stage sends its part to their owners, and gets it back.
+
+    Owners have equal work and not equal bytes, so that these are means over the ranks.
+    """
+    layout = workload.layout
+    optimizer = workload.config.optimizer
+    ranks = layout.tensor * layout.data
+    width = DTYPE_BYTES[optimizer.muon.dtype(workload.accelerator)]
+    stored = sum(bucket.elements for bucket in bucket_shapes(workload) if bucket.is_orthogonalized)
+    part = width * stored // layout.data
+    updates = part if optimizer.zero else width * stored
+    axis = "tp" if layout.data == 1 else "dp" if layout.tensor == 1 else "world"
+    if axis == "world" and layout.pipeline > 1:
+        axis = f"world/{ranks}"
+    return [
+        Transfer(axis, "all_to_all", ranks, part, 1, "matrices to their owners"),
+        Transfer(axis, "all_to_all", ranks, updates, 1, "updates of the matrices"),
+    ]
+
+
 _MIB = 2**20
 
 
@@ -329,6 +352,11 @@ class BucketShape:
     parameters: tuple[tuple[int, LocalParameter], ...]
     elements: int
     slices: int
+
+    @property
+    def is_orthogonalized(self) -> bool:
+        """True for a bucket of matrices of blocks alone: with Muon, these are in buckets of their own."""
+        return all(parameter.is_block_matrix for _, parameter in self.parameters)
 
     def partial(self, ranks: int, data_rank: int | None = None) -> int:
         """Return the elements whose gradient is partial over `ranks` ranks, in a data-parallel rank's slice, or all."""
@@ -361,14 +389,16 @@ class BucketShape:
 def bucket_shapes(workload: RankWorkload) -> list[BucketShape]:
     """Return the rank's buckets as `optimizer.bucket_mib` sets their size, in the order in which they are begun.
 
-    Matrices, which weight decay applies to, and vectors are in separate buckets. A parameter at both ends of a pipeline
-    has a bucket to itself.
+    Matrices, which weight decay applies to, and vectors are in separate buckets; with Muon also matrices of blocks and
+    others. A parameter at both ends of a pipeline has a bucket to itself.
     """
     optimizer = workload.config.optimizer
     layout = workload.layout
     gradient = DTYPE_BYTES[workload.precision.gradient]
     stored = (workload.model, layout.tensor, layout.sequence_parallel, workload.local, workload.stages)
-    return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, optimizer.zero == 1, workload.accelerator))
+    kinds = ("is_block_matrix", "matrix") if optimizer.spec.orthogonalizes else ("matrix",)
+    uses_zero = optimizer.zero == 1
+    return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, uses_zero, workload.accelerator, kinds))
 
 
 @lru_cache(maxsize=512)
@@ -379,13 +409,17 @@ def _shapes(
     data: int,
     zero: bool,
     accelerator: bool,
+    kinds: tuple[str, ...],
 ) -> list[BucketShape]:
     model, tensor, sequence, local, stages = model_part
     stored = list(local_parameters(model, tensor, sequence, local=local, stages=stages))
     slices = data if zero else 1
     shapes = []
-    for matrices in (True, False):
-        group = [parameter for parameter in stored if parameter.matrix == matrices]
+    by_group: dict[tuple[bool, ...], list[LocalParameter]] = {}
+    for parameter in stored:
+        by_group.setdefault(tuple(getattr(parameter, kind) for kind in kinds), []).append(parameter)
+    # The order of `build.parameter_groups`: matrices first.
+    for _, group in sorted(by_group.items(), reverse=True):
         sizes = [(parameter.at_both_ends, gradient * parameter.elements) for parameter in group]
         if bucket_mib is not None:
             most = bucket_mib * _MIB

@@ -12,7 +12,8 @@ from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage, rank_of
 from shardwise.config.schedules import SCHEDULES
 from shardwise.layers.chunks import loss_chunk_elements, rounding_chunk_elements
-from shardwise.models.parameter_counts import parameter_count
+from shardwise.models.parameter_counts import block_matrix_shapes, local_parameter_count, parameter_count
+from shardwise.optim.bucket_layout import matrix_chunk_elements
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.in_flight import PassBytes, StepPeak, step_peak
 from shardwise.planner.activations import (
@@ -119,7 +120,7 @@ def memory_of(workload: RankWorkload) -> MemoryEstimate:
         optimizer=_optimizer_bytes(workload, separate_masters=separate_masters),
         activations=step.activations,
         loss=step.forward - step.activations,
-        buffers=_rotary_tables(workload) + numbers + max(step.whole, rounding) - step.forward,
+        buffers=_rotary_tables(workload) + numbers + max(step.whole, rounding, _matrices(workload)) - step.forward,
         pipeline=step.sent + (workload.x_bytes if workload.layout.pipeline > 1 else 0),
     )
 
@@ -137,10 +138,13 @@ def _gradient_bytes(workload: RankWorkload) -> int:
 
 def _optimizer_bytes(workload: RankWorkload, *, separate_masters: bool) -> int:
     """Bytes of the optimizer's states, and of masters if they are separate, on a data-parallel rank."""
-    elements = sum(bucket.elements for bucket in bucket_shapes(workload))
-    shard = elements // workload.layout.data if workload.config.optimizer.zero else elements
-    kept_tensors = workload.config.optimizer.spec.kept_tensors(separate_masters=separate_masters)
-    return kept_tensors * shard * DTYPE_BYTES[workload.precision.optimizer]
+    buckets = bucket_shapes(workload)
+    elements = sum(bucket.elements for bucket in buckets)
+    matrices = sum(bucket.elements for bucket in buckets if bucket.is_orthogonalized)
+    parts = workload.layout.data if workload.config.optimizer.zero else 1
+    spec = workload.config.optimizer.spec
+    kept = spec.kept_elements(elements // parts, matrices // parts, separate_masters=separate_masters)
+    return kept * DTYPE_BYTES[workload.precision.optimizer]
 
 
 def _step_peak(workload: RankWorkload) -> StepPeak:
@@ -235,8 +239,10 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
     if parameters is None:
         return None
     precision = config.precision.resolved(accelerator)
-    kept_tensors = config.optimizer.spec.kept_tensors(separate_masters=precision.parameter != precision.optimizer)
-    return parameters * (DTYPE_BYTES[precision.parameter] + kept_tensors * DTYPE_BYTES[precision.optimizer])
+    matrices = local_parameter_count(config.model, 1, block_matrices=True) or 0
+    separate_masters = precision.parameter != precision.optimizer
+    kept = config.optimizer.spec.kept_elements(parameters, matrices, separate_masters=separate_masters)
+    return parameters * DTYPE_BYTES[precision.parameter] + kept * DTYPE_BYTES[precision.optimizer]
 
 
 def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
@@ -333,6 +339,22 @@ def _reduction(workload: RankWorkload) -> int:
     sums_slices = is_ordered or (not workload.accelerator and workload.config.optimizer.zero == 1)
     copies = int(precision.reduce != precision.gradient) + int(sums_slices)
     return copies * two_buckets * DTYPE_BYTES[precision.reduce]
+
+
+def _matrices(workload: RankWorkload) -> int:
+    """Return the bytes that Muon holds while it updates: of two chunks, the matrices, what is sent, and what arrives.
+
+    Of the chunk that is iterated also the Gram matrix, a product and the result, and of both the updates.
+    """
+    optimizer = workload.config.optimizer
+    if not optimizer.spec.orthogonalizes:
+        return 0
+    shapes = block_matrix_shapes(workload.model, split_heads=optimizer.muon.split_heads)
+    layers = sum(len(stage.layers) for stage in workload.stages)
+    elements = layers * sum(count * rows * columns for (rows, columns), count in shapes.items())
+    chunk = matrix_chunk_elements(elements, workload.layout.tensor * workload.layout.data)
+    largest = max(chunk, *(rows * columns for rows, columns in shapes))
+    return 10 * largest * DTYPE_BYTES[optimizer.muon.dtype(workload.accelerator)]
 
 
 def _rounding(workload: RankWorkload) -> tuple[int, int]:

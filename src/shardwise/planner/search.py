@@ -187,11 +187,14 @@ def _state_bytes(config: Config, choice: Choice, layout: Layout, cluster: device
     layers = max(1, model.num_hidden_layers // layout.pipeline)
     # A stage between others has blocks alone.
     inner_stage = Stage(index=1, rank=0, layers=range(1), stages=3)
-    elements = (local_parameter_count(model, layout.tensor, stages=(inner_stage,)) or 0) * layers
-    kept_tensors = config.optimizer.spec.kept_tensors(separate_masters=precision.parameter != precision.optimizer)
-    replicated = DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient]
-    kept = kept_tensors * DTYPE_BYTES[precision.optimizer]
-    return elements * (replicated + kept / (layout.data if choice.zero else 1))
+    elements, matrices = (
+        (local_parameter_count(model, layout.tensor, stages=(inner_stage,), block_matrices=only) or 0) * layers
+        for only in (False, True)
+    )
+    separate_masters = precision.parameter != precision.optimizer
+    kept = config.optimizer.spec.kept_elements(elements, matrices, separate_masters=separate_masters)
+    replicated = elements * (DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
+    return replicated + kept * DTYPE_BYTES[precision.optimizer] / (layout.data if choice.zero else 1)
 
 
 def _memory(config: Config, layout: Layout, cluster: device_specs.Cluster, limit: float) -> MemoryEstimate:

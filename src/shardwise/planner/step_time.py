@@ -6,13 +6,14 @@ ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Precision
 from shardwise.config.layout import Stage
-from shardwise.models.parameter_counts import LocalWidths, local_parameter_count
+from shardwise.models.parameter_counts import LocalWidths, block_matrix_shapes, local_parameter_count
 from shardwise.optim.bucket_layout import bucket_bytes
 from shardwise.pipeline.makespan import makespan
 from shardwise.pipeline.partition import stage_plan
@@ -322,25 +323,64 @@ class _StepInputs:
         owned = elements / (self.layout.data if uses_zero else 1)
         # Master and states are read and written; the gradient is read, and the parameter written. Then all gradients
         # are set to zero, and read once for their norm.
-        kept_tensors = self.config.optimizer.spec.kept_tensors(separate_masters=True)
-        state_bytes = 2 * kept_tensors * DTYPE_BYTES[precision.optimizer]
-        touched = owned * (state_bytes + DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
+        spec = self.config.optimizer.spec
+        kept = spec.kept_elements(elements, self._most_elements(block_matrices=True), separate_masters=True)
+        touched = owned * (DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
+        touched += 2 * kept * DTYPE_BYTES[precision.optimizer] * owned / elements
         cleared = elements * 2 * DTYPE_BYTES[precision.gradient]
         update = (touched + cleared) / (device.memory_bandwidth * self.constants.update) + self.constants.step
+        if spec.orthogonalizes:
+            update += self._orthogonalization_seconds()
         return _UpdateSeconds(self._reduction_seconds(elements, uses_zero), gather, update)
+
+    def _orthogonalization_seconds(self) -> float:
+        """Return the seconds of Muon's iterations on the rank with most blocks, or of the messages that they hide.
+
+        Each step of an iteration has two products of a matrix and one of its Gram matrix. The ranks of a stage share
+        the matrices, and each sends its part there and back.
+        """
+        device = self.cluster.device
+        c = self.constants
+        muon = self.config.optimizer.muon
+        width = muon.dtype(device.is_accelerator)
+        peak = device.bfloat16 if width == "bfloat16" else device.float32
+        ranks = self.layout.tensor * self.layout.data
+        layers = max(
+            sum(len(work.stage.layers) for work in self.works if work.stage.rank == rank)
+            for rank in range(self.layout.pipeline)
+        )
+        shapes = block_matrix_shapes(self.config.known_shapes, split_heads=muon.split_heads)
+        iterations = 0.0
+        for shape, count in shapes.items():
+            short, long = sorted(shape)
+            products = (short, short, long), (short, short, short), (short, long, short)
+            iterations += layers * count * sum(device_seconds.matmul(device, c, peak, *sizes) for sizes in products)
+        elements = layers * sum(math.prod(shape) * count for shape, count in shapes.items())
+        sent = device_seconds.collective(
+            device, c, group(ranks, 1, self.cluster.per_node), DTYPE_BYTES[width] * elements / ranks
+        )
+        return max(muon.ns_steps * iterations / ranks, 2 * sent)
 
     @property
     def _data_group(self) -> RankGroup:
         return group(self.layout.data, self.layout.tensor, self.cluster.per_node)
 
-    def _most_elements(self) -> int:
-        """Return the parameters of the pipeline rank that has most: the embedding or the head makes it an outer one."""
+    def _most_elements(self, *, block_matrices: bool = False) -> int:
+        """Return the parameters of the pipeline rank that has most: the embedding or the head makes it an outer one.
+
+        With `block_matrices`, only the matrices of blocks are counted.
+        """
         model = self.config.model
         multiple = self.config.vocab_multiple(self.layout.tensor)
         counts = []
         for rank in {0, self.layout.pipeline - 1}:
             stages = tuple(work.stage for work in self.works if work.stage.rank == rank)
-            counts.append(local_parameter_count(model, self.layout.tensor, vocab_multiple=multiple, stages=stages) or 0)
+            counts.append(
+                local_parameter_count(
+                    model, self.layout.tensor, vocab_multiple=multiple, stages=stages, block_matrices=block_matrices
+                )
+                or 0
+            )
         return max(counts)
 
     def _reduction_seconds(self, elements: int, uses_zero: bool) -> float:

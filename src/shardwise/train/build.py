@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +17,15 @@ from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, Precision, check_layout
+from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.optimizers import OptimizerSpec
 from shardwise.data.formats.common import PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
-from shardwise.models.blocks import Stages
+from shardwise.models.blocks import Stages, block_matrices
 from shardwise.models.parameter_counts import parameter_count
+from shardwise.optim.state import state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.stages import build_stages
@@ -147,9 +150,7 @@ def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: Opt
     return {
         "parameters": frozen + sum(bucket.values.nbytes for bucket in optimizer.buckets),
         "gradients": sum(bucket.gradient_bytes for bucket in optimizer.buckets),
-        "optimizer": sum(
-            spec.kept_tensors(separate_masters=bucket.separate) * bucket.master.nbytes for bucket in optimizer.buckets
-        ),
+        "optimizer": state_bytes(optimizer, spec, all_masters=False),
     }
 
 
@@ -259,7 +260,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     settings = config.optimizer
     optimizer_class, options = _optimizer_class(config, mesh)
     return ZeroRedundancyOptimizer(
-        decay_groups(model.parameters(), settings.weight_decay),
+        parameter_groups(model, settings),
         optimizer_class,
         mesh=mesh,
         shard=settings.zero == 1,
@@ -280,11 +281,30 @@ def _optimizer_class(config: Config, mesh: Mesh) -> tuple[type[torch.optim.Optim
     if config.hooks.optimizer is not None:
         return user_optimizer(config)
     spec = config.optimizer.spec
-    options = {key: getattr(config.optimizer, key) for key in spec.keys}
+    options = {key.rpartition(".")[2]: attrgetter(key)(config.optimizer) for key in spec.keys}
     # One fused kernel reads and writes each element once, where a kernel for each operation would do so many times.
     if spec.has_fused_kernel:
         options["fused"] = devices.has_fused_adamw(mesh.device)
     return spec.load_class(), options
+
+
+def parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[str, object]]:
+    """Parameter groups: with Muon, its matrices have a group of their own, and all others AdamW's learning rate."""
+    if not settings.spec.orthogonalizes:
+        return decay_groups(model.parameters(), settings.weight_decay)
+    matrices = block_matrices(model)
+    if not matrices:
+        raise ConfigError(
+            f"optimizer.name ({settings.name}) must have matrices to orthogonalize, and the model has none in its "
+            "blocks, the entries of a torch.nn.ModuleList: put the blocks into one, or set optimizer.name=adamw"
+        )
+    others = [parameter for parameter in model.parameters() if parameter not in set(matrices)]
+    lr_factor = (settings.muon.adamw_lr or settings.lr) / settings.lr
+    adamw = {"use_muon": False, "lr": lr_factor * settings.lr, "lr_factor": lr_factor}
+    return [
+        {"params": matrices, "weight_decay": settings.weight_decay, "use_muon": True},
+        *(group | adamw for group in decay_groups(others, settings.weight_decay)),
+    ]
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:

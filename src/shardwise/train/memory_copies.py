@@ -37,7 +37,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.launch.environment import NODE
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_numbers, state_tensors
+from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_bytes, state_numbers, state_tensors
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.train.memory_copy_files import CopyFiles, CopyPart, is_in_use
 
@@ -254,9 +254,8 @@ class MemoryCopies:
 
     def _state_bytes(self) -> int:
         """Bytes of this rank's part: masters, the states, which the first step makes, and frozen parameters."""
-        masters = sum(bucket.master.nbytes for bucket in self._optimizer.buckets)
-        kept_tensors = self._config.optimizer.spec.kept_tensors(separate_masters=True)
-        return kept_tensors * masters + sum(target.nbytes for _, target in self._frozen())
+        kept = state_bytes(self._optimizer, self._config.optimizer.spec, all_masters=True)
+        return kept + sum(target.nbytes for _, target in self._frozen())
 
     def _fits(self) -> str:
         """A digest of all that a copy must share with this run: the data, the values of a rank, and their order."""

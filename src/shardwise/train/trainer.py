@@ -235,7 +235,7 @@ class Trainer:
         self.progress.phase = "optimizer update"
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_factor", 1.0)
         # The loss and the norms are finite: from here on the parameters change.
         with record_function("optimizer"), self.clock.phase(OPTIMIZER):
             self.optimizer.step()

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, divisors
 from shardwise.config import Config, check_layout, config_from
+from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.schedules import SCHEDULES
 from shardwise.verify.layouts import Cell, common_batch
 
@@ -38,7 +39,6 @@ def miniature(
     model = config.model
     optimizer = config.optimizer
     data = config.data
-    lr = optimizer.spec.miniature_lr
     is_own = config.shapes is None
     length = math.lcm(_LENGTH, *degrees)
     # A model of the user's own keeps its sizes, so the sequence must not be longer than it can read.
@@ -60,9 +60,8 @@ def miniature(
             "dropout_mode": "invariant" if is_own or model.has_dropout else "fast",
         },
         "optimizer": optimizer.model_dump()
+        | _rates(optimizer)
         | {
-            "lr": lr,
-            "min_lr": optimizer.min_lr * lr / optimizer.lr,
             "warmup_steps": min(1, optimizer.warmup_steps),
             "constant_steps": 0,
             "bucket_mib": _BUCKET_MIB,
@@ -81,6 +80,17 @@ def miniature(
         values["parallel"] |= {"tensor_overlap": None, "grain": _grain(cell.tensor for cell in cells)}
         values["train"] |= {"bitwise": True, "data_grain": _grain(cell.data for cell in cells)}
     return config_from(values)
+
+
+def _rates(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Return the optimizer's learning rates, all in the ratio that `lr` has to that of the optimizer's record."""
+    factor = optimizer.spec.miniature_lr / optimizer.lr
+    muon = optimizer.muon
+    return {
+        "lr": optimizer.spec.miniature_lr,
+        "min_lr": optimizer.min_lr * factor,
+        "muon": muon.model_dump() | {"adamw_lr": muon.adamw_lr and muon.adamw_lr * factor},
+    }
 
 
 def _grain(degrees: Iterable[int]) -> int:

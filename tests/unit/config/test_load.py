@@ -65,7 +65,7 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("train.seed=-1", "train.seed (-1) must be at least 0"),
         ("optimizer.lr=fast", "optimizer.lr ('fast') must be a number"),
         ("optimizer.lr=true", "optimizer.lr (True) must be a number"),
-        ("optimizer.name=adam", "optimizer.name ('adam') must be adamw or lamb"),
+        ("optimizer.name=adam", "optimizer.name ('adam') must be adamw, lamb or muon"),
         ("optimizer.schedule=step", "optimizer.schedule ('step') must be linear, cosine, constant, wsd or points"),
         ("optimizer.zero=2", "optimizer.zero (2) must be 0 or 1"),
         ("optimizer.zero=true", "optimizer.zero (true) must be 0 or 1"),

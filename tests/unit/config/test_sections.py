@@ -142,6 +142,18 @@ def test_fault_05_ratios_are_clipped_only_where_there_are_some() -> None:
     assert load_config("llama2-tiny", ["optimizer.name=lamb", "optimizer.trust_clip=true"]).optimizer.trust_clip
 
 
+def test_muons_keys_need_muon() -> None:
+    keys = ["optimizer.muon.momentum=0.9", "optimizer.muon.split_heads=true"]
+    said = r"optimizer.muon.momentum and optimizer.muon.split_heads must be left out with optimizer.name adamw, which"
+    with pytest.raises(ConfigError, match=said):
+        load_config("llama2-tiny", keys)
+    with pytest.raises(ConfigError, match=r"optimizer.trust_clip \(true\) must be false with optimizer.name muon"):
+        load_config("llama2-tiny", ["optimizer.name=muon", "optimizer.trust_clip=true"])
+    with pytest.raises(ConfigError, match=r"optimizer.muon.ns_steps \(0\) must be at least 1"):
+        load_config("llama2-tiny", ["optimizer.name=muon", "optimizer.muon.ns_steps=0"])
+    assert load_config("llama2-tiny", ["optimizer.name=muon", *keys]).optimizer.muon.split_heads
+
+
 @pytest.mark.parametrize(
     ("overrides", "length", "expected"),
     [([], 128, 20), ([], 512, 77), (["data.max_predictions=80"], 512, 80), (["data.masked_fraction=0.5"], 16, 8)],

@@ -9,6 +9,7 @@ from torch import nn
 from shardwise.config import Config, Layout, config_from
 from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
+from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.optim.buckets import Dtypes, make_buckets
 from shardwise.planner.communication import Transfer, bucket_shapes, evaluation_transfers, step_transfers, wire_bytes
 from shardwise.planner.rank_workload import RankWorkload
@@ -247,6 +248,27 @@ def test_lamb_agrees_on_two_norms_of_each_tensor() -> None:
     world = ("world", "all_reduce")
     assert lamb.pop(world) - adamw.pop(world) == 2 * (2 * 4 * (9 * L + 3)) * 3 / 4
     assert lamb == adamw
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero", "axis"),
+    [(Layout(4, tensor=2), 1, "world"), (Layout(2), 0, "dp"), (Layout(8, tensor=2, pipeline=2), 1, "world/4")],
+)
+def test_muon_sends_each_matrix_to_its_owner_and_the_update_back(layout: Layout, zero: int, axis: str) -> None:
+    """The blocks' matrices in float32: each rank has its part of a stage's, and without ZeRO-1 gets all that it holds.
+
+    Buckets begin at multiples of 32 elements, of which these are.
+    """
+    model = section("llama") | {"num_hidden_layers": 4}
+    parallel = {"pipeline": layout.pipeline}
+    chosen = make_config(model, optimizer={"name": "muon", "zero": zero}, parallel=parallel)
+    muon = sent(chosen, layout)
+    matrices = local_parameter_count(chosen.model, layout.tensor, block_matrices=True)
+    assert matrices is not None
+    stage = 4 * matrices // layout.pipeline
+    ranks = layout.tensor * layout.data
+    back = stage if zero == 0 else stage / layout.data
+    assert muon[axis, "all_to_all"] == pytest.approx((stage / layout.data + back) * (ranks - 1) / ranks)
 
 
 def test_of_a_model_of_your_own_nothing_is_known() -> None:

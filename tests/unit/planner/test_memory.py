@@ -86,6 +86,17 @@ def test_bytes_per_parameter(optimizer: str, mode: str, parameter: int, gradient
     assert memory.optimizer == state * elements // data
 
 
+@pytest.mark.parametrize("data", [1, 4])
+def test_muon_keeps_one_state_of_each_matrix_of_a_block(data: int) -> None:
+    chosen = make_config(section("llama"), optimizer={"name": "muon"})
+    matrices = local_parameter_count(chosen.model, 1, block_matrices=True)
+    assert matrices is not None
+    found = estimate(chosen, Layout(data)).optimizer
+    wanted = 4 * (2 * parameters(chosen) - matrices) / data
+    assert 0 <= found - wanted < 4 * 2 * 32 * 3, "but for the padding of three kinds of buckets"
+    assert checkpoint_bytes(chosen) == 4 * (3 * parameters(chosen) - matrices)
+
+
 def test_without_zero_every_rank_keeps_all_state() -> None:
     chosen = config(zero=0)
     assert estimate(chosen, Layout(4)).optimizer == 8 * parameters(chosen)

@@ -259,7 +259,10 @@ def test_a_callback_that_cannot_be_made_names_its_key(tmp_path: Path) -> None:
         ({"data": f"{HERE}:of_one"}, "of_one must be a function or class that takes (config, part)"),
         ({"loss": f"{HERE}:of_one"}, "of_one must be a function that takes (logits_SBV, targets_SB)"),
         ({"optimizer": f"{HERE}:Reader"}, "Reader must be a class derived from torch.optim.Optimizer"),
-        ({"optimizer": f"{HERE}:WithoutStep"}, "as AdamW does, or be shardwise.LAMB; its trial failed with: NotImpl"),
+        (
+            {"optimizer": f"{HERE}:WithoutStep"},
+            "shardwise.LAMB or shardwise.Muon; its trial failed with: NotImpl",
+        ),
         ({"optimizer": f"{HERE}:Dividing"}, "its trial failed with: ZeroDivisionError: division by zero (/"),
         ({"optimizer": f"{HERE}:Normalized"}, "optimizer_class Normalized cannot be sharded"),
         (

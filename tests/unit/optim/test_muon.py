@@ -1,0 +1,159 @@
+"""Muon against `torch.optim.Muon` and AdamW, alone and through the wrapper, in one process."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import ColumnParallelLinear, Muon, ZeroRedundancyOptimizer
+from shardwise.distributed.placement import Init, Outputs
+from shardwise.optim.muon import orthogonalized
+
+STEPS = 20
+LR, ADAMW_LR = 1e-2, 3e-3
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 8))
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return [{"params": matrices}, {"params": others, "use_muon": False, "lr": ADAMW_LR, "weight_decay": 0.0}]
+
+
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = STEPS) -> None:
+    x = torch.randn(20, 16, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(x).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def plain_loop(**options: Any) -> nn.Module:
+    model = net()
+    matrices, others = (group["params"] for group in groups(model))
+    muon = torch.optim.Muon(matrices, lr=LR, **options)
+    train(model, muon, torch.optim.AdamW(others, lr=ADAMW_LR, weight_decay=0.0))
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"adjust_lr_fn": "original", "weight_decay": 0.5},
+        {"adjust_lr_fn": "match_rms_adamw", "nesterov": False},
+        {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.5, "ns_steps": 3},
+    ],
+)
+def test_trains_as_torchs_muon_and_adamw(options: dict[str, Any]) -> None:
+    wanted = plain_loop(**options)
+    alone, wrapped = net(), net()
+    train(alone, Muon(groups(alone), lr=LR, ns_dtype="bfloat16", **options))
+    wrapper = ZeroRedundancyOptimizer(
+        groups(wrapped), Muon, lr=LR, ns_dtype="bfloat16", grad_clipping=False, bucket_mib=1e-4, **options
+    )
+    train(wrapped, wrapper)
+    for p, q, r in zip(wanted.parameters(), alone.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=0, atol=1e-6)
+        torch.testing.assert_close(r, p, rtol=0, atol=1e-6)
+
+
+def test_the_iteration_brings_singular_values_near_1() -> None:
+    for shape in ((24, 64), (64, 24)):
+        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        found = torch.linalg.svdvals(orthogonalized(matrix, 5))
+        assert 0.6 < float(found.min()) <= float(found.max()) < 1.3
+    assert torch.equal(orthogonalized(torch.zeros(3, 4), 5), torch.zeros(3, 4)), "a gradient of 0 moves nothing"
+
+
+def test_each_kind_of_parameter_keeps_its_own_state() -> None:
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(groups(model), Muon, lr=LR)
+    train(model, optimizer, steps=1)
+    matrices, others = (
+        {name for master in group["params"] for name in optimizer.inner.state[master]}
+        for group in optimizer.inner.param_groups
+    )
+    assert matrices == {"momentum_buffer"}
+    assert others == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_state_survives_a_file() -> None:
+    first, second = net(), net()
+    optimizers = [ZeroRedundancyOptimizer(groups(model), Muon, lr=LR) for model in (first, second)]
+    train(first, optimizers[0], steps=3)
+    file = io.BytesIO()
+    torch.save(optimizers[0].state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(first.state_dict())
+    optimizers[1].load_state_dict(torch.load(file, weights_only=True))
+    for model, optimizer in ((first, optimizers[0]), (second, optimizers[1])):
+        train(model, optimizer, steps=3)
+    for p, q in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Muon([nn.Parameter(torch.zeros(3))]), r"of shape \[3\] must be a matrix, of two dimensions"),
+        (lambda: Muon([nn.Parameter(torch.zeros(3, 2, 2))]), r"of shape \[3, 2, 2\] must be a matrix"),
+        (
+            lambda: ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(3))], Muon),
+            r"put it into a parameter group with use_muon=False",
+        ),
+        (lambda: Muon(net().parameters(), ns_steps=0), r"ns_steps \(0\) must be from 1 to 99"),
+        (lambda: Muon(net().parameters(), momentum=1.0), r"momentum \(1.0\) must lie in \[0, 1\)"),
+        (lambda: Muon(net().parameters(), adjust_lr_fn="mine"), r"adjust_lr_fn \('mine'\) must be 'original' or"),
+        (lambda: Muon(net().parameters(), ns_dtype="float16"), r"ns_dtype \('float16'\) must be None, 'float32' or"),
+    ],
+)
+def test_wrong_parameters_and_options_are_refused(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_two_layers_of_one_name_are_refused() -> None:
+    layers = [ColumnParallelLinear(8, 12, bias=False, name="same", seed=1, init=Init.normal(0.1)) for _ in range(2)]
+    optimizer = ZeroRedundancyOptimizer([layer.weight for layer in layers], Muon)
+    with pytest.raises(ValueError, match=r"same.weight of shape \[12, 8\]: 192 of 96 elements"):
+        optimizer.step()
+
+
+def test_outputs_are_cut_into_maps_and_heads() -> None:
+    def rows(outputs: Outputs, by_head: bool) -> list[list[int]]:
+        return [[row for run in runs for row in run] for runs in outputs.matrices(by_head=by_head)]
+
+    assert rows(Outputs(4, 4), True) == [[4, 5, 6, 7]]
+    heads = Outputs(4, 4, head_dim=2)
+    assert (rows(heads, False), rows(heads, True)) == ([[4, 5, 6, 7]], [[4, 5], [6, 7]])
+    taking_turns = Outputs(0, 12, head_dim=2, maps=3)
+    assert rows(taking_turns, False) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    assert len(rows(taking_turns, True)) == 6
+
+
+def test_a_head_is_a_matrix_where_heads_are_split() -> None:
+    """Through the wrapper, as the whole layer by torch's Muon on each head."""
+    from shardwise import GQAQKVColumnParallelLinear
+
+    layer = GQAQKVColumnParallelLinear(8, (16, 8), bias=False, head_dim=4, names=("q", "k", "v"), seed=1)
+    heads = [nn.Parameter(head.detach().clone()) for head in layer.weight.split(4)]
+    gradient = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(0))
+    optimizer = ZeroRedundancyOptimizer(
+        layer.parameters(), Muon, lr=LR, ns_dtype="bfloat16", split_heads=True, grad_clipping=False
+    )
+    layer.weight.grad = gradient.clone()
+    optimizer.step()
+    for head, part in zip(heads, gradient.split(4), strict=True):
+        head.grad = part
+    torch.optim.Muon(heads, lr=LR).step()
+    wanted: Tensor = torch.cat([head.detach() for head in heads])
+    torch.testing.assert_close(layer.weight.detach(), wanted, rtol=0, atol=1e-6)
