@@ -136,7 +136,7 @@ def rows(section: type[pydantic.BaseModel], prefix: str, known: Container[str] =
         if field.description in known:
             continue
         yield f"| `{prefix}.{name}` | {default_of(field)} | {field.description} |"
-        # Of the sections in a list, such as the points of a schedule, the page has one. A section within another one may
+        # Of the sections in a list, such as the points of a schedule, the page has one. A section within another may
         # repeat its keys.
         in_list = "" if isinstance(field.annotation, type) else "[]"
         around = {inner.description for inner in section.model_fields.values()}
