@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.base.errors import ConfigError, keys_renamed
 from shardwise.base.hardware import accelerators
 from shardwise.base.units import count
-from shardwise.cli import output
+from shardwise.cli import evaluate_tasks, output
 from shardwise.cli.model_argument import (
     ARGUMENTS,
     HELP,
@@ -59,14 +59,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of local ranks (default: parallel.tensor × parallel.pipeline, or all accelerators)",
     )
+    parser.add_argument(
+        "--tasks", metavar="NAME,…", help="instead of a text: tasks, groups or tags of lm_eval, by their names"
+    )
+    parser.add_argument("--tasks-path", metavar="DIR", help="with --tasks: a folder of your own task files (.yaml)")
+    parser.add_argument("--limit", metavar="N", type=int, help="with --tasks: examples of each task (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
-    values = parse_overrides(arguments.overrides, _KEYS, "evaluate")
+    on_tasks = arguments.tasks is not None
+    keys, name = (evaluate_tasks.KEYS, "evaluate --tasks") if on_tasks else (_KEYS, "evaluate")
+    values = parse_overrides(arguments.overrides, keys, name)
+    for option, value in (("--tasks-path", arguments.tasks_path), ("--limit", arguments.limit)):
+        if value is not None and not on_tasks:
+            raise ConfigError(f"{option} ({value}) needs --tasks, the names of the tasks")
     announce = output.progress if place is None or place.local_rank == 0 else None
     with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+        if on_tasks:
+            return evaluate_tasks.evaluate_on_tasks(arguments, place, values, folder, announce)
         part = _part(arguments.part, values, folder)
         _, accelerated = accelerators()
         # The batch needs the data-parallel degree, which needs the configuration: so it is made twice.

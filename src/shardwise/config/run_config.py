@@ -13,6 +13,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import without_secrets
 from shardwise.config.base_section import Section
 from shardwise.config.data import DataConfig
+from shardwise.config.evaluation import EvaluationConfig
 from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, shapes_of
@@ -39,6 +40,9 @@ class Config(Section):
     optimizer: OptimizerConfig = Field(description="the update rule, its schedule and its sharding")
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="which dtype holds what")
     data: DataConfig = Field(default_factory=DataConfig, description="what the model reads")
+    evaluation: EvaluationConfig = Field(
+        default_factory=EvaluationConfig, description="what the model is evaluated on beside the held-out data"
+    )
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
     )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -127,6 +128,24 @@ def run_generation(
         show(detokenizer.finish())
         ended = bool(tokens) and tokens[-1] in prompt.stop
         return Answer("".join(pieces), tuple(tokens), ended, first - start, end - first)
+
+
+def run_tasks(config: Config, weights: Root, tokenizer: Tokenizer, stops: frozenset[int]) -> dict[str, Any] | None:
+    """Score the model of a folder on `evaluation.tasks`, on every rank.
+
+    Returns:
+        The results, as `lm_eval` returns them; None on all ranks but 0.
+
+    Raises:
+        ConfigError: a task cannot be scored, or the folder has another model. DamageError: a checkpoint's bytes do not
+        match their checksums. RunError: memory ran out.
+    """
+    # It imports lm_eval, an extra.
+    from shardwise.train.task_evaluation import BOOTSTRAPS, evaluate_tasks
+
+    with _joined(config) as mesh:
+        model = _load(config, weights, mesh)
+        return evaluate_tasks(config, model, mesh, tokenizer, stops, bootstraps=BOOTSTRAPS)
 
 
 @contextmanager

@@ -229,9 +229,9 @@ class Tokenizer:
         continues[[number for token, number in self._backend.get_vocab().items() if token.startswith(prefix)]] = True
         return continues
 
-    def decode(self, ids: Iterable[int] | npt.NDArray[np.integer[Any]]) -> str:
-        """The text of `ids`; ends of documents show."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+    def decode(self, ids: Iterable[int] | npt.NDArray[np.integer[Any]], *, skips_special: bool = False) -> str:
+        """The text of `ids`; ends of documents and other special tokens show unless `skips_special` leaves them out."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skips_special)
 
     def save(self, folder: Path, copies: Mapping[str, Path] | None = None) -> None:
         """Writes a folder that `transformers.AutoTokenizer.from_pretrained` loads.
