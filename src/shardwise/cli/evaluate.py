@@ -144,6 +144,7 @@ def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, evalu
         "part": part,
         "loss": evaluation.loss,
         **({} if evaluation.perplexity is None else {"perplexity": evaluation.perplexity}),
+        **({} if evaluation.bits_per_byte is None else {"bits_per_byte": evaluation.bits_per_byte}),
         "losses": evaluation.losses,
         **{f"{name}_accuracy": value for name, value in evaluation.accuracies.items()},
         "counted": evaluation.counted,
@@ -172,6 +173,8 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     cut = f"TP {layout['tensor']}{' with SP' if layout['sequence'] else ''}{pipeline} × DP {layout['data']}"
     if "perplexity" in facts:
         losses = [("perplexity", f"{facts['perplexity']:.6g}")]
+        if "bits_per_byte" in facts:
+            losses.append(("bits per byte", f"{facts['bits_per_byte']:.6f}"))
     else:
         losses = [
             (_NAMES[name], f"loss {loss:.6f}, accuracy {facts[f'{name}_accuracy']:.2%} of {facts['counted'][name]:,}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, keys_renamed
@@ -56,7 +57,7 @@ def evaluate_on_tasks(
         if not is_launched():
             from shardwise.data.evaluation_tasks import require_tasks
 
-            require_tasks(config.evaluation)
+            require_tasks(config.evaluation, Path(str(config.data.tokenizer)))
     if place is None:
         check_accelerators(world, accelerated)
         if world > 1:

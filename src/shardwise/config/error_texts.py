@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.config.base_section import PROBLEMS, as_given
+from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES
 from shardwise.config.run_config import Config
 from shardwise.config.token_counts import is_step_field
@@ -29,6 +30,9 @@ def error_texts(details: Any, family: str = "") -> list[str]:
     kind = details["type"]
     context = details.get("ctx", {})
     location = details["loc"]
+    if location[:2] == ("evaluation", "sets") and len(location) > 2:
+        texts = error_texts({**details, "loc": ("data", *location[3:])}, family)
+        return [as_keys_of_set(text, location[2]) for text in texts]
     path = ".".join(str(part) for part in location)
     value = details["input"]
     known = _known_paths(family)

@@ -83,6 +83,11 @@ class Config(Section):
         return self.parallel.vocab_multiple * parts
 
     @property
+    def evaluates_held_out(self) -> bool:
+        """True if evaluations read the part that `data.split` holds out."""
+        return self.train.eval_every > 0 and self.data.split_weights[1] > 0
+
+    @property
     def companions(self) -> str | None:
         """The place that `checkpoint.companions` names, else that of `model.config`, unless weights are loaded."""
         checkpoint = self.checkpoint

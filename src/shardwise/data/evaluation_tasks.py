@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import sys
@@ -10,7 +11,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.base.errors import ConfigError, DataError, nearest_name
+from shardwise.base.errors import ConfigError, DataError, listing, nearest_name
 from shardwise.config import EvaluationConfig
 from shardwise.data.reading.content import first_line
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
 
 
+@functools.cache
 def find_tasks(settings: EvaluationConfig) -> TaskManager:
     """The index of `lm_eval` in which all of `evaluation.tasks` are.
 
@@ -50,12 +52,20 @@ def find_tasks(settings: EvaluationConfig) -> TaskManager:
     return manager
 
 
-def require_tasks(settings: EvaluationConfig) -> None:
+def require_tasks(settings: EvaluationConfig, tokenizer: Path | None) -> None:
     """Read the data of the tasks, which are then in the cache of the library `datasets`.
 
+    Args:
+        tokenizer: folder of the model's tokenizer; None if it is not known.
+
     Raises:
-        ConfigError: as `find_tasks`. DataError: the data of a task cannot be read.
+        ConfigError: as `find_tasks`. DataError: there is no tokenizer, or the data of a task cannot be read.
     """
+    if tokenizer is None:
+        raise DataError(
+            f"evaluation.tasks ({listing(settings.tasks)}) need data.tokenizer, as the data hold only tokens: name "
+            "what made them"
+        )
     manager = find_tasks(settings)
     problems = []
     for name in settings.tasks:

@@ -20,6 +20,7 @@ import torch
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config
+from shardwise.data.evaluation_sets import EvaluationSets
 from shardwise.data.formats.common import PreparedData, make_batches
 from shardwise.data.samples.batch import Batch, Batches, eval_micro_batches
 from shardwise.data.samples.streaming import StreamBatches
@@ -42,15 +43,24 @@ class Feed:
     Attributes:
         batches: samples of the training part.
         evaluation_batches: samples of the evaluation part; None where the data hold too few.
+        sets: further texts of evaluations.
         seconds: time spent in waiting for the reading threads since this was last set to 0.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, batches: Batches, evaluation_batches: Batches | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        batches: Batches,
+        evaluation_batches: Batches | None,
+        sets: EvaluationSets | None = None,
+    ) -> None:
         self._config = config
         self._mesh = mesh
         self.batches = batches
         self.evaluation_batches = evaluation_batches
-        for part in (batches, evaluation_batches):
+        self.sets = EvaluationSets() if sets is None else sets
+        for part in (batches, evaluation_batches, *self.sets.batches.values()):
             if part is not None:
                 part.is_consecutive = config.train.bitwise
         self._reads = mesh.tp.rank == 0
@@ -60,8 +70,8 @@ class Feed:
         self.seconds = 0.0
 
     @staticmethod
-    def open(config: Config, mesh: Mesh, data: PreparedData) -> Feed:
-        """The feed of a training on these data.
+    def open(config: Config, mesh: Mesh, data: PreparedData, sets: EvaluationSets | None = None) -> Feed:
+        """The feed of a training on these data, and of its evaluations on further sets.
 
         Raises:
             DataError: they hold less than one sample.
@@ -72,7 +82,7 @@ class Feed:
                 "the training data hold less than one sample of train.sequence_length "
                 f"({config.train.sequence_length}): give more text or a shorter sequence"
             )
-        return Feed(config, mesh, batches, make_batches(config, data, "eval"))
+        return Feed(config, mesh, batches, make_batches(config, data, "eval"), sets)
 
     @property
     def stream(self) -> StreamBatches | None:
@@ -93,12 +103,10 @@ class Feed:
         rows = self.batches.rows_of_rank(train.global_batch, dp.rank, dp.size, train.micro_batch)
         return self._share(self.batches, local, [np.arange(row.start, row.stop) + position for row in rows])
 
-    def evaluation(self, at_once: int) -> Iterator[list[MicroBatch]]:
+    def evaluation(self, batches: Batches, at_once: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of an evaluation (`Batches.eval_batches`), `at_once` at a time. Collective as `at`."""
-        batches = self.evaluation_batches
         train = self._config.train
         dp = self._mesh.dp
-        assert batches is not None
         portion = dp.size * train.micro_batch
         total = eval_micro_batches(batches.num_samples, train.eval_batches, train.global_batch, portion)
         reading = batches.eval_batches(train.eval_batches, train.global_batch, dp.rank, dp.size, train.micro_batch)

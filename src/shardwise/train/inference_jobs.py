@@ -16,6 +16,7 @@ from shardwise.checkpoint.format.manifest import MANIFEST
 from shardwise.checkpoint.load_weights import load_checkpoint, load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, check_layout
+from shardwise.data.evaluation_sets import byte_counts
 from shardwise.data.formats.common import make_evaluation
 from shardwise.data.open_data import prepare
 from shardwise.data.split import Part
@@ -88,7 +89,8 @@ def run_evaluation(
                 f"hold at least {least}: give more text, another data.split, or --part all"
             )
         model = _load(config, weights, mesh)
-        return evaluate(model, batches, mesh, config.train.micro_batch, progress, config.parallel)
+        bytes_V = byte_counts(config, data)
+        return evaluate(model, batches, mesh, config.train.micro_batch, progress, config.parallel, bytes_V)
 
 
 def run_generation(

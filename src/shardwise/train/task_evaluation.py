@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lm_eval import simple_evaluate  # type: ignore[import-untyped]
 from lm_eval.api.instance import Instance  # type: ignore[import-untyped]
 from lm_eval.api.model import TemplateLM  # type: ignore[import-untyped]
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED  # type: ignore[import-untyped]
+from lm_eval.evaluator import evaluate  # type: ignore[import-untyped]
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs  # type: ignore[import-untyped]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # type: ignore[import-untyped]
 from torch import nn
@@ -156,29 +157,35 @@ def evaluate_tasks(
     answering = TaskModel(model, mesh, config.parallel, tokenizer, stop, config.train.micro_batch)
     settings = config.evaluation
 
-    def evaluate() -> dict[str, Any]:
+    def score() -> dict[str, Any]:
         longest = family.max_position_embeddings or config.train.sequence_length
-        manager = find_tasks(settings)
-        with _as_before(), without_bars():
-            results: dict[str, Any] = simple_evaluate(
+        with _own_random_numbers(), without_bars():
+            tasks = find_tasks(settings).load(list(settings.tasks))
+            for task in tasks["tasks"].values():
+                if task.get_config("num_fewshot") is None:
+                    task.set_config(key="num_fewshot", value=0)
+                task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+            results: dict[str, Any] = evaluate(
                 ShardedLM(answering, longest),
-                tasks=list(settings.tasks),
-                task_manager=manager,
+                tasks,
                 limit=settings.limit,
                 bootstrap_iters=bootstraps,
                 log_samples=False,
             )
         return results
 
-    return answering.while_others_answer(evaluate)
+    return answering.while_others_answer(score)
 
 
 @contextmanager
-def _as_before() -> Iterator[None]:
-    """Give the random numbers of this process back their state: `lm_eval` sets seeds of its own."""
+def _own_random_numbers() -> Iterator[None]:
+    """Give tasks the seeds that `lm_eval` gives them, and this process its random numbers back."""
     python = random.getstate()
     arrays = np.random.get_state()
-    with torch.random.fork_rng():
+    random.seed(DEFAULT_RANDOM_SEED)
+    np.random.seed(DEFAULT_OTHER_SEED)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(DEFAULT_OTHER_SEED)
         yield
     random.setstate(python)
     np.random.set_state(arrays)
