@@ -15,9 +15,9 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.pipeline.stages import build_stages
 from shardwise.train import task_evaluation
 from tests.dist.dense import mesh, run
-from tests.dist.task_files import TASKS, write_model, write_tasks
 from tests.dist.training import make_config
 from tests.hugging_face import described
+from tests.task_files import TASKS, write_model, write_tasks
 
 METHODS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 
@@ -34,7 +34,8 @@ class Scored:
 def folders(case: str) -> tuple[Path, Path]:
     """The folder of a model, and that of the tasks."""
     root = Path(tempfile.mkdtemp(prefix="shardwise-test-"))
-    return write_model(case, root / "model"), write_tasks(root / "tasks")
+    family, _, mark = case.partition(" ")
+    return write_model(family, root / "model", marks_begin=bool(mark)), write_tasks(root / "tasks")
 
 
 def recorded(model: type[Any], answers: dict[str, list[Any]]) -> type[Any]:
@@ -94,8 +95,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", ["llama", "gpt"])
+CASES = [
+    *(("llama", layout) for layout in LAYOUTS),
+    ("gpt", "PP 2"),
+    ("neox with a first token", "whole in batches"),
+    ("neox with a first token", "TP 2 with SP"),
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), CASES)
 def test_scores_are_those_of_lm_eval(case: str, layout: str, ranks: Any) -> None:
     world, parallel, batch = LAYOUTS[layout]
     wanted = theirs(case)

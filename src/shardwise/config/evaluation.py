@@ -79,4 +79,5 @@ def _complete(values: object) -> object:
 def as_keys_of_set(text: str, name: Any) -> str:
     """A message on the section `data` as one on an evaluation set."""
     keys = "|".join(DataConfig.model_fields)
-    return re.sub(rf"(?<![\w./-])data\.(?=(?:{keys})\b)", f"evaluation.sets.{name}.", text)
+    # In brackets stand values: a path may look like a key.
+    return re.sub(rf"(?<![\w./(-])data\.(?=(?:{keys})\b)", f"evaluation.sets.{name}.", text)

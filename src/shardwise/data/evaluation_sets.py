@@ -55,10 +55,17 @@ def prepare_sets(config: Config, data: common.PreparedData, announce: common.Ann
         try:
             batches[name] = _open(_config_of_set(config, name, data), announce)
         except ConfigError as error:
-            problems += [as_keys_of_set(text, name) for text in error.problems]
+            problems += [_problem_of_set(text, name) for text in error.problems]
     if problems:
         raise DataError(problems)
     return EvaluationSets(batches, byte_counts(config, data) if batches else None)
+
+
+def _problem_of_set(text: str, name: str) -> str:
+    """A message on the data of a set, with its key."""
+    shown = as_keys_of_set(text, name)
+    key = f"evaluation.sets.{name}"
+    return shown if key in shown else f"{key}: {shown}"
 
 
 def byte_counts(config: Config, data: common.PreparedData) -> npt.NDArray[np.int64] | None:

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.hugging_face import save
 
@@ -63,10 +66,15 @@ def write_tasks(folder: Path) -> Path:
     return folder
 
 
-def write_model(case: str, folder: Path) -> Path:
-    """Write a model's folder with its tokenizer."""
+def write_model(case: str, folder: Path, *, marks_begin: bool = False) -> Path:
+    """Write a model's folder with its tokenizer; with `marks_begin` it puts a token before each text, as Llama's."""
     tokenizer = train_tokenizer([" ".join(_TEXTS)] * 3, VOCABULARY, "texts")
     size = {"n_positions": WINDOW} if case.startswith("gpt") else {"max_position_embeddings": WINDOW}
     save(case, folder, vocab_size=tokenizer.vocab_size, **size)
     tokenizer.save(folder)
+    if marks_begin:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        end = str(tokenizer.end_of_document)
+        backend.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
+        backend.save(str(folder / "tokenizer.json"))
     return folder
