@@ -4,6 +4,8 @@ Every token but the first is predicted exactly once: the text is cut into sequen
 that do not overlap, the last one filled up. A token is predicted from those before it in its sequence: from one at its
 start, from train.sequence_length at its end. Neither the number of ranks nor train.micro_batch changes the result.
 
+With --tasks it prints the scores of tasks of lm_eval instead, as its table.
+
 The text is that of the run where a checkpoint tells it, else the built-in one; data.* keys name another. Read are
 data.*, parallel.* (but vocab_multiple), precision.mode, train.sequence_length, train.micro_batch, train.seed (what BERT
 masks), model.family (which must name the class of your own model: its code runs), model.ignore (fields of config.json
@@ -172,9 +174,8 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     pipeline = f" × PP {layout['pipeline']}" if layout["pipeline"] > 1 else ""
     cut = f"TP {layout['tensor']}{' with SP' if layout['sequence'] else ''}{pipeline} × DP {layout['data']}"
     if "perplexity" in facts:
-        losses = [("perplexity", f"{facts['perplexity']:.6g}")]
-        if "bits_per_byte" in facts:
-            losses.append(("bits per byte", f"{facts['bits_per_byte']:.6f}"))
+        bits = f", {facts['bits_per_byte']:.6f} bits per byte" if "bits_per_byte" in facts else ""
+        losses = [("perplexity", f"{facts['perplexity']:.6g}{bits}")]
     else:
         losses = [
             (_NAMES[name], f"loss {loss:.6f}, accuracy {facts[f'{name}_accuracy']:.2%} of {facts['counted'][name]:,}")

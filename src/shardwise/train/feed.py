@@ -30,6 +30,7 @@ from shardwise.train.loss import MicroBatch
 
 _IntArray = npt.NDArray[np.int64]
 _COUNTS = "counts"
+_LENGTHS = "lengths"
 
 
 class Feed:
@@ -122,7 +123,9 @@ class Feed:
             if pending is not None and first + at_once < total:
                 pending = self._submit(read)
             samples = [np.arange(row.start, row.stop) for row in rows[first : first + at_once]]
-            yield self._share(batches, local, samples)
+            # The last sample may be a partial one, and samples that only fill up a micro-batch come after it.
+            is_last = samples[-1][-1] >= batches.num_samples - 1
+            yield self._share(batches, local, samples, has_padding=is_last)
 
     def close(self) -> None:
         """End the reading threads, and drop the batches that they read."""
@@ -162,8 +165,13 @@ class Feed:
         self.seconds += time.perf_counter() - start
         return local
 
-    def _share(self, batches: Batches, local: list[Batch] | None, samples: list[_IntArray]) -> list[MicroBatch]:
-        """The micro-batches that the first rank of the group has as `local`, on all its ranks."""
+    def _share(
+        self, batches: Batches, local: list[Batch] | None, samples: list[_IntArray], *, has_padding: bool = False
+    ) -> list[MicroBatch]:
+        """The micro-batches that the first rank of the group has as `local`, on all its ranks.
+
+        With `has_padding` some of them may have sequences that are padded.
+        """
         # Training and evaluation may have inputs of other shapes; each is described once.
         if id(batches) not in self._blanks:
             self._blanks[id(batches)] = _arrays(batches.blank(self._config.train.micro_batch))
@@ -182,10 +190,14 @@ class Feed:
             inputs = {}
             for (name, array), part in zip(blank.items(), numbers_N.split(sizes), strict=True):
                 inputs[name] = part.view(array.shape)
-            micro_batches.append(MicroBatch(inputs, inputs.pop(_COUNTS), sample_numbers, samples_B))
+            lengths_B = inputs.pop(_LENGTHS, None)
+            micro_batches.append(
+                MicroBatch(inputs, inputs.pop(_COUNTS), sample_numbers, samples_B, lengths_B if has_padding else None)
+            )
         return micro_batches
 
 
 def _arrays(batch: Batch) -> dict[str, _IntArray]:
     """The arrays of a batch by name, in the same order on every rank."""
-    return {**dict(sorted(batch.inputs.items())), _COUNTS: batch.counts}
+    lengths = {} if batch.lengths is None else {_LENGTHS: batch.lengths}
+    return {**dict(sorted(batch.inputs.items())), _COUNTS: batch.counts, **lengths}
