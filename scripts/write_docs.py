@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_origin
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -126,6 +126,9 @@ def sections(annotation: object) -> list[type[pydantic.BaseModel]]:
     """The one section that a key holds, or one for each family."""
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
+    # The values of a mapping have the keys of a section of their own, which has its table.
+    if get_origin(annotation) is dict:
+        return []
     return [section for argument in get_args(annotation) for section in sections(argument)]
 
 
