@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import ParallelConfig
-from shardwise.data.samples.batch import IGNORE, Batches
+from shardwise.data.samples.batch import Batches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.bert import Bert
@@ -118,24 +118,31 @@ def evaluate_rounds(
                 if is_scored:
                     sums[-2] += batch.tokens()
                 if device_bytes_V is not None:
-                    targets_SB = batch.inputs["targets_SB"]
-                    sums[-1] += device_bytes_V[targets_SB[targets_SB != IGNORE]].sum()
+                    sums[-1] += batch.bytes(device_bytes_V)
             return out
 
         shapes = [batch.inputs["ids_SB"].shape for batch in micro_batches]
         relay(model, parallel, mesh, compute, [(length // sequence_parts, samples) for length, samples in shapes])
     collectives.all_reduce_(collectives.all_reduce_(sums, mesh.dp), mesh.pp)
     sums = sums.cpu().double()  # one transfer for all sums; the division is in float64 for any device
-    counts_K = sums[K : 2 * K]
-    losses_K = sums[:K] if mesh.dp.grain is None else _exact_sums(terms_NK, K, mesh)
+    if mesh.dp.grain is not None:
+        sums[:K] = _exact_sums(terms_NK, K, mesh)
     has_answers = is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert)
+    return _evaluation(sums, objectives, time.perf_counter() - start, has_answers, bytes_V is not None)
+
+
+def _evaluation(
+    sums: Tensor, objectives: Sequence[str], seconds: float, has_answers: bool, has_bytes: bool
+) -> Evaluation:
+    """The evaluation whose sums are losses [K], targets [K], right answers [K], tokens [1] and bytes [1]."""
+    losses_K, counts_K, answers_K = sums[:-2].chunk(3)
     return Evaluation(
         losses=_by_name(objectives, mean_over_targets(losses_K, counts_K)),
         counted={name: int(count) for name, count in _by_name(objectives, counts_K).items()},
-        accuracies=_by_name(objectives, mean_over_targets(sums[2 * K : 3 * K], counts_K)) if has_answers else {},
+        accuracies=_by_name(objectives, mean_over_targets(answers_K, counts_K)) if has_answers else {},
         tokens=int(sums[-2]),
-        seconds=time.perf_counter() - start,
-        bytes=None if bytes_V is None else int(sums[-1]),
+        seconds=seconds,
+        bytes=int(sums[-1]) if has_bytes else None,
     )
 
 
