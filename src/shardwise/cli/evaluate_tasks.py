@@ -57,7 +57,7 @@ def evaluate_on_tasks(
         if not is_launched():
             from shardwise.data.evaluation_tasks import require_tasks
 
-            require_tasks(config.evaluation, Path(str(config.data.tokenizer)))
+            require_tasks(config, Path(str(config.data.tokenizer)))
     if place is None:
         check_accelerators(world, accelerated)
         if world > 1:

@@ -98,4 +98,4 @@ def fetch_inputs(config: Config, announce: Callable[[str], None] | None) -> None
     data = prepare(config, announce=announce)
     prepare_sets(config, data, announce)
     if config.evaluation.tasks_every:
-        require_tasks(config.evaluation, data.tokenizer_path)
+        require_tasks(config, data.tokenizer_path)

@@ -16,13 +16,13 @@ from lm_eval.api.instance import Instance  # type: ignore[import-untyped]
 from lm_eval.api.model import TemplateLM  # type: ignore[import-untyped]
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED  # type: ignore[import-untyped]
 from lm_eval.evaluator import evaluate  # type: ignore[import-untyped]
-from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs  # type: ignore[import-untyped]
+from lm_eval.models.utils import has_bos_prefix  # type: ignore[import-untyped]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # type: ignore[import-untyped]
 from torch import nn
 
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config
-from shardwise.data.evaluation_tasks import find_tasks, without_bars
+from shardwise.data.evaluation_tasks import ContinuationSettings, find_tasks, longest_input, without_bars
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.blocks import Stages
@@ -31,9 +31,6 @@ from shardwise.train.task_requests import ScoreRequest, TaskModel, TextRequest
 
 BOOTSTRAPS = 100_000
 """The number of resamples of `lm_eval`."""
-_MAX_TOKENS = 256
-"""New tokens of a continuation where a task names no number, as for `--model hf`."""
-_GENERATION_KEYS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p")
 
 
 class ShardedLM(TemplateLM):  # type: ignore[misc]
@@ -102,27 +99,11 @@ class ShardedLM(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         return self._model.texts([self._text_request(*request.args) for request in requests])
 
-    def _text_request(self, context: str, settings: dict[str, Any]) -> TextRequest:
-        kept = dict(normalize_gen_kwargs(settings, _MAX_TOKENS))
-        max_tokens = kept.pop("max_gen_toks")
-        until = [ending for ending in kept.pop("until") if ending]
-        sampling = {"temperature": kept.pop("temperature", 1.0), "top_p": kept.pop("top_p", 1.0)}
-        if not kept.pop("do_sample"):
-            sampling = {}
-            kept.pop("top_k", None)
-        if kept:
-            raise ConfigError(
-                f"generation_kwargs of a task ({listing(kept)}) must be left out: a continuation is drawn by "
-                f"{listing(_GENERATION_KEYS)} alone"
-            )
-        room = self._longest - max_tokens
-        if room < 1:
-            raise ConfigError(
-                f"max_gen_toks of a task ({max_tokens:,}) must be less than the tokens that the model reads "
-                f"({self._longest:,})"
-            )
-        prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
-        return TextRequest(prompt, max_tokens, until, **sampling)
+    def _text_request(self, context: str, generation_kwargs: dict[str, Any]) -> TextRequest:
+        settings = ContinuationSettings.of(generation_kwargs)
+        # The prompt leaves room for all new tokens.
+        prompt = self.tok_encode(context)[-(self._longest - settings.max_tokens) :] or [self.prefix_token_id]
+        return TextRequest(prompt, settings.max_tokens, settings.until, settings.temperature, settings.top_p)
 
 
 def evaluate_tasks(
@@ -158,7 +139,6 @@ def evaluate_tasks(
     settings = config.evaluation
 
     def score() -> dict[str, Any]:
-        longest = family.max_position_embeddings or config.train.sequence_length
         with _own_random_numbers(), without_bars():
             tasks = find_tasks(settings).load(list(settings.tasks))
             for task in tasks["tasks"].values():
@@ -166,7 +146,7 @@ def evaluate_tasks(
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
             results: dict[str, Any] = evaluate(
-                ShardedLM(answering, longest),
+                ShardedLM(answering, longest_input(config)),
                 tasks,
                 limit=settings.limit,
                 bootstrap_iters=bootstraps,

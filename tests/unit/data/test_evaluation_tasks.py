@@ -7,15 +7,19 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.config import EvaluationConfig
+from shardwise.config import Config, load_config
 from shardwise.data.evaluation_tasks import require_tasks
 from tests.task_files import write_tasks
 
 
+def config_of(tasks: list[str], folder: Path) -> Config:
+    names = ",".join(tasks)
+    return load_config("llama2-tiny", [f"evaluation.tasks=[{names}]", f"evaluation.tasks_path={folder}"])
+
+
 def refusal(tasks: list[str], folder: Path, **further: Any) -> str:
-    settings = EvaluationConfig(tasks=tuple(tasks), tasks_path=str(folder))
     with pytest.raises(ConfigError) as raised:
-        require_tasks(settings, **{"tokenizer": folder, **further})
+        require_tasks(config_of(tasks, folder), **{"tokenizer": folder, **further})
     assert raised.value.exit_code == 2
     (problem,) = raised.value.problems
     return problem
@@ -44,10 +48,33 @@ def test_data_that_cannot_be_reached(tmp_path: Path) -> None:
     folder = write_tasks(tmp_path / "tasks")
     (folder / "rows.jsonl").unlink()
     with pytest.raises(DataError):
-        require_tasks(EvaluationConfig(tasks=("cloze",), tasks_path=str(folder)), folder)
+        require_tasks(config_of(["cloze"], folder), folder)
     assert refusal(["cloze"], folder) == (
         f"the data of evaluation.tasks (cloze) cannot be read: Unable to find '{folder / 'rows.jsonl'}'"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (
+            'generation_kwargs: {until: ["e"], num_beams: 4, do_sample: true, top_k: 3, max_gen_toks: 9}',
+            "generation_kwargs of evaluation.tasks (writing) must be until, max_gen_toks, do_sample, temperature and "
+            "top_p at most, and not num_beams and top_k",
+        ),
+        (
+            "generation_kwargs: {max_gen_toks: 512}",
+            "max_gen_toks of evaluation.tasks (writing, 512) must be less than the tokens that the model reads (64)",
+        ),
+        ("unsafe_code: true", "evaluation.tasks (writing) must not run code that a model writes, and this task does"),
+    ],
+)
+def test_what_no_model_here_has(line: str, problem: str, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path / "tasks")
+    file = folder / "writing.yaml"
+    kept = [text for text in file.read_text().splitlines() if text.partition(":")[0] != line.partition(":")[0]]
+    file.write_text("\n".join([*kept, line]))
+    assert refusal(["writing"], folder) == problem
 
 
 @pytest.mark.slow
