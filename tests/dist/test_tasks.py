@@ -8,16 +8,29 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor
 
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import check_layout
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.pipeline.stages import build_stages
 from shardwise.train import task_evaluation
+from shardwise.train.task_requests import ScoreRequest, TaskModel
 from tests.dist.dense import mesh, run
+from tests.dist.own_models import Dropping
 from tests.dist.training import make_config
 from tests.hugging_face import described
-from tests.task_files import TASKS, write_model, write_tasks
+from tests.task_files import TASKS, VOCABULARY, write_model, write_tasks
+
+
+class Own(Dropping):
+    """A model that nobody knows, with the one method that tasks need."""
+
+    def logits(self, ids_SB: Tensor) -> Tensor:
+        logits_SBV: Tensor = self.head(self.dropout(self.embedding(ids_SB)))
+        return logits_SBV
+
 
 METHODS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 
@@ -123,3 +136,20 @@ def test_scores_are_those_of_lm_eval(case: str, layout: str, ranks: Any) -> None
         for name, value in wanted.metrics[task].items():
             if name.startswith(("acc", "exact_match")):
                 assert first.metrics[task][name] == value
+
+
+@torch.no_grad()
+def test_a_model_of_ones_own_scores_by_its_logits() -> None:
+    model = Own(VOCABULARY).eval()
+    config = make_config()
+    tokenizer = Tokenizer.load(folders("llama")[0])
+    texts = [[7, 3, 9, 4], [1, 2], [5, 5, 5, 8, 6, 2, 300]]
+    requests = [ScoreRequest(text, len(text) // 2) for text in texts]
+    wanted = []
+    for request in requests:
+        ids = torch.tensor(request.tokens)
+        log_p_SV = model.logits(ids[:-1].unsqueeze(1))[:, 0].log_softmax(dim=-1)[-request.targets :]
+        wanted.append(float(log_p_SV.gather(1, ids[-request.targets :].unsqueeze(1)).sum()))
+    for batch in (1, 3):
+        scores = TaskModel(model, mesh(1), config.parallel, tokenizer, frozenset(), batch).scores(requests)
+        assert [score.log_probability for score in scores] == pytest.approx(wanted, rel=1e-6)
