@@ -6,9 +6,9 @@ docs/devices.md.
 
 import inspect
 import json
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_origin
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -126,22 +126,20 @@ def sections(annotation: object) -> list[type[pydantic.BaseModel]]:
     """The one section that a key holds, or one for each family."""
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
+    # The values of a mapping have the keys of a section of their own, which has its table.
+    if get_origin(annotation) is dict:
+        return []
     return [section for argument in get_args(annotation) for section in sections(argument)]
 
 
-def rows(section: type[pydantic.BaseModel], prefix: str, known: Container[str] = ()) -> Iterator[str]:
-    """Rows of all keys of a section, without those whose descriptions are `known`."""
+def rows(section: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         assert field.description, f"{prefix}.{name} has no description"
-        if field.description in known:
-            continue
         yield f"| `{prefix}.{name}` | {default_of(field)} | {field.description} |"
-        # Of the sections in a list, such as the points of a schedule, the page has one. A section within another may
-        # repeat its keys.
+        # Of the sections in a list, such as the points of a schedule, the page has one.
         in_list = "" if isinstance(field.annotation, type) else "[]"
-        around = {inner.description for inner in section.model_fields.values()}
         for nested in sections(field.annotation):
-            yield from rows(nested, f"{prefix}.{name}{in_list}", around)
+            yield from rows(nested, f"{prefix}.{name}{in_list}")
 
 
 def page() -> str:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import get_origin
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -71,9 +72,11 @@ def headings(page: Path) -> set[str]:
 
 
 def models_of(annotation: object) -> list[type[pydantic.BaseModel]]:
-    """The pydantic models that a field's annotation mentions, unions and Annotated included."""
+    """The pydantic models that a field's annotation mentions, unions and Annotated included, values of mappings not."""
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
+    if get_origin(annotation) is dict:
+        return []
     return [model for argument in getattr(annotation, "__args__", ()) for model in models_of(argument)]
 
 

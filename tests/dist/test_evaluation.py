@@ -21,6 +21,8 @@ from tests.dist.own_models import Dropping
 from tests.dist.training import FAMILIES, make_config, make_data
 
 LENGTH, VOCABULARY = 16, 131
+BYTES = np.arange(VOCABULARY) % 7
+"""Bytes of each id's text."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -87,7 +89,8 @@ def evaluated(chosen: Config, tokens: int) -> Evaluation:
     prepared = data(chosen, tokens)
     batches = make_evaluation(chosen, prepared, "train" if prepared.pair_tokens else "eval")
     assert batches is not None
-    return evaluate(model, batches, ranks, chosen.train.micro_batch, parallel=chosen.parallel)
+    bytes_V = BYTES if chosen.model.causal else None
+    return evaluate(model, batches, ranks, chosen.train.micro_batch, None, chosen.parallel, bytes_V)
 
 
 def _alone(model: str, tokens: int) -> Evaluation:
@@ -121,6 +124,9 @@ def test_every_token_is_predicted_once(model: str, tokens: int) -> None:
     assert found.loss == pytest.approx(total / counted, rel=1e-6)
     assert found.perplexity == pytest.approx(np.exp(total / counted), rel=1e-5)
     assert not found.accuracies
+    size = int(BYTES[row[1:].numpy()].sum())
+    assert found.bytes == size
+    assert found.bits_per_byte == pytest.approx(total / (np.log(2) * size), rel=1e-6)
 
 
 class Measured(Dropping):
@@ -173,7 +179,7 @@ def test_it_is_the_same_at_any_layout(model: str, layout: str, tokens: int, rank
     for rank, found in enumerate(run(ranks, world, evaluated, chosen, tokens)):
         where = f"rank {rank} of {layout}"
         assert found.counted == wanted.counted, where
-        assert (found.tokens, found.sequences) == (wanted.tokens, wanted.sequences), where
+        assert (found.tokens, found.sequences, found.bytes) == (wanted.tokens, wanted.sequences, wanted.bytes), where
         assert found.accuracies == pytest.approx(wanted.accuracies), where
         for name, loss in wanted.losses.items():
             assert found.losses[name] == pytest.approx(loss, rel=1e-5), where

@@ -60,7 +60,7 @@ def read(config: Config) -> Read:
     reads, plain = [], train.local_batch
     train.local_batch = lambda *arguments: (reads.append(arguments[0]), plain(*arguments))[1]
     steps = [on_host(feed.at(5 + step * size, following=STEPS - step - 1)) for step in range(STEPS)]
-    held_out = [on_host(found) for found in feed.evaluation(2)] if evaluation is not None else []
+    held_out = [on_host(found) for found in feed.evaluation(evaluation, 2)] if evaluation is not None else []
     feed.close()
     return Read(mesh.dp.rank, steps, held_out, len(reads))
 

@@ -30,6 +30,10 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     """A folder in which every command of the page was run."""
     at = tmp_path_factory.mktemp("followed")
     (at / "own.txt").write_text(TEXT[:60])
+    (at / "tasks").mkdir()
+    for name, kind in (("tasks/places.yaml", "yaml"), ("places.jsonl", "json")):
+        (block,) = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+        (at / name).write_text(block, encoding="utf-8")
     done = {line: shardwise(*shlex.split(line)[1:], at=at) for line in COMMANDS}
     for line, outcome in done.items():
         assert outcome.code == 0, f"{line}\n{outcome.err}"
@@ -70,6 +74,16 @@ def test_the_page_gives_one_number_at_any_layout(followed: tuple[Path, dict[str,
     assert own.code == 0
     theirs = metrics(at / "runs/own", "eval")[-1]["loss"]
     assert whole["loss"] == pytest.approx(theirs, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_the_page_scores_tasks_alike_at_any_layout(followed: tuple[Path, dict[str, Outcome]]) -> None:
+    at, done = followed
+    table, cut = (done[line] for line in COMMANDS if line.startswith("shardwise evaluate runs/tiny --tasks"))
+    accuracy = answer(cut)["results"]["places"]["acc,none"]
+    assert re.search(rf"^\|places\|.*\|acc +\|↑ +\| +{accuracy:.1f}0*\|", table.out, re.MULTILINE)
+    assert [event["task"] for event in metrics(at / "runs/tasks", "eval_task")] == ["places"]
+    assert {event["set"] for event in metrics(at / "runs/sets", "eval_set")} == {"own", "small"}
 
 
 @pytest.mark.slow
@@ -233,6 +247,17 @@ WRONG: dict[str, tuple[str, str]] = {
         "the vocabulary of the tokenizer small (270) must be at most that of the model in small (61)",
     ),
     "the same to generate": ("generate small --prompt a", "the vocabulary of the tokenizer small (270)"),
+    "a task of none": ("evaluate gpt --tasks ,", "--tasks (',') must name tasks"),
+    "tasks and a text": (
+        "evaluate gpt --tasks a data.path=own.txt",
+        "data.path: evaluate --tasks reads",
+    ),
+    "tasks and a part": ("evaluate gpt --tasks a --part all", "--part (all) must be left out with --tasks"),
+    "a limit alone": ("evaluate gpt --limit 3", "--limit (3) needs --tasks"),
+    "tasks of no example": ("evaluate gpt --tasks a --limit 0", "--limit (0) must be greater than 0"),
+    "tasks of no folder": ("evaluate gpt --tasks a --tasks-path gone", "--tasks-path (gone) must be a folder of task"),
+    "tasks of bert": ("evaluate bert --tasks a", "--tasks must be left out with model.family bert"),
+    "tasks without a tokenizer": ("evaluate mute --tasks a", "mute must hold the model's tokenizer (tokenizer.json"),
     "no tokenizer": ("generate mute --prompt a", "mute must hold the model's tokenizer (tokenizer.json, vocab.json"),
     "bert": ("generate bert --prompt a", "must be a causal language model"),
     "no prompt": ("generate gpt", "one of the arguments --prompt --prompt-file is required"),

@@ -304,13 +304,14 @@ _FIELDS: dict[Callable[[Any], Any], str] = {
         peak_flops_per_device relative seconds seconds_before_training step_seconds time_to_train_seconds work_seconds
     """,
     _number: """
-        grad_norm loss loss_spike lr mfu param_norm peak_tokens_per_second perplexity samples samples_per_second tokens
-        tokens_per_second tokens_per_second_per_device
+        bits_per_byte grad_norm loss loss_spike lr mfu param_norm peak_tokens_per_second perplexity samples
+        samples_per_second tokens tokens_per_second tokens_per_second_per_device
     """,
-    _text: "attention by device event host how id job kind path reason started text time",
+    _text: "attention by device event host how id job kind path reason set started task text time",
     _mapping_of(_amount): """
         allocator_bytes communication_bytes memory_bytes memory_expected_bytes split_seconds waited_seconds
     """,
+    _mapping_of(_number): "metrics",
     _mapping_of(count_of): "place",
     _mapping_of(_text): "precision",
     _record: "layout mfu_terms straggler",

@@ -30,7 +30,7 @@ COMMANDS = {
     "top": "watch a run: curve, ranks, pipeline, nodes, events, lost time",
     "monitor": "tell what a run does, as JSON every few seconds or to Prometheus",
     "stop": "stop a run after the step under way, with a checkpoint",
-    "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text",
+    "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text, or its scores on tasks",
     "generate": "continue a text",
     "verify": "prove on this machine that a recipe trains alike at every layout",
     "audit": "replay steps of a run at any layout, and compare them with its record to the bit",

@@ -4,6 +4,8 @@ Every token but the first is predicted exactly once: the text is cut into sequen
 that do not overlap, the last one filled up. A token is predicted from those before it in its sequence: from one at its
 start, from train.sequence_length at its end. Neither the number of ranks nor train.micro_batch changes the result.
 
+With --tasks it prints the scores of tasks of lm_eval instead, as its table.
+
 The text is that of the run where a checkpoint tells it, else the built-in one; data.* keys name another. Read are
 data.*, parallel.* (but vocab_multiple), precision.mode, train.sequence_length, train.micro_batch, train.seed (what BERT
 masks), model.family (which must name the class of your own model: its code runs), model.ignore (fields of config.json
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.base.errors import ConfigError, keys_renamed
 from shardwise.base.hardware import accelerators
 from shardwise.base.units import count
-from shardwise.cli import output
+from shardwise.cli import evaluate_tasks, output
 from shardwise.cli.model_argument import (
     ARGUMENTS,
     HELP,
@@ -59,14 +61,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of local ranks (default: parallel.tensor × parallel.pipeline, or all accelerators)",
     )
+    parser.add_argument(
+        "--tasks", metavar="NAME,…", help="instead of a text: tasks, groups or tags of lm_eval, by their names"
+    )
+    parser.add_argument("--tasks-path", metavar="DIR", help="with --tasks: a folder of your own task files (.yaml)")
+    parser.add_argument("--limit", metavar="N", type=int, help="with --tasks: examples of each task (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
-    values = parse_overrides(arguments.overrides, _KEYS, "evaluate")
+    on_tasks = arguments.tasks is not None
+    keys, name = (evaluate_tasks.KEYS, "evaluate --tasks") if on_tasks else (_KEYS, "evaluate")
+    values = parse_overrides(arguments.overrides, keys, name)
+    for option, value in (("--tasks-path", arguments.tasks_path), ("--limit", arguments.limit)):
+        if value is not None and not on_tasks:
+            raise ConfigError(f"{option} ({value}) needs --tasks, the names of the tasks")
     announce = output.progress if place is None or place.local_rank == 0 else None
     with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+        if on_tasks:
+            return evaluate_tasks.evaluate_on_tasks(arguments, place, values, folder, announce)
         part = _part(arguments.part, values, folder)
         _, accelerated = accelerators()
         # The batch needs the data-parallel degree, which needs the configuration: so it is made twice.
@@ -132,6 +146,7 @@ def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, evalu
         "part": part,
         "loss": evaluation.loss,
         **({} if evaluation.perplexity is None else {"perplexity": evaluation.perplexity}),
+        **({} if evaluation.bits_per_byte is None else {"bits_per_byte": evaluation.bits_per_byte}),
         "losses": evaluation.losses,
         **{f"{name}_accuracy": value for name, value in evaluation.accuracies.items()},
         "counted": evaluation.counted,
@@ -159,7 +174,8 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     pipeline = f" × PP {layout['pipeline']}" if layout["pipeline"] > 1 else ""
     cut = f"TP {layout['tensor']}{' with SP' if layout['sequence'] else ''}{pipeline} × DP {layout['data']}"
     if "perplexity" in facts:
-        losses = [("perplexity", f"{facts['perplexity']:.6g}")]
+        bits = f", {facts['bits_per_byte']:.6f} bits per byte" if "bits_per_byte" in facts else ""
+        losses = [("perplexity", f"{facts['perplexity']:.6g}{bits}")]
     else:
         losses = [
             (_NAMES[name], f"loss {loss:.6f}, accuracy {facts[f'{name}_accuracy']:.2%} of {facts['counted'][name]:,}")

@@ -247,17 +247,8 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
         replicas: the data-parallel degree.
         part: `all` puts every document into one part, the training one.
     """
-    sections = _sections(folder, values)
-    train = sections["train"]
+    sections = _sections_of_batches(folder, values, replicas)
     data = sections["data"]
-    # The model reads no longer sequences, whatever the run or the default says.
-    limit = folder.model.get("max_position_embeddings")
-    train.setdefault("sequence_length", _LONGEST_SEQUENCE if limit is None else min(limit, _LONGEST_SEQUENCE))
-    train.setdefault("micro_batch", _MICRO_BATCH)
-    micro_batch = train["micro_batch"]
-    # No step is taken, but every configuration must have a batch that its layout can divide.
-    samples_at_once = micro_batch * replicas if isinstance(micro_batch, int) else 1
-    train["global_batch"] = samples_at_once * _micro_batches(sections["parallel"])
     # A split without a second part leaves all documents to the training part.
     if part == "all":
         data["split"] = "1,0"
@@ -282,15 +273,33 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     return config
 
 
+def tasks_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, settings: Mapping[str, Any]) -> Config:
+    """The configuration of an evaluation on tasks: the model, its layout, its dtype and its tokenizer.
+
+    Args:
+        replicas: the data-parallel degree.
+        settings: the section `evaluation`.
+    """
+    sections = _sections_of_batches(folder, values, replicas)
+    sections["data"] = {"tokenizer": _tokenizer_of(folder, values)}
+    sections["evaluation"] = dict(settings)
+    return config_from(sections)
+
+
 def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
     """The configuration of a generation: the model, its layout, its dtype and its tokenizer."""
     sections = _sections(folder, values)
     sections["train"] |= {"sequence_length": 1, "global_batch": _micro_batches(sections["parallel"]), "micro_batch": 1}
-    tokenizer = values.get("data", {}).get("tokenizer") or folder.tokenizer
+    sections["data"] = {"tokenizer": _tokenizer_of(folder, values)}
+    return config_from(sections)
+
+
+def _tokenizer_of(folder: ModelFolder, values: Mapping[str, Any]) -> str:
+    """The tokenizer that the user names, else that of the folder."""
+    tokenizer: str | None = values.get("data", {}).get("tokenizer") or folder.tokenizer
     if tokenizer is None:
         raise _without_tokenizer(folder)
-    sections["data"] = {"tokenizer": tokenizer}
-    return config_from(sections)
+    return tokenizer
 
 
 def open_tokenizer(
@@ -324,6 +333,21 @@ def _sections(folder: ModelFolder, values: Mapping[str, Any]) -> dict[str, dict[
     for name, section in run_sections.items():
         sections[name] = {**section, **values.get(name, {})}
     sections["train"]["steps"] = 1
+    return sections
+
+
+def _sections_of_batches(folder: ModelFolder, values: Mapping[str, Any], replicas: int) -> dict[str, dict[str, Any]]:
+    """All sections, with the sequences and micro-batches that an evaluation reads at once."""
+    sections = _sections(folder, values)
+    train = sections["train"]
+    # The model reads no longer sequences, whatever the run or the default says.
+    limit = folder.model.get("max_position_embeddings")
+    train.setdefault("sequence_length", _LONGEST_SEQUENCE if limit is None else min(limit, _LONGEST_SEQUENCE))
+    train.setdefault("micro_batch", _MICRO_BATCH)
+    micro_batch = train["micro_batch"]
+    # No step is taken, but every configuration must have a batch that its layout can divide.
+    samples_at_once = micro_batch * replicas if isinstance(micro_batch, int) else 1
+    train["global_batch"] = samples_at_once * _micro_batches(sections["parallel"])
     return sections
 
 

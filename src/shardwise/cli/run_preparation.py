@@ -11,6 +11,8 @@ from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.cli import output
 from shardwise.config import Config
 from shardwise.data import hub
+from shardwise.data.evaluation_sets import prepare_sets
+from shardwise.data.evaluation_tasks import require_tasks
 from shardwise.data.open_data import prepare
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.launch import stop_requests
@@ -93,4 +95,7 @@ def fetch_inputs(config: Config, announce: Callable[[str], None] | None) -> None
     if config.data.tokenizer is not None:
         hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
     fetch_dataset(config.data, announce)
-    prepare(config, announce=announce)
+    data = prepare(config, announce=announce)
+    prepare_sets(config, data, announce)
+    if config.evaluation.tasks_every:
+        require_tasks(config, data.tokenizer_path)

@@ -2,6 +2,7 @@
 
 from shardwise.config.data import BUILT_IN_TEXTS, DataConfig
 from shardwise.config.decoders import DecoderConfig, LlamaConfig
+from shardwise.config.evaluation import EvaluationConfig
 from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
 from shardwise.config.layout import Layout
 from shardwise.config.load import apply_overrides, config_from, data_from, load_config, load_with, model_from
@@ -45,6 +46,7 @@ __all__ = [
     "DecoderConfig",
     "DropoutMode",
     "DtypeName",
+    "EvaluationConfig",
     "FamilyConfig",
     "GPTConfig",
     "GPTNeoXConfig",

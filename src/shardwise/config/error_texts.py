@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
@@ -12,6 +13,7 @@ from pydantic.fields import FieldInfo
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.config.base_section import PROBLEMS, Section, as_given
 from shardwise.config.data import MixedSource
+from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES
 from shardwise.config.run_config import Config
 from shardwise.config.token_counts import is_step_field
@@ -30,6 +32,12 @@ def error_texts(details: Any, family: str = "") -> list[str]:
     kind = details["type"]
     context = details.get("ctx", {})
     location = details["loc"]
+    # A set has the keys of the section data, and what is wrong with one of them is told as of that section.
+    if location[:2] == ("evaluation", "sets") and (len(location) > 3 or (len(location) == 3 and kind == PROBLEMS)):
+        texts = error_texts({**details, "loc": ("data", *location[3:])}, family)
+        # The first word is a key, known or not.
+        prefix = f"evaluation.sets.{location[2]}."
+        return [as_keys_of_set(re.sub(r"^data\.", prefix, text), location[2]) for text in texts]
     path = ".".join(str(part) for part in location)
     value = details["input"]
     known = _known_paths(family)

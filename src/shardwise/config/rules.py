@@ -54,6 +54,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     problems += _schedule_problems(config)
     problems += _masking_problems(config)
     problems += _resume_key_problems(config)
+    problems += _evaluation_problems(config)
     problems += _trace_problems(config, is_new)
     problems += _document_problems(config)
     problems += _mark_problems(config)
@@ -194,11 +195,26 @@ def _schedule_problems(config: Config) -> list[str]:
             f"{optimizer.warmup_steps} steps, a step at optimizer.lr and optimizer.constant_steps "
             f"({optimizer.constant_steps}) take the others of train.steps ({train.steps})"
         )
-    if train.eval_every and config.data.split_weights[1] == 0:
+    if train.eval_every and not config.evaluates_held_out and not config.evaluation.sets:
         problems.append(
             f"data.split ({config.data.split!r}) must leave an evaluation part while train.eval_every is "
             f"{train.eval_every}: give it a weight, or set train.eval_every=0"
             f"{see('data#no-evaluation-part')}"
+        )
+    return problems
+
+
+def _evaluation_problems(config: Config) -> list[str]:
+    """The rules of the section `evaluation`."""
+    problems = []
+    model = config.model
+    if config.evaluation.sets and not config.train.eval_every:
+        names = listing(config.evaluation.sets)
+        problems.append(f"evaluation.sets ({names}) need train.eval_every, the steps between evaluations")
+    if config.evaluation.tasks and not model.causal:
+        problems.append(
+            f"evaluation.tasks must be left out with model.family {model.family}: they need a model that predicts the "
+            "next token"
         )
     return problems
 

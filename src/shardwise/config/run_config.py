@@ -13,6 +13,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import without_secrets
 from shardwise.config.base_section import Section
 from shardwise.config.data import DataConfig
+from shardwise.config.evaluation import EvaluationConfig
 from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, shapes_of
@@ -39,6 +40,9 @@ class Config(Section):
     optimizer: OptimizerConfig = Field(description="the update rule, its schedule and its sharding")
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="which dtype holds what")
     data: DataConfig = Field(default_factory=DataConfig, description="what the model reads")
+    evaluation: EvaluationConfig = Field(
+        default_factory=EvaluationConfig, description="what the model is evaluated on beside the held-out data"
+    )
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
     )
@@ -87,6 +91,11 @@ class Config(Section):
         # Each part of a rank is padded, as each of `grain` ranks would be.
         parts = max(1, self.parallel.grain // tensor) if self.train.bitwise else 1
         return self.parallel.vocab_multiple * parts
+
+    @property
+    def evaluates_held_out(self) -> bool:
+        """True if evaluations read the part that `data.split` holds out."""
+        return self.train.eval_every > 0 and self.data.split_weights[1] > 0
 
     @property
     def companions(self) -> str | None:

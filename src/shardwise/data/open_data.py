@@ -169,7 +169,7 @@ def checked_format(config: Config) -> DataFormat:
     """
     data = config.data
     _, eval_weight, test_weight = data.split_weights
-    if eval_weight == 0 and config.train.eval_every > 0:
+    if eval_weight == 0 and config.train.eval_every > 0 and not config.evaluation.sets:
         raise DataError(
             f"data.split ({data.split}) holds nothing out, and train.eval_every ({config.train.eval_every}) "
             "asks for evaluations: give the second part a weight, such as data.split=95,5, or set train.eval_every=0"

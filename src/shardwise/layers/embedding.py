@@ -5,7 +5,7 @@ Shapes per rank, g = group size: S sequence, B batch, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -18,7 +18,7 @@ from shardwise.distributed.torch_private import call_forward_pre_hooks, has_data
 from shardwise.layers.arguments import by_name
 from shardwise.layers.chunks import loss_chunk_elements, vocabulary_rows
 from shardwise.layers.linear import LayerOptions, ParameterMaker
-from shardwise.layers.loss import IGNORE_INDEX, chunk_losses, linear_cross_entropy
+from shardwise.layers.loss import IGNORE_INDEX, VocabularyShard, chunk_losses, linear_cross_entropy
 from shardwise.layers.matmul import linear
 from shardwise.layers.parts import Section, apply_by_sequence_part, column_products
 
@@ -229,25 +229,53 @@ class ParallelLMHead(placement.PlacedModule):
 
         Communicates the ranks' largest logits and their ids, not the logits.
         """
+        largest = [logits.max(dim=-1) for logits in self._chunks_of_logits(x.flatten(0, -2))]
+        return self._ids_of_largest(largest).view(x.shape[:-1])
+
+    @torch.no_grad()
+    def scores(self, x_NH: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Score targets, chunk by chunk; communicates a few numbers of each row, not the logits.
+
+        Args:
+            x_NH: last hidden states `[N, H]`, whole on every rank.
+            targets_N: token ids `[N]`, equal on every rank.
+
+        Returns:
+            The logarithm of each target's probability, float32 `[N]`, and the ids of the largest logits `[N]`.
+        """
+        shard = VocabularyShard.make(self.group, self.weight.shape[0], self.vocab_size, IGNORE_INDEX, 0.0)
+        losses = []
+        largest = []
+        first = 0
+        for logits in self._chunks_of_logits(x_NH):
+            largest.append(logits.max(dim=-1))
+            loss, *_ = shard.softmax_(logits, targets_N[first : first + len(logits)])
+            losses.append(loss)
+            first += len(logits)
+        return -torch.cat(losses), self._ids_of_largest(largest)
+
+    def _chunks_of_logits(self, x_NH: Tensor) -> Iterator[Tensor]:
+        """Yield float32 logits `[rows, v]` of this rank's columns; those of padding are minus infinity."""
         # As in `loss`, hooks that wait for gathered parameters must run although the module is not called.
         call_forward_pre_hooks(self)
         local_rows = self.weight.shape[0]
-        first = self.group.rank * local_rows
         # The columns behind these are padding, whose logits are 0 and may be the largest.
-        columns = max(0, min(local_rows, self.vocab_size - first))
-        chunk_rows = max(1, loss_chunk_elements(local_rows, x.device.type != "cpu") // local_rows)
-        largest = []
-        ids = []
-        for chunk in x.flatten(0, -2).split(chunk_rows):
+        columns = max(0, min(local_rows, self.vocab_size - self.group.rank * local_rows))
+        chunk_rows = max(1, loss_chunk_elements(local_rows, x_NH.device.type != "cpu") // local_rows)
+        for chunk in x_NH.split(chunk_rows):
             logits = linear(chunk, self.weight, self.bias).float()
             logits[:, columns:] = float("-inf")
-            value, index = logits.max(dim=-1)
-            largest.append(value)
-            ids.append(index + first)
+            yield logits
+
+    def _ids_of_largest(self, largest: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the id of the largest logit of all ranks, from the values and local columns of each rank's largest."""
+        first = self.group.rank * self.weight.shape[0]
+        values = torch.cat([value for value, _ in largest])
+        ids = torch.cat([column for _, column in largest]) + first
         # argmax takes the first of ranks that tie, as one rank would take the lowest id.
-        by_rank = collectives.all_gather(torch.cat(largest).unsqueeze(0), self.group)
-        ids_by_rank = collectives.all_gather(torch.cat(ids).unsqueeze(0), self.group)
-        return ids_by_rank.gather(0, by_rank.argmax(dim=0, keepdim=True))[0].view(x.shape[:-1])
+        by_rank = collectives.all_gather(values.unsqueeze(0), self.group)
+        ids_by_rank = collectives.all_gather(ids.unsqueeze(0), self.group)
+        return ids_by_rank.gather(0, by_rank.argmax(dim=0, keepdim=True))[0]
 
     def loss(self, x: Tensor, targets_SB: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
         """Return the sum of the tokens' cross-entropies, computed chunk by chunk: a float32 scalar.

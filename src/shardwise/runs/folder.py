@@ -52,7 +52,10 @@ from shardwise.base.redaction import recorded_variables, redacted_arguments
 from shardwise.base.units import size
 
 RUNS = Path("runs")
-EVENTS = ("start", "resume", "step", "state_hash", "eval", "checkpoint", "compile", "warning", "stop")
+EVENTS = (
+    "start", "resume", "step", "state_hash", "eval", "eval_set", "eval_task", "checkpoint", "compile", "warning",
+    "stop",
+)  # fmt: skip
 """Kinds of the lines of metrics.jsonl."""
 FORMAT = 1
 """Format of a run's folder. It grows when a reader of the former format would misread the new one."""

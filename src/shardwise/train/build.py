@@ -19,6 +19,7 @@ from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, Precision, check_layout
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.optimizers import OptimizerSpec
+from shardwise.data.evaluation_sets import EvaluationSets
 from shardwise.data.formats.common import PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
@@ -55,6 +56,7 @@ def build_trainer(
     progress: Progress | None = None,
     weights: Root | None = None,
     layout: Layout | None = None,
+    sets: EvaluationSets | None = None,
 ) -> Trainer:
     """The trainer of this rank: feed, model shard, optimizer. Collective over the mesh.
 
@@ -62,6 +64,7 @@ def build_trainer(
         data: prepared data.
         weights: a checkpoint, whose masters are read if it has them, or a Hugging Face folder; None draws the weights.
         layout: the result of `check_layout` if the caller has it; None checks here.
+        sets: further texts of evaluations.
 
     Raises:
         ConfigError: the weights are of another model, or damaged.
@@ -71,7 +74,7 @@ def build_trainer(
     if config.train.bitwise and mesh.device.type == "cpu":
         torch.set_num_threads(config.train.threads)
     precision = config.precision.resolved(mesh.device.type != "cpu")
-    feed = Feed.open(config, mesh, data)
+    feed = Feed.open(config, mesh, data, sets)
     dtype = torch_dtype(precision.parameter)
     model = build_stages(config, layout, mesh, dtype=dtype)
     use_loss(model, config)
@@ -99,6 +102,7 @@ def build_trainer(
         pipeline=build_pipeline(config, layout, mesh, model, dtype),
         compilation=compilation,
         state_hashes=state_hashes,
+        tokenizer_path=data.tokenizer_path,
     )
 
 
@@ -119,7 +123,16 @@ def _load_checkpoint(
 def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
     """The trainer of a run. Parameters and memory of a user's own model are counted now, for the reporter."""
     mesh = opened.mesh
-    trainer = build_trainer(opened.config, mesh, opened.data, reporter, opened.progress, opened.weights, opened.layout)
+    trainer = build_trainer(
+        opened.config,
+        mesh,
+        opened.data,
+        reporter,
+        opened.progress,
+        opened.weights,
+        opened.layout,
+        opened.sets,
+    )
     if reporter.parameters is not None:
         return trainer
     memory = state_memory(trainer.model, trainer.optimizer, opened.config.optimizer.spec)

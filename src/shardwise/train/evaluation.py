@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +39,7 @@ class Evaluation:
         tokens: tokens read, without padding; 0 where they were not counted.
         seconds: time of the evaluation, without the start.
         sequences: samples read; 0 where they were not counted.
+        bytes: UTF-8 bytes of the text of the targets; None where they are not known.
     """
 
     losses: dict[str, float]
@@ -45,6 +48,7 @@ class Evaluation:
     tokens: int
     seconds: float
     sequences: int = 0
+    bytes: int | None = None
 
     @property
     def loss(self) -> float:
@@ -57,6 +61,13 @@ class Evaluation:
         loss = self.losses.get("lm")
         return None if loss is None else perplexity(loss)
 
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Sum of the next tokens' losses / (ln 2 · bytes of their text); None where the bytes are not known, or 0."""
+        if not self.bytes or "lm" not in self.losses:
+            return None
+        return self.losses["lm"] * self.counted["lm"] / (math.log(2) * self.bytes)
+
 
 @torch.no_grad()
 def evaluate_rounds(
@@ -67,6 +78,7 @@ def evaluate_rounds(
     parallel: ParallelConfig | None = None,
     *,
     is_scored: bool = False,
+    bytes_V: npt.NDArray[np.int64] | None = None,
 ) -> Evaluation:
     """Mean losses over micro-batches, without dropout; collective, equal on every rank.
 
@@ -77,13 +89,15 @@ def evaluate_rounds(
         rounds: micro-batches that go through the model together; every rank has the same number of them.
         parallel: how a model in pipeline stages is cut.
         is_scored: also count tokens, and the right answers of BERT.
+        bytes_V: UTF-8 bytes of each id's text; None counts no bytes.
     """
     model.eval()
     start = time.perf_counter()
     K = len(objectives)
     terms_NK: list[Tensor] = []
-    # Losses [K], numbers of targets [K]; if scored also right answers [K] and the number of tokens [1].
-    sums = torch.zeros(3 * K + 1 if is_scored else 2 * K, dtype=devices.widest_dtype(mesh.device), device=mesh.device)
+    # Losses [K], numbers of targets [K], right answers [K], the number of tokens [1] and of bytes [1].
+    sums = torch.zeros(3 * K + 2, dtype=devices.widest_dtype(mesh.device), device=mesh.device)
+    device_bytes_V = None if bytes_V is None else devices.to_device(torch.from_numpy(bytes_V), mesh.device)
     # Sequence parallelism leaves each rank a part of each sample between blocks.
     sequence_parts = mesh.tp.size if parallel is not None and parallel.sequence else 1
     for micro_batches in rounds:
@@ -94,7 +108,7 @@ def evaluate_rounds(
             batch = micro_batches[number]
             if is_scored and isinstance(part, Bert) and part.part.is_last:
                 out, correct_K = part.scores(**batch.inputs, x=x)
-                sums[2 * K : -1] += correct_K
+                sums[2 * K : 3 * K] += correct_K
             else:
                 out = batch.result(part, part(**batch.arguments(part, x)))
             if gives_losses(part):
@@ -102,22 +116,33 @@ def evaluate_rounds(
                 sums[:K] += out
                 sums[K : 2 * K] += batch.counts_K
                 if is_scored:
-                    sums[-1] += batch.tokens()
+                    sums[-2] += batch.tokens()
+                if device_bytes_V is not None:
+                    sums[-1] += batch.bytes(device_bytes_V)
             return out
 
         shapes = [batch.inputs["ids_SB"].shape for batch in micro_batches]
         relay(model, parallel, mesh, compute, [(length // sequence_parts, samples) for length, samples in shapes])
     collectives.all_reduce_(collectives.all_reduce_(sums, mesh.dp), mesh.pp)
     sums = sums.cpu().double()  # one transfer for all sums; the division is in float64 for any device
-    counts_K = sums[K : 2 * K]
-    losses_K = sums[:K] if mesh.dp.grain is None else _exact_sums(terms_NK, K, mesh)
+    if mesh.dp.grain is not None:
+        sums[:K] = _exact_sums(terms_NK, K, mesh)
     has_answers = is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert)
+    return _evaluation(sums, objectives, time.perf_counter() - start, has_answers, bytes_V is not None)
+
+
+def _evaluation(
+    sums: Tensor, objectives: Sequence[str], seconds: float, has_answers: bool, has_bytes: bool
+) -> Evaluation:
+    """The evaluation whose sums are losses [K], targets [K], right answers [K], tokens [1] and bytes [1]."""
+    losses_K, counts_K, answers_K = sums[:-2].chunk(3)
     return Evaluation(
         losses=_by_name(objectives, mean_over_targets(losses_K, counts_K)),
         counted={name: int(count) for name, count in _by_name(objectives, counts_K).items()},
-        accuracies=_by_name(objectives, mean_over_targets(sums[2 * K : -1], counts_K)) if has_answers else {},
-        tokens=int(sums[-1]) if is_scored else 0,
-        seconds=time.perf_counter() - start,
+        accuracies=_by_name(objectives, mean_over_targets(answers_K, counts_K)) if has_answers else {},
+        tokens=int(sums[-2]),
+        seconds=seconds,
+        bytes=int(sums[-1]) if has_bytes else None,
     )
 
 
@@ -141,15 +166,17 @@ def evaluate(
     micro_batch: int,
     progress: Callable[[int, int], None] | None = None,
     parallel: ParallelConfig | None = None,
+    bytes_V: npt.NDArray[np.int64] | None = None,
 ) -> Evaluation:
     """Mean losses over every sample of `batches`, each once; collective, equal on every rank.
 
     Args:
         progress: called every 10 seconds with the samples done and all samples.
         parallel: how a model in pipeline stages is cut.
+        bytes_V: UTF-8 bytes of each id's text; None counts no bytes.
     """
     rounds = _rounds(batches, mesh, micro_batch, progress)
-    evaluation = evaluate_rounds(model, rounds, batches.objectives, mesh, parallel, is_scored=True)
+    evaluation = evaluate_rounds(model, rounds, batches.objectives, mesh, parallel, is_scored=True, bytes_V=bytes_V)
     return replace(evaluation, sequences=batches.num_samples)
 
 

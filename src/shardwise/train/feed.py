@@ -20,6 +20,7 @@ import torch
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config
+from shardwise.data.evaluation_sets import EvaluationSets
 from shardwise.data.formats.common import PreparedData, make_batches
 from shardwise.data.samples.batch import Batch, Batches, eval_micro_batches
 from shardwise.distributed import collectives, devices
@@ -28,6 +29,7 @@ from shardwise.train.loss import MicroBatch
 
 _IntArray = npt.NDArray[np.int64]
 _COUNTS = "counts"
+_LENGTHS = "lengths"
 
 
 class Feed:
@@ -41,15 +43,24 @@ class Feed:
     Attributes:
         batches: samples of the training part.
         evaluation_batches: samples of the evaluation part; None where the data hold too few.
+        sets: further texts of evaluations.
         seconds: time spent in waiting for the reading threads since this was last set to 0.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, batches: Batches, evaluation_batches: Batches | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        batches: Batches,
+        evaluation_batches: Batches | None,
+        sets: EvaluationSets | None = None,
+    ) -> None:
         self._config = config
         self._mesh = mesh
         self.batches = batches
         self.evaluation_batches = evaluation_batches
-        for part in (batches, evaluation_batches):
+        self.sets = EvaluationSets() if sets is None else sets
+        for part in (batches, evaluation_batches, *self.sets.batches.values()):
             if part is not None:
                 part.is_consecutive = config.train.bitwise
         self._reads = mesh.tp.rank == 0
@@ -59,8 +70,8 @@ class Feed:
         self.seconds = 0.0
 
     @staticmethod
-    def open(config: Config, mesh: Mesh, data: PreparedData) -> Feed:
-        """The feed of a training on these data.
+    def open(config: Config, mesh: Mesh, data: PreparedData, sets: EvaluationSets | None = None) -> Feed:
+        """The feed of a training on these data, and of its evaluations on further sets.
 
         Raises:
             DataError: they hold less than one sample.
@@ -71,7 +82,7 @@ class Feed:
                 "the training data hold less than one sample of train.sequence_length "
                 f"({config.train.sequence_length}): give more text or a shorter sequence"
             )
-        return Feed(config, mesh, batches, make_batches(config, data, "eval"))
+        return Feed(config, mesh, batches, make_batches(config, data, "eval"), sets)
 
     def at(self, position: int, following: int = 0) -> list[MicroBatch]:
         """The micro-batches of the global batch that follows `position` samples. Collective over tensor parallelism.
@@ -87,12 +98,10 @@ class Feed:
         rows = self.batches.rows_of_rank(train.global_batch, dp.rank, dp.size, train.micro_batch)
         return self._share(self.batches, local, [np.arange(row.start, row.stop) + position for row in rows])
 
-    def evaluation(self, at_once: int) -> Iterator[list[MicroBatch]]:
+    def evaluation(self, batches: Batches, at_once: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of an evaluation (`Batches.eval_batches`), `at_once` at a time. Collective as `at`."""
-        batches = self.evaluation_batches
         train = self._config.train
         dp = self._mesh.dp
-        assert batches is not None
         portion = dp.size * train.micro_batch
         total = eval_micro_batches(batches.num_samples, train.eval_batches, train.global_batch, portion)
         reading = batches.eval_batches(train.eval_batches, train.global_batch, dp.rank, dp.size, train.micro_batch)
@@ -108,7 +117,9 @@ class Feed:
             if pending is not None and first + at_once < total:
                 pending = self._submit(read)
             samples = [np.arange(row.start, row.stop) for row in rows[first : first + at_once]]
-            yield self._share(batches, local, samples)
+            # The last sample may be a partial one, and samples that only fill up a micro-batch come after it.
+            is_last = samples[-1][-1] >= batches.num_samples - 1
+            yield self._share(batches, local, samples, has_padding=is_last)
 
     def close(self) -> None:
         """End the reading threads, and drop the batches that they read."""
@@ -147,8 +158,13 @@ class Feed:
         self.seconds += time.perf_counter() - start
         return local
 
-    def _share(self, batches: Batches, local: list[Batch] | None, samples: list[_IntArray]) -> list[MicroBatch]:
-        """The micro-batches that the first rank of the group has as `local`, on all its ranks."""
+    def _share(
+        self, batches: Batches, local: list[Batch] | None, samples: list[_IntArray], *, has_padding: bool = False
+    ) -> list[MicroBatch]:
+        """The micro-batches that the first rank of the group has as `local`, on all its ranks.
+
+        With `has_padding` some of them may have sequences that are padded.
+        """
         # Training and evaluation may have inputs of other shapes; each is described once.
         if id(batches) not in self._blanks:
             self._blanks[id(batches)] = _arrays(batches.blank(self._config.train.micro_batch))
@@ -167,10 +183,14 @@ class Feed:
             inputs = {}
             for (name, array), part in zip(blank.items(), numbers_N.split(sizes), strict=True):
                 inputs[name] = part.view(array.shape)
-            micro_batches.append(MicroBatch(inputs, inputs.pop(_COUNTS), sample_numbers, samples_B))
+            lengths_B = inputs.pop(_LENGTHS, None)
+            micro_batches.append(
+                MicroBatch(inputs, inputs.pop(_COUNTS), sample_numbers, samples_B, lengths_B if has_padding else None)
+            )
         return micro_batches
 
 
 def _arrays(batch: Batch) -> dict[str, _IntArray]:
     """The arrays of a batch by name, in the same order on every rank."""
-    return {**dict(sorted(batch.inputs.items())), _COUNTS: batch.counts}
+    lengths = {} if batch.lengths is None else {_LENGTHS: batch.lengths}
+    return {**dict(sorted(batch.inputs.items())), _COUNTS: batch.counts, **lengths}

@@ -125,7 +125,7 @@ class _Cached:
                 logits_BV = out
             return out
 
-        with _whole_sequences(self._model):
+        with whole_sequences(self._model):
             relay(self._model, self._parallel, self._mesh, compute, [(len(ids), 1) for ids in chunks])
         return None if logits_BV is None else logits_BV[0].float()
 
@@ -147,7 +147,7 @@ class _Uncached:
 
 
 @contextmanager
-def _whole_sequences(model: nn.Module) -> Iterator[None]:
+def whole_sequences(model: nn.Module) -> Iterator[None]:
     """Switch sequence parallelism off inside: one token cannot be cut. The weights are the same either way."""
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "sequence_parallel_enabled", False)]
     try:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from shardwise.checkpoint.format.manifest import MANIFEST
 from shardwise.checkpoint.load_weights import load_checkpoint, load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, check_layout
+from shardwise.data.evaluation_sets import byte_counts
 from shardwise.data.formats.common import make_evaluation
 from shardwise.data.open_data import prepare
 from shardwise.data.split import Part
@@ -87,7 +89,8 @@ def run_evaluation(
                 f"hold at least {least}: give more text, another data.split, or --part all"
             )
         model = _load(config, weights, mesh)
-        return evaluate(model, batches, mesh, config.train.micro_batch, progress, config.parallel)
+        bytes_V = byte_counts(config, data)
+        return evaluate(model, batches, mesh, config.train.micro_batch, progress, config.parallel, bytes_V)
 
 
 def run_generation(
@@ -127,6 +130,24 @@ def run_generation(
         show(detokenizer.finish())
         ended = bool(tokens) and tokens[-1] in prompt.stop
         return Answer("".join(pieces), tuple(tokens), ended, first - start, end - first)
+
+
+def run_tasks(config: Config, weights: Root, tokenizer: Tokenizer, stops: frozenset[int]) -> dict[str, Any] | None:
+    """Score the model of a folder on `evaluation.tasks`, on every rank.
+
+    Returns:
+        The results, as `lm_eval` returns them; None on all ranks but 0.
+
+    Raises:
+        ConfigError: a task cannot be scored, or the folder has another model. DamageError: a checkpoint's bytes do not
+        match their checksums. RunError: memory ran out.
+    """
+    # It imports lm_eval, an extra.
+    from shardwise.train.task_evaluation import BOOTSTRAPS, evaluate_tasks
+
+    with _joined(config) as mesh:
+        model = _load(config, weights, mesh)
+        return evaluate_tasks(config, model, mesh, tokenizer, stops, bootstraps=BOOTSTRAPS)
 
 
 @contextmanager

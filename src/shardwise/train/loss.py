@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import TrainConfig
-from shardwise.data.samples.batch import Batch
+from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group
 from shardwise.layers.dropout import DropoutKey
@@ -116,6 +116,12 @@ class MicroBatch:
         # Samples that only fill up a micro-batch have no label, and their special tokens do not count.
         is_real_B = self.inputs["next_sentence_B"] >= 0
         return (self.inputs["mask_SB"].sum(dim=0) * is_real_B).sum()
+
+    def bytes(self, bytes_V: Tensor) -> Tensor:
+        """The bytes of the targets' text; `bytes_V`: those of each id."""
+        targets_SB = self.inputs["targets_SB"]
+        # No selection of targets, for whose number the host would wait.
+        return (bytes_V[targets_SB.clamp(min=0)] * (targets_SB != IGNORE)).sum()
 
 
 # A signature takes tens of microseconds, and is asked for each micro-batch and stage.

@@ -29,6 +29,7 @@ from shardwise.models.parameter_counts import flops_per_token, model_flops_utili
 from shardwise.optim.state_digest import StateHash
 from shardwise.runs.folder import RunDirectory, now
 from shardwise.train.compile.run_graphs import CapturedGraphs
+from shardwise.train.evaluation import Evaluation
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
 from shardwise.train.progress_line import ProgressLine, parts_of_loss
@@ -291,6 +292,30 @@ class Reporter:
         self._scalars(step, {"eval": values})
         shown = f" ({parts_of_loss(losses)})" if losses else ""
         self.message(f"evaluation at step {step:,}: loss {loss:.4f}{shown}, perplexity {perplexity:,.2f}")
+
+    def evaluation_set(self, step: int, name: str, result: Evaluation) -> None:
+        """Record the evaluation of one of `evaluation.sets` made after `step` steps."""
+        objectives = result.losses if len(result.losses) > 1 else {}
+        values = {"loss": result.loss, **_by_objective(objectives)}
+        further = {"perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
+        values |= {key: value for key, value in further.items() if value is not None}
+        self._event("eval_set", step=step, set=name, **values)
+        self._scalars(step, {f"eval/{name}": values})
+        shown = f", {values['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in values else ""
+        if "perplexity" in values:
+            shown = f", perplexity {values['perplexity']:,.2f}{shown}"
+        self.message(f"evaluation of {name} at step {step:,}: loss {result.loss:.4f}{shown}")
+
+    def tasks(self, step: int, results: Mapping[str, Mapping[str, Any]]) -> None:
+        """Record the metrics of tasks, as `lm_eval` names them (`acc,none`), made after `step` steps."""
+        for name, result in results.items():
+            metrics = {key: value for key, value in result.items() if "," in key and isinstance(value, int | float)}
+            self._event("eval_task", step=step, task=name, metrics=metrics)
+            # The part after the comma names a filter of answers; most tasks have none.
+            scalars = {key.removesuffix(",none").replace(",", "/"): value for key, value in metrics.items()}
+            self._scalars(step, {f"tasks/{name}": scalars})
+            shown = ", ".join(f"{key} {value:.4f}" for key, value in scalars.items())
+            self.message(f"task {name} at step {step:,}: {shown}")
 
     def state_hash(self, step: int, state_hash: StateHash) -> None:
         """Record the hash of the state after a step, with digests by tensor; the first one names the tensors."""

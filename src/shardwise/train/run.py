@@ -177,7 +177,7 @@ def _begin(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Memo
     shapes = config.shapes
     if shapes is not None and shapes.ignore:
         reporter.message(f"model.ignore: config.json is read without {listing(shapes.ignore)}")
-    for note in (opened.folder.batch_note, *opened.companions.notes):
+    for note in (opened.folder.batch_note, *opened.companions.notes, opened.sets.note):
         if note is not None:
             reporter.message(note)
     for note in opened.folder.notes:

@@ -18,6 +18,7 @@ from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, earlier_run, record_owner
 from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
 from shardwise.data import hub
+from shardwise.data.evaluation_sets import EvaluationSets, prepare_sets
 from shardwise.data.formats.common import PreparedData
 from shardwise.data.open_data import prepare
 from shardwise.distributed import collectives, devices
@@ -68,6 +69,7 @@ class OpenedRun:
 
     Attributes:
         data: prepared data; `Feed.open` makes batches of them.
+        sets: further texts of evaluations.
         weights: folder of `checkpoint.load`; None where weights are drawn or a checkpoint of the run has them.
         followed: folder of the run, on rank 0; None on all other ranks.
         companions: files that each checkpoint has next to the weights; on rank 0 alone.
@@ -78,6 +80,7 @@ class OpenedRun:
     mesh: Mesh
     progress: Progress
     data: PreparedData
+    sets: EvaluationSets
     folder: RunFolder
     weights: Root | None
     followed: FollowedFolder | None
@@ -94,12 +97,13 @@ def open_run(
     """
     # Before the folder: data that are refused must leave no folder that looks like that of a run.
     data = while_others_wait(lambda: prepare(config), mesh.world)
+    sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
     weights = _find_weights(config, mesh)
     folder, companions = _open_folder(config, run_path or new_run_path(recipe), mesh, weights, data.tokenizer_path)
     followed = FollowedFolder(folder.directory.path) if mesh.world.rank == 0 else None
     if folder.checkpoints.candidates:
         weights = None
-    return OpenedRun(config, layout, mesh, progress, data, folder, weights, followed, companions)
+    return OpenedRun(config, layout, mesh, progress, data, sets, folder, weights, followed, companions)
 
 
 def _find_weights(config: Config, mesh: Mesh) -> Root | None:

@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
@@ -21,7 +24,8 @@ from torch.profiler import record_function
 from shardwise.base.errors import RunError, see
 from shardwise.config import Config, Layout
 from shardwise.config.schedules import SCHEDULES
-from shardwise.data.samples.batch import BlendedBatches
+from shardwise.data.samples.batch import Batches, BlendedBatches
+from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.replicated import ReplicatedParameters
@@ -31,7 +35,7 @@ from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.clock import BACKWARD, FORWARD
 from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.compile.units import Compilation
-from shardwise.train.evaluation import evaluate_rounds
+from shardwise.train.evaluation import Evaluation, evaluate_rounds
 from shardwise.train.feed import Feed
 from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets, perplexity
 from shardwise.train.model_checks import check_replicas, find_non_finite
@@ -79,6 +83,7 @@ class Trainer:
         pipeline: runs the stages of this rank, where the model is cut into stages.
         compilation: the compiled units of the model, if it is compiled.
         state_hashes: hashes of the state, if the run has some.
+        tokenizer_path: folder of the data's tokenizer, which tasks need; None if it is not known.
     """
 
     config: Config
@@ -92,6 +97,7 @@ class Trainer:
     pipeline: Pipeline | None = None
     compilation: Compilation | None = None
     state_hashes: StateHashes | None = None
+    tokenizer_path: Path | None = None
 
     def __post_init__(self) -> None:
         self.clock = StepClock(self.mesh, None if self.pipeline is None else self.pipeline.clock)
@@ -115,7 +121,7 @@ class Trainer:
         last = end_of_run(self.config, self.progress.step)
         with closing(self.feed), closing(self._open_trace()) as trace, self._gathers_behind_forward():
             if self.config.train.eval_every and not self.progress.step:
-                self.evaluate()
+                self._evaluate_texts()
             for step in range(first, last + 1):
                 with trace.step(step):
                     record = self.step(None if checkpoints is None else checkpoints.flags)
@@ -165,8 +171,12 @@ class Trainer:
             # Much time has passed since the flags were read: the checkpoints ask all ranks again.
             agreed_flags = None
         if eval_every and (is_last or step % eval_every == 0):
-            self.evaluate()
+            self._evaluate_texts()
             self._keep_graphs(graphs)
+            agreed_flags = None
+        tasks_every = self.config.evaluation.tasks_every
+        if tasks_every and (is_last or step % tasks_every == 0):
+            self._evaluate_tasks()
             agreed_flags = None
         if checkpoints is None:
             return None
@@ -404,14 +414,48 @@ class Trainer:
         assert batches is not None, "where train.eval_every asks for evaluations, data without them are refused"
         self.progress.phase = "evaluation"
         self.optimizer.gathers.wait()
-        rounds = self.feed.evaluation(self.layout.accumulation(self.config.train))
-        result = evaluate_rounds(self.model, rounds, batches.objectives, self.mesh, self.config.parallel)
-        self.model.train()
+        result = self._evaluate_batches(batches)
         token_perplexity = perplexity(result.losses[batches.objectives[0]])
         if self.reporter is not None:
             losses = result.losses if len(result.losses) > 1 else {}
             self.reporter.evaluation(self.progress.step, result.loss, token_perplexity, losses)
         return result.loss, token_perplexity
+
+    def _evaluate_batches(self, batches: Batches, bytes_V: npt.NDArray[np.int64] | None = None) -> Evaluation:
+        """Evaluate the first `eval_batches` global batches of a text."""
+        rounds = self.feed.evaluation(batches, self.layout.accumulation(self.config.train))
+        result = evaluate_rounds(
+            self.model, rounds, batches.objectives, self.mesh, self.config.parallel, bytes_V=bytes_V
+        )
+        self.model.train()
+        return result
+
+    def _evaluate_texts(self) -> None:
+        """Evaluate the held-out part, and each of `evaluation.sets`."""
+        if self.config.evaluates_held_out:
+            self.evaluate()
+        self.progress.phase = "evaluation"
+        self.optimizer.gathers.wait()
+        sets = self.feed.sets
+        for name, batches in sets.batches.items():
+            result = self._evaluate_batches(batches, sets.bytes_V)
+            if self.reporter is not None:
+                self.reporter.evaluation_set(self.progress.step, name, result)
+
+    def _evaluate_tasks(self) -> None:
+        """Score `evaluation.tasks`."""
+        # It imports lm_eval, an extra.
+        from shardwise.train.task_evaluation import evaluate_tasks
+
+        assert self.tokenizer_path is not None, "tasks without a tokenizer are refused before a run starts"
+        self.progress.phase = "evaluation on tasks"
+        self.optimizer.gathers.wait()
+        tokenizer = Tokenizer.load(self.tokenizer_path)
+        stop = frozenset(() if tokenizer.end_of_document_id is None else (tokenizer.end_of_document_id,))
+        results = evaluate_tasks(self.config, self.model.eval(), self.mesh, tokenizer, stop)
+        self.model.train()
+        if results is not None and self.reporter is not None:
+            self.reporter.tasks(self.progress.step, results["results"])
 
     def _stop_non_finite(
         self, step: int, loss: float, gradient_norm: float, micro_batches: list[MicroBatch], counts_K: Tensor

@@ -32,6 +32,8 @@ OTHERS: dict[str, list[str]] = {
     "model.no_rope_layers": ["model.family=smollm3", "model.no_rope_layers=[1,0,1,0,1,0,1,0]"],
     "parallel.stages": ["parallel.stages=[3,5]"],
     "optimizer.betas": ["optimizer.betas=[0.8,0.9]"],
+    "evaluation.sets": ["train.eval_every=2", "evaluation.sets={code: a, wiki: {path: b, split: '1,0'}}"],
+    "evaluation.tasks": ["evaluation.tasks=[a,b]"],
     "data.blend": ["data.dataset=null", "data.blend=[0.5,a,0.5,b]"],
     "data.mixture.blend": ["data.dataset=null", "data.mixture={a: {blend: [0.5, a, 0.5, b], weight: 1}}"],
     "data.stages.weights": [

@@ -226,7 +226,7 @@ def test_recipe_files(tmp_path: Path) -> None:
     path.write_text("- 1\n")
     assert problems(recipe=str(path)) == [
         f"the recipe {path} must be a mapping of sections: "
-        "model, parallel, train, optimizer, precision, data, checkpoint, compile, hooks, launch and log"
+        "model, parallel, train, optimizer, precision, data, evaluation, checkpoint, compile, hooks, launch and log"
     ]
     path.write_text("")
     assert any(text.startswith("model is missing") for text in problems(recipe=str(path)))

@@ -59,6 +59,8 @@ def test_recipes_of_the_pages_fit() -> None:
         ({"model": {"family": "lama"}}, "model.family"),
         ({"parallel": {"tensor": True}}, "parallel.tensor"),
         ({"parallel": 3}, "parallel"),
+        ({"evaluation": {"sets": {"code": 3}}}, "evaluation.sets.code"),
+        ({"evaluation": {"sets": {"code": {"pth": "x"}}}}, "evaluation.sets.code"),
     ],
 )
 def test_what_load_refuses_is_refused_at_its_place(change: dict[str, Any], place: str) -> None:

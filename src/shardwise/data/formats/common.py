@@ -236,7 +236,7 @@ def padding_problems(special: PairTokens | None, config: Config) -> list[str]:
 
 def needed_parts(config: Config) -> list[Part]:
     """The parts that training reads."""
-    return ["train", "eval"] if config.train.eval_every > 0 else ["train"]
+    return ["train", "eval"] if config.evaluates_held_out else ["train"]
 
 
 def shortage(

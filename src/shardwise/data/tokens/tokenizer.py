@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from shardwise.data.tokens.tokenizer_files import (
     JSON,
     KNOWN_ENDS,
     PAIR_TOKENS,
+    SPACE,
     SPECIAL,
     TokenizerFiles,
     read_bytes,
@@ -229,9 +231,24 @@ class Tokenizer:
         continues[[number for token, number in self._backend.get_vocab().items() if token.startswith(prefix)]] = True
         return continues
 
-    def decode(self, ids: Iterable[int] | npt.NDArray[np.integer[Any]]) -> str:
-        """The text of `ids`; ends of documents show."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+    def byte_counts(self) -> npt.NDArray[np.int64]:
+        """UTF-8 bytes of the text that each id stands for, [vocabulary]; 0 for special tokens.
+
+        The text is the normalized one, with the space that some tokenizers put before it.
+        """
+        described = json.loads(self._backend.to_str())
+        is_byte_level = '"ByteLevel"' in json.dumps([described["decoder"], described["pre_tokenizer"]])
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self._backend.get_vocab(with_added_tokens=False).items():
+            # A byte-level vocabulary has one character for each byte.
+            counts[number] = len(token) if is_byte_level else _bytes_of_piece(token)
+        for number, added in self._backend.get_added_tokens_decoder().items():
+            counts[number] = 0 if added.special else len(added.content.encode())
+        return counts
+
+    def decode(self, ids: Iterable[int] | npt.NDArray[np.integer[Any]], *, skips_special: bool = False) -> str:
+        """The text of `ids`; ends of documents and other special tokens show unless `skips_special` leaves them out."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skips_special)
 
     def save(self, folder: Path, copies: Mapping[str, Path] | None = None) -> None:
         """Writes a folder that `transformers.AutoTokenizer.from_pretrained` loads.
@@ -277,6 +294,12 @@ class Tokenizer:
         assert self.pair_names is not None
         ids: dict[str, Any] = {role: self.token_id(name) for role, name in self.pair_names.items()}
         return PairTokens(**ids)
+
+
+def _bytes_of_piece(piece: str) -> int:
+    """The UTF-8 bytes of the text of a piece of SentencePiece, in which ▁ stands for a space, and <0x0A> for a byte."""
+    is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", piece) is not None
+    return 1 if is_byte else len(piece.replace(SPACE, " ").encode())
 
 
 def _splits_locally(step: Mapping[str, Any] | None) -> bool:

@@ -45,7 +45,7 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
 _GPT2_CLASSES = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer", "PreTrainedTokenizer")
 _CONVERT = "write its tokenizer.json by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 # The mark that SentencePiece puts in place of a space.
-_SPACE = "▁"
+SPACE = "▁"
 
 
 @dataclass(frozen=True)
@@ -285,10 +285,10 @@ def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer
     unknown = proto.pieces[proto.trainer_spec.unk_id].piece
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     _add_special(backend, [piece.piece for piece in proto.pieces if piece.type == kinds.CONTROL])
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.normalizer = normalizers.Replace(" ", SPACE)
     if proto.normalizer_spec.add_dummy_prefix:
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), backend.normalizer])
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), backend.normalizer])
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
     begin = proto.trainer_spec.bos_piece

@@ -37,7 +37,18 @@ _MOST_EVENTS = {"checkpoint": 60, "eval": 60, "start": math.inf, "stop": math.in
 _MOST_OTHER_EVENTS = 120
 _RANK_FACTS = ("rank", "host", "place", "work_seconds", "relative", "memory_bytes")
 """Attributes of `RankView`."""
-_LISTED_EVENTS = ("start", "resume", "checkpoint", "warning", "compile", "stop", "ended", "eval")
+_LISTED_EVENTS = (
+    "start",
+    "resume",
+    "checkpoint",
+    "warning",
+    "compile",
+    "stop",
+    "ended",
+    "eval",
+    "eval_set",
+    "eval_task",
+)
 
 
 def report_of(run: RunView) -> dict[str, Any]:
@@ -265,6 +276,12 @@ def _text(event: Mapping[str, Any]) -> str:
             return _seconds("loaded in {:.2f} s", event.get("load_seconds"))
         case "eval":
             return f"evaluation loss {number(event.get('loss')):.4f}"
+        case "eval_set":
+            return f"{event.get('set')}: loss {number(event.get('loss')):.4f}"
+        case "eval_task":
+            metrics = event.get("metrics")
+            items = metrics.items() if isinstance(metrics, dict) else ()
+            return f"{event.get('task')}: {', '.join(f'{name} {number(value):.4f}' for name, value in items)}"
         case "ended":
             job = f"job {event['job']}" if event.get("job") else ""
             first_line = str(event.get("text") or "").partition("\n")[0]

@@ -352,3 +352,15 @@ def test_the_published_bert(tmp_path: Path) -> None:
 def test_a_tokenizer_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing does not exist: a tokenizer is .*, or a folder that holds one"):
         Tokenizer.load(tmp_path / "nothing")
+
+
+def test_bytes_of_ids_add_up_to_those_of_the_text(tmp_path: Path) -> None:
+    """Special tokens have none; a piece of SentencePiece may be one byte, and a space is put before the text."""
+    byte_level = train_tokenizer(TEXT, 300, "text")
+    pieces = Tokenizer.load(piece_model(tmp_path / "pieces"))
+    for text in STRANGE:
+        assert byte_level.byte_counts()[byte_level.encode(text)].sum() == len(text.encode())
+        plain = text.replace("▁", "")
+        if plain:
+            assert pieces.byte_counts()[pieces.encode(plain)].sum() == len(plain.encode()) + 1
+    assert byte_level.byte_counts()[byte_level.required_end()] == 0

@@ -1,0 +1,101 @@
+"""The evaluation sets of a run: further texts, whose tokens are those of the run's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.config import Config
+from shardwise.config.evaluation import as_keys_of_set
+from shardwise.data.formats import common
+from shardwise.data.open_data import prepare
+from shardwise.data.reading.dataset_tables import fetch_dataset
+from shardwise.data.samples.batch import Batches
+from shardwise.data.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class EvaluationSets:
+    """The texts on which a model is evaluated.
+
+    Attributes:
+        batches: samples of each text by its name; an evaluation predicts each token once.
+        bytes_V: `byte_counts` of the run's tokenizer, [vocabulary of the model].
+    """
+
+    batches: Mapping[str, Batches] = field(default_factory=dict)
+    bytes_V: npt.NDArray[np.int64] | None = None
+
+    @property
+    def note(self) -> str | None:
+        """What the sets lack, for the user; None where it is nothing."""
+        if self.bytes_V is not None or not any(batches.objectives == ("lm",) for batches in self.batches.values()):
+            return None
+        return "evaluation sets: no bits per byte, as the data hold only tokens: data.tokenizer names what made them"
+
+
+def prepare_sets(config: Config, data: common.PreparedData, announce: common.Announce = None) -> EvaluationSets:
+    """Open `evaluation.sets`, tokenizing those that the cache lacks.
+
+    Args:
+        data: data of the run, whose tokenizer reads the sets.
+        announce: called with one line when something is built.
+
+    Raises:
+        DataError: a set is empty or cannot be read; all their problems.
+    """
+    batches: dict[str, Batches] = {}
+    problems: list[str] = []
+    for name in config.evaluation.sets:
+        try:
+            batches[name] = _open(_config_of_set(config, name, data), announce)
+        except ConfigError as error:
+            problems += [_problem_of_set(text, name) for text in error.problems]
+    if problems:
+        raise DataError(problems)
+    return EvaluationSets(batches, byte_counts(config, data) if batches else None)
+
+
+def _problem_of_set(text: str, name: str) -> str:
+    """A message on the data of a set, with its key."""
+    shown = as_keys_of_set(text, name)
+    key = f"evaluation.sets.{name}"
+    return shown if key in shown else f"{key}: {shown}"
+
+
+def byte_counts(config: Config, data: common.PreparedData) -> npt.NDArray[np.int64] | None:
+    """The UTF-8 bytes of each id's text, [vocabulary of the model].
+
+    None where no tokenizer is known, or the model does not predict the next token.
+    """
+    if config.model.objectives != ("lm",) or data.tokenizer_path is None:
+        return None
+    counts = Tokenizer.load(data.tokenizer_path).byte_counts()
+    return np.pad(counts, (0, config.model.vocab_size - len(counts)))
+
+
+def _config_of_set(config: Config, name: str, data: common.PreparedData) -> Config:
+    """The configuration whose data are a set, all of them in one part."""
+    tokenizer = None if data.tokenizer_path is None else str(data.tokenizer_path)
+    changes: dict[str, Any] = {
+        "data": config.evaluation.sets[name].model_copy(update={"tokenizer": tokenizer}),
+        "train": config.train.model_copy(update={"eval_every": 0}),
+        "hooks": config.hooks.model_copy(update={"data": None}),
+    }
+    return config.model_copy(update=changes)
+
+
+def _open(config: Config, announce: common.Announce) -> Batches:
+    data = config.data
+    fetch_dataset(data, announce)
+    prepared = prepare(config, announce=announce, any_size=True)
+    batches = common.make_evaluation(config, prepared, "train")
+    if batches is None:
+        least = "2 tokens" if config.model.objectives == ("lm",) else "2 samples"
+        raise DataError(f"{data.key} ({data.name}) must hold at least {least}, and it holds {prepared.count('train')}")
+    return batches

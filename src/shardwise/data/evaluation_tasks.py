@@ -1,0 +1,157 @@
+"""Evaluation tasks of EleutherAI's `lm_eval`: its own, and those of YAML files of the user's in its format."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import io
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.base.errors import ConfigError, DataError, listing, nearest_name
+from shardwise.config import Config, EvaluationConfig
+from shardwise.data.reading.content import first_line
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
+
+_MAX_TOKENS = 256
+"""New tokens of a continuation where a task names no number, as for `--model hf`."""
+
+
+@functools.cache
+def find_tasks(settings: EvaluationConfig) -> TaskManager:
+    """The index of `lm_eval` in which all of `evaluation.tasks` are.
+
+    Raises:
+        ConfigError: `lm_eval` is not installed, the folder of task files is missing, or a name is unknown.
+    """
+    names = settings.tasks
+    folder = settings.tasks_path
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("evaluation.tasks needs the package lm_eval: pip install 'shardwise[tasks]'")
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"evaluation.tasks_path ({folder}) must be a folder of task files (.yaml), and it is none")
+    # It takes seconds to import.
+    from lm_eval.tasks import TaskManager
+
+    if folder is not None:
+        # The index of the library's own tasks takes seconds more.
+        manager = TaskManager(include_path=folder, include_defaults=False)
+        if set(names) <= set(manager.all_tasks):
+            return manager
+    manager = TaskManager(include_path=folder)
+    problems = []
+    for name in names:
+        if name not in manager.all_tasks:
+            near = nearest_name(name, manager.all_tasks)
+            hint = f"did you mean {near}?" if near else "`lm-eval ls tasks` lists them"
+            problems.append(f"evaluation.tasks ({name}) must be a task of lm_eval or of evaluation.tasks_path: {hint}")
+    if problems:
+        raise ConfigError(problems)
+    return manager
+
+
+def require_tasks(config: Config, tokenizer: Path | None) -> None:
+    """Read the data of `evaluation.tasks`, which are then in the cache of the library `datasets`.
+
+    Args:
+        tokenizer: folder of the model's tokenizer; None if it is not known.
+
+    Raises:
+        ConfigError: as `find_tasks`, or a task needs what no model here has. DataError: there is no tokenizer, or the
+        data of a task cannot be read.
+    """
+    names = config.evaluation.tasks
+    if tokenizer is None:
+        raise DataError(
+            f"evaluation.tasks ({listing(names)}) need data.tokenizer, as the data hold only tokens: name what made "
+            "them"
+        )
+    manager = find_tasks(config.evaluation)
+    problems = []
+    tasks: dict[str, Any] = {}
+    for name in names:
+        try:
+            with without_bars():
+                tasks |= manager.load([name])["tasks"]
+        except Exception as error:  # noqa: BLE001  # the library's own, of the file system, of the network
+            problems.append(f"the data of evaluation.tasks ({name}) cannot be read: {first_line(error)}")
+    if problems:
+        raise DataError(problems)
+    if problems := [text for name, task in tasks.items() for text in _task_problems(name, task, config)]:
+        raise ConfigError(problems)
+
+
+def _task_problems(name: str, task: Any, config: Config) -> list[str]:
+    """Reasons why a task cannot be scored here."""
+    if getattr(task, "UNSAFE_CODE", False):
+        return [f"evaluation.tasks ({name}) must not run code that a model writes, and this task does"]
+    if getattr(task, "MULTIMODAL", False):
+        return [f"evaluation.tasks ({name}) must be a task of text alone, and this one has images or sounds"]
+    if task.get_config("output_type") != "generate_until":
+        return []
+    settings = ContinuationSettings.of(task.get_config("generation_kwargs") or {})
+    longest = longest_input(config)
+    problems = []
+    if settings.unknown:
+        problems.append(
+            f"generation_kwargs of evaluation.tasks ({name}) must be until, max_gen_toks, do_sample, temperature and "
+            f"top_p at most, and not {listing(settings.unknown)}"
+        )
+    if settings.max_tokens >= longest:
+        problems.append(
+            f"max_gen_toks of evaluation.tasks ({name}, {settings.max_tokens:,}) must be less than the tokens that the "
+            f"model reads ({longest:,})"
+        )
+    return problems
+
+
+def longest_input(config: Config) -> int:
+    """The number of tokens that the model reads at most."""
+    return config.model.max_position_embeddings or config.train.sequence_length
+
+
+@dataclass(frozen=True)
+class ContinuationSettings:
+    """The `generation_kwargs` of a task.
+
+    Attributes:
+        max_tokens: new tokens at most.
+        until: texts that end a continuation.
+        temperature, top_p: as `train.generation.Sampler` has them.
+        unknown: names of others.
+    """
+
+    max_tokens: int
+    until: Sequence[str]
+    temperature: float
+    top_p: float
+    unknown: Sequence[str]
+
+    @staticmethod
+    def of(settings: Mapping[str, Any]) -> ContinuationSettings:
+        from lm_eval.models.utils import normalize_gen_kwargs  # type: ignore[import-untyped]
+
+        kept = dict(normalize_gen_kwargs(dict(settings), _MAX_TOKENS))
+        max_tokens = kept.pop("max_gen_toks")
+        until = [ending for ending in kept.pop("until") if ending]
+        temperature = float(kept.pop("temperature", 1.0))
+        top_p = float(kept.pop("top_p", 1.0))
+        if not kept.pop("do_sample"):
+            temperature = 0.0
+            top_p = 1.0
+            kept.pop("top_k", None)
+        return ContinuationSettings(max_tokens, until, temperature, top_p, tuple(kept))
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep progress bars and remarks of libraries out of logs, and all that they print out of a command's output."""
+    shown = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    with redirect_stdout(shown), redirect_stderr(shown):
+        yield

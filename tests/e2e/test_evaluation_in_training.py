@@ -1,0 +1,73 @@
+"""Evaluation sets and tasks within a training, which is the same with and without them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.data.tokens.tokenizer import Tokenizer
+from tests.e2e.command import metrics, miniature, shardwise, within
+from tests.e2e.conftest import Trained
+from tests.task_files import write_tasks
+
+TEXT = "The ring of keys — naïve, 键 — was lost in spring, and a song went with it.\n"
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of `trained` once more, at TP 2 with sequence parallelism, with two sets and two tasks."""
+    at = tmp_path_factory.mktemp("evaluated")
+    (at / "own.txt").write_text(TEXT * 3, encoding="utf-8")
+    tasks = write_tasks(at / "tasks")
+    layout = ["parallel.tensor=2", "parallel.sequence=true", "precision.mode=float32"]
+    sets = "evaluation.sets={own: own.txt, held: {dataset: tiny, split: '50,50'}}"
+    on_tasks = ["evaluation.tasks=[choice,writing]", f"evaluation.tasks_path={tasks}", "evaluation.limit=3"]
+    outcome = shardwise("train", miniature(at), *layout, sets, *on_tasks, "evaluation.tasks_every=3", at=at)
+    outcome.succeeded()
+    assert "evaluation of own at step 2: loss " in outcome.out
+    assert "task choice at step 3: acc " in outcome.out
+    return (at / "runs/latest").resolve()
+
+
+def numbers(run: Path, event: str, *names: str) -> list[list[Any]]:
+    return [[line[name] for name in names] for line in metrics(run, event)]
+
+
+def test_the_training_is_the_same(trained: Trained, evaluated: Path) -> None:
+    for event, names in (("step", ("step", "loss", "grad_norm", "param_norm")), ("eval", ("step", "loss"))):
+        assert numbers(evaluated, event, *names) == numbers(trained.run, event, *names)
+
+
+def test_each_set_and_task_has_its_steps(evaluated: Path) -> None:
+    assert numbers(evaluated, "eval_set", "step", "set") == [[s, name] for s in (0, 2, 4) for name in ("own", "held")]
+    tasks = [[step, name] for step in (3, 4) for name in ("choice", "writing")]
+    assert numbers(evaluated, "eval_task", "step", "task") == tasks
+    assert {frozenset(metrics) for (metrics,) in numbers(evaluated, "eval_task", "metrics")} == {
+        frozenset({"acc,none", "acc_norm,none"}),
+        frozenset({"exact_match,none"}),
+    }
+
+
+def test_a_set_has_the_loss_that_evaluate_prints(evaluated: Path, tmp_path: Path) -> None:
+    """And bits per byte: the losses of all its tokens but the first, over the bytes of these tokens."""
+    own = metrics(evaluated, "eval_set")[-2]
+    out = within("evaluate", evaluated, f"data.path={evaluated.parent.parent / 'own.txt'}", "--json", at=tmp_path).out
+    alone = json.loads(out)
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        assert own[name] == pytest.approx(alone[name], rel=1e-6)
+    tokenizer = Tokenizer.load(evaluated / "checkpoints/step-00000004")
+    ids = tokenizer.encode(TEXT * 3)
+    size = len((TEXT * 3).encode()) - len(tokenizer.decode(ids[:1]).encode())
+    # The end of the document is a target too, without a byte.
+    assert own["bits_per_byte"] == pytest.approx(own["loss"] * len(ids) / (math.log(2) * size), rel=1e-9)
+
+
+def test_a_checkpoint_has_the_metrics_of_the_run(evaluated: Path, tmp_path: Path) -> None:
+    tasks = evaluated.parent.parent / "tasks"
+    options = ("--tasks", "choice,writing", "--tasks-path", tasks, "--limit", "3", "--json")
+    results = json.loads(within("evaluate", evaluated, "precision.mode=float32", *options, at=tmp_path).out)["results"]
+    recorded = {line["task"]: line["metrics"] for line in metrics(evaluated, "eval_task")[-2:]}
+    for task, values in recorded.items():
+        assert {name: results[task][name] for name in values} == values

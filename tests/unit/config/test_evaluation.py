@@ -1,0 +1,65 @@
+"""The section `evaluation`: sets by a path or by keys of the section `data`."""
+
+import pytest
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import check_layout, config_from, dump_yaml, load_config
+from shardwise.config.recipe_files import parse_yaml
+
+EVERY = "train.eval_every=2"
+
+
+def test_a_set_is_a_path_or_keys_of_data() -> None:
+    given = "evaluation.sets={code: code.txt, wiki: {path: wiki.jsonl, text_key: body}}"
+    config = load_config("llama2-tiny", [EVERY, given])
+    sets = config.evaluation.sets
+    assert (sets["code"].path, sets["wiki"].text_key) == ("code.txt", "body")
+    assert sets["code"].split == sets["wiki"].split == "1,0"
+    assert config_from(parse_yaml(dump_yaml(config.recorded()), "recorded")).evaluation == config.evaluation
+
+
+def test_nothing_need_be_held_out_beside_sets() -> None:
+    config = load_config("llama2-tiny", [EVERY, "data.split=1,0", "evaluation.sets.code=code.txt"])
+    check_layout(config, 1)
+    assert not config.evaluates_held_out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["evaluation.sets.a.pth=x"], "evaluation.sets.a.pth: unknown key; did you mean evaluation.sets.a.path?"),
+        (["evaluation.sets.a=3"], "evaluation.sets.a (3) must be a mapping of keys"),
+        (["evaluation.sets.a.path=data.path", "evaluation.sets.a.text_key=3"], "evaluation.sets.a.text_key (3) must"),
+        (["evaluation.sets={1a: x}"], "the name of evaluation.sets.1a must be made of letters"),
+        (["evaluation.sets.a.text_key=x"], "evaluation.sets.a must name its data by path, blend or dataset"),
+        (
+            ["evaluation.sets.a={path: data.path, tokenizer: x}"],
+            "evaluation.sets.a.tokenizer (x) must be left out: data.tokenizer reads every set",
+        ),
+        (
+            ["evaluation.sets.a={path: data.path/x, format: text, split: test}"],
+            "evaluation.sets.a.split ('test') must be weights such as 95,5 with evaluation.sets.a.path (data.path/x)",
+        ),
+        (["evaluation.tasks_every=5"], "evaluation.tasks_every (5) needs evaluation.tasks"),
+        (["evaluation.limit=0", "evaluation.tasks=[x]"], "evaluation.limit (0) must be greater than 0"),
+    ],
+)
+def test_what_a_set_cannot_be(overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config("llama2-tiny", [EVERY, *overrides])
+    (text,) = raised.value.problems
+    assert text.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "problem"),
+    [
+        ("llama2-tiny", ["evaluation.sets.a=x"], "evaluation.sets (a) need train.eval_every"),
+        ("bert-tiny", ["evaluation.tasks=[x]"], "evaluation.tasks must be left out with model.family bert"),
+    ],
+)
+def test_what_the_layout_refuses(recipe: str, overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_layout(load_config(recipe, overrides), 1)
+    (text,) = raised.value.problems
+    assert text.startswith(problem)

@@ -1,0 +1,85 @@
+"""Tasks that cannot be scored are refused before a rank starts."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.config import Config, load_config
+from shardwise.data.evaluation_tasks import require_tasks
+from tests.task_files import write_tasks
+
+
+def config_of(tasks: list[str], folder: Path) -> Config:
+    names = ",".join(tasks)
+    return load_config("llama2-tiny", [f"evaluation.tasks=[{names}]", f"evaluation.tasks_path={folder}"])
+
+
+def refusal(tasks: list[str], folder: Path, **further: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        require_tasks(config_of(tasks, folder), **{"tokenizer": folder, **further})
+    assert raised.value.exit_code == 2
+    (problem,) = raised.value.problems
+    return problem
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    expected = "evaluation.tasks needs the package lm_eval: pip install 'shardwise[tasks]'"
+    assert refusal(["choice"], tmp_path) == expected
+
+
+def test_without_a_tokenizer(tmp_path: Path) -> None:
+    assert refusal(["choice", "cloze"], tmp_path, tokenizer=None) == (
+        "evaluation.tasks (choice and cloze) need data.tokenizer, as the data hold only tokens: name what made them"
+    )
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    folder = tmp_path / "none"
+    assert refusal(["choice"], folder) == (
+        f"evaluation.tasks_path ({folder}) must be a folder of task files (.yaml), and it is none"
+    )
+
+
+def test_data_that_cannot_be_reached(tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path / "tasks")
+    (folder / "rows.jsonl").unlink()
+    with pytest.raises(DataError):
+        require_tasks(config_of(["cloze"], folder), folder)
+    assert refusal(["cloze"], folder) == (
+        f"the data of evaluation.tasks (cloze) cannot be read: Unable to find '{folder / 'rows.jsonl'}'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (
+            'generation_kwargs: {until: ["e"], num_beams: 4, do_sample: true, top_k: 3, max_gen_toks: 9}',
+            "generation_kwargs of evaluation.tasks (writing) must be until, max_gen_toks, do_sample, temperature and "
+            "top_p at most, and not num_beams and top_k",
+        ),
+        (
+            "generation_kwargs: {max_gen_toks: 512}",
+            "max_gen_toks of evaluation.tasks (writing, 512) must be less than the tokens that the model reads (64)",
+        ),
+        ("unsafe_code: true", "evaluation.tasks (writing) must not run code that a model writes, and this task does"),
+    ],
+)
+def test_what_no_model_here_has(line: str, problem: str, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path / "tasks")
+    file = folder / "writing.yaml"
+    kept = [text for text in file.read_text().splitlines() if text.partition(":")[0] != line.partition(":")[0]]
+    file.write_text("\n".join([*kept, line]))
+    assert refusal(["writing"], folder) == problem
+
+
+@pytest.mark.slow
+def test_an_unknown_task(tmp_path: Path) -> None:
+    """The index of the library's own tasks is read first."""
+    assert refusal(["chioce"], write_tasks(tmp_path / "tasks")) == (
+        "evaluation.tasks (chioce) must be a task of lm_eval or of evaluation.tasks_path: did you mean choice?"
+    )
