@@ -1,11 +1,21 @@
 """Mixtures and stages in a configuration: what is refused, and what may change when a run goes on."""
 
+import re
 from typing import Any
 
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import check_changes, load_config, resume_changes, resume_problems
+from shardwise.config import (
+    check_changes,
+    config_from,
+    load_config,
+    parse_yaml,
+    recipe_text,
+    resume_changes,
+    resume_problems,
+)
+from tests.arch.source import ROOT
 
 WEB = "data.mixture.web={path: web.jsonl, weight: 0.7}"
 CODE = "data.mixture.code={path: code, weight: 0.3}"
@@ -60,6 +70,17 @@ def test_refused(overrides: list[str], expected: str) -> None:
 def test_data_beside_a_mixture_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.dataset \(tiny\) must be left out with data\.mixture"):
         load_config("llama2-tiny", ["data.dataset=tiny", WEB])
+
+
+def test_the_mixture_of_the_page_is_read() -> None:
+    page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Mixtures and stages")[2].partition("\n## ")[0]
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    recipe = parse_yaml(recipe_text("llama2-tiny"), "")
+    data = config_from({**recipe, **parse_yaml(text, "the page")}).data
+    assert [*data.mixture] == ["web", "code", "math"]
+    assert data.stages[1].weights == {"math": 1.0}
+    assert data.stages[1].at > data.stages[0].at
 
 
 def test_stages_may_begin_after_tokens() -> None:
