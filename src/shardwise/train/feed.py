@@ -66,7 +66,7 @@ class Feed:
         self._reads = mesh.tp.rank == 0
         self._threads: ThreadPoolExecutor | None = None
         self._pending: deque[tuple[int, Future[list[Batch]]]] = deque()
-        self._blanks: dict[int, dict[str, _IntArray]] = {}
+        self._blanks: dict[tuple[int, bool], dict[str, _IntArray]] = {}
         self.seconds = 0.0
 
     @staticmethod
@@ -166,13 +166,16 @@ class Feed:
         With `has_padding` some of them may have sequences that are padded.
         """
         # Training and evaluation may have inputs of other shapes; each is described once.
-        if id(batches) not in self._blanks:
-            self._blanks[id(batches)] = _arrays(batches.blank(self._config.train.micro_batch))
-        blank = self._blanks[id(batches)]
+        key = (id(batches), has_padding)
+        if key not in self._blanks:
+            self._blanks[key] = _arrays(batches.blank(self._config.train.micro_batch), has_padding)
+        blank = self._blanks[key]
         sizes = [array.size for array in blank.values()]
         # One tensor and one broadcast: each message costs its latency, and the arrays are small.
         if local is not None:
-            packed = [np.concatenate([array.ravel() for array in _arrays(batch).values()]) for batch in local]
+            packed = [
+                np.concatenate([array.ravel() for array in _arrays(batch, has_padding).values()]) for batch in local
+            ]
             numbers_MN = devices.to_device(torch.from_numpy(np.stack(packed)), self._mesh.device)
         else:
             numbers_MN = torch.zeros(len(samples), sum(sizes), dtype=torch.int64, device=self._mesh.device)
@@ -184,13 +187,11 @@ class Feed:
             for (name, array), part in zip(blank.items(), numbers_N.split(sizes), strict=True):
                 inputs[name] = part.view(array.shape)
             lengths_B = inputs.pop(_LENGTHS, None)
-            micro_batches.append(
-                MicroBatch(inputs, inputs.pop(_COUNTS), sample_numbers, samples_B, lengths_B if has_padding else None)
-            )
+            micro_batches.append(MicroBatch(inputs, inputs.pop(_COUNTS), sample_numbers, samples_B, lengths_B))
         return micro_batches
 
 
-def _arrays(batch: Batch) -> dict[str, _IntArray]:
-    """The arrays of a batch by name, in the same order on every rank."""
-    lengths = {} if batch.lengths is None else {_LENGTHS: batch.lengths}
+def _arrays(batch: Batch, has_padding: bool) -> dict[str, _IntArray]:
+    """The arrays of a batch by name, in the same order on every rank; the lengths where sequences may be padded."""
+    lengths = {_LENGTHS: batch.lengths} if has_padding and batch.lengths is not None else {}
     return {**dict(sorted(batch.inputs.items())), _COUNTS: batch.counts, **lengths}

@@ -250,8 +250,8 @@ def test_steps_that_were_done_again_count_once(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("event", "text"),
     [
-        ("evaluation", "event ('evaluation') must be start, resume, step, state_hash, eval, checkpoint, compile, "
-        "warning or stop; did you mean eval?"),
+        ("evaluation", "event ('evaluation') must be start, resume, step, state_hash, eval, eval_set, eval_task, "
+        "checkpoint, compile, warning or stop; did you mean eval?"),
         ("steps", "did you mean step?"),
         (None, "event (None) must be"),
     ],
