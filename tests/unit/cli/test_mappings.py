@@ -35,7 +35,7 @@ OTHERS: dict[str, list[str]] = {
     "evaluation.sets": ["train.eval_every=2", "evaluation.sets={code: a, wiki: {path: b, split: '1,0'}}"],
     "evaluation.tasks": ["evaluation.tasks=[a,b]"],
     "data.blend": ["data.dataset=null", "data.blend=[0.5,a,0.5,b]"],
-    "data.mixture.blend": ["data.dataset=null", "data.mixture={a: {blend: [0.5, a, 0.5, b], weight: 1}}"],
+    "data.mixture": ["data.dataset=null", "data.mixture={a: {blend: [0.5, a, 0.5, b], weight: 1}}"],
     "data.stages.weights": [
         "data.dataset=null",
         "data.mixture={a: {path: a, weight: 1}}",
