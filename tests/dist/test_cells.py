@@ -208,7 +208,8 @@ def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
         assert evaluated is not None
         compare(found.step, sent, found.calls, f"step, rank {rank}")
         wanted = {key: EVAL_BATCHES * amount for key, amount in evaluated.items()}
-        size = 2 * 8 * len(config.model.objectives)  # at the end sums of losses and numbers of targets, in float64
+        # At the end, in float64: sums of losses, of targets and of right answers; tokens; bytes.
+        size = 8 * (3 * len(config.model.objectives) + 2)
         for axis, degree in (("dp", layout.data), ("pp", layout.pipeline)):
             if degree > 1:
                 wanted[axis, "all_reduce"] = wanted.get((axis, "all_reduce"), 0.0) + 2 * size * (degree - 1) / degree

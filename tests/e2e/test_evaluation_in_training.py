@@ -2,12 +2,15 @@
 
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.data.tokens.tokenizer import Tokenizer
+from tests.arch.source import ROOT
 from tests.e2e.command import metrics, miniature, shardwise, within
 from tests.e2e.conftest import Trained
 from tests.task_files import write_tasks
@@ -71,3 +74,22 @@ def test_a_checkpoint_has_the_metrics_of_the_run(evaluated: Path, tmp_path: Path
     recorded = {line["task"]: line["metrics"] for line in metrics(evaluated, "eval_task")[-2:]}
     for task, values in recorded.items():
         assert {name: results[task][name] for name in values} == values
+
+
+def test_the_page_on_tasks_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs/evaluate-and-generate.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Tasks")[2].partition("\n## ")[0]
+    task, questions, commands = re.findall(r"^```(?:yaml|json|sh)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/places.yaml").write_text(task, encoding="utf-8")
+    (tmp_path / "places.jsonl").write_text(questions, encoding="utf-8")
+    once, cut, training = (shlex.split(line)[1:] for line in commands.splitlines())
+    recipe = str(miniature(tmp_path))
+    # The page trains `runs/tiny` before; here its model is the one that is trained with tasks.
+    small = ["train", recipe, *training[2:], "--nproc", "1"]
+    shardwise(*small, at=tmp_path).succeeded()
+    assert [event["step"] for event in metrics(tmp_path / "runs/tasks", "eval_task")] == [4]
+    table = within(*once[:1], "runs/tasks", *once[2:], at=tmp_path).succeeded().out
+    scores = json.loads(shardwise(*cut[:1], "runs/tasks", *cut[2:], at=tmp_path).succeeded().out)
+    assert "|places|" in table.replace(" ", "")
+    assert scores["results"]["places"]["acc,none"] in (0.0, 0.5, 1.0)

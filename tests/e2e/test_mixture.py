@@ -77,7 +77,7 @@ def test_the_user_reads_the_sources(place: Path) -> None:
     assert "warning: the source more is read" in told
     assert "teaches little (arXiv:2305.16264): lower its weight, or give it more text" in told
     once = within("top", "alone", "--once", at=place).succeeded().out
-    assert "sources  web loss" in once
+    assert "sources  code loss" in once
     within("report", "alone", at=place).succeeded()
     assert "Training loss by source" in (place / "alone/report.html").read_text(encoding="utf-8")
 

@@ -35,6 +35,9 @@ ELSEWHERE = {
     ("docs/outputs.md", ""): "tests/e2e/test_outputs_page.py::test_the_commands_print_what_the_page_shows",
     ("docs/bitwise.md", ""): "tests/e2e/test_bitwise.py::test_the_page_runs",
     ("docs/branches.md", ""): "tests/e2e/test_branch.py::test_the_page_runs",
+    ("docs/evaluate-and-generate.md", "Tasks"): (
+        "tests/e2e/test_evaluation_in_training.py::test_the_page_on_tasks_runs"
+    ),
     ("docs/decayed-model.md", ""): "tests/e2e/test_decayed_model.py::place",
     ("docs/own-model.md", ""): "tests/e2e/test_own_model.py::followed",
     ("docs/own-model.md", "Verify"): "tests/e2e/test_own_model.py::test_verify_compares_both_models",
