@@ -254,7 +254,7 @@ class DataConfig(SourceConfig):
             named = f"has {listing(given)}" if given else "has none of them"
             return [f"it must name its data by one of dataset, path, blend and hook, and it {named}"]
         try:
-            self.of_source(name)
+            self.source_section(name)
         except ValidationError as error:
             # The values have their types: only rules of several keys can be broken.
             return [text for details in error.errors() for text in details["ctx"]["problems"]]
@@ -285,7 +285,7 @@ class DataConfig(SourceConfig):
         in_stages = {name for stage in self.stages for name in stage.weights}
         return sorted(name for name, source in self.mixture.items() if source.weight is not None or name in in_stages)
 
-    def of_source(self, name: str) -> DataConfig:
+    def source_section(self, name: str) -> DataConfig:
         """The section by which a source of the mixture would be read alone; it names none if the source is a hook."""
         shared = DataConfig.model_fields.keys() - SourceConfig.model_fields.keys() - {"mixture", "stages"}
         values = {key: getattr(self, key) for key in shared}

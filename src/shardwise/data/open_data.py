@@ -254,7 +254,7 @@ def _glance_at_sources(config: Config) -> Glance:
     rows: dict[str, str] = {}
     problems: list[str] = []
     for name in config.data.sources_read:
-        glanced = glance(mixture.of_source(config, name))
+        glanced = glance(mixture.config_of_source(config, name))
         rows |= {"tokenizer" if row == "tokenizer" else f"data, {name}": text for row, text in glanced.rows}
         problems += [f"data.mixture.{name}: {problem}" for problem in glanced.problems]
     tokenizer = rows.pop("tokenizer", None)

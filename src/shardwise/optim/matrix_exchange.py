@@ -255,7 +255,8 @@ def _chunks(owners: dict[Matrix, int], ranks: int) -> list[list[Matrix]]:
         number, elements = filled[rank]
         size = math.prod(matrix.shape)
         if elements and elements + size > most:
-            number, elements = number + 1, 0
+            number += 1
+            elements = 0
         filled[rank] = (number, elements + size)
         if number == len(chunks):
             chunks.append([])

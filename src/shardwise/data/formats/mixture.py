@@ -43,7 +43,7 @@ class PreparedMixture(common.PreparedData):
         """The batches of a part, see `PreparedData`; an evaluation leaves out sources with less than one sample."""
         by_name: dict[str, batch.Batches] = {}
         for name, data in self.sources.items():
-            batches = data.batches(of_source(config, name), part, evaluation=evaluation, tail=tail)
+            batches = data.batches(config_of_source(config, name), part, evaluation=evaluation, tail=tail)
             if batches is not None:
                 by_name[name] = batches
         if not by_name:
@@ -54,11 +54,11 @@ class PreparedMixture(common.PreparedData):
         return batch.BlendedBatches(by_name, first_stages(config))
 
 
-def of_source(config: Config, name: str) -> Config:
+def config_of_source(config: Config, name: str) -> Config:
     """The configuration of a run that reads a source alone, in the order that it has within the mixture."""
     # The order of a source depends on its name, so that other sources change nothing of it.
     seed = mix_integer(config.train.seed, xxhash.xxh3_64_intdigest(name.encode())) >> (64 - _SEED_BITS)
-    data = config.data.of_source(name)
+    data = config.data.source_section(name)
     # A source that holds nothing out is trained on alone.
     eval_every = config.train.eval_every if data.split_weights[1] else 0
     return config.model_copy(
@@ -118,9 +118,9 @@ def open_data(
     shared = config
     for name in config.data.sources_read:
         # Nobody knows which tokenizer made tokens, unless data.tokenizer says it.
-        holder = config if holds_tokens(of_source(config, name)) else shared
+        holder = config if holds_tokens(config_of_source(config, name)) else shared
         try:
-            sources[name] = prepare(of_source(holder, name), cache_dir, announce, any_size=any_size)
+            sources[name] = prepare(config_of_source(holder, name), cache_dir, announce, any_size=any_size)
         except ConfigError as error:
             problems += [f"data.mixture.{name}: {problem}" for problem in error.problems]
             continue
