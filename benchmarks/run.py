@@ -49,6 +49,7 @@ SECTIONS = {
     "named)",
     "device": "Llama 2 7B's blocks on accelerators: tokens/s, MFU, hidden communication (needs an accelerator)",
     "parity": "every layout of eight ranks against one process, for four families (slow: only when named)",
+    "optimizers": "AdamW and Muon on the quickstart, each at five learning rates (slow: only when named)",
     "bits": "bit-equal training at every layout of eight ranks against one process (slow: only when named)",
     "precision": "the quickstart in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
@@ -59,6 +60,7 @@ ONLY_WHEN_NAMED = (
     "tensor_overlap",
     "parity",
     "bits",
+    "optimizers",
     "precision",
     "data_prepare",
     "memory_copies",
