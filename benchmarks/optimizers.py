@@ -11,7 +11,7 @@ from pathlib import Path
 from report import ROOT, Report, Table, target
 
 STEPS = {"adamw": 240, "muon": 192}
-RATES = ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2")
+RATES = {"adamw": ("5e-4", "1e-3", "2e-3", "4e-3", "8e-3"), "muon": ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2")}
 PICTURE = ROOT / "docs/images/optimizers.svg"
 KEYS = ("parallel.tensor=1", "train.eval_every=48", "log.tensorboard=false", "log.sample_tokens=0")
 _SMOOTHED = 10
@@ -21,7 +21,7 @@ def run(rounds: int) -> Report:
     """One training of one process for each optimizer and rate: the loss is the same at every layout."""
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
         for name, steps in STEPS.items():
-            for rate in RATES:
+            for rate in RATES[name]:
                 keys = [*KEYS, f"optimizer.name={name}", f"optimizer.lr={rate}", f"train.steps={steps}"]
                 command = [sys.executable, "-m", "shardwise", "train", "quickstart", *keys, "--nproc", "1"]
                 environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -37,13 +37,16 @@ def report(folder: Path) -> Report:
     final: dict[str, dict[str, float]] = {}
     curves: dict[str, list[tuple[int, float]]] = {}
     for name in STEPS:
-        runs = {rate: Run(folder / f"{name}-{rate}") for rate in RATES if (folder / f"{name}-{rate}").exists()}
+        runs = {rate: Run(folder / f"{name}-{rate}") for rate in RATES[name]}
         final[name] = {rate: trained.results()["final_eval_loss"] for rate, trained in runs.items()}
-        best = min(final[name], key=final[name].__getitem__)
-        events = runs[best].metrics("step")
-        curves[f"{name}, lr {best}"] = [(event["step"], event["loss"]) for event in events]
+        best_rate = min(final[name], key=final[name].__getitem__)
+        events = runs[best_rate].metrics("step")
+        curves[f"{name}, lr {best_rate}"] = [(event["step"], event["loss"]) for event in events]
     draw(curves)
-    rows = [[rate, *(f"{losses[rate]:.4f}" if rate in losses else "" for losses in final.values())] for rate in RATES]
+    rows = [
+        [rate, *(f"{losses[rate]:.4f}" if rate in losses else "" for losses in final.values())]
+        for rate in sorted({*RATES["adamw"], *RATES["muon"]}, key=float)
+    ]
     best = {name: min(losses.values()) for name, losses in final.items()}
     return Report(
         "optimizers",
