@@ -31,6 +31,7 @@ from shardwise.cli.model_argument import (
     open_folder,
     open_tokenizer,
     parse_overrides,
+    ranks_and_config,
 )
 from shardwise.config import Config, Layout, check_layout
 from shardwise.launch.environment import is_launched
@@ -82,13 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
         if on_tasks:
             return evaluate_tasks.evaluate_on_tasks(arguments, place, values, folder, announce)
         part = _part(arguments.part, values, folder)
-        _, accelerated = accelerators()
-        # The batch needs the data-parallel degree, which needs the configuration: so it is made twice.
-        degree = evaluation_config(folder, values, 1, part).parallel.ranks
-        world = place.world if place is not None else arguments.nproc or accelerated // degree * degree or degree
-        if world < 1:
-            raise ConfigError(f"--nproc ({world}) must be at least 1")
-        config = evaluation_config(folder, values, max(1, world // degree), part)
+        world, config = ranks_and_config(
+            lambda replicas: evaluation_config(folder, values, replicas, part), place, arguments.nproc
+        )
         layout = check_layout(config, world)
         # Once, before the ranks start: each of them then finds data and tokenizer in the cache.
         if not is_launched():
@@ -100,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
             fetch_dataset(config.data, announce)
             prepare(config, announce=announce, any_size=True)
         if place is None:
-            check_accelerators(world, accelerated)
+            check_accelerators(world, accelerators()[1])
             if world > 1:
                 return launch_command("evaluate", arguments, folder, world, part=part)
         leads = place is None or place.rank == 0

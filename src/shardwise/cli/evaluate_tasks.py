@@ -10,7 +10,14 @@ from typing import Any
 from shardwise.base.errors import ConfigError, keys_renamed
 from shardwise.base.hardware import accelerators
 from shardwise.cli import output
-from shardwise.cli.model_argument import ARGUMENTS, ModelFolder, launch_command, open_tokenizer, tasks_config
+from shardwise.cli.model_argument import (
+    ARGUMENTS,
+    ModelFolder,
+    launch_command,
+    open_tokenizer,
+    ranks_and_config,
+    tasks_config,
+)
 from shardwise.config import Config, Layout, check_layout
 from shardwise.launch.environment import Rank, is_launched
 from shardwise.launch.rank_process import as_rank, check_accelerators
@@ -43,14 +50,10 @@ def evaluate_on_tasks(
     if not tasks:
         raise ConfigError(f"--tasks ({arguments.tasks!r}) must name tasks: --tasks arc_easy,lambada_openai")
     settings = {"tasks": tasks, "tasks_path": arguments.tasks_path, "limit": arguments.limit}
-    _, accelerated = accelerators()
     with keys_renamed(_OPTIONS):
-        # The batch needs the data-parallel degree, which needs the configuration: so it is made twice.
-        degree = tasks_config(folder, values, 1, settings).parallel.ranks
-        world = place.world if place is not None else arguments.nproc or accelerated // degree * degree or degree
-        if world < 1:
-            raise ConfigError(f"--nproc ({world}) must be at least 1")
-        config = tasks_config(folder, values, max(1, world // degree), settings)
+        world, config = ranks_and_config(
+            lambda replicas: tasks_config(folder, values, replicas, settings), place, arguments.nproc
+        )
         layout = check_layout(config, world)
         tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
         # Once, before the ranks start: rank 0 then finds the data in the cache.
@@ -59,7 +62,7 @@ def evaluate_on_tasks(
 
             require_tasks(config, Path(str(config.data.tokenizer)))
     if place is None:
-        check_accelerators(world, accelerated)
+        check_accelerators(world, accelerators()[1])
         if world > 1:
             return launch_command("evaluate", arguments, folder, world)
     with as_rank(place) as ending:

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, keys_renamed, listing, nearest_name
 from shardwise.base.files import reason_of
+from shardwise.base.hardware import accelerators
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, step_of, weights_folder
@@ -26,6 +27,7 @@ from shardwise.config.model import UserModelConfig
 from shardwise.data import hub
 from shardwise.data.open_data import format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.launch.environment import Rank
 from shardwise.launch.local import launch_without_run
 
 HELP = (
@@ -271,6 +273,26 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     if config.data.tokenizer is None and format_of(config.data).name == "text":
         raise _without_tokenizer(folder)
     return config
+
+
+def ranks_and_config(config_for: Callable[[int], Config], place: Rank | None, nproc: int | None) -> tuple[int, Config]:
+    """The number of ranks of an evaluation, and its configuration.
+
+    Args:
+        config_for: makes the configuration for a data-parallel degree, which the batch needs.
+        place: place in the job that was launched; None outside of one.
+        nproc: number of ranks that the user gives; None: one for each accelerator, or those of one copy of the model.
+
+    Raises:
+        ConfigError: the number is below 1, or a key is wrong.
+    """
+    _, accelerated = accelerators()
+    # The degree follows from the configuration, which is therefore made twice.
+    degree = config_for(1).parallel.ranks
+    world = place.world if place is not None else nproc or accelerated // degree * degree or degree
+    if world < 1:
+        raise ConfigError(f"--nproc ({world}) must be at least 1")
+    return world, config_for(max(1, world // degree))
 
 
 def tasks_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, settings: Mapping[str, Any]) -> Config:

@@ -5,8 +5,8 @@ It is exact under ZeRO-1 and tensor parallelism, as the norms are those of canon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,23 +67,7 @@ class LAMB(SliceOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.trust_clip = trust_clip
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient, each as one tensor.
-
-        Args:
-            closure: computes the loss again before the update, as in `torch.optim.Optimizer.step`.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step_tensors(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -92,7 +76,6 @@ class LAMB(SliceOptimizer):
                         norms = [torch.linalg.vector_norm(row_norms(t.detach().reshape(-1))) for t in (p, u)]
                         u.mul_(self.trust_ratio(*norms))
                     p.add_(u, alpha=-float(group["lr"]))
-        return loss
 
     @torch.no_grad()
     def step_slices(self, model: ModelSlices) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -121,23 +121,7 @@ class Muon(SliceOptimizer):
             for p in self.param_groups[-1]["params"]:
                 self.require_tensor(tuple(p.shape), self.param_groups[-1])
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient, each as one tensor.
-
-        Args:
-            closure: computes the loss again before the update, as in `torch.optim.Optimizer.step`.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step_tensors(self) -> None:
         for i in self.whole_tensor_groups():
             group = self.param_groups[i]
             for p in group["params"]:
@@ -146,7 +130,6 @@ class Muon(SliceOptimizer):
                     p.mul_(1 - _rate(group) * group["weight_decay"])
                     p.add_(orthogonalized(direction, group["ns_steps"]), alpha=_negative_rate(group, tuple(p.shape)))
         self._step_adamw()
-        return loss
 
     @torch.no_grad()
     def step_slices(self, model: ModelSlices) -> None:

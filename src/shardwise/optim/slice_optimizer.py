@@ -7,7 +7,8 @@ more. A class that looks at a whole tensor derives from `SliceOptimizer` and say
 from __future__ import annotations
 
 import inspect
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,30 @@ class SliceOptimizer(torch.optim.Optimizer):
     def require_tensor(cls, shape: tuple[int, ...], options: dict[str, Any]) -> None:
         """Raise ValueError if no canonical tensor of this `shape` may be in a parameter group with these `options`."""
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient, each as one tensor.
+
+        Args:
+            closure: computes the loss again before the update, as in `torch.optim.Optimizer.step`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.step_tensors()
+        return loss
+
+    def step_tensors(self) -> None:
+        """Update every parameter that has a gradient, each as one tensor."""
+        raise NotImplementedError
+
     def step_slices(self, model: ModelSlices) -> None:
         """Update the masters of the buckets of `model`, whose gradients are set. Every rank of the model calls this."""
         raise NotImplementedError
@@ -80,11 +105,12 @@ def gradient_of(bucket: Bucket) -> Tensor:
 def updates_slices(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Return whether a class updates slices as its `step` updates whole tensors.
 
-    A child that replaces `step` alone does not: its `step_slices` is still that of its parent.
+    A child that replaces `step` or `step_tensors` alone does not: its `step_slices` is still that of its parent.
     """
     if not issubclass(optimizer_class, SliceOptimizer):
         return False
-    ancestors: list[type[torch.optim.Optimizer]] = [
-        ancestor for ancestor in optimizer_class.__mro__ if "step_slices" in vars(ancestor)
-    ]
-    return inspect.unwrap(optimizer_class.step) is inspect.unwrap(ancestors[0].step)  # torch wraps `step` to profile it
+    parent = next(ancestor for ancestor in optimizer_class.__mro__ if "step_slices" in vars(ancestor))
+    assert issubclass(parent, SliceOptimizer)
+    # torch wraps `step` to profile it.
+    is_step_kept = inspect.unwrap(optimizer_class.step) is inspect.unwrap(parent.step)
+    return is_step_kept and optimizer_class.step_tensors is parent.step_tensors
