@@ -280,6 +280,12 @@ class DataConfig(SourceConfig):
         return problems
 
     @property
+    def holds_out(self) -> bool:
+        """True if a part of the data, or of any source of the mixture, is held out for evaluation."""
+        sections = [self.source_section(name) for name in self.sources_read] or [self]
+        return any(section.split_weights[1] > 0 for section in sections)
+
+    @property
     def sources_read(self) -> list[str]:
         """The sources of the mixture that are read at any step, in the order of the alphabet."""
         in_stages = {name for stage in self.stages for name in stage.weights}

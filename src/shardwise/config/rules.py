@@ -196,9 +196,12 @@ def _schedule_problems(config: Config) -> list[str]:
             f"({optimizer.constant_steps}) take the others of train.steps ({train.steps})"
         )
     if train.eval_every and not config.evaluates_held_out and not config.evaluation.sets:
+        split = f"data.split ({config.data.split!r})"
+        if config.data.mixture:
+            split = "the split of at least one source of data.mixture"
         problems.append(
-            f"data.split ({config.data.split!r}) must leave an evaluation part while train.eval_every is "
-            f"{train.eval_every}: give it a weight, or set train.eval_every=0"
+            f"{split} must leave an evaluation part while train.eval_every is {train.eval_every}: give it a weight, or "
+            "set train.eval_every=0"
             f"{see('data#no-evaluation-part')}"
         )
     return problems

@@ -95,7 +95,7 @@ class Config(Section):
     @property
     def evaluates_held_out(self) -> bool:
         """True if evaluations read the part that `data.split` holds out."""
-        return self.train.eval_every > 0 and self.data.split_weights[1] > 0
+        return self.train.eval_every > 0 and self.data.holds_out
 
     @property
     def companions(self) -> str | None:

@@ -14,6 +14,7 @@ from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import cache_root
 from shardwise.config import Config, DataConfig, data_from
 from shardwise.data import hub
+from shardwise.data.cache import digest_of
 from shardwise.data.formats import common, datasets, hdf5, inspecting, megatron, mixture, stream, text, user_samples
 from shardwise.data.reading import dataset_tables, hdf5_files, megatron_files
 from shardwise.data.samples.sentence_pairs import chunk_room
@@ -148,7 +149,7 @@ def prepare(
         DataError: the text or the tokenizer is missing, unreadable or too small, or the cache cannot be written.
     """
     if config.data.mixture:
-        return mixture.open_data(config, prepare, _holds_tokens, cache_dir, announce, any_size=any_size)
+        return _prepare_sources(config, cache_dir, announce, any_size=any_size)
     if config.hooks.data is not None:
         open_data = USER_SAMPLES.open_data
     else:
@@ -157,8 +158,43 @@ def prepare(
     return open_data(config, cache_root(cache_dir), announce, any_size=any_size)
 
 
-def _holds_tokens(config: Config) -> bool:
-    return config.hooks.data is not None or format_of(config.data).holds_tokens
+def _prepare_sources(
+    config: Config, cache_dir: Path | None, announce: common.Announce, *, any_size: bool
+) -> mixture.PreparedMixture:
+    """Opens all sources of a mixture; DataError with every problem of each.
+
+    Without `data.tokenizer` one is trained on the first source of text in the alphabet, and the others have it too.
+    """
+    sources: dict[str, common.PreparedData] = {}
+    problems = []
+    tokenizer = config.data.tokenizer
+    for name in config.data.sources_read:
+        source = mixture.config_of_source(config, name)
+        # Nobody knows which tokenizer made tokens, unless data.tokenizer says it.
+        if source.hooks.data is None and not format_of(source.data).holds_tokens:
+            source = source.model_copy(update={"data": source.data.model_copy(update={"tokenizer": tokenizer})})
+        try:
+            sources[name] = prepare(source, cache_dir, announce, any_size=any_size)
+        except ConfigError as error:
+            problems += [f"data.mixture.{name}: {problem}" for problem in error.problems]
+            continue
+        trained = sources[name].tokenizer_path
+        if tokenizer is None and trained is not None:
+            tokenizer = str(trained)
+    tokens = [name for name, data in sources.items() if data.tokenizer_path is None]
+    if tokens and len(tokens) < len(sources):
+        problems.append(
+            f"data.tokenizer must be the one that made the tokens of data.mixture.{tokens[0]}, as other sources of the "
+            "mixture are text"
+        )
+    if problems:
+        raise DataError(problems)
+    return mixture.PreparedMixture(
+        tokenizer_path=next((data.tokenizer_path for data in sources.values() if data.tokenizer_path), None),
+        fingerprint=digest_of({name: data.fingerprint for name, data in sources.items()}),
+        summary="; ".join(f"{name}: {data.summary}" for name, data in sources.items()),
+        sources=sources,
+    )
 
 
 def checked_format(config: Config) -> DataFormat:

@@ -11,7 +11,7 @@ A run is resumed by files of several rooms, in this order:
 4. `train/run.py` `_restore` takes a newer state from the memory of the nodes, if there is one (`memory_copies.py`);
    else `restore_first` (here, on all ranks) restores the newest intact checkpoint by `checkpoint/restore.py`, which
    reads it for any layout. `continue_from` sets steps, samples and position in the data.
-5. `require_same_data` (here) refuses other data, and a stream (`train/feed.py`) goes to its place.
+5. `continue_data` (here) refuses other data, and streams and stages of a mixture go to their places.
 6. `set_later_aside` (here) renames checkpoints whose steps are undone.
 7. `went_back` (here) records in the next manifests to which step the run went back, so that the same command, given
    again, does not undo its own steps (`goes_back`).
@@ -296,37 +296,44 @@ def set_later_aside(root: Root, saved: Sequence[StepFolder], step: int, mesh: Me
     return names
 
 
-def require_same_data(manifest: Manifest, data: PreparedData, config: Config) -> None:
-    """Raise ConfigError where the text or its tokens are not those that the run began with.
-
-    A mixture may have got sources since, and lost those that are not read.
-    """
-    if any(key.startswith("data.") and key not in _KEYS_OF_MIXTURES for key in config.changeable):
-        return
-    stored = manifest.data.get("sources") or {_ALL_DATA: manifest.data.get("fingerprint")}
-    now = data.source_fingerprints or {_ALL_DATA: data.fingerprint}
-    for name, fingerprint in stored.items():
-        if fingerprint is not None and now.get(name, fingerprint) != fingerprint:
-            shown = f"the data ({data.summary})" if name == _ALL_DATA else f"the data of data.mixture.{name}"
-            raise ConfigError(
-                f"{shown} must be those that the run began with (fingerprint {fingerprint}, now {now[name]}): the "
-                "files or the tokenizer changed; a new --run-dir with checkpoint.load takes only the weights"
-                f"{see('checkpoints#data-changed')}"
-            )
-
-
-def continue_batches(batches: Batches, manifest: Manifest, progress: Progress, config: Config) -> None:
+def continue_data(manifest: Manifest, data: PreparedData, batches: Batches, progress: Progress, config: Config) -> None:
     """Let the training part go on from a checkpoint, whose progress is set.
 
+    A mixture may have got sources since, and lost those that are not read. Other data, which `--change` allows, are
+    read as if all samples before had been theirs.
+
     Raises:
-        ConfigError: a stage of a mixture that has begun is not that of the run.
+        ConfigError: the text or its tokens are not those that the run began with; or a stage of a mixture that has
+            begun is not that of the run.
     """
+    stored = manifest.data.get("sources") or {_ALL_DATA: manifest.data.get("fingerprint")}
+    now = data.source_fingerprints or {_ALL_DATA: data.fingerprint}
+    changed = [name for name in stored if stored[name] is not None and now.get(name, stored[name]) != stored[name]]
+    allows_others = any(key.startswith("data.") and key not in _KEYS_OF_MIXTURES for key in config.changeable)
+    if allows_others and (changed or not stored.keys() & now.keys()):
+        return
+    if changed:
+        name = changed[0]
+        raise ConfigError(_other_data(name, stored[name], now[name], data))
     state = manifest.rng.get(STREAM)
     if state is None:
         return
     batches.restore(state)
     if config.data.mixture and isinstance(batches, BlendedBatches):
         batches.set_stages(continued_stages(config, state["stages"], manifest.step, progress.position))
+
+
+def _other_data(name: str, stored: str, now: str, data: PreparedData) -> str:
+    """The refusal of data, or of a source of a mixture, that are not those of the run."""
+    shown = f"the data ({data.summary})"
+    remedy = "a new --run-dir with checkpoint.load takes only the weights"
+    if name != _ALL_DATA:
+        shown = f"the data of data.mixture.{name}"
+        remedy = f"give other data another name; {remedy}"
+    return (
+        f"{shown} must be those that the run began with (fingerprint {stored}, now {now}): the files or the tokenizer "
+        f"changed; {remedy}{see('checkpoints#data-changed')}"
+    )
 
 
 def goes_back(config: Config, manifest: Manifest) -> bool:

@@ -28,10 +28,9 @@ from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import (
     Resumed,
-    continue_batches,
+    continue_data,
     continue_from,
     goes_back,
-    require_same_data,
     restore_first,
     set_later_aside,
 )
@@ -165,8 +164,7 @@ def _begin(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Memo
     resumed, received = _restore(opened, trainer, reporter, copies)
     load_seconds = time.perf_counter() - start
     if resumed is not None:
-        require_same_data(resumed.manifest, opened.data, config)
-        continue_batches(trainer.feed.batches, resumed.manifest, opened.progress, config)
+        continue_data(resumed.manifest, opened.data, trainer.feed.batches, opened.progress, config)
     reporter.start(
         loaded=None if opened.weights is None else str(opened.weights),
         steps_before=opened.progress.step,

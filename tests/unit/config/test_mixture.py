@@ -8,6 +8,7 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.config import (
     check_changes,
+    check_layout,
     config_from,
     load_config,
     parse_yaml,
@@ -65,6 +66,14 @@ def resolved(*overrides: str) -> dict[str, Any]:
 )
 def test_refused(overrides: list[str], expected: str) -> None:
     assert expected in "\n".join(problems(*overrides))
+
+
+def test_an_evaluation_needs_a_source_that_holds_a_part_out() -> None:
+    whole = "data.mixture={web: {path: web, weight: 1, split: '1,0'}, code: {path: code, weight: 1, split: '1,0'}}"
+    with pytest.raises(ConfigError, match=r"the split of at least one source of data\.mixture must leave"):
+        check_layout(load_config("llama2-tiny", ["data.dataset=null", whole, "train.eval_every=2"]), 1)
+    part = ["data.dataset=null", whole, "data.mixture.code.split=9,1", "train.eval_every=2"]
+    assert load_config("llama2-tiny", part).evaluates_held_out
 
 
 def test_data_beside_a_mixture_are_refused() -> None:

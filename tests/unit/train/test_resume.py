@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shardwise.base.errors import ConfigError, RunError
@@ -13,7 +14,10 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, record_owner
-from shardwise.config import Config
+from shardwise.config import Config, check_changes
+from shardwise.data.samples.batch import BlendedBatches
+from shardwise.data.samples.causal import TokenBatches
+from shardwise.data.samples.order import Stage
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise.train import resume
@@ -154,9 +158,22 @@ def test_a_run_goes_on_where_it_was(
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
     manifest = Manifest.read(write_checkpoint(tmp_path, 100))
-    resume.require_same_data(manifest, replace(make_data(), fingerprint="tiny"), config())
+    batches = TokenBatches(np.arange(99), 16, seed=1)
+    data = make_data()
+    resume.continue_data(manifest, replace(data, fingerprint="tiny"), batches, Progress(), config())
     with pytest.raises(ConfigError, match=r"the data .* must be those that the run began with \(fingerprint tiny"):
-        resume.require_same_data(manifest, replace(make_data(), fingerprint="other"), config())
+        resume.continue_data(manifest, replace(data, fingerprint="other"), batches, Progress(), config())
+
+
+def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_path: Path) -> None:
+    """A stream has a state of its own, which means nothing to a mixture."""
+    manifest = Manifest.read(write_checkpoint(tmp_path, 100, rng={"stream": {"samples": 8, "epoch": 0}}))
+    sources = {"web": TokenBatches(np.arange(99), 16, seed=1)}
+    batches = BlendedBatches(sources, [Stage(0, 0, {"web": 1.0})])
+    chosen = config()
+    chosen.let_change(check_changes(["data.path", "data.mixture"]))
+    resume.continue_data(manifest, replace(make_data(), fingerprint="other"), batches, Progress(), chosen)
+    assert batches.order.stages == (Stage(0, 0, {"web": 1.0}),)
 
 
 def test_a_run_that_goes_on_stops_after_as_many_steps_of_its_own() -> None:

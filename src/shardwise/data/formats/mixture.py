@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config
-from shardwise.data import cache, split
+from shardwise.data import split
 from shardwise.data.formats import common
 from shardwise.data.samples import batch
 from shardwise.data.samples.order import Stage, mix_integer
 
-Prepare = Callable[..., common.PreparedData]
-"""Opens the data of a source, as `open_data.prepare` does."""
 _SEED_BITS = 63
 
 
@@ -98,50 +95,6 @@ def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step
             f"at {step:,} or later"
         )
     return [*begun, *_later_stages(config, step, position)]
-
-
-def open_data(
-    config: Config,
-    prepare: Prepare,
-    holds_tokens: Callable[[Config], bool],
-    cache_dir: Path | None,
-    announce: common.Announce,
-    *,
-    any_size: bool,
-) -> PreparedMixture:
-    """Opens all sources; DataError with every problem of each.
-
-    Without `data.tokenizer` one is trained on the first source of text in the alphabet, and the others have it too.
-    """
-    sources: dict[str, common.PreparedData] = {}
-    problems = []
-    shared = config
-    for name in config.data.sources_read:
-        # Nobody knows which tokenizer made tokens, unless data.tokenizer says it.
-        holder = config if holds_tokens(config_of_source(config, name)) else shared
-        try:
-            sources[name] = prepare(config_of_source(holder, name), cache_dir, announce, any_size=any_size)
-        except ConfigError as error:
-            problems += [f"data.mixture.{name}: {problem}" for problem in error.problems]
-            continue
-        trained = sources[name].tokenizer_path
-        if shared.data.tokenizer is None and trained is not None:
-            data = config.data.model_copy(update={"tokenizer": str(trained)})
-            shared = config.model_copy(update={"data": data})
-    tokens = [name for name, data in sources.items() if data.tokenizer_path is None]
-    if tokens and len(tokens) < len(sources):
-        problems.append(
-            f"data.tokenizer must be the one that made the tokens of data.mixture.{tokens[0]}, as other sources of the "
-            "mixture are text"
-        )
-    if problems:
-        raise DataError(problems)
-    return PreparedMixture(
-        tokenizer_path=next((data.tokenizer_path for data in sources.values() if data.tokenizer_path), None),
-        fingerprint=cache.digest_of({name: data.fingerprint for name, data in sources.items()}),
-        summary="; ".join(f"{name}: {data.summary}" for name, data in sources.items()),
-        sources=sources,
-    )
 
 
 def _first_weights(config: Config) -> dict[str, float]:

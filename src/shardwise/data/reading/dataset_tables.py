@@ -395,11 +395,13 @@ def names_data_set(data: DataConfig) -> bool:
 
 
 def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> None:
-    """Looks up and stores the commit of a hub's data set that all processes of this machine read.
+    """Looks up and stores the commit of each of the hub's data sets that all processes of this machine read.
 
     Raises:
         ConfigError: there is none, or no access to it, or the library is not installed.
     """
+    for name in data.sources_read:
+        fetch_dataset(data.source_section(name), announce)
     if data.is_hub_dataset:
         require_library(data)
         _on_hub(data, announce=announce)

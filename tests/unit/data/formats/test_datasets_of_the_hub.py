@@ -104,7 +104,7 @@ class User:
 
     def prepare(
         self,
-        *jobs: dict[str, str],
+        *jobs: dict[str, Any],
         at_once: bool = False,
         python: tuple[str, ...] = (sys.executable,),
         **variables: str,
@@ -217,6 +217,13 @@ def test_four_at_once_fetch_and_build_once(user: User, site: Site) -> None:
     assert built(again) == 1, "the damaged entry is built again, by one"
     assert {json.dumps(each["parts"]) for each in again} == {json.dumps(first[0]["parts"])}
     assert [name for name in site.fetched if name.endswith(".parquet")] == data, "nothing is fetched again"
+
+
+def test_sources_of_a_mixture_are_fetched(user: User) -> None:
+    sources = {"en": {"dataset": "acme/tiny", "config": "en", "weight": 1}, "own": {"dataset": "tiny"}}
+    stages = [{"at": 1, "weights": {"own": 1}}]
+    (found,) = user.prepare({"dataset": None, "mixture": sources, "stages": stages})
+    assert "en: acme/tiny en: " in found["summary"]
 
 
 @pytest.mark.parametrize(
