@@ -84,7 +84,7 @@ def test_head_sizes_are_what_the_cases_assume() -> None:
 
 def test_a_run_compares_every_few_steps_and_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
-    monkeypatch.setattr(trainer, "check_replicas", lambda _model, _mesh, step: compared.append(step))
+    monkeypatch.setattr(trainer, "check_replicas", lambda _model, _mesh, step, _optimizer: compared.append(step))
     config = make_config(log={"drift_every": 2}, train={"stop_after": 5, "eval_every": 0})
     build_trainer(config, shared_mesh(1), make_data()).run()
     assert compared == [2, 4, 5]

@@ -40,13 +40,13 @@ class Case:
 
     Attributes:
         tensor: tensor-parallel degree; the other ranks are data-parallel.
-        sharded: whether ZeRO cuts the buckets.
+        stage: stage of ZeRO.
         bucket_mib: size of a bucket, which changes where the buckets are cut.
         scale: factor of all gradients.
     """
 
     tensor: int = 1
-    sharded: bool = True
+    stage: int = 1
     bucket_mib: float = 0.02
     scale: float = 1.0
 
@@ -97,7 +97,7 @@ def measure(case: Case) -> Found:
     ranks = mesh(case.tensor)
     model = layers(ranks.tp)
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, mesh=ranks, shard=case.sharded, bucket_mib=case.bucket_mib, lr=0.1
+        model.parameters(), torch.optim.SGD, mesh=ranks, stage=case.stage, bucket_mib=case.bucket_mib, lr=0.1
     )
     for _, parameter, record in placements(model, ranks.tp):
         gradient = torch.zeros_like(parameter)
@@ -143,10 +143,10 @@ LAYOUTS = [
     (2, Case()),
     (2, Case(tensor=2)),
     (4, Case()),
-    (4, Case(sharded=False)),
+    (4, Case(stage=0)),
     (4, Case(bucket_mib=100.0)),
     (4, Case(tensor=2)),
-    (4, Case(tensor=2, sharded=False, bucket_mib=100.0)),
+    (4, Case(tensor=2, stage=0, bucket_mib=100.0)),
     (4, Case(tensor=4)),
 ]
 

@@ -118,17 +118,17 @@ def errors_of_updates(module: nn.Module, mesh: Mesh, lr: float = 1e-2, **options
     return errors
 
 
-def family_errors(name: str, tensor: int, sequence: bool, shard: bool, trust_clip: bool = False) -> dict[str, float]:
+def family_errors(name: str, tensor: int, sequence: bool, stage: int, trust_clip: bool = False) -> dict[str, float]:
     mesh = shared_mesh(tensor)
     model = build_model(make_config(model=MODELS[name]), mesh.tp, sequence_parallel=sequence)
-    return errors_of_updates(model, mesh, shard=shard, bucket_mib=0.02, trust_clip=trust_clip)
+    return errors_of_updates(model, mesh, stage=stage, bucket_mib=0.02, trust_clip=trust_clip)
 
 
 LAYOUTS = {
-    "tp2-dp2-sp-zero1": (2, True, True),
-    "tp2-dp2-zero0": (2, False, False),
-    "tp4-sp": (4, True, True),
-    "dp4-zero1": (1, False, True),
+    "tp2-dp2-sp-zero1": (2, True, 1),
+    "tp2-dp2-zero0": (2, False, 0),
+    "tp4-sp": (4, True, 1),
+    "dp4-zero1": (1, False, 1),
 }
 
 

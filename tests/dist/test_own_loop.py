@@ -143,12 +143,12 @@ def test_layers_without_a_seed_agree_on_the_first_ranks(ranks: Any) -> None:
 # ---- clipping by hand
 
 
-def clipped(shard: bool) -> list[Any]:
+def clipped(stage: int) -> list[Any]:
     """Gradient norms and the weights after 5 steps; with overlap and without, state cut or whole."""
     rank, found = dist.get_rank(), []
     for overlap in (False, True):
         model = make_model()
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, bucket_mib=2e-3, shard=shard)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, bucket_mib=2e-3, stage=stage)
         norms = []
         for step in range(5):
             with optimizer.accumulate(last=overlap):
@@ -170,8 +170,8 @@ def test_clips_the_whole_models_gradient_by_hand_with_and_without_overlap(ranks:
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2))
         optimizer.step()
     pool: RankPool = ranks(2)
-    for shard in (True, False):
-        for outcome in pool.run(clipped, shard):
+    for stage in (1, 0):
+        for outcome in pool.run(clipped, stage):
             for found, weights in outcome:
                 assert difference([found], [torch.stack(norms)]) <= 1e-6
                 assert difference(weights, [p.detach() for p in model.parameters()]) <= 1e-6
@@ -228,7 +228,7 @@ def scaled(overlap: bool, options: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"shard": False}, {"optimizer_class": LAMB, "lr": 0.01}, {"gradient_dtype": torch.float16}],
+    [{}, {"stage": 0}, {"optimizer_class": LAMB, "lr": 0.01}, {"gradient_dtype": torch.float16}],
     ids=["sharded", "whole", "lamb", "half gradients"],
 )
 @pytest.mark.parametrize("overlap", [False, True])

@@ -101,7 +101,7 @@ def to_zero(model: nn.Module) -> None:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "all-reduce": {"shard": False},
+    "all-reduce": {"stage": 0},
     "overlap": {"overlap": True},
     "overlap, set to none": {"overlap": True, "clear": to_none},
     "set to none": {"clear": to_none},
@@ -109,9 +109,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tiny buckets": {"bucket_mib": 1e-5},
     "small buckets": {"bucket_mib": 2e-3, "overlap": True, "clear": to_none},
     "huge bucket": {"bucket_mib": 1000.0},
-    "all-reduce, small buckets": {"shard": False, "overlap": True, "bucket_mib": 2e-3},
+    "all-reduce, small buckets": {"stage": 0, "overlap": True, "bucket_mib": 2e-3},
 }
-SAME_SUMS = [name for name, options in VARIANTS.items() if not {"shard", "bucket_mib"} & set(options)]
+SAME_SUMS = [name for name, options in VARIANTS.items() if not {"stage", "bucket_mib"} & set(options)]
 
 
 def train_variants() -> dict[str, tuple[list[Tensor], list[Tensor]]]:
@@ -146,7 +146,7 @@ def unclipped(**options: Any) -> list[Tensor]:
 
 def bucket_sizes() -> list[list[Tensor]]:
     sizes = [{"bucket_mib": 1e-5}, {"bucket_mib": 2e-3, "overlap": True}, {"bucket_mib": 1e-2}, {"bucket_mib": 1e3}]
-    return [unclipped(**size) for size in [*sizes, {"shard": False}]]
+    return [unclipped(**size) for size in [*sizes, {"stage": 0}]]
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -73,7 +73,7 @@ def save_checkpoint(
     arguments.require_one_model(model, config, mesh)
     # The weights of the last step may still be on their way from the ranks that updated them.
     optimizer.gathers.wait()
-    check_replicas(model, mesh, int(step))
+    check_replicas(model, mesh, int(step), optimizer)
     arguments.on_first_rank(root.make, mesh.world)
     layout = Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size).recorded()
     described = {"layout": layout, "data": {}, "versions": versions()}

@@ -24,7 +24,8 @@ from shardwise.data.hub import check_weights
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements
-from shardwise.optim.state import MASTER
+from shardwise.optim.state import MASTER, weight_slices
+from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 
 def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
@@ -55,7 +56,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
     sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh.pp), stored)
     collectives.agree(config_problems + problems, mesh.world)
     requests: list[ReadRequest] = []
-    for _, piece, target in local_pieces(model):
+    for piece, target in local_pieces(model):
         request = ReadRequest(MODEL, piece.name, piece.box, target)
         # A stored value has at most 8 bytes.
         requests += [request.part(box) for box in segments(piece.box.size, STREAM_BYTES // 8)]
@@ -112,7 +113,7 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
     collectives.agree(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
     requests: list[ReadRequest] = []
-    for _, piece, target in local_pieces(model):
+    for piece, target in local_pieces(model):
         # A target in a shorter dtype gains nothing from the master, which has twice the bytes to read.
         state = MODEL
         master = masters.get(piece.name)
@@ -124,13 +125,15 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
     require_finite(model, mesh, folder)
 
 
-def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
+def require_finite(
+    model: nn.Module, mesh: Mesh, folder: Path | Root, optimizer: ZeroRedundancyOptimizer | None = None
+) -> None:
     """ConfigError, on every rank, where a weight that came from a folder has values that are NaN or infinite."""
     local_counts: dict[tuple[str, Box], int] = {}
-    for _, piece, values in local_pieces(model):
+    for piece, box, values, _ in weight_slices(model, optimizer):
         count = int((~torch.isfinite(values)).sum())
         if count:
-            local_counts[piece.name, piece.box] = count
+            local_counts[piece.name, box] = count
     if not collectives.any_rank(bool(local_counts), mesh.world):
         return
     gathered = collectives.all_gather_objects((str(folder), local_counts), mesh.world)

@@ -133,12 +133,15 @@ def other_ends(piece: Piece, mesh: Mesh) -> Group:
     return piece.copies if is_along_pipeline else Group()
 
 
-def local_pieces(model: nn.Module) -> Iterator[tuple[nn.Parameter, Piece, Tensor]]:
-    """Each piece of the model with elements, its parameter, and the view of its values: shape `piece.box.size`."""
+def local_pieces(model: nn.Module, *, frozen: bool = False) -> Iterator[tuple[Piece, Tensor]]:
+    """Each piece of the model with elements, and the view of its values: shape `piece.box.size`.
+
+    `frozen`: those of frozen parameters alone.
+    """
     for _, parameter, record in placements(model):
         for piece in record.pieces:
-            if piece.box.numel:
-                yield parameter, piece, piece.of(parameter.detach())
+            if piece.box.numel and not (frozen and parameter.requires_grad):
+                yield piece, piece.of(parameter.detach())
 
 
 # ---- reading
@@ -161,10 +164,9 @@ def _read_slices(
         else:
             plain.append(request)
     # All data-parallel ranks have copies of the weights that no optimizer changes.
-    for parameter, piece, target in local_pieces(model):
-        if not parameter.requires_grad:
-            state = _precise_state(reader.manifest, piece.name)
-            plain.append(ReadRequest(state, piece.name, piece.box, target, (mesh.dp,)))
+    for piece, target in local_pieces(model, frozen=True):
+        state = _precise_state(reader.manifest, piece.name)
+        plain.append(ReadRequest(state, piece.name, piece.box, target, (mesh.dp,)))
     read(reader, plain, mesh)
     # Asked of the model, not of the requests: a rank without any must take part in the stage's reading all the same.
     has_transposed = any(piece.transposed for _, _, record in placements(model) for piece in record.pieces)

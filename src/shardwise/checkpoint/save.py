@@ -181,7 +181,7 @@ class Saver:
         self._group = group
         self._described = described
         self._keeping = keeping or Keeping()
-        self._weights = WeightPlan(model, mesh, max_shard_bytes)
+        self._weights = WeightPlan(model, mesh, max_shard_bytes, optimizer)
         # Read now: the tokenizer may be gone from its cache by the time of a save.
         self._small_files = self._read_small_files(tokenizer, companions) if mesh.world.rank == 0 else {}
         self._buffer_bytes = buffer_bytes

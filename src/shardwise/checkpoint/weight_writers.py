@@ -1,15 +1,16 @@
 """The rank that writes each canonical weight, and how that rank receives its parts.
 
 Every canonical tensor has one owner, chosen so that owners write about equally many bytes. The tensor-parallel ranks of
-the owner's replica send it their boxes, a few rows of the tensor at a time: no rank ever holds a whole tensor that it
-does not hold anyway, and the owner's file is an ordinary safetensors shard.
+the owner's replica, or with ZeRO-3 all ranks of its pipeline stage, send it their boxes, a few rows of the tensor at a
+time: no rank ever holds a whole tensor that it does not hold anyway, and the owner's file is an ordinary safetensors
+shard.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
@@ -21,8 +22,9 @@ from shardwise.checkpoint.format.safetensors import DTYPES
 from shardwise.checkpoint.format.stored_tensors import segments
 from shardwise.checkpoint.format.writing import PlannedPiece, cut, shard_names
 from shardwise.distributed import collectives
-from shardwise.distributed.mesh import Group, Mesh
-from shardwise.distributed.placement import Piece, placements
+from shardwise.distributed.mesh import Mesh
+from shardwise.optim.state import weight_slices
+from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 TRANSFER_BYTES = 16 * 2**20
 """Size of the parts in which a canonical tensor travels to its owner."""
@@ -54,21 +56,25 @@ class WeightPlan:
         files: all shards of the whole model, the same on every rank.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, max_shard_bytes: int) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, max_shard_bytes: int, optimizer: ZeroRedundancyOptimizer | None = None
+    ) -> None:
         self._mesh = mesh
-        self._local: dict[tuple[str, Box], tuple[nn.Parameter, Piece]] = {}
-        """Canonical name and box of each piece on this rank → the parameter that holds it, and its place there."""
+        is_freed = optimizer is not None and any(bucket.frees_values for bucket in optimizer.buckets)
+        # All ranks of a stage together have each weight once, or all tensor-parallel ranks of a replica have.
+        self._ranks = mesh.stage if collectives.any_rank(is_freed, mesh.world) else mesh.tp
+        self._local: dict[tuple[str, Box], Tensor] = {}
+        """Canonical name and box of each part on this rank → its values."""
         local_boxes: list[tuple[PlannedPiece, Box, bool]] = []
-        for _, parameter, record in placements(model, mesh.tp):
-            for piece in record.pieces:
-                if piece.box.numel:
-                    self._local[piece.name, piece.box] = parameter, replace(piece, copies=Group())
-                    weight = PlannedPiece.weight(piece.name, piece.shape, DTYPE_NAMES[parameter.dtype])
-                    local_boxes.append((weight, piece.box, piece.copies.rank == 0))
+        for piece, box, values, is_part in weight_slices(model, optimizer, mesh.tp):
+            self._local[piece.name, box] = values
+            weight = PlannedPiece.weight(piece.name, piece.shape, DTYPE_NAMES[values.dtype])
+            is_first = piece.copies.rank == 0 and (is_part or self._ranks is mesh.tp or mesh.dp.rank == 0)
+            local_boxes.append((weight, box, is_first))
         self._boxes: list[dict[str, list[Box]]] = []
-        """By tensor-parallel rank: the boxes that it sends, which together are each tensor once."""
+        """By rank of the group: the boxes that it sends, which together are each tensor once."""
         weights: dict[str, PlannedPiece] = {}
-        for entries in collectives.all_gather_objects(local_boxes, mesh.tp):
+        for entries in collectives.all_gather_objects(local_boxes, self._ranks):
             boxes: dict[str, list[Box]] = {}
             # Tensor-parallel ranks have copies of some weights, such as norms: the first of them sends its own.
             for weight, box, is_first_copy in entries:
@@ -79,17 +85,16 @@ class WeightPlan:
         self.files = tuple(self._plan(list(weights.values()), max_shard_bytes))
 
     def collect(self) -> Iterator[tuple[PlannedPiece, Box, Tensor]]:
-        """Yield the segments of this rank's files, in their order; collective over the tensor-parallel group.
+        """Yield the segments of this rank's files, in their order; collective over the ranks that have their parts.
 
         A segment's tensor is valid until the next one is asked for.
         """
-        tp = self._mesh.tp
-        first = self._mesh.world.rank - tp.rank
-        segments_by_rank = [self._segments(first + rank) for rank in range(tp.size)]
-        # In each round every tensor-parallel rank gets one segment; ranks with shorter files wait for the others.
+        ranks = self._ranks
+        segments_by_rank = [self._segments(self._number_in_world(rank)) for rank in range(ranks.size)]
+        # In each round every rank gets one segment; ranks with shorter files wait for the others.
         for round_ in zip_longest(*segments_by_rank):
             values = self._put_together(round_)
-            segment = round_[tp.rank]
+            segment = round_[ranks.rank]
             if segment is not None:
                 yield segment.weight, segment.box, values
 
@@ -109,6 +114,9 @@ class WeightPlan:
         for name, (owner, owned) in zip(shard_names(len(shards)), shards, strict=True):
             yield WeightFile(name, owner, tuple(owned))
 
+    def _number_in_world(self, rank: int) -> int:
+        return self._mesh.world.ranks.index(self._ranks.ranks[rank])
+
     def _segments(self, owner: int) -> Iterator[_WeightRows]:
         """The segments of an owner's files, in their order."""
         for file in self.files:
@@ -120,10 +128,10 @@ class WeightPlan:
     def _put_together(self, round_: Sequence[_WeightRows | None]) -> Tensor:
         """Return the values of this rank's segment, and send the other ranks their parts of theirs.
 
-        `round_`: a segment for each tensor-parallel rank, None for one without any. Collective over these ranks.
+        `round_`: a segment for each rank of the group, None for one without any. Collective over these ranks.
         """
-        tp = self._mesh.tp
-        segment = round_[tp.rank]
+        ranks = self._ranks
+        segment = round_[ranks.rank]
         views = self._local_parts(segment)
         if segment is None:
             values = torch.empty(0)
@@ -132,20 +140,20 @@ class WeightPlan:
             values = views[0]
         else:
             values = torch.empty(segment.box.size, dtype=TORCH_DTYPES[segment.weight.dtype], device=self._mesh.device)
-            for slot, view in zip(self._slots(segment, values, tp.rank), views, strict=True):
+            for slot, view in zip(self._slots(segment, values, ranks.rank), views, strict=True):
                 slot.copy_(view)
         sent: list[list[Tensor]] = []
         received: list[list[Tensor]] = []
         for rank, segment_of_rank in enumerate(round_):
             # This rank's own parts are in their places already.
-            is_local = rank == tp.rank
+            is_local = rank == ranks.rank
             sent.append([] if is_local else self._local_parts(segment_of_rank))
             received.append([] if is_local else self._slots(segment, values, rank))
-        collectives.exchange(sent, received, tp, self._mesh.device)
+        collectives.exchange(sent, received, ranks, self._mesh.device)
         return values
 
     def _overlaps(self, rank: int, segment: _WeightRows) -> list[tuple[Box, Box]]:
-        """The boxes of a tensor-parallel rank that share elements with a segment, each with the shared part."""
+        """The boxes of a rank that share elements with a segment, each with the shared part."""
         overlaps: list[tuple[Box, Box]] = []
         for box in self._boxes[rank].get(segment.weight.name, []):
             part = box.intersect(segment.box)
@@ -158,13 +166,12 @@ class WeightPlan:
         views: list[Tensor] = []
         if segment is None:
             return views
-        for box, part in self._overlaps(self._mesh.tp.rank, segment):
-            parameter, piece = self._local[segment.weight.name, box]
-            views.append(piece.of(parameter.detach())[part.relative_to(box).slices])
+        for box, part in self._overlaps(self._ranks.rank, segment):
+            views.append(self._local[segment.weight.name, box][part.relative_to(box).slices])
         return views
 
     def _slots(self, segment: _WeightRows | None, values: Tensor, rank: int) -> list[Tensor]:
-        """Views into the values of a segment, to which the parts of a tensor-parallel rank belong."""
+        """Views into the values of a segment, to which the parts of a rank belong."""
         if segment is None:
             return []
         return [values[part.relative_to(segment.box).slices] for _, part in self._overlaps(rank, segment)]

@@ -7,7 +7,7 @@ from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNe
 from shardwise.config.layout import Layout
 from shardwise.config.load import apply_overrides, config_from, data_from, load_config, load_with, model_from
 from shardwise.config.model import ModelConfig, UserModelConfig, shapes_of, weight_names
-from shardwise.config.optimizer import OptimizerConfig
+from shardwise.config.optimizer import Frequency, OptimizerConfig
 from shardwise.config.recipe_files import dump_yaml, parse_yaml, recipe_name, recipe_names, recipe_text, require_data
 from shardwise.config.rules import (
     check_changes,
@@ -48,6 +48,7 @@ __all__ = [
     "DtypeName",
     "EvaluationConfig",
     "FamilyConfig",
+    "Frequency",
     "GPTConfig",
     "GPTNeoXConfig",
     "Layout",

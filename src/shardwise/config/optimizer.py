@@ -13,6 +13,7 @@ from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, Optimizer
 from shardwise.config.token_counts import step_field
 
 DecayShape = Literal["linear", "cosine", "sqrt"]
+Frequency = Literal["micro_batch", "step"]
 
 
 class RatePoint(Section):
@@ -87,7 +88,25 @@ class OptimizerConfig(Section):
     trust_clip: bool = Field(default=False, description="with lamb: no trust ratio is above 1; not in the paper")
     muon: MuonConfig = Field(default_factory=MuonConfig, description="with muon: its options")
     max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
-    zero: Literal[0, 1] = Field(default=1, description="1 = shard optimizer state over data parallelism (ZeRO-1)")
+    zero: Literal[0, 1, 2, 3] = Field(
+        default=1,
+        description="stage of ZeRO, what is cut over data parallelism: 0 = nothing, 1 = masters and optimizer state, 2 "
+        "= gradients too, 3 = weights too",
+    )
+    reduce: Frequency | None = Field(
+        default=None,
+        description="with zero 2 or 3: gradients are reduced to their owners in each micro_batch, or once a step, "
+        "which sends less and holds all gradients; null = step with train.bitwise and with schedules that split the "
+        "backward pass, else micro_batch",
+    )
+    gather: Frequency | None = Field(
+        default=None,
+        description="with zero 3: weights are gathered for each pass of a micro_batch, or once a step, which sends "
+        "less and holds all weights; null = step with schedules that split the backward pass, else micro_batch",
+    )
+    prefetch: int = Field(
+        default=1, ge=0, le=99, description="with zero 3: units, such as blocks, whose weights are gathered ahead"
+    )
     bucket_mib: float | None = Field(
         default=None,
         gt=0,
@@ -113,7 +132,7 @@ class OptimizerConfig(Section):
     def _zero_is_a_stage(cls, value: object) -> object:
         """Refuse `true`: Python takes it for 1, but it is no stage of ZeRO."""
         if isinstance(value, bool):
-            reject([f"optimizer.zero ({str(value).lower()}) must be 0 or 1"])
+            reject([f"optimizer.zero ({str(value).lower()}) must be 0, 1, 2 or 3"])
         return value
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ from shardwise.config.optimizers import DEFAULT_OPTIMIZER
 from shardwise.config.run_config import Config
 from shardwise.config.schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
 from shardwise.config.sections import ParallelConfig, share_of
-from shardwise.config.size_rules import bitwise_problems, tensor_problems
+from shardwise.config.size_rules import bitwise_problems, sharding_problems, tensor_problems
 
 
 def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
@@ -62,6 +62,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     if layout is not None:
         problems += _profile_problems(config, layout)
         problems += bitwise_problems(config, layout)
+        problems += sharding_problems(config, layout)
     if layout is None or problems:
         raise ConfigError(problems)
     return layout

@@ -17,7 +17,8 @@ from shardwise.config.evaluation import EvaluationConfig
 from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, shapes_of
-from shardwise.config.optimizer import OptimizerConfig
+from shardwise.config.optimizer import Frequency, OptimizerConfig
+from shardwise.config.schedules import SCHEDULES
 from shardwise.config.sections import (
     BATCH_RULE,
     CheckpointConfig,
@@ -85,6 +86,21 @@ class Config(Section):
         if not self.train.bitwise:
             return {}
         return {"tp": self.parallel.grain, "dp": self.train.gradient_groups}
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if gradients of weights are computed apart from those of activations, in a pipeline's schedule."""
+        return self.parallel.pipeline > 1 and SCHEDULES[self.parallel.schedule].splits_backward
+
+    @property
+    def reduce(self) -> Frequency:
+        """How often gradients are reduced with `optimizer.zero` 2 or 3."""
+        return self.optimizer.reduce or ("step" if self.train.bitwise or self.splits_backward else "micro_batch")
+
+    @property
+    def gather(self) -> Frequency:
+        """How often weights are gathered with `optimizer.zero` 3."""
+        return self.optimizer.gather or ("step" if self.splits_backward else "micro_batch")
 
     def vocab_multiple(self, tensor: int) -> int:
         """The number to a multiple of which the rows of embedding and head are padded on each of `tensor` ranks."""

@@ -158,6 +158,13 @@ class ParallelConfig(Section):
         "made, at any layout; a power of two that the tensor-parallel degree divides; no effect without it",
     )
 
+    replicate: int = Field(
+        default=1,
+        gt=0,
+        description="with optimizer.zero 1, 2 or 3: copies of what is cut over data parallelism, each on neighbouring "
+        "ranks, such as those of a node; divides the data-parallel degree",
+    )
+
     @property
     def ranks(self) -> int:
         """Ranks of one copy of the model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.base.errors import listing, nearest_numbers
+from shardwise.base.errors import divisors, listing, nearest_numbers
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig
 from shardwise.config.run_config import Config
@@ -63,6 +63,31 @@ def bitwise_problems(config: Config, layout: Layout) -> list[str]:
             f"precision.reduce ({precision.reduce}) must be precision.gradient ({precision.gradient}) with "
             "train.bitwise (true): sums within a rank and sums over ranks would round differently, set "
             f"precision.reduce={precision.gradient}"
+        )
+    return problems
+
+
+def sharding_problems(config: Config, layout: Layout) -> list[str]:
+    """Refuse keys of ZeRO that do not fit the data-parallel degree, the schedule or `train.bitwise`."""
+    problems = []
+    replicate = config.parallel.replicate
+    optimizer = config.optimizer
+    if layout.data % replicate:
+        near = listing(map(str, nearest_numbers(replicate, divisors(layout.data))), "or")
+        problems.append(
+            f"parallel.replicate ({replicate}) must divide the data-parallel degree ({layout.data}): set it to {near}"
+        )
+    if optimizer.zero >= 2 and config.splits_backward:
+        problems += [
+            f"optimizer.{key} (micro_batch) must be step with parallel.schedule {config.parallel.schedule}, which "
+            "splits the backward pass: leave it out"
+            for key in ("reduce", "gather")
+            if getattr(optimizer, key) == "micro_batch"
+        ]
+    elif optimizer.zero >= 2 and config.train.bitwise and optimizer.reduce == "micro_batch":
+        problems.append(
+            "optimizer.reduce (micro_batch) must be step with train.bitwise (true), whose sum adds the micro-batches "
+            "of a rank before the ranks: leave it out"
         )
     return problems
 

@@ -186,6 +186,30 @@ def call_forward_pre_hooks(module: nn.Module) -> None:
         hook(module, ())
 
 
+def call_forward_hooks(module: nn.Module) -> None:
+    """Do what a call of the module does after its forward, for another method whose result needs no backward pass."""
+    for hook in module._forward_hooks.values():
+        hook(module, (), None)
+
+
+def call_without_overrides(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function of torch as if no argument's class replaced functions of torch."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that is under way."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def tensors_in(output: object) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
 def set_timeout(group: ProcessGroup, limit: timedelta) -> None:
     """Set how long collectives of a group over gloo wait; torch gives 30 minutes to the groups of a `DeviceMesh`."""
     from torch.distributed.distributed_c10d import _set_pg_timeout

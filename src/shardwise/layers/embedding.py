@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.placement import Init
-from shardwise.distributed.torch_private import call_forward_pre_hooks, has_data
+from shardwise.distributed.torch_private import call_forward_hooks, call_forward_pre_hooks, has_data
 from shardwise.layers.arguments import by_name
 from shardwise.layers.chunks import loss_chunk_elements, vocabulary_rows
 from shardwise.layers.linear import LayerOptions, ParameterMaker
@@ -266,6 +266,7 @@ class ParallelLMHead(placement.PlacedModule):
             logits = linear(chunk, self.weight, self.bias).float()
             logits[:, columns:] = float("-inf")
             yield logits
+        call_forward_hooks(self)
 
     def _ids_of_largest(self, largest: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the id of the largest logit of all ranks, from the values and local columns of each rank's largest."""
@@ -289,7 +290,7 @@ class ParallelLMHead(placement.PlacedModule):
             return self.own_loss(self(x).float(), targets_SB)
         # Hooks that wait for gathered parameters run when a module is called, and this is no call.
         call_forward_pre_hooks(self)
-        return linear_cross_entropy(
+        loss = linear_cross_entropy(
             x,
             self._used_weight,
             targets_SB,
@@ -300,3 +301,6 @@ class ParallelLMHead(placement.PlacedModule):
             bias=self.bias,
             losses=self.chunk_losses,
         )
+        # Its backward pass needs no weight: the gradients are computed already.
+        call_forward_hooks(self)
+        return loss

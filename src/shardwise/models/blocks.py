@@ -360,23 +360,6 @@ class Stages(nn.ModuleList):
         return zip(self.plan, self, strict=True)
 
 
-def units(model: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
-    """Map the model, its pipeline stages, its blocks and its heads to the parameters that no unit inside them has.
-
-    A call of a unit reads no other parameters than these before it calls the units inside it.
-    """
-    # Smaller modules are no units: other methods than their forward may use them, so that a hook of it comes too late.
-    stages_and_blocks: list[nn.Module] = []
-    heads: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            stages_and_blocks.extend(module)
-        elif isinstance(module, ParallelLMHead):
-            heads.append(module)
-    modules = dict.fromkeys([model, *stages_and_blocks, *heads])  # in this order, each once
-    return {unit: list(_parameters_outside(unit, modules.keys() - {unit})) for unit in modules}
-
-
 def block_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the matrices of a model's blocks, which are the entries of its module lists, without embeddings."""
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and not isinstance(part, Stages)]
@@ -390,14 +373,6 @@ def block_matrices(model: nn.Module) -> list[nn.Parameter]:
         if len(of_or_whole(parameter).pieces[0].shape) == 2
     )
     return list(dict.fromkeys(matrices))
-
-
-def _parameters_outside(module: nn.Module, excluded: set[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a module that no module of `excluded` inside it has."""
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if child not in excluded:
-            yield from _parameters_outside(child, excluded)
 
 
 class KeyValueCache:

@@ -19,6 +19,7 @@ from shardwise.config import FamilyConfig, ModelConfig, Recompute, shapes_of
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Stage
 from shardwise.layers.chunks import vocabulary_rows
+from shardwise.optim.bucket_layout import UnitPlace
 
 Per = Literal["token", "prediction", "sequence"]
 """Vectors that a matrix is multiplied with: every token (blocks), every predicted token (head), one of a sequence."""
@@ -53,6 +54,10 @@ class LocalWidths:
         )
 
 
+_OUTSIDE, _EMBEDDING, _HEAD = (UnitPlace(0, unit) for unit in (-1, -2, -3))
+"""Places of parameters that no block has: those of no smaller unit than the stage, of the embedding and of the head."""
+
+
 @dataclass(frozen=True)
 class LocalParameter:
     """One parameter as one rank stores it.
@@ -61,6 +66,7 @@ class LocalParameter:
         elements: number of elements on this rank, padding included.
         matrix: true if its canonical tensors are matrices, so that weight decay applies.
         in_block: true if a block has it.
+        place: pipeline stage and unit (`layers/units.py`): the number of its block, or a negative one.
         tensors: number of canonical tensors that it holds a part of.
         per: vectors that it is multiplied with; None for a vector, and for a table that is only looked up.
         partial_from: first element whose gradient is partial; all after it are partial too.
@@ -76,6 +82,7 @@ class LocalParameter:
     partial_over: int = 1
     at_both_ends: bool = False
     in_block: bool = False
+    place: UnitPlace = _OUTSIDE
 
     @property
     def is_block_matrix(self) -> bool:
@@ -202,19 +209,24 @@ class _StageParameters:
     at_both_ends: bool
 
     def all(self) -> Iterator[LocalParameter]:
-        """Yield them in the order in which the family's module has them."""
+        """Yield them in the order in which the family's module has them, with their pipeline stage."""
+        for parameter in self._of_model():
+            yield replace(parameter, place=UnitPlace(self.stage.index, parameter.place.unit))
+
+    def _of_model(self) -> Iterator[LocalParameter]:
         if self.stage.is_first:
             yield from self.embeddings()
         elif self.stage.is_last and self.at_both_ends and not self.model.head_transform:
             yield self.embedding()  # the head's weight; a transforming head comes after the blocks with its own
-        for _ in self.stage.layers:
-            yield from (replace(parameter, in_block=True) for parameter in self.block())
+        for layer in self.stage.layers:
+            place = UnitPlace(0, layer)
+            yield from (replace(parameter, in_block=True, place=place) for parameter in self.block())
         if self.stage.is_last and self.model.head_transform:
             yield from self.bert_heads()
         elif self.stage.is_last:
             yield from self.norm()
             if not self.model.tie_word_embeddings:
-                yield LocalParameter(self.local.vocabulary * self.model.hidden_size, per="prediction")
+                yield LocalParameter(self.local.vocabulary * self.model.hidden_size, per="prediction", place=_HEAD)
 
     def embeddings(self) -> Iterator[LocalParameter]:
         """Words, positions where they are learned, token types and a norm where the family has them."""
@@ -254,18 +266,20 @@ class _StageParameters:
         yield LocalParameter(hidden, matrix=False)
         if self.at_both_ends:
             yield self.embedding()  # the decoder's weight
-        yield LocalParameter(self.local.vocabulary, matrix=False)  # the decoder's bias
+        yield LocalParameter(self.local.vocabulary, matrix=False, place=_HEAD)  # the decoder's bias
         yield LocalParameter(2 * hidden, per="sequence")  # seq_relationship
         yield LocalParameter(2, matrix=False)
 
     def embedding(self) -> LocalParameter:
         """[V/t, H], looked up; a tied one is multiplied in the head as well."""
         per: Per | None = "prediction" if self.model.tie_word_embeddings else None
-        return LocalParameter(self.local.vocabulary * self.model.hidden_size, per=per, at_both_ends=self.at_both_ends)
+        elements = self.local.vocabulary * self.model.hidden_size
+        return LocalParameter(elements, per=per, at_both_ends=self.at_both_ends, place=_EMBEDDING)
 
     def table(self, rows: int) -> LocalParameter:
         """[rows, H], whole on every rank, looked up."""
-        return LocalParameter(rows * self.model.hidden_size, partial_over=self._partial_between)
+        elements = rows * self.model.hidden_size
+        return LocalParameter(elements, partial_over=self._partial_between, place=_OUTSIDE)
 
     def vector(self) -> LocalParameter:
         """[H], whole on every rank: a norm's weight or bias, or the bias of a row-parallel layer."""

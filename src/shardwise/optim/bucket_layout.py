@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 ALIGNMENT = 32
 """Elements to which each parameter's start in a bucket is aligned; a bucket is padded to this times its slices.
@@ -28,6 +29,21 @@ _LEAST_BYTES = 2**20
 """Floor for small models, whose smaller buckets would only cost the host more calls."""
 
 
+class UnitPlace(NamedTuple):
+    """The place of a parameter in the model.
+
+    Attributes:
+        stage: number of the pipeline stage.
+        unit: number of the unit in the model: an embedding, a block or a head.
+    """
+
+    stage: int
+    unit: int
+
+
+FIRST_PLACE = UnitPlace(0, 0)
+
+
 def bucket_bytes(gradients: float, ranks: int, *, accelerator: bool) -> float:
     """Return the bytes of a bucket that hide most of the reductions behind the backward pass.
 
@@ -46,28 +62,30 @@ def bucket_bytes(gradients: float, ranks: int, *, accelerator: bool) -> float:
     return max(_LEAST_BYTES, math.sqrt(gradients * ranks * at_once))
 
 
-def packed(sizes: Iterable[tuple[Hashable, int]], cap_bytes: float) -> list[list[int]]:
+def packed(sizes: Iterable[tuple[Hashable, int, int]], cap_bytes: float) -> list[list[int]]:
     """Return the indices of the parameters of each bucket, in the order in which the buckets are begun.
 
     Buckets are filled from the last parameter to the first, because a backward pass completes gradients in about this
     order: the reduction of the first bucket starts long before the backward pass ends. A parameter larger than
-    `cap_bytes` has a bucket to itself.
+    `cap_bytes` has a bucket to itself. A bucket ends with its unit, unless it is small: ZeRO-3 gathers whole buckets
+    for a unit, and the buckets are the same at every stage, so that sums of norms are too.
 
     Args:
-        sizes: (kind, bytes of the gradient) of each parameter, in the order of the model. Only parameters of one kind
-            share a bucket.
+        sizes: (kind, bytes of the gradient, unit) of each parameter, in the order of the model. Only parameters of one
+            kind share a bucket.
         cap_bytes: bytes of gradients that a bucket holds at most.
     """
     buckets: list[list[int]] = []
-    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
-    for index, (kind, size) in reversed(list(enumerate(sizes))):
-        bucket, used = open_buckets.get(kind, ([], 0))
-        if not bucket or used + size > cap_bytes:
+    open_buckets: dict[Hashable, tuple[list[int], int, int]] = {}
+    for index, (kind, size, unit) in reversed(list(enumerate(sizes))):
+        bucket, used, unit_before = open_buckets.get(kind, ([], 0, unit))
+        ends_with_unit = unit != unit_before and used >= _LEAST_BYTES
+        if not bucket or used + size > cap_bytes or ends_with_unit:
             bucket = []
             used = 0
             buckets.append(bucket)
         bucket.append(index)
-        open_buckets[kind] = (bucket, used + size)
+        open_buckets[kind] = (bucket, used + size, unit)
     return buckets
 
 

@@ -3,24 +3,29 @@
 A parameter's `.data` and `.grad` become views into the bucket, so that one collective moves many of them and nothing is
 copied. Rank r of n owns elements `[r·N/n, (r+1)·N/n)` of a bucket of N elements, padded so that n divides N. The cut
 follows no parameter's border: a rank may own the end of one parameter and the beginning of the next.
+
+The stages of ZeRO say what a rank keeps whole between its uses: at stage 1 gradients and parameters, at stage 2
+parameters alone, at stage 3 neither. What is not kept has memory only while it is used (`flat_memory.py`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import ConfigError, divisors, listing, nearest_numbers
 from shardwise.base.tensor_box import Box
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece
 from shardwise.distributed.torch_private import version_of
-from shardwise.optim.bucket_layout import bucket_bytes, offsets_and_length, packed
+from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, bucket_bytes, offsets_and_length, packed
+from shardwise.optim.flat_memory import allocate, has_memory, mark_gathered, mark_released, release
 from shardwise.optim.gradient_groups import GroupSums
 
 
@@ -39,19 +44,56 @@ class Dtypes:
     optimizer: torch.dtype
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """The cut of buckets over the data-parallel ranks, which are `ranks` × `copies`.
+
+    Attributes:
+        stage: of ZeRO. 0: nothing is cut; 1: masters and the optimizer's state; 2: gradients too; 3: parameters too.
+        ranks: ranks over which each bucket is cut; one rank at stage 0.
+        copies: ranks that own the same part of each bucket.
+    """
+
+    stage: int
+    ranks: Group
+    copies: Group
+
+    @staticmethod
+    def of(stage: int, data: Group, replicate: int) -> Sharding:
+        """Cut over runs of neighbouring data-parallel ranks, `replicate` of them, which hold copies of each other."""
+        if stage == 0:
+            return Sharding(stage, Group(), data)
+        if data.size % replicate:
+            raise ConfigError(
+                f"parallel.replicate ({replicate}) must divide the data-parallel degree ({data.size}): set it to "
+                f"{listing(map(str, nearest_numbers(replicate, divisors(data.size))), 'or')}"
+            )
+        ranks = data.split(data.size // replicate)
+        place = data.rank % ranks.size
+        copies = data.pick(tuple(range(place, data.size, ranks.size)), "copies") if replicate > 1 else Group()
+        return Sharding(stage, ranks, copies)
+
+
 class Bucket:
     """Some parameters of one parameter group and dtype, brought to the values of the group's first rank.
 
     Attributes:
-        group: data-parallel ranks.
+        group: ranks over which the bucket is cut.
+        copies: ranks that own the same part.
         sharded: True if each rank owns a part; False if each rank owns all.
+        frees_gradients: True if gradients of all N elements have memory only until they are reduced.
+        frees_values: True if all N elements have memory only while they are used (`begin_gather`).
         values: flat buffer of all N elements; `parameters[i]` is a view at `offsets[i]`.
         gradients: flat buffer of the same length for the gradients.
         numel: N, padding included.
         orders: dimensions of each parameter from the slowest to the fastest in memory.
         owned: elements that this rank updates.
-        gradient: owned part of `gradients`.
+        shard: owned part of `values`, which has memory at all times.
+        gradient: owned part of the reduced gradients.
         master: owned part in the optimizer's dtype, such as float32 master weights of bfloat16 parameters.
+        names: the parameters' names, for messages.
+        stage: number of the pipeline stage.
+        has_values: True while `values` are complete on this rank.
         separate: True if the master is a copy; False if it is the parameters' own memory, as the dtypes agree.
         head_gradients: flat buffer for the gradients of weights as those of an output head (`placement.head_leaf`);
             None if the bucket has no such weight.
@@ -63,15 +105,22 @@ class Bucket:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        group: Group,
+        sharding: Sharding,
         *,
-        shard: bool,
         dtypes: Dtypes,
+        stage: int = 0,
     ) -> None:
         self.parameters = list(parameters)
-        self.group = group
-        self.sharded = shard and group.size > 1
-        parts = group.size if self.sharded else 1
+        self.stage = stage
+        self.group = group = sharding.ranks
+        self.copies = sharding.copies
+        self.sharded = group.size > 1
+        self.frees_gradients = self.sharded and sharding.stage >= 2
+        # Vectors, such as norms and biases, are too small to be worth a gather.
+        has_matrices = any(len(placement.of_or_whole(p).pieces[0].shape) > 1 for p in self.parameters)
+        self.frees_values = self.sharded and sharding.stage == 3 and has_matrices
+        self.names = [f"a parameter of shape {tuple(p.shape)}" for p in self.parameters]
+        parts = group.size
         self.offsets, self.numel = offsets_and_length([p.numel() for p in self.parameters], parts)
         dtype = parameters[0].dtype
         device = parameters[0].device
@@ -79,8 +128,7 @@ class Bucket:
         self.values = torch.zeros(self.numel, dtype=dtype, device=device)
         self.reduce_dtype = dtypes.reduce or self.gradients.dtype
         share = self.numel // parts
-        start = share * group.rank if self.sharded else 0
-        self.owned = slice(start, start + share)
+        self.owned = slice(share * group.rank, share * (group.rank + 1))
         # `empty_like` gives the strides of a dense tensor: a parameter may be a view with gaps.
         self.orders = [_memory_order(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
         self._gradient_views = self._views(self.gradients)
@@ -93,8 +141,13 @@ class Bucket:
             self._heads = [(leaf, view) for leaf, view in zip(leaves, views, strict=True) if leaf is not None]
         for leaf, _ in self._heads:
             leaf.grad_dtype = self.gradients.dtype
-        leaves_and_views = [*zip(self.parameters, self._gradient_views, strict=True), *self._heads]
-        self.group_sums = {leaf: GroupSums(view) for leaf, view in leaves_and_views}
+        self._leaves: list[tuple[Tensor, Tensor]] = [
+            *zip(self.parameters, self._gradient_views, strict=True),
+            *self._heads,
+        ]
+        self._places = {leaf: place for place, (leaf, _) in enumerate(self._leaves)}
+        self.group_sums = {leaf: GroupSums(view) for leaf, view in self._leaves}
+        has_gradients = any(p.grad is not None for p in self.parameters)
         for p, view, gradient in zip(self.parameters, self._views(self.values), self._gradient_views, strict=True):
             view.copy_(p.detach())
             p.data = view
@@ -103,21 +156,42 @@ class Bucket:
                 p.grad = None
             if p.grad_dtype != self.gradients.dtype:
                 p.grad_dtype = self.gradients.dtype
+            if not self.frees_gradients or gradient.any():
+                p.grad = gradient
         # Replicas begin with equal values, whatever each rank drew.
-        collectives.broadcast_(self.values, group)
-        self.attach_gradients()
+        for ranks in (self.copies, group):
+            collectives.broadcast_(self.values, ranks)
         self.gradient = self.gradients[self.owned]
-        owned_values = self.values[self.owned]
+        if self.frees_gradients:
+            self.gradient = self.gradient.clone()
+        self.shard = self.values[self.owned]
+        if self.frees_values:
+            self.shard = self.shard.clone()
         master_dtype = dtype if dtype == torch.float64 else dtypes.optimizer
         self.separate = dtype != master_dtype
-        self.master = nn.Parameter(owned_values.to(master_dtype))
+        self.master = nn.Parameter(self.shard.to(master_dtype))
         self._pending: Pending | None = None
         self._pending_heads: Pending | None = None
+        self._gather: Pending | None = None
+        self.has_values = True
+        self._is_summed = False
         self.reset()
+        if self.frees_gradients and not has_gradients:
+            self._release_gradients()
+        self.attach_gradients()
+        if self.frees_values:
+            self.release_values()
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of the parameters that stay from step to step."""
+        return self.shard.nbytes if self.frees_values else self.values.nbytes
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradient buffers that stay from step to step."""
+        if self.frees_gradients:
+            return self.gradient.nbytes
         return self.gradients.nbytes + (0 if self.head_gradients is None else self.head_gradients.nbytes)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -133,47 +207,75 @@ class Bucket:
 
     def reset(self) -> None:
         """Begin a new step: nothing is ready or reduced. Waits for a reduction that is under way."""
-        if self._pending is not None:
-            self._pending.wait()
+        for pending in (self._pending, self._pending_heads):
+            if pending is not None:
+                pending.wait()
         self._pending = None
-        if self._pending_heads is not None:
-            self._pending_heads.wait()
         self._pending_heads = None
         self.reduced = False
         self.ready: set[int] = set()
 
     def attach_gradients(self) -> None:
-        """Make every `.grad` the bucket's view again."""
-        for p, view in zip(self.parameters, self._gradient_views, strict=True):
-            p.grad = view
-        for leaf, view in self._heads:
-            leaf.grad = view
+        """Make every `.grad` the bucket's view again, or None while the gradients have no memory."""
+        for leaf, view in self._leaves:
+            leaf.grad = view if has_memory(self.gradients) else None
 
     def zero_gradients(self) -> None:
         """Set all gradients to 0, those of groups that have ended too, and make every `.grad` the bucket's view."""
-        self.gradients.zero_()
-        if self.head_gradients is not None:
-            self.head_gradients.zero_()
+        if self.frees_gradients:
+            self._release_gradients()
+            self._is_summed = False
+        else:
+            for flat in self._gradient_buffers:
+                flat.zero_()
         for sums in self.group_sums.values():
             sums.drop()
         self.attach_gradients()
 
+    @property
+    def _gradient_buffers(self) -> list[Tensor]:
+        return [self.gradients] if self.head_gradients is None else [self.gradients, self.head_gradients]
+
+    def provide_gradients(self) -> None:
+        """Give the gradients memory, filled with 0, if they have none; waits for their reduction."""
+        if self._pending is not None:
+            self.finish_reduction()
+        if not has_memory(self.gradients):
+            for flat in self._gradient_buffers:
+                allocate(flat)
+                flat.zero_()
+
+    def _release_gradients(self) -> None:
+        for flat in self._gradient_buffers:
+            release(flat)
+
     def adopt(self, index: int) -> None:
-        """Copy a gradient into the bucket that lies elsewhere, because the caller dropped or replaced the view."""
-        p = self.parameters[index]
-        view = self._gradient_views[index]
-        if p.grad is view:
+        """Copy a gradient into the bucket that lies elsewhere: the bucket had no memory, or the caller replaced it.
+
+        Args:
+            index: number of the parameter; those of the heads' leaves follow.
+        """
+        leaf, view = self._leaves[index]
+        if leaf.grad is view:
             return
-        if p.grad is None:
+        if self.frees_gradients:
+            self.provide_gradients()
+        if leaf.grad is not None:
+            view.copy_(leaf.grad.to_dense())
+        elif not self.frees_gradients:
             view.zero_()
-        else:
-            view.copy_(p.grad.to_dense())
-        p.grad = view
+        leaf.grad = view
+
+    def end_group(self, leaf: Tensor) -> None:
+        """Keep the gradient of a parameter or leaf of a head of the group of micro-batches that ends."""
+        if self.frees_gradients:
+            self.adopt(self._places[leaf])
+        self.group_sums[leaf].end_group()
 
     def check_parameters(self) -> None:
         """Raise if a parameter was frozen, or moved to other memory, which an update would not reach."""
         for p, offset in zip(self.parameters, self.offsets, strict=True):
-            moved = p.data_ptr() != self.values.data_ptr() + offset * self.values.element_size()
+            moved = self.has_values and p.data_ptr() != self.values.data_ptr() + offset * self.values.element_size()
             if moved or not p.requires_grad:
                 change = "moved to other memory (by model.to(…) or .data = …)" if moved else "frozen"
                 raise RuntimeError(
@@ -186,16 +288,15 @@ class Bucket:
         An unchanged element is what its master rounds to; that master keeps its lower bits.
         """
         if self.separate:
-            owned_values = self.values[self.owned]
             master = self.master.detach()
-            is_unchanged = owned_values == master.to(owned_values.dtype)
-            torch.where(is_unchanged, master, owned_values.to(master.dtype), out=master)
+            is_unchanged = self.shard == master.to(self.shard.dtype)
+            torch.where(is_unchanged, master, self.shard.to(master.dtype), out=master)
 
     # ---- one optimizer step
 
     def start_reduction(self) -> None:
-        """Start summing gradients over the group: a reduce-scatter into the owned part, or an all-reduce."""
-        for index in range(len(self.parameters)):
+        """Start summing gradients over the ranks: a reduce-scatter into the owned part, or an all-reduce."""
+        for index in range(len(self._leaves)):
             self.adopt(index)
         for sums in self.group_sums.values():
             sums.join()
@@ -203,29 +304,43 @@ class Bucket:
         self._pending = self._start_sum(self.gradients)
         if self.head_gradients is not None:
             self._pending_heads = self._start_sum(self.head_gradients)
+        if self.frees_gradients:
+            # The next backward pass may add to gradients before this sum is complete: they begin elsewhere.
+            for leaf, _ in self._leaves:
+                leaf.grad = None
         self.note_gradients()
 
     def _start_sum(self, gradients: Tensor) -> Pending:
-        if self.group.size == 1:
+        if self.group.size == self.copies.size == 1:
             return Pending(gradients[self.owned])
         wire = gradients.to(self.reduce_dtype)
         if self.sharded:
             return collectives.reduce_scatter_async(wire, self.group, out=wire[self.owned])
-        return collectives.all_reduce_async(wire, self.group)
+        return collectives.all_reduce_async(wire, self.copies)
 
     def finish_reduction(self) -> None:
-        """Wait for the sum; it is then in `gradient`."""
+        """Wait for the sum, if one is under way; it is then in `gradient`, added to those before of this step."""
         self.check_gradients()
-        if self._pending is not None:
-            total = self._pending.wait()
-            self._pending = None
-            if total.dtype != self.gradient.dtype:
-                self.gradient.copy_(total)
+        if self._pending is None:
+            return
+        total = self._finish_sum(self._pending)
+        self._pending = None
+        if self._is_summed:
+            self.gradient.add_(total)
+        elif self.frees_gradients or total.dtype != self.gradient.dtype:
+            self.gradient.copy_(total)
         if self._pending_heads is not None:
             # Only now: over a pipeline, these two sums are those of two ranks.
-            self.gradient.add_(self._pending_heads.wait())
+            self.gradient.add_(self._finish_sum(self._pending_heads))
             self._pending_heads = None
+        if self.frees_gradients:
+            self._release_gradients()
+            self._is_summed = True
         self.note_gradients()
+
+    def _finish_sum(self, pending: Pending) -> Tensor:
+        total = pending.wait()
+        return collectives.all_reduce_(total, self.copies) if self.sharded else total
 
     def note_gradients(self) -> None:
         """Remember the gradients' version: `check_gradients` objects to changes after this."""
@@ -233,6 +348,8 @@ class Bucket:
 
     def check_gradients(self) -> None:
         """Raise if gradients were changed or dropped after their reduction began: ranks would use different ones."""
+        if self.frees_gradients:
+            return
         dropped = any(p.grad is not view for p, view in zip(self.parameters, self._gradient_views, strict=True))
         if dropped or version_of(self.gradients) != self._version:
             change = "replaced" if dropped else "changed"
@@ -242,14 +359,59 @@ class Bucket:
                 "change before the reduction, without accumulate(last=True)"
             )
 
+    def gather_gradients(self) -> None:
+        """Bring the reduced gradients to every rank, in `.grad`. For comparisons; `zero_gradients` ends it."""
+        if self.sharded:
+            if self.frees_gradients:
+                self.provide_gradients()
+            collectives.all_gather(self.gradient, self.group, out=self.gradients)
+            self.attach_gradients()
+            self.note_gradients()
+
+    # ---- parameters
+
     def start_gather(self) -> Pending | None:
-        """Bring the updated master back to the parameters and start sending it to the group."""
-        owned_values = self.values[self.owned]
+        """Bring the updated master back to the parameters and start sending it to the group, unless they are freed."""
         if self.separate:
-            owned_values.copy_(self.master.detach())
+            self.shard.copy_(self.master.detach())
+        if self.frees_values:
+            self.release_values()
+            return None
         if not self.sharded:
             return None
-        return collectives.all_gather_async(owned_values, self.group, out=self.values)
+        return collectives.all_gather_async(self.shard, self.group, out=self.values)
+
+    def begin_gather(self) -> None:
+        """Start bringing all elements of freed parameters to this rank, if they have no memory."""
+        if not has_memory(self.values):
+            allocate(self.values)
+            self._gather = collectives.all_gather_async(self.shard, self.group, out=self.values)
+
+    def finish_gather(self) -> None:
+        """Wait until the parameters are complete, and let them be read."""
+        self.begin_gather()
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+            self.has_values = True
+            for p in self.parameters:
+                mark_gathered(p)
+
+    def release_values(self) -> None:
+        """Release the memory of freed parameters but for the owned part; waits for a gather that is under way."""
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+        if has_memory(self.values):
+            release(self.values)
+            self.has_values = False
+            for p, name in zip(self.parameters, self.names, strict=True):
+                mark_released(p, name)
+
+    def take_values(self) -> None:
+        """Take over changes of gathered parameters to the owned part and the masters."""
+        self.shard.copy_(self.values[self.owned])
+        self.adopt_values()
 
     # ---- the model's elements in the owned part
 
@@ -257,13 +419,11 @@ class Bucket:
     def share(self) -> slice:
         """The run of the owned part that this rank saves, so that over all ranks each element is saved once.
 
-        It is the whole owned part; if every rank keeps whole state (no ZeRO), an equal part of it.
+        It is the whole owned part; if several ranks own it, an equal part of it.
         """
         owned = len(self.master)
-        if self.sharded:
-            return slice(0, owned)
-        part = -(-owned // self.group.size)
-        return slice(min(self.group.rank * part, owned), min((self.group.rank + 1) * part, owned))
+        part = -(-owned // self.copies.size)
+        return slice(min(self.copies.rank * part, owned), min((self.copies.rank + 1) * part, owned))
 
     @property
     def elements(self) -> int:
@@ -374,31 +534,39 @@ class PartialGradients:
 
 def make_buckets(
     parameters: Sequence[nn.Parameter],
-    group: Group,
+    sharding: Sharding,
     cap_bytes: float | None,
     *,
-    shard: bool,
     dtypes: Dtypes,
+    places: Mapping[nn.Parameter, UnitPlace],
 ) -> list[Bucket]:
     """Make buckets of at most `cap_bytes` of gradients each (None: `bucket_bytes`), packed by `bucket_layout.packed`.
 
     A parameter that ranks of other pipeline stages hold too (a tied weight) has a bucket to itself: the same elements
     must be owned by corresponding ranks of both stages, and the other parameters of the stages differ. So has one with
     `head_gradients`, which are as long as the bucket.
+
+    Args:
+        places: pipeline stage and unit of each parameter; one that has none is in the first unit.
     """
-    sizes = [
-        (
-            (p.dtype, p.device, (_ranks_beyond(p) or placement.head_leaf(p) is not None) and i + 1),
-            p.numel() * (dtypes.gradient or p.dtype).itemsize,
-        )
-        for i, p in enumerate(parameters)
-    ]
+    sizes = []
+    for i, p in enumerate(parameters):
+        place = places.get(p, FIRST_PLACE)
+        is_alone = bool(_ranks_beyond(p)) or placement.head_leaf(p) is not None
+        kind = (p.dtype, p.device, place.stage, is_alone and i + 1)
+        sizes.append((kind, p.numel() * (dtypes.gradient or p.dtype).itemsize, place.unit))
     if cap_bytes is None:
         accelerator = any(p.device.type not in ("cpu", "meta") for p in parameters)
-        gradient_bytes = sum(size for _, size in sizes)
-        cap_bytes = bucket_bytes(gradient_bytes, group.size, accelerator=accelerator)
+        gradient_bytes = sum(size for _, size, _ in sizes)
+        ranks = sharding.ranks.size * sharding.copies.size
+        cap_bytes = bucket_bytes(gradient_bytes, ranks, accelerator=accelerator)
     return [
-        Bucket([parameters[index] for index in indices], group, shard=shard, dtypes=dtypes)
+        Bucket(
+            [parameters[index] for index in indices],
+            sharding,
+            dtypes=dtypes,
+            stage=places.get(parameters[indices[0]], FIRST_PLACE).stage,
+        )
         for indices in packed(sizes, cap_bytes)
     ]
 

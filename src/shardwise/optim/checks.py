@@ -246,7 +246,7 @@ _USE = {
     "overlap_with_ddp": "the parameters of the model without DDP, and accumulate(last=True) around the last backward()",
     # Megatron-LM
     "clip_grad": "max_norm=",
-    "use_distributed_optimizer": "shard=",
+    "use_distributed_optimizer": "stage=",
     "overlap_grad_reduce": "accumulate(last=True) around the last backward()",
     "data_parallel_group": "group= or mesh=",
     "model_parallel_group": "mesh=",
@@ -435,8 +435,13 @@ def spread_non_finite(buckets: Sequence[Bucket], gradient_norm: Tensor) -> None:
     """Make a gradient of each bucket NaN if the whole model's gradient norm is not finite; else change nothing."""
     for bucket in buckets:
         # 0 times a finite norm is 0, and NaN otherwise: no synchronisation with the device is needed.
-        bucket.gradients[0] += gradient_norm * 0
-        bucket.note_gradients()
+        if bucket.frees_gradients:
+            smallest = min(bucket.parameters, key=lambda p: p.numel())
+            smallest.grad = torch.zeros(smallest.shape, dtype=bucket.gradients.dtype, device=gradient_norm.device)
+            smallest.grad += gradient_norm * 0
+        else:
+            bucket.gradients[0] += gradient_norm * 0
+            bucket.note_gradients()
 
 
 def require_scaled(scale: Tensor | None, *, clipped: bool) -> Tensor:

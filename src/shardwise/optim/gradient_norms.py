@@ -109,9 +109,8 @@ def _norm(runs: Sequence[ElementRun], take: Take, dtype: torch.dtype) -> Tensor:
 
 def _owners(bucket: Bucket, index: int, tensor: Group) -> Iterator[tuple[Piece, int]]:
     """Yield the pieces of a bucket's parameter, each with the number of ranks that own the same elements."""
-    copies = 1 if bucket.sharded else bucket.group.size
     for piece in placement.of_or_whole(bucket.parameters[index], tensor=tensor).pieces:
-        yield piece, copies * piece.copies.size
+        yield piece, bucket.copies.size * piece.copies.size
 
 
 class ModelNorms:

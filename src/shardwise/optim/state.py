@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwise.base.tensor_box import Box
 from shardwise.config.optimizers import OptimizerSpec
 from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, placements
 from shardwise.optim.buckets import Bucket, in_order
 from shardwise.optim.master_update import is_number, kept_state
@@ -63,6 +64,27 @@ def state_slices(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterat
         for index, parameter in enumerate(bucket.parameters):
             for piece, box, order, start in bucket.owned_boxes(index, records[parameter].pieces, bucket.share):
                 yield StateSlice(bucket, piece, box, order, start)
+
+
+def weight_slices(
+    model: nn.Module, optimizer: ZeroRedundancyOptimizer | None, tensor: Group | None = None
+) -> Iterator[tuple[Piece, Box, Tensor, bool]]:
+    """Yield this rank's weights: of parameters that ZeRO-3 frees the parts that this rank saves, of others all.
+
+    Yields:
+        a piece, a box of its canonical tensor, a view of the box's values, and True for a part of a freed parameter.
+    """
+    freed: set[nn.Parameter] = set()
+    if optimizer is not None:
+        freed = {p for bucket in optimizer.buckets if bucket.frees_values for p in bucket.parameters}
+    for _, parameter, record in placements(model, tensor):
+        for piece in record.pieces:
+            if piece.box.numel and parameter not in freed:
+                yield piece, piece.box, piece.of(parameter.detach()), False
+    if optimizer is not None and freed:
+        for part in state_slices(model, optimizer):
+            if part.bucket.frees_values:
+                yield part.piece, part.box, part.of(part.bucket.shard), True
 
 
 def state_tensors(optimizer: ZeroRedundancyOptimizer) -> dict[str, dict[Bucket, Tensor]]:
@@ -192,8 +214,8 @@ def finish_restoring(optimizer: ZeroRedundancyOptimizer) -> None:
     """Bring state and parameters to every rank that keeps them, from the ranks that read them; collective."""
     restored = state_tensors(optimizer)
     for bucket in optimizer.buckets:
-        if not bucket.sharded:
-            # Without ZeRO each rank has read an equal share of the state that all ranks keep whole.
+        if bucket.copies.size > 1:
+            # Each rank has read an equal share of the state that several keep.
             flats = {MASTER: bucket.master.detach()}
             flats |= {name: by_bucket[bucket] for name, by_bucket in restored.items() if bucket in by_bucket}
             for flat in flats.values():
@@ -205,9 +227,7 @@ def finish_restoring(optimizer: ZeroRedundancyOptimizer) -> None:
 
 def _gather_shares(flat: Tensor, bucket: Bucket) -> None:
     """Complete a flat tensor of which each rank has its `share`; shorter shares are padded for the all-gather."""
-    if bucket.group.size == 1:
-        return
-    longest = -(-len(flat) // bucket.group.size)
+    longest = -(-len(flat) // bucket.copies.size)
     padded_share = flat.new_zeros(longest)
     padded_share[: bucket.share.stop - bucket.share.start] = flat[bucket.share]
-    flat.copy_(collectives.all_gather(padded_share, bucket.group)[: len(flat)])
+    flat.copy_(collectives.all_gather(padded_share, bucket.copies)[: len(flat)])

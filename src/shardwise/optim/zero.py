@@ -1,27 +1,27 @@
-"""ZeRO-1: optimizer state cut over the data-parallel ranks (arXiv:1910.02054 §5.1).
+"""ZeRO: optimizer state, gradients and parameters cut over the data-parallel ranks (arXiv:1910.02054 §5).
 
-With n data-parallel ranks and P parameters on this rank, a step moves what plain data parallelism moves: a
+With n data-parallel ranks and P parameters on this rank, a step of stage 1 moves what plain data parallelism moves: a
 reduce-scatter of P gradients and an all-gather of P parameters, each `P·(n-1)/n`. Each rank updates P/n elements and
-keeps only their state.
+keeps only their state. Stage 2 reduces gradients in every micro-batch, or once a step as stage 1 does, and stage 3
+gathers parameters twice in every micro-batch, for its forward and its backward pass, or once a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.config import Rounding
-from shardwise.distributed.collectives import Pending
+from shardwise.config import Frequency, Rounding
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import named_pieces, of_or_whole
 from shardwise.distributed.torch_private import WithoutCompiler, without_compiler
-from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets, weak_hook
+from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, Sharding, make_buckets, weak_hook
 from shardwise.optim.checks import (
     Assignments,
     broadcast_value,
@@ -35,11 +35,13 @@ from shardwise.optim.checks import (
     require_scaled,
     spread_non_finite,
 )
+from shardwise.optim.gathers import Gathers
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.master_update import Update, options_of, require_elementwise
 from shardwise.optim.model_slices import ModelSlices
 from shardwise.optim.slice_optimizer import SliceOptimizer, updates_slices
 from shardwise.optim.stochastic_rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
+from shardwise.optim.unit_weights import UnitWeights, places_in
 from shardwise.optim.unsharded_parameters import UncutGradients, take_first_values
 
 
@@ -83,7 +85,16 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
         gradient_dtype: dtype of accumulated gradients (default: the parameter's).
         reduce_dtype: dtype of gradients on the wire (default: as accumulated).
-        shard: False keeps whole state on every rank and all-reduces gradients (plain data parallelism).
+        stage: what is cut over the group. 0: nothing (plain data parallelism, by all-reduces); 1: masters and state;
+            2: gradients too, whose whole buckets have memory only until they are reduced; 3: parameters too, which a
+            rank has only while a unit of `model` uses them.
+        model: the model, whose embeddings, blocks (entries of a `torch.nn.ModuleList`) and heads are the units at which
+            buckets end; stage 3 needs it.
+        replicate: number of runs of neighbouring ranks of the group that are cut each by itself, as copies.
+        reduce: at stages 2 and 3, whether gradients are reduced in every `micro_batch` (backward pass), or once a
+            `step`.
+        gather: at stage 3, whether parameters are released in every `micro_batch` or once a `step`, after the update.
+        prefetch: at stage 3, units whose parameters are gathered ahead of their use.
         average: False sums gradients over the group instead.
         bucket_mib: gradients that travel together, in MiB; None: by the model and the link (`optim.bucket_layout`).
         rounding: `stochastic` computes the update in float32 and rounds masters and state to bfloat16, which
@@ -111,7 +122,12 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         mesh: Mesh | None = None,
         gradient_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
-        shard: bool = True,
+        stage: int = 1,
+        model: nn.Module | None = None,
+        replicate: int = 1,
+        reduce: Frequency = "micro_batch",
+        gather: Frequency = "micro_batch",
+        prefetch: int = 1,
         average: bool = True,
         bucket_mib: float | None = None,
         rounding: Rounding = "nearest",
@@ -134,8 +150,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._mesh = mesh
         self._world = mesh.world if mesh is not None else self.group
         self.tensor = mesh.tp if mesh is not None else Group()
-        self._stage = mesh.pp.rank if mesh is not None else 0
-        self.shard = shard
+        self._pipeline_stage = mesh.pp.rank if mesh is not None else 0
+        self.sharding = Sharding.of(stage, self.group, replicate)
+        self._reduces_each_pass = stage >= 2 and reduce == "micro_batch"
+        self._unit_places = {} if model is None else places_in(model)
         self._average = average
         self._bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
         self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32)
@@ -151,12 +169,20 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._assignments = Assignments(self._bucket_places)
         self._frozen: list[nn.Parameter] = []
         self._overlapping = False
+        self._keeps_gradients = False
+        self._under_way: deque[Bucket] = deque()
         self._checked_wrappers = False
         self._norms: Tensor | None = None
         self._clipped = False
         probe = self._inner_class([nn.Parameter(torch.zeros(1))], **defaults)
         super().__init__(params, probe.defaults)
         self._take_over(self.param_groups)
+        self._weights: UnitWeights | None = None
+        if stage == 3:
+            if model is None:
+                raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
+            bucket_of = {p: bucket for p, (bucket, _) in self._bucket_places.items()}
+            self._weights = UnitWeights(model, bucket_of, prefetch, once_a_step=gather == "step")
 
     # ---- construction
 
@@ -202,7 +228,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         hook = weak_hook(self._on_gradient)
         if self._is_stochastic:
             require_bfloat16(self._dtypes.optimizer, trainable)
-        buckets = make_buckets(trainable, self.group, self._bucket_bytes, shard=self.shard, dtypes=self._dtypes)
+        buckets = make_buckets(
+            trainable, self.sharding, self._bucket_bytes, dtypes=self._dtypes, places=self._unit_places
+        )
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
                 self._bucket_places[p] = (bucket, index)
@@ -219,7 +247,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         return self._inner_class([group], **self._defaults)
 
     def _make_update(self, device: torch.device) -> Update:
-        pieces = named_pieces(self.param_groups, self._stage)
+        pieces = named_pieces(self.param_groups, self._pipeline_stage)
 
         def make_slices(groups: list[list[Bucket]]) -> ModelSlices:
             return ModelSlices(
@@ -261,17 +289,46 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         """
         chosen = None if leaves is None else set(leaves)
         for bucket in self.buckets:
-            for leaf, sums in bucket.group_sums.items():
+            for leaf in bucket.group_sums:
                 if chosen is None or leaf in chosen:
-                    sums.end_group()
+                    bucket.end_group(leaf)
 
+    def provide_gradients(self) -> None:
+        """Give all gradients memory in their buckets, for a backward pass that adds to `.grad` by itself."""
+        for bucket in self.buckets:
+            bucket.provide_gradients()
+            bucket.attach_gradients()
+
+    @contextmanager
+    def local_gradients(self) -> Iterator[None]:
+        """Inside, backward() leaves each rank the gradients of its own samples, at any stage."""
+        self._keeps_gradients = True
+        try:
+            yield
+        finally:
+            self._keeps_gradients = False
+
+    @property
+    def reduces_each_pass(self) -> bool:
+        """True if each backward() reduces its gradients, and not only the last one of a step."""
+        return self._reduces_each_pass and not self._keeps_gradients
+
+    @torch.no_grad()
     def _on_gradient(self, parameter: Tensor) -> None:
-        bucket, _ = self._bucket_places[parameter]  # type: ignore[index]
+        bucket, index = self._bucket_places[parameter]  # type: ignore[index]
+        if self.reduces_each_pass:
+            if bucket.reduced:
+                self._end_round(bucket)
+            bucket.adopt(index)
+            self.gradient_ready(parameter)  # type: ignore[arg-type]
+            return
         if bucket.reduced:
             raise RuntimeError(
                 "backward() came after this step's gradients were reduced: put all but the step's last backward() "
                 "under `with optimizer.accumulate():`, or drop the reduced ones by optimizer.zero_grad()"
             )
+        if bucket.frees_gradients and not self._keeps_gradients:
+            bucket.adopt(index)
         if self._overlapping:
             self.gradient_ready(parameter)  # type: ignore[arg-type]
 
@@ -284,19 +341,38 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         """
         bucket, index = self._bucket_places[parameter]
         bucket.ready.add(index)
-        for candidate in self.buckets:
+        for candidate in self._round_of(bucket):
             if candidate.reduced:
                 continue
             if len(candidate.ready) < len(candidate.parameters):
                 break
             self._start(candidate)
 
+    def _round_of(self, bucket: Bucket) -> list[Bucket]:
+        """Return the buckets that are reduced in turn with this one: those of its pipeline stage, or of a step all."""
+        if not self._reduces_each_pass:
+            return self.buckets
+        return [other for other in self.buckets if other.stage == bucket.stage]
+
+    def _end_round(self, bucket: Bucket) -> None:
+        """Begin a new round of reductions for a bucket that gets a further gradient in this step.
+
+        Every rank reduces all buckets of a round, also those that some of its passes gave no gradient.
+        """
+        buckets = self._round_of(bucket)
+        for other in buckets:
+            if not other.reduced:
+                self._start(other)
+        for other in buckets:
+            other.reduced = False
+            other.ready.clear()
+
     def _start(self, bucket: Bucket) -> None:
         """Start a bucket's reduction. At most two are under way: each may hold a copy of its bucket until it ends."""
-        second_to_last = self.buckets.index(bucket) - 2
-        if second_to_last >= 0:
-            self.buckets[second_to_last].finish_reduction()
+        while len(self._under_way) > 1:
+            self._under_way.popleft().finish_reduction()
         bucket.start_reduction()
+        self._under_way.append(bucket)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -313,12 +389,14 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._assignments.check()
         for bucket in self.buckets:
             bucket.check_parameters()
-            bucket.adopt_values()
+            if not bucket.frees_values:
+                bucket.adopt_values()
         for bucket in self.buckets:
             if not bucket.reduced:
                 self._start(bucket)
         for bucket in self.buckets:
             bucket.finish_reduction()
+        self._under_way.clear()
         for gradients in self._partial:
             gradients.sum_()
         self._uncut.take_first()
@@ -424,8 +502,17 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.steps += 1
         self.gathers.run(self._updates.step(self.param_groups, factor, self.steps))
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, all parameters have their values on every rank, also at stage 3, and changes of them count.
+
+        Collective over the group.
+        """
+        self.gathers.wait()
+        return nullcontext() if self._weights is None else self._weights.gathered()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set gradients to 0. They stay views into the buckets, whatever `set_to_none` says."""
+        """Set gradients to 0: views into the buckets, whatever `set_to_none` says, and None from stage 2 on."""
+        self._under_way.clear()
         for bucket in self.buckets:
             bucket.reset()
             bucket.zero_gradients()
@@ -485,7 +572,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         )
 
     def _layout(self) -> dict[str, Any]:
-        return layout_of(self.buckets, self.group if self.shard else Group())
+        return layout_of(self.buckets, self.sharding.ranks)
 
     def state_bytes(self) -> dict[str, int]:
         """Return bytes on this rank by kind: masters and the wrapped class's state, and how many are padding."""
@@ -509,62 +596,3 @@ def _class_for_slices(
     else:
         require_elementwise(child, defaults)
     return child
-
-
-class Gathers:
-    """The all-gathers of buckets.
-
-    Each begins once its bucket is updated, so that it runs while the next bucket is. Inside `behind_forward` they also
-    run behind the next forward pass: the call of a unit of the model waits for its parameters.
-    """
-
-    def __init__(self) -> None:
-        self._pending: dict[Bucket, Pending] = {}
-        self._is_late = False
-
-    def run(self, buckets: Iterable[Bucket]) -> None:
-        """Start the gather of each bucket as soon as it is updated; wait for all, unless inside `behind_forward`."""
-        for bucket in buckets:
-            pending = bucket.start_gather()
-            if pending is not None:
-                self._pending[bucket] = pending
-        if not self._is_late:
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until all parameters are complete."""
-        while self._pending:
-            self._pending.pop(next(iter(self._pending))).wait()
-
-    @contextmanager
-    def behind_forward(
-        self, units: Mapping[nn.Module, Iterable[nn.Parameter]], buckets: Iterable[Bucket]
-    ) -> Iterator[None]:
-        """Let gathers run behind the next forward pass. Code that reads parameters elsewhere must call `wait` first.
-
-        Args:
-            units: modules, each with the parameters that a call of it reads.
-            buckets: buckets of these parameters.
-        """
-        bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        hooks = []
-        for module, parameters in units.items():
-            needed = list(dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of))
-            if needed:
-                hooks.append(module.register_forward_pre_hook(partial(self._wait_for, needed)))
-        self._is_late = True
-        try:
-            yield
-            # Not after an error: another rank may have ended, and would never send its part.
-            self.wait()
-        finally:
-            self._is_late = False
-            self._pending = {}
-            for hook in hooks:
-                hook.remove()
-
-    def _wait_for(self, buckets: list[Bucket], *_: object) -> None:
-        if self._pending:
-            for bucket in buckets:
-                if bucket in self._pending:
-                    self._pending.pop(bucket).wait()

@@ -397,7 +397,7 @@ def bucket_shapes(workload: RankWorkload) -> list[BucketShape]:
     gradient = DTYPE_BYTES[workload.precision.gradient]
     stored = (workload.model, layout.tensor, layout.sequence_parallel, workload.local, workload.stages)
     kinds = ("is_block_matrix", "matrix") if optimizer.spec.orthogonalizes else ("matrix",)
-    uses_zero = optimizer.zero == 1
+    uses_zero = optimizer.zero > 0
     return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, uses_zero, workload.accelerator, kinds))
 
 
@@ -420,11 +420,14 @@ def _shapes(
         by_group.setdefault(tuple(getattr(parameter, kind) for kind in kinds), []).append(parameter)
     # The order of `build.parameter_groups`: matrices first.
     for _, group in sorted(by_group.items(), reverse=True):
-        sizes = [(parameter.at_both_ends, gradient * parameter.elements) for parameter in group]
+        sizes = [
+            ((parameter.place.stage, parameter.at_both_ends), gradient * parameter.elements, parameter.place.unit)
+            for parameter in group
+        ]
         if bucket_mib is not None:
             most = bucket_mib * _MIB
         else:
-            most = bucket_bytes(sum(size for _, size in sizes), data, accelerator=accelerator)
+            most = bucket_bytes(sum(size for _, size, _ in sizes), data, accelerator=accelerator)
         for indices in packed(sizes, most):
             members = [group[index] for index in indices]
             offsets, length = offsets_and_length([member.elements for member in members], slices)

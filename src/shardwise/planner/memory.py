@@ -336,7 +336,7 @@ def _reduction(workload: RankWorkload) -> int:
     sizes = [bucket.elements for bucket in bucket_shapes(workload)]
     two_buckets = max(size + following for size, following in zip(sizes, [*sizes[1:], 0], strict=True))
     is_ordered = workload.config.train.bitwise
-    sums_slices = is_ordered or (not workload.accelerator and workload.config.optimizer.zero == 1)
+    sums_slices = is_ordered or (not workload.accelerator and workload.config.optimizer.zero > 0)
     copies = int(precision.reduce != precision.gradient) + int(sums_slices)
     return copies * two_buckets * DTYPE_BYTES[precision.reduce]
 

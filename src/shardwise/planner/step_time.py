@@ -315,7 +315,7 @@ class _StepInputs:
         device = self.cluster.device
         precision = self.precision
         elements = self._most_elements()
-        uses_zero = self.config.optimizer.zero == 1 and self.layout.data > 1
+        uses_zero = self.config.optimizer.zero > 0 and self.layout.data > 1
         gather = 0.0
         if uses_zero:
             parameter_bytes = float(DTYPE_BYTES[precision.parameter] * elements)

@@ -117,7 +117,7 @@ def _load_checkpoint(
         if error.is_damage or isinstance(error, ManifestError):
             raise ConfigError(f"checkpoint.load: {error}") from None
         raise  # the store did not answer: the configuration may be right
-    require_finite(model, mesh, weights)
+    require_finite(model, mesh, weights, optimizer)
 
 
 def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
@@ -161,7 +161,7 @@ def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: Opt
     # Frozen parameters are in no bucket.
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     return {
-        "parameters": frozen + sum(bucket.values.nbytes for bucket in optimizer.buckets),
+        "parameters": frozen + sum(bucket.value_bytes for bucket in optimizer.buckets),
         "gradients": sum(bucket.gradient_bytes for bucket in optimizer.buckets),
         "optimizer": state_bytes(optimizer, spec, all_masters=False),
     }
@@ -276,7 +276,12 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
         parameter_groups(model, settings),
         optimizer_class,
         mesh=mesh,
-        shard=settings.zero == 1,
+        stage=settings.zero,
+        model=model,
+        replicate=config.parallel.replicate,
+        reduce=config.reduce,
+        gather=config.gather,
+        prefetch=settings.prefetch,
         average=False,  # the loss is already divided by the targets of the global batch
         max_norm=settings.max_norm,
         bucket_mib=settings.bucket_mib,

@@ -272,8 +272,7 @@ class MemoryCopies:
         return buckets + [[piece.name, target.numel(), str(target.dtype)] for piece, target in self._frozen()]
 
     def _frozen(self) -> list[tuple[Any, Tensor]]:
-        pieces = local_pieces(self._model)
-        return [(piece, target) for parameter, piece, target in pieces if not parameter.requires_grad]
+        return list(local_pieces(self._model, frozen=True))
 
     def _write(self, step: int, described: Mapping[str, Any]) -> None:
         state = list(self._state())

@@ -12,6 +12,8 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements
 from shardwise.models.blocks import Stages
+from shardwise.optim.state import weight_slices
+from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 _WIDTH_TO_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22
@@ -19,20 +21,24 @@ _CHUNK = 1 << 22
 
 
 @torch.no_grad()
-def check_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
+def check_replicas(model: nn.Module, mesh: Mesh, step: int, optimizer: ZeroRedundancyOptimizer | None = None) -> None:
     """Compare every parameter over data parallelism, and every copied piece over its copies. Collective.
+
+    Of parameters that ZeRO-3 frees, copies of their parts are compared.
 
     Raises:
         RunError: names the first tensor that differs and the ranks whose value is not that of most of their group.
     """
     by_group: dict[Group, list[tuple[str, Tensor]]] = {}
-    for _, parameter, placement in placements(model, mesh.tp):
-        for piece in placement.pieces:
-            groups = [group for group in (mesh.dp, piece.copies) if group.size > 1]
-            if groups:
-                digest = _digest(parameter[piece.local.slices])
-                for group in groups:
-                    by_group.setdefault(group, []).append((piece.name, digest))
+    for bucket in [] if optimizer is None else optimizer.buckets:
+        if bucket.frees_values and bucket.copies.size > 1:
+            by_group.setdefault(bucket.copies, []).append((bucket.names[0], _digest(bucket.shard)))
+    for piece, _, values, is_part in weight_slices(model, optimizer, mesh.tp):
+        groups = [group for group in (Group() if is_part else mesh.dp, piece.copies) if group.size > 1]
+        if groups:
+            digest = _digest(values)
+            for group in groups:
+                by_group.setdefault(group, []).append((piece.name, digest))
     problems = []
     # One exchange for each group, whatever the number of its tensors.
     for group, entries in by_group.items():

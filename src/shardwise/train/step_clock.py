@@ -130,7 +130,9 @@ class StepClock:
 
 def state_by_kind(model: torch.nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
     """Bytes of `parameters`, `gradients` and `optimizer` on this rank, which are the same after each step."""
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    freed = {p for bucket in optimizer.buckets if bucket.frees_values for p in bucket.parameters}
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters() if p not in freed)
+    parameters += sum(bucket.value_bytes for bucket in optimizer.buckets if bucket.frees_values)
     gradients = sum(bucket.gradient_bytes for bucket in optimizer.buckets)
     state = optimizer.state_bytes()
     return {"parameters": parameters, "gradients": gradients, "optimizer": state["state"] + state["masters"]}

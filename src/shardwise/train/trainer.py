@@ -23,13 +23,13 @@ from torch.profiler import record_function
 
 from shardwise.base.errors import RunError, see
 from shardwise.config import Config, Layout
-from shardwise.config.schedules import SCHEDULES
 from shardwise.data.samples.batch import Batches, BlendedBatches
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.replicated import ReplicatedParameters
-from shardwise.models.blocks import gives_losses, units
+from shardwise.layers.units import units
+from shardwise.models.blocks import gives_losses
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.clock import BACKWARD, FORWARD
@@ -167,7 +167,7 @@ class Trainer:
             self.progress.phase = "comparison of replicas"
             # Parameters that are still under way would differ without a fault.
             self.optimizer.gathers.wait()
-            check_replicas(self.model, self.mesh, step)
+            check_replicas(self.model, self.mesh, step, self.optimizer)
             # Much time has passed since the flags were read: the checkpoints ask all ranks again.
             agreed_flags = None
         if eval_every and (is_last or step % eval_every == 0):
@@ -380,8 +380,11 @@ class Trainer:
 
         if self.pipeline is not None:
             # Schedules that split the backward pass fire no hooks: the pipeline says which gradients are complete.
+            if self.config.splits_backward:
+                self.optimizer.provide_gradients()
+            ready = self.optimizer.gradient_ready if last and not self.optimizer.reduces_each_pass else None
             with self.optimizer.accumulate(), self.clock.phase(PIPELINE):
-                self.pipeline.step(compute, self.optimizer.gradient_ready if last else None, end_group)
+                self.pipeline.step(compute, ready, end_group)
             return self._loss_terms(shares, counts_K, len(micro_batches))
         for number in range(len(micro_batches)):
             with self.optimizer.accumulate(last=last and number == len(micro_batches) - 1):
@@ -395,7 +398,7 @@ class Trainer:
 
     def _forward_pass(self, part: nn.Module) -> AbstractContextManager[None]:
         # A backward pass in two parts computes the gradient of each parameter by itself.
-        if self.pipeline is not None and SCHEDULES[self.config.parallel.schedule].splits_backward:
+        if self.config.splits_backward:
             return nullcontext()
         return self._replicated[part].forward_pass()
 
@@ -465,8 +468,9 @@ class Trainer:
         The reduction has mixed the ranks' gradients, so each rank computes and examines its own once more.
         """
         self.optimizer.zero_grad()
-        rank_loss = float(self._forward_backward(micro_batches, counts_K, last=False).sum())
-        faults = collectives.all_gather_objects(find_non_finite(self.model, rank_loss), self.mesh.world)
+        with self.optimizer.local_gradients(), self.optimizer.gathered():
+            rank_loss = float(self._forward_backward(micro_batches, counts_K, last=False).sum())
+            faults = collectives.all_gather_objects(find_non_finite(self.model, rank_loss), self.mesh.world)
         place = "each rank's own part is: their sum overflowed"
         # In a pipeline a value that is not finite travels on: of all ranks' findings the nearest cause counts.
         for _, rank, text in sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)[:1]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
-from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.train.step_record import StepRecord
@@ -22,9 +21,8 @@ def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) ->
     """Return all canonical gradients of the present step on every rank: sums over data parallelism, not averages."""
     optimizer.reduce_gradients()
     for bucket in optimizer.buckets:
-        if bucket.sharded:
-            # A rank has the sums of its own part alone; the other parts hold gradients of this rank's samples.
-            collectives.all_gather(bucket.gradient, bucket.group, out=bucket.gradients)
+        # A rank has the sums of its own part alone; the other parts hold gradients of this rank's samples.
+        bucket.gather_gradients()
     return {name: tensor.clone() for name, tensor in canonical_tensors(model, _gradient)}
 
 
@@ -36,9 +34,6 @@ def step_with_gradients(trainer: Trainer) -> tuple[StepRecord, dict[str, Tensor]
     def keep(*_: object) -> None:
         # In a hook, as the update that follows overwrites or frees the gradients.
         gradients.update(canonical_gradients(trainer.model, optimizer))
-        for bucket in optimizer.buckets:
-            # Each bucket was filled with other ranks' parts, which is no change of its gradients.
-            bucket.note_gradients()
 
     hook = optimizer.register_step_pre_hook(keep)
     try:

@@ -137,7 +137,8 @@ def first_half(trainer: Trainer, target: Path) -> tuple[Reference, Path]:
     Returns:
         what a reference has, of this rank's stages and on the host, with the state of the middle alone; the checkpoint.
     """
-    weights = {name: tensor.cpu() for name, tensor in canonical_weights(trainer.model).items()}
+    with trainer.optimizer.gathered():
+        weights = {name: tensor.cpu() for name, tensor in canonical_weights(trainer.model).items()}
     record, device_gradients = step_with_gradients(trainer)
     gradients = {name: tensor.cpu() for name, tensor in device_gradients.items()}
     records = [record, *(trainer.step() for _ in range(half(trainer.config) - 1))]
@@ -167,7 +168,7 @@ def continued(config: Config, cell: Cell, folder: Path) -> tuple[list[float], di
     """Train on from a checkpoint to the last step; return the losses and the texts of the state. Collective."""
     trainer = resume(config, cell, folder)
     records = [trainer.step() for _ in range(config.train.steps - half(config))]
-    check_replicas(trainer.model, trainer.mesh, config.train.steps)
+    check_replicas(trainer.model, trainer.mesh, config.train.steps, trainer.optimizer)
     trainer.feed.close()
     return [record.loss for record in records], state_texts(trainer, records)
 

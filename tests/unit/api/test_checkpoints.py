@@ -334,10 +334,10 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("stage", [1, 0])
 @pytest.mark.parametrize(("optimizer_class", "options", "dtype"), GROUPS)
 def test_fault_22_groups_of_other_options_or_dtypes_go_on(
-    optimizer_class: Any, options: dict[str, Any], dtype: torch.dtype | None, shard: bool, tmp_path: Path
+    optimizer_class: Any, options: dict[str, Any], dtype: torch.dtype | None, stage: int, tmp_path: Path
 ) -> None:
     """One group keeps momentum, or has masters, and the other does not."""
 
@@ -348,7 +348,7 @@ def test_fault_22_groups_of_other_options_or_dtypes_go_on(
             model[1].register_forward_pre_hook(lambda _, args: args[0].to(dtype))
             model[1].to(dtype)
         groups = [{"params": list(model[0].parameters()), **chosen}, {"params": list(model[1].parameters())}]
-        return model, shardwise.ZeroRedundancyOptimizer(groups, optimizer_class, lr=0.01, shard=shard)
+        return model, shardwise.ZeroRedundancyOptimizer(groups, optimizer_class, lr=0.01, stage=stage)
 
     model, optimizer = made(options)
     for _ in range(2):

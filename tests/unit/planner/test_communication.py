@@ -10,7 +10,8 @@ from shardwise.config import Config, Layout, config_from
 from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count
-from shardwise.optim.buckets import Dtypes, make_buckets
+from shardwise.optim.buckets import Dtypes, Sharding, make_buckets
+from shardwise.optim.unit_weights import places_in
 from shardwise.planner.communication import Transfer, bucket_shapes, evaluation_transfers, step_transfers, wire_bytes
 from shardwise.planner.rank_workload import RankWorkload
 from shardwise.train.build import decay_groups
@@ -154,10 +155,10 @@ def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float | None,
         for group in decay_groups(model.parameters(), 0.1)
         for bucket in make_buckets(
             group["params"],  # type: ignore[arg-type]
-            Group(),
+            Sharding.of(zero, Group(), 1),
             None if bucket_mib is None else bucket_mib * 2**20,
-            shard=bool(zero),
             dtypes=Dtypes(torch.float32, torch.float32, torch.float32),
+            places=places_in(model),
         )
     ]
     case = RankWorkload.of(chosen, Layout(1), False)

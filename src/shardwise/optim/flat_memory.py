@@ -1,0 +1,90 @@
+"""Memory of flat tensors that is released between uses. Views of such a tensor stay, and are valid while it has memory.
+
+A parameter whose memory is released refuses to be read, since a kernel would read memory that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.base.errors import ConfigError, see
+from shardwise.distributed.torch_private import call_without_overrides
+
+
+def has_memory(flat: Tensor) -> bool:
+    """Return whether a flat tensor has memory."""
+    return flat.untyped_storage().nbytes() > 0
+
+
+def allocate(flat: Tensor) -> None:
+    """Give a flat tensor memory, whose values are arbitrary."""
+    flat.untyped_storage().resize_(flat.nbytes)
+
+
+def release(flat: Tensor) -> None:
+    """Release the memory of a flat tensor and of all its views."""
+    flat.untyped_storage().resize_(0)
+
+
+_METADATA = frozenset(
+    {
+        "__get__",
+        "__set__",
+        "__hash__",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "element_size",
+        "is_floating_point",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "view_as",  # by which torch finds the node that accumulates the gradient
+    }
+)
+"""Functions of torch that read no element of a parameter. `__get__` is that of properties, such as `shape`."""
+_ALIASES = [getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH")]
+"""Properties that are views of the elements."""
+
+
+class ReleasedParameter(nn.Parameter):
+    """The class of a parameter while its memory is released: functions that read its elements are refused."""
+
+    shown_name: str
+    gathered_class: type[nn.Parameter]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") in _METADATA and func not in _ALIASES:
+            return call_without_overrides(func, args, kwargs or {})
+        names = [arg.shown_name for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, ReleasedParameter)]
+        raise ConfigError(
+            f"optimizer.zero (3) releases {names[0] if names else 'a parameter'} outside of the module that has it, a "
+            "block, embedding or head, and it was read there: read it in the forward pass of that module, or inside "
+            f"`with optimizer.gathered():`, or set optimizer.zero=2{see('training#released-parameter')}"
+        )
+
+
+def mark_released(parameter: nn.Parameter, name: str) -> None:
+    """Let a parameter refuse to be read, under its name."""
+    if not isinstance(parameter, ReleasedParameter):
+        gathered_class = type(parameter)
+        parameter.__class__ = ReleasedParameter
+        assert isinstance(parameter, ReleasedParameter)
+        parameter.gathered_class = gathered_class
+        parameter.shown_name = name
+
+
+def mark_gathered(parameter: nn.Parameter) -> None:
+    """Let a parameter be read again."""
+    if isinstance(parameter, ReleasedParameter):
+        parameter.__class__ = parameter.gathered_class  # type: ignore[assignment]
