@@ -37,7 +37,7 @@ def train(cell: Cell) -> Bits:
     trainer = build_trainer(config, mesh, data)
     records = [trainer.step() for _ in range(STEPS)]
     trainer.optimizer.gathers.wait()
-    weights = canonical_weights(trainer.model)
+    weights = canonical_weights(trainer.model, optimizer=trainer.optimizer)
     bits = Bits(
         [record.losses or {"loss": record.loss} for record in records],
         [(record.grad_norm, record.param_norm) for record in records],

@@ -323,7 +323,7 @@ def measure(cell: Cell, steps: int) -> Measured:
     )
     if cell.uneven:
         uncount(trainer.feed.batches)
-    weights = canonical_weights(trainer.model)
+    weights = canonical_weights(trainer.model, optimizer=trainer.optimizer)
     before = trainer.evaluate() if mesh.world.size == 1 else None
     record, gradients = step_with_gradients(trainer)
     records = [record]

@@ -84,7 +84,10 @@ def load(trainer: Trainer, folder: str, **options: Any) -> int:
 def canonical_state(trainer: Trainer) -> State:
     """Weights and optimizer state by canonical name, whole, on every rank."""
     mesh: Mesh = trainer.mesh
-    weights = {name: tensor.cpu() for name, tensor in canonical_weights(trainer.model, mesh.pp).items()}
+    weights = {
+        name: tensor.cpu()
+        for name, tensor in canonical_weights(trainer.model, mesh.pp, optimizer=trainer.optimizer).items()
+    }
     found: State = {"model": weights}
     slices = [s for s in state_slices(trainer.model, trainer.optimizer) if s.piece.copies.rank == 0]
     for name, flats in state_tensors(trainer.optimizer).items():

@@ -20,14 +20,14 @@ BERT = Cell("bert", mode="mixed", bitwise=True)
 OLMO2 = Cell("olmo2", optimizer="lamb", bitwise=True, layers=2, batch=4)
 CELLS = (
     replace(LLAMA, tensor=4, sequence=True),
-    replace(LLAMA, tensor=2, data=2, zero=1),
+    replace(LLAMA, tensor=2, data=2, zero=3),
     replace(LLAMA, schedule="1f1b", pipeline=2, tensor=2, sequence=True),
-    replace(DOCUMENTS, tensor=2, sequence=True, data=2, zero=1),
+    replace(DOCUMENTS, tensor=2, sequence=True, data=2, zero=2),
     replace(DOCUMENTS, data=4),
     replace(GPT, schedule="zbv", pipeline=2, tensor=2),
-    replace(GPT, data=4, zero=1, recompute="full"),
+    replace(GPT, data=4, zero=3, recompute="full"),
     replace(GPT_NEOX, tensor=4),
-    replace(BERT, schedule="zbv", pipeline=2, data=2, zero=1),
+    replace(BERT, schedule="zbv", pipeline=2, data=2, zero=3),
     replace(OLMO2, tensor=2, sequence=True, data=2, recompute="full"),
 )
 
@@ -35,7 +35,10 @@ GROUPS = replace(LLAMA, data_grain=4, layers=4, batch=16)
 """Groups of two micro-batches each, of which a data-parallel rank has several."""
 SCHEDULED = (
     replace(GROUPS, data=2),
-    *(replace(GROUPS, schedule=schedule, pipeline=2, data=2, zero=1) for schedule in get_args(Schedule)),
+    *(
+        replace(GROUPS, schedule=schedule, pipeline=2, data=2, zero=stage)
+        for schedule, stage in zip(get_args(Schedule), (1, 2, 3, 2, 3, 1), strict=True)
+    ),
 )
 
 

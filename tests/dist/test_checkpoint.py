@@ -70,9 +70,9 @@ LAYOUTS = [
     for tensor in (1, 2, 4)
     if ranks % tensor == 0 and ranks // tensor <= 4
     for sequence in ((False, True) if tensor > 1 else (False,))
-    for zero in (0, 1)
+    for zero in (0, 1, 2, 3)
 ]
-FEW = {(2, 1, False, 0), (2, 2, True, 1), (4, 4, True, 1), (4, 2, True, 0), (4, 2, False, 1)}
+FEW = {(2, 1, False, 0), (2, 2, True, 1), (4, 4, True, 1), (4, 2, True, 0), (4, 2, False, 3), (4, 1, False, 2)}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ SAME_LAYOUT = {
         config_of(2, zero=0, mode="bfloat16", optimizer={"name": "lamb", "weight_decay": 0.01}),
         2,
     ),
-    "norms of queries and keys, TP 2 × DP 2, bfloat16": (4, config_of(2, model=OLMO2, mode="bfloat16"), 2),
+    "norms of queries and keys, TP 2 × DP 2, bfloat16": (4, config_of(2, zero=3, model=OLMO2, mode="bfloat16"), 2),
     "TP 2 × PP 2 in a V, dropout": (
         4,
         config_of(2, True, model=GPT | {"num_hidden_layers": 4}, parallel={"pipeline": 2, "schedule": "zbv"}),
@@ -167,10 +167,10 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
     "pp2": (2, {"pipeline": 2, "stages": [3, 1]}),
-    "pp2-dp2-interleaved": (4, {"pipeline": 2, "schedule": "interleaved"}),
+    "pp2-dp2-interleaved": (4, {"pipeline": 2, "schedule": "interleaved", "zero": 3}),
     # With other padding of the vocabulary than all others.
     "pp2-tp2-zbv": (4, {"pipeline": 2, "schedule": "zbv", "tensor": 2, "sequence": True, "vocab_multiple": 16}),
-    "pp2-tp2-dp2": (8, {"pipeline": 2, "tensor": 2}),
+    "pp2-tp2-dp2": (8, {"pipeline": 2, "tensor": 2, "zero": 3}),
     "pp2-dualpipev-zero0": (4, {"pipeline": 2, "schedule": "dualpipev", "zero": 0}),
     "pp4": (4, {"pipeline": 4}),
     "pp4-dp2": (8, {"pipeline": 4, "schedule": "gpipe"}),
@@ -310,7 +310,7 @@ def load_weights(config: Config, folder: str) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwise.checkpoint.load_weights.CheckpointReader", Counted)
         load_checkpoint(trainer.model, config.model.family, trainer.mesh, Root.of(folder))
-    weights = canonical_weights(trainer.model, trainer.mesh.pp)
+    weights = canonical_weights(trainer.model, trainer.mesh.pp, optimizer=trainer.optimizer)
     return Result(state={"model": {name: t.cpu() for name, t in weights.items()}}, bytes_read=Counted.last.bytes_read)
 
 

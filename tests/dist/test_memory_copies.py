@@ -27,7 +27,7 @@ RUN = "3f2a"
 Starts = tuple[int, ...] | None
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP 2, ZeRO off": {"tensor": 2, "zero": 0},
-    "PP 2, mixed": {"parallel": {"pipeline": 2}, "mode": "mixed"},
+    "PP 2, mixed, ZeRO-3": {"parallel": {"pipeline": 2}, "mode": "mixed", "zero": 3},
 }
 
 

@@ -69,7 +69,7 @@ def errors_of_weights(name: str, tensor: int, pipeline: int, keys: dict[str, Any
     mesh = shared_mesh(tensor, pipeline)
     trainer = build_trainer(config, mesh, make_data(config.model.vocab_size, pairs=name == "bert"))
     head_dim = config.known_shapes.head_dim
-    before = canonical_weights(trainer.model, mesh.pp)
+    before = canonical_weights(trainer.model, mesh.pp, optimizer=trainer.optimizer)
     parts = {
         n: [nn.Parameter(m.clone()) for m in (matrices_of(n, t, head_dim, split_heads) if is_of_muon(n, t) else [t])]
         for n, t in before.items()
@@ -96,7 +96,7 @@ def errors_of_weights(name: str, tensor: int, pipeline: int, keys: dict[str, Any
         for optimizer in optimizers:
             optimizer.step()
     worst = 0.0
-    for n, t in canonical_weights(trainer.model, mesh.pp).items():
+    for n, t in canonical_weights(trainer.model, mesh.pp, optimizer=trainer.optimizer).items():
         found = matrices_of(n, t, head_dim, split_heads) if is_of_muon(n, t) else [t]
         for part, value in zip(parts[n], found, strict=True):
             worst = max(worst, float((part.detach() - value).abs().max()))
@@ -139,7 +139,7 @@ EIGHT: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "llama-tp2sp-pp2-dp2-zero1": ("llama", {"tensor": 2, "sequence": True, "pipeline": 2}, 1, {}),
     "gpt-tp2-dp4-zero0-heads": ("gpt", {"tensor": 2}, 0, {"split_heads": True}),
     "neox-tp4-dp2-zero1-heads": ("gpt_neox", {"tensor": 4}, 1, {"split_heads": True, "nesterov": False}),
-    "bert-dp8-zero1": ("bert", {}, 1, {"adjust_lr_fn": "original"}),
+    "bert-dp8-zero3": ("bert", {"replicate": 2}, 3, {"adjust_lr_fn": "original"}),
     "llama-tp8sp": ("llama", {"tensor": 8, "sequence": True}, 1, {"split_heads": True, "adjust_lr_fn": "original"}),
     "gpt-pp2-dp4-zero1": ("gpt", {"pipeline": 2}, 1, {"nesterov": False}),
     "neox-tp2sp-pp2-dp2-zero0": ("gpt_neox", {"tensor": 2, "sequence": True, "pipeline": 2}, 0, {}),

@@ -50,7 +50,7 @@ def digest(value: Tensor) -> str:
 
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "dp4-zero1": (1, 1, {}),
+    "dp4-zero3": (1, 1, {"zero": 3}),
     "dp4-zero0-small-buckets": (1, 1, {"zero": 0, "bucket_mib": 0.002}),
     "tp2-dp2-sp": (2, 1, {}),
     "tp4-sp": (4, 1, {}),

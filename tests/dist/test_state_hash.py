@@ -49,7 +49,7 @@ def sums(
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "dp4-zero1": (1, 1, {}),
     "dp4-zero0-small-buckets": (1, 1, {"zero": 0, "bucket_mib": 0.002}),
-    "tp2-dp2": (2, 1, {}),
+    "tp2-dp2-zero3": (2, 1, {"zero": 3}),
     "tp2-pp2": (2, 2, {}),
 }
 

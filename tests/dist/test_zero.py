@@ -32,7 +32,7 @@ def loss_of(model: nn.Module, step: int, rank: int = 0, ranks: int = 1, micro: i
     y = torch.randint(0, 5, (BATCH,), generator=generator, device="cpu")
     mine = slice(rank * micros + micro, None, ranks * micros)
     first = next(model.parameters())
-    return nn.functional.cross_entropy(model(x[mine].to(first)).float(), y[mine].to(first.device))
+    return nn.functional.cross_entropy(model(x[mine].to(first.device, first.dtype)).float(), y[mine].to(first.device))
 
 
 def train(
@@ -47,7 +47,7 @@ def train(
     group = Group.world()
     model = make_model().to(dtype)
     chosen: dict[str, Any] = {"max_norm": 0.5, "lr": 1e-2, **options}
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **chosen)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, model=model, **chosen)
     losses = []
     for step in range(steps):
         if clear is not None:
@@ -110,15 +110,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small buckets": {"bucket_mib": 2e-3, "overlap": True, "clear": to_none},
     "huge bucket": {"bucket_mib": 1000.0},
     "all-reduce, small buckets": {"stage": 0, "overlap": True, "bucket_mib": 2e-3},
+    "gradients cut": {"stage": 2},
+    "gradients cut, small buckets": {"stage": 2, "bucket_mib": 2e-3, "overlap": True},
+    "gradients cut once a step": {"stage": 2, "reduce": "step", "overlap": True},
+    "weights cut": {"stage": 3},
+    "weights cut, small buckets": {"stage": 3, "bucket_mib": 2e-3, "overlap": True, "clear": to_none},
+    "weights cut, gradients once a step": {"stage": 3, "reduce": "step"},
+    "weights cut once a step": {"stage": 3, "reduce": "step", "gather": "step", "clear": to_zero},
 }
-SAME_SUMS = [name for name, options in VARIANTS.items() if not {"stage", "bucket_mib"} & set(options)]
+SAME_SUMS = [
+    name
+    for name, options in VARIANTS.items()
+    if "bucket_mib" not in options and (options.get("stage", 1) == 1 or options.get("reduce") == "step")
+]
 
 
 def train_variants() -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     made = {}
     for name, options in VARIANTS.items():
-        losses, model, _ = train(**options)
-        made[name] = (losses, [p.detach().clone() for p in model.parameters()])
+        losses, model, optimizer = train(**options)
+        with optimizer.gathered():
+            made[name] = (losses, [p.detach().clone() for p in model.parameters()])
     return made
 
 
@@ -133,7 +145,7 @@ def test_trains_as_adamw_in_one_process(ranks: Any) -> None:
         assert difference(losses, wanted_losses) <= 1e-6, name
         assert difference(weights, wanted) <= 1e-6, name
     first, *others = (outcomes[0][name] for name in SAME_SUMS)
-    assert len(others) == 4
+    assert len(others) == 7
     for losses, weights in others:
         assert all(map(torch.equal, losses, first[0])), "the overlap changes a bit"
         assert all(map(torch.equal, weights, first[1])), "the overlap changes a bit"

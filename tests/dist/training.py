@@ -79,7 +79,7 @@ def train(config: Config, steps: int = 4, uneven: bool = False, bodies: bool = T
     if uneven:
         uncount(trainer.feed.batches)
     before = trainer.evaluate()
-    weights = {n: t.clone() for n, t in canonical_weights(trainer.model).items()}
+    weights = {n: t.clone() for n, t in canonical_weights(trainer.model, optimizer=trainer.optimizer).items()}
     micro_batches = trainer.feed.at(0)
     trainer._forward_backward(micro_batches, count_targets(micro_batches, trainer.mesh.dp))
     gradients = canonical_gradients(trainer.model, trainer.optimizer)

@@ -226,6 +226,7 @@ class PlacedParameter(nn.Parameter):
     """A parameter with its record, which a copy of the model keeps."""
 
     placement: Placement
+    deferred_seed: int
 
     def __deepcopy__(self, memo: dict[int, object]) -> PlacedParameter:
         copied = PlacedParameter(self.detach().clone(), self.requires_grad)
@@ -242,6 +243,7 @@ def make_parameter(
     seed: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    deferred: bool = False,
 ) -> nn.Parameter:
     """A local parameter with its record, drawn as the record says; elements that no piece covers are 0.
 
@@ -252,12 +254,29 @@ def make_parameter(
         seed: the run's seed, from which each canonical tensor draws by its name: the same global tensor at any layout.
             None takes a fresh seed from torch's default generator (as `torch.nn` layers do), agreed on by the group.
         device, dtype: device and dtype of the local tensor.
+        deferred: True for a parameter without memory, whose values `draw_deferred` gives.
     """
     parameter = PlacedParameter(torch.zeros(shape, device=device, dtype=dtype))
     parameter.placement = placement = Placement(pieces, group)
     if parameter.device.type != "meta" and has_data(parameter):
-        initialize_(parameter, placement, _agreed_seed(group) if seed is None else seed)
+        agreed_seed = _agreed_seed(group) if seed is None else seed
+        if deferred:
+            parameter.deferred_seed = agreed_seed
+            parameter.untyped_storage().resize_(0)
+        else:
+            initialize_(parameter, placement, agreed_seed)
     return parameter
+
+
+def draw_deferred(parameter: Tensor, out: Tensor) -> bool:
+    """Draw the values of a parameter that was made `deferred` into `out`, which is 0; return False for another one."""
+    seed = getattr(parameter, "deferred_seed", None)
+    record = of(parameter)
+    if seed is None or record is None:
+        return False
+    initialize_(out, record, seed)
+    del cast(Any, parameter).deferred_seed
+    return True
 
 
 class PlacedModule(nn.Module):

@@ -40,6 +40,8 @@ class LayerOptions(TypedDict, total=False):
             1 and biases at 0, whatever it is.
         device: device of the local tensors.
         dtype: dtype of the local tensors.
+        deferred: true if the local tensors get memory and values later, from the `ZeroRedundancyOptimizer` that takes
+            them, so that a rank never holds all of a model that it is to hold a part of.
     """
 
     group: Ranks | None
@@ -47,6 +49,7 @@ class LayerOptions(TypedDict, total=False):
     init: Init
     device: torch.device | str | None
     dtype: torch.dtype | None
+    deferred: bool
 
 
 class LinearOptions(LayerOptions, total=False):
@@ -94,6 +97,7 @@ class ParameterMaker:
         self._seed = options.get("seed")
         self._device = options.get("device")
         self._dtype = options.get("dtype")
+        self._deferred = options.get("deferred", False)
 
     def name(self, layer_name: str | None, leaf: str) -> str:
         """Return the canonical name of a tensor; without a `layer_name` it is completed with the module's path later.
@@ -109,7 +113,13 @@ class ParameterMaker:
     def parameter(self, shape: tuple[int, ...], *pieces: placement.Piece) -> nn.Parameter:
         """Make a parameter of this local shape that consists of the pieces."""
         return placement.make_parameter(
-            shape, pieces, self.group, seed=self._seed, device=self._device, dtype=self._dtype
+            shape,
+            pieces,
+            self.group,
+            seed=self._seed,
+            device=self._device,
+            dtype=self._dtype,
+            deferred=self._deferred,
         )
 
 

@@ -301,6 +301,7 @@ class Family(nn.Module, Generic[_Config]):
         seed: seed of the weights, which are a function of (seed, canonical name), the same at any layout.
         device: device of the parameters; None: torch's default.
         dtype: dtype of the parameters; None: torch's default.
+        deferred: true if the optimizer gives the parameters memory and values (`LayerOptions`).
     """
 
     def __init__(
@@ -315,6 +316,7 @@ class Family(nn.Module, Generic[_Config]):
         seed: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        deferred: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -324,6 +326,7 @@ class Family(nn.Module, Generic[_Config]):
         init = Init.normal(config.initializer_range)
         # A layer draws its weight from (seed, name), so that layers may be made in any order and on any rank alone.
         options: LayerOptions = {"group": ranks, "seed": seed, "init": init, "device": device, "dtype": dtype}
+        options["deferred"] = deferred
         self.build(config, LayerFactory(ranks, sequence_parallel, recompute, self.part, vocab_multiple, options))
 
     def build(self, config: _Config, factory: LayerFactory) -> None:

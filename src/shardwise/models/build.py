@@ -34,6 +34,7 @@ def build_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     part: Part | None = None,
+    deferred: bool = False,
 ) -> nn.Module:
     """Build this rank's shard of the model that `config.model` describes; weights depend on (seed, canonical name).
 
@@ -44,6 +45,7 @@ def build_model(
         device: device of the parameters; None: torch's default.
         dtype: dtype of the parameters; None: torch's default.
         part: the pipeline stage to build; None: the whole model.
+        deferred: true if the optimizer gives the parameters of a family memory and values (`LayerOptions`).
 
     Raises:
         ConfigError: `model.family` names a class of the user's that cannot be imported or built.
@@ -63,6 +65,7 @@ def build_model(
             seed=config.train.seed,
             device=device,
             dtype=dtype,
+            deferred=deferred,
         )
     set_overlap(built, config.parallel.tensor_overlap)
     return built

@@ -91,7 +91,6 @@ class Bucket:
         shard: owned part of `values`, which has memory at all times.
         gradient: owned part of the reduced gradients.
         master: owned part in the optimizer's dtype, such as float32 master weights of bfloat16 parameters.
-        names: the parameters' names, for messages.
         stage: number of the pipeline stage.
         has_values: True while `values` are complete on this rank.
         separate: True if the master is a copy; False if it is the parameters' own memory, as the dtypes agree.
@@ -119,7 +118,6 @@ class Bucket:
         # Vectors, such as norms and biases, are too small to be worth a gather.
         has_matrices = any(len(placement.of_or_whole(p).pieces[0].shape) > 1 for p in self.parameters)
         self.frees_values = self.sharded and sharding.stage == 3 and has_matrices
-        self.names = [f"a parameter of shape {tuple(p.shape)}" for p in self.parameters]
         parts = group.size
         self.offsets, self.numel = offsets_and_length([p.numel() for p in self.parameters], parts)
         dtype = parameters[0].dtype
@@ -149,7 +147,8 @@ class Bucket:
         self.group_sums = {leaf: GroupSums(view) for leaf, view in self._leaves}
         has_gradients = any(p.grad is not None for p in self.parameters)
         for p, view, gradient in zip(self.parameters, self._views(self.values), self._gradient_views, strict=True):
-            view.copy_(p.detach())
+            if not placement.draw_deferred(p, view):
+                view.copy_(p.detach())
             p.data = view
             if p.grad is not None:
                 gradient.copy_(p.grad.to_dense())
@@ -405,8 +404,8 @@ class Bucket:
         if has_memory(self.values):
             release(self.values)
             self.has_values = False
-            for p, name in zip(self.parameters, self.names, strict=True):
-                mark_released(p, name)
+            for p in self.parameters:
+                mark_released(p)
 
     def take_values(self) -> None:
         """Take over changes of gathered parameters to the owned part and the masters."""

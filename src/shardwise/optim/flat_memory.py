@@ -53,8 +53,9 @@ _ALIASES = [getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "
 class ReleasedParameter(nn.Parameter):
     """The class of a parameter while its memory is released: functions that read its elements are refused."""
 
-    shown_name: str
     gathered_class: type[nn.Parameter]
+    path: str
+    """Name in its model."""
 
     @classmethod
     def __torch_function__(
@@ -66,22 +67,22 @@ class ReleasedParameter(nn.Parameter):
     ) -> Any:
         if getattr(func, "__name__", "") in _METADATA and func not in _ALIASES:
             return call_without_overrides(func, args, kwargs or {})
-        names = [arg.shown_name for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, ReleasedParameter)]
+        paths = [arg.path for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, ReleasedParameter)]
         raise ConfigError(
-            f"optimizer.zero (3) releases {names[0] if names else 'a parameter'} outside of the module that has it, a "
-            "block, embedding or head, and it was read there: read it in the forward pass of that module, or inside "
-            f"`with optimizer.gathered():`, or set optimizer.zero=2{see('training#released-parameter')}"
+            f"with optimizer.zero (3) the parameter {paths[0] if paths else 'of an operation'} must be read in the "
+            "forward pass of the module that has it, a block, embedding or head, and it was read elsewhere, where its "
+            "memory is released: read it there, or inside `with optimizer.gathered():`, or set optimizer.zero=2"
+            f"{see('training#released-parameter')}"
         )
 
 
-def mark_released(parameter: nn.Parameter, name: str) -> None:
-    """Let a parameter refuse to be read, under its name."""
+def mark_released(parameter: nn.Parameter) -> None:
+    """Let a parameter refuse to be read."""
     if not isinstance(parameter, ReleasedParameter):
         gathered_class = type(parameter)
         parameter.__class__ = ReleasedParameter
         assert isinstance(parameter, ReleasedParameter)
         parameter.gathered_class = gathered_class
-        parameter.shown_name = name
 
 
 def mark_gathered(parameter: nn.Parameter) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -78,6 +79,8 @@ class UnitWeights:
         self._users: dict[Bucket, set[object]] = {}
         self._units_of: dict[nn.Parameter, list[_Unit]] = {}
         self._in_backward: set[_Unit] = set()
+        for path, parameter in model.named_parameters():
+            cast(Any, parameter).path = path
         for stage in stages_of(model):
             in_order: list[_Unit] = []
             with_backward: list[_Unit] = []

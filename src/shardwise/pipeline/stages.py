@@ -27,6 +27,7 @@ def build_stages(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    deferred: bool = False,
 ) -> nn.Module:
     """Return this rank's part of the model: `Stages`, or without a pipeline the model itself.
 
@@ -38,6 +39,7 @@ def build_stages(
         mesh: mesh of the ranks.
         dtype: dtype of the parameters; default: torch's.
         device: device of the parameters; default: the mesh's.
+        deferred: true if the optimizer gives the parameters of a family memory and values (`LayerOptions`).
     """
     build = partial(
         build_model,
@@ -46,6 +48,7 @@ def build_stages(
         sequence_parallel=layout.sequence_parallel,
         device=mesh.device if device is None else device,
         dtype=dtype,
+        deferred=deferred,
     )
     if layout.pipeline == 1:
         return build()

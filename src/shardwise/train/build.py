@@ -76,11 +76,12 @@ def build_trainer(
     precision = config.precision.resolved(mesh.device.type != "cpu")
     feed = Feed.open(config, mesh, data, sets)
     dtype = torch_dtype(precision.parameter)
-    model = build_stages(config, layout, mesh, dtype=dtype)
-    use_loss(model, config)
     # All ranks take the same way, also where a network disk shows the file to some of them later than to others.
     is_checkpoint = weights is not None and collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world)
-    if weights is not None and not is_checkpoint:
+    is_hugging_face = weights is not None and not is_checkpoint
+    model = build_stages(config, layout, mesh, dtype=dtype, deferred=not is_hugging_face)
+    use_loss(model, config)
+    if weights is not None and is_hugging_face:
         load_hugging_face(model, config.model, mesh, weights.local())
     compilation = compile_units(model, config.compile, mesh.device) if config.compile.enabled else None
     # The optimizer copies the parameters to its masters: weights without masters are loaded before, others after it.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import RunError, see
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.distributed.placement import placements
+from shardwise.distributed.placement import of_or_whole, placements
 from shardwise.models.blocks import Stages
 from shardwise.optim.state import weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
@@ -32,7 +32,9 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int, optimizer: ZeroRedun
     by_group: dict[Group, list[tuple[str, Tensor]]] = {}
     for bucket in [] if optimizer is None else optimizer.buckets:
         if bucket.frees_values and bucket.copies.size > 1:
-            by_group.setdefault(bucket.copies, []).append((bucket.names[0], _digest(bucket.shard)))
+            by_group.setdefault(bucket.copies, []).append(
+                (of_or_whole(bucket.parameters[0]).pieces[0].name, _digest(bucket.shard))
+            )
     for piece, _, values, is_part in weight_slices(model, optimizer, mesh.tp):
         groups = [group for group in (Group() if is_part else mesh.dp, piece.copies) if group.size > 1]
         if groups:

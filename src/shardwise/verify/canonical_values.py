@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -12,9 +14,15 @@ from shardwise.train.step_record import StepRecord
 from shardwise.train.trainer import Trainer
 
 
-def canonical_weights(model: nn.Module, pipeline: Group | None = None) -> dict[str, Tensor]:
-    """Return all canonical weights, on every rank; without `pipeline` those of this rank's stages."""
-    return {name: tensor.clone() for name, tensor in canonical_tensors(model, pipeline=pipeline)}
+def canonical_weights(
+    model: nn.Module, pipeline: Group | None = None, *, optimizer: ZeroRedundancyOptimizer | None = None
+) -> dict[str, Tensor]:
+    """Return all canonical weights, on every rank; without `pipeline` those of this rank's stages.
+
+    optimizer: the one that has parts of the weights, with ZeRO-3.
+    """
+    with nullcontext() if optimizer is None else optimizer.gathered():
+        return {name: tensor.clone() for name, tensor in canonical_tensors(model, pipeline=pipeline)}
 
 
 def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Tensor]:

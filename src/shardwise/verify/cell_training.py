@@ -137,8 +137,9 @@ def first_half(trainer: Trainer, target: Path) -> tuple[Reference, Path]:
     Returns:
         what a reference has, of this rank's stages and on the host, with the state of the middle alone; the checkpoint.
     """
-    with trainer.optimizer.gathered():
-        weights = {name: tensor.cpu() for name, tensor in canonical_weights(trainer.model).items()}
+    weights = {
+        name: tensor.cpu() for name, tensor in canonical_weights(trainer.model, optimizer=trainer.optimizer).items()
+    }
     record, device_gradients = step_with_gradients(trainer)
     gradients = {name: tensor.cpu() for name, tensor in device_gradients.items()}
     records = [record, *(trainer.step() for _ in range(half(trainer.config) - 1))]
