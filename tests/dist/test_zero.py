@@ -1,4 +1,4 @@
-"""ZeRO-1 over real ranks: the same training as one process, the state cut, and every misuse an error on all ranks."""
+"""ZeRO over real ranks: the same training as one process, the state cut, and every misuse an error on all ranks."""
 
 import functools
 import gc
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import ColumnParallelLinear, ZeroRedundancyOptimizer
+from shardwise.base.errors import ConfigError
 from shardwise.distributed.mesh import Group
 from tests.rank_pool import RankPool
 
@@ -149,6 +150,46 @@ def test_trains_as_adamw_in_one_process(ranks: Any) -> None:
     for losses, weights in others:
         assert all(map(torch.equal, losses, first[0])), "the overlap changes a bit"
         assert all(map(torch.equal, weights, first[1])), "the overlap changes a bit"
+
+
+class Sharing(nn.Module):
+    """Two blocks, of which the second one uses a weight of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x)) @ self.blocks[0].weight  # type: ignore[operator]
+
+
+def read_elsewhere() -> list[str]:
+    model = Sharing()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, stage=3, model=model, bucket_mib=1e-5
+    )
+    messages = []
+    for read in (lambda: model(torch.ones(2, 7)), lambda: model.blocks[1].weight.sum()):
+        with pytest.raises(ConfigError) as raised:
+            read()
+        messages.append(str(raised.value))
+    with optimizer.gathered():
+        model(torch.ones(2, 7)).sum().backward()
+        model.blocks[1].weight.detach().fill_(2.0)
+    with optimizer.gathered():
+        assert bool((model.blocks[1].weight == 2.0).all())
+    return messages
+
+
+def test_a_released_parameter_is_refused_by_name(ranks: Any) -> None:
+    for messages in ranks(2).run(read_elsewhere):
+        for message, name in zip(messages, ("blocks.0.weight", "blocks.1.weight"), strict=True):
+            assert f"with optimizer.zero (3) the parameter {name} must be read in the forward pass" in message
+
+
+def test_stage_3_needs_the_model() -> None:
+    with pytest.raises(ValueError, match=r"stage \(3\) must have model="):
+        ZeroRedundancyOptimizer(make_model().parameters(), torch.optim.SGD, lr=0.1, stage=3)
 
 
 def unclipped(**options: Any) -> list[Tensor]:
