@@ -589,6 +589,15 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   Device getDeviceFromPtr(void*) const override { return {kType, current_}; }
   const at::Generator& getDefaultGenerator(Index i) const override { return generator(i); }
   at::Generator getNewGenerator(Index i) const override { return at::make_generator<Generator>(i < 0 ? current_ : i); }
+  // Memory is released, or new; a change from one size to another would have to keep the values.
+  void resizePrivateUse1Bytes(const Storage& storage, size_t bytes) const override {
+    auto* impl = storage.unsafeGetStorageImpl();
+    TORCH_CHECK(!bytes || !impl->nbytes(), "strict: a storage with memory can only be resized to 0 bytes");
+    const Index before = exchangeDevice(impl->device().index());
+    impl->set_data_ptr_noswap(bytes ? memory().allocate(bytes) : c10::DataPtr(nullptr, impl->device()));
+    impl->set_nbytes(bytes);
+    setCurrentDevice(before);
+  }
 };
 
 Guard guard_;

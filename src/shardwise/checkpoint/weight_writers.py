@@ -90,7 +90,8 @@ class WeightPlan:
         A segment's tensor is valid until the next one is asked for.
         """
         ranks = self._ranks
-        segments_by_rank = [self._segments(self._number_in_world(rank)) for rank in range(ranks.size)]
+        first = self._mesh.world.rank - ranks.rank
+        segments_by_rank = [self._segments(first + rank) for rank in range(ranks.size)]
         # In each round every rank gets one segment; ranks with shorter files wait for the others.
         for round_ in zip_longest(*segments_by_rank):
             values = self._put_together(round_)
@@ -113,9 +114,6 @@ class WeightPlan:
                 shards += [(stage * ranks_per_stage + rank, shard) for shard in cut(owned, max_shard_bytes)]
         for name, (owner, owned) in zip(shard_names(len(shards)), shards, strict=True):
             yield WeightFile(name, owner, tuple(owned))
-
-    def _number_in_world(self, rank: int) -> int:
-        return self._mesh.world.ranks.index(self._ranks.ranks[rank])
 
     def _segments(self, owner: int) -> Iterator[_WeightRows]:
         """The segments of an owner's files, in their order."""

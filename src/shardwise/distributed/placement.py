@@ -349,7 +349,8 @@ def add_head_leaf(parameter: nn.Parameter) -> Tensor:
 def head_leaf(parameter: nn.Parameter) -> Tensor | None:
     """The leaf of `add_head_leaf` on the parameter's present memory; None for a parameter without one."""
     leaf: Tensor | None = getattr(parameter, "head_leaf", None)
-    if leaf is not None:
+    # The memory of a released parameter is not there, and has not moved.
+    if leaf is not None and not getattr(parameter, "is_released", False):
         leaf.data = parameter.data
     return leaf
 

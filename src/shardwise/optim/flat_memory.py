@@ -53,6 +53,7 @@ _ALIASES = [getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "
 class ReleasedParameter(nn.Parameter):
     """The class of a parameter while its memory is released: functions that read its elements are refused."""
 
+    is_released = True
     gathered_class: type[nn.Parameter]
     path: str
     """Name in its model."""
