@@ -196,6 +196,12 @@ def _schedule_problems(config: Config) -> list[str]:
             f"{optimizer.warmup_steps} steps, a step at optimizer.lr and optimizer.constant_steps "
             f"({optimizer.constant_steps}) take the others of train.steps ({train.steps})"
         )
+    for number, stage in enumerate(config.data.stages):
+        if stage.at >= train.steps:
+            problems.append(
+                f"data.stages.{number}.at ({stage.at}) must be less than train.steps ({train.steps}): leave out a "
+                "stage that never begins, or raise train.steps"
+            )
     if train.eval_every and not config.evaluates_held_out and not config.evaluation.sets:
         split = f"data.split ({config.data.split!r})"
         if config.data.mixture:
