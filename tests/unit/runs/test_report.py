@@ -133,6 +133,18 @@ def test_evaluations_that_a_resume_undid_have_no_point(tmp_path: Path, capsys: p
     assert [column[0] for column in found["task_curves"]["acc"][HOSTILE]] == [10]
 
 
+def test_branches_without_room_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trunk = write_run(tmp_path / "trunk")
+    identity = json.loads((trunk / "run.json").read_text())["id"]
+    for number in range(9):
+        branch = write_run(tmp_path / f"branch-{number}", [Start(0, 12)], mesh=Mesh(1, 1, 1, 1))
+        (branch / "branch.json").write_text(json.dumps({"id": identity, "step": number, "changes": []}))
+    written = report(trunk)
+    assert "branches: the first 7 of 9; name one as the second RUN" in capsys.readouterr().out
+    assert "branch-6" in written
+    assert "branch-7" not in written
+
+
 def test_a_ninth_curve_has_a_colour(tmp_path: Path) -> None:
     drawn = line_chart("many", {str(number): Curve([Column(1, 1, 1, 1), Column(2, 1, 1, 2)]) for number in range(9)})
     assert drawn.count('class="curve c0"') == 2
