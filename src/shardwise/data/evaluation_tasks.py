@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import io
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -159,5 +160,12 @@ class ContinuationSettings:
 def without_bars() -> Iterator[None]:
     """Keep progress bars and remarks of libraries out of logs, and all that they print out of a command's output."""
     shown = sys.stderr if sys.stderr.isatty() else io.StringIO()
-    with redirect_stdout(shown), redirect_stderr(shown):
-        yield
+    # Its remarks on each attempt go to the standard error of its import.
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(shown), redirect_stderr(shown):
+            yield
+    finally:
+        logger.setLevel(level)
