@@ -167,7 +167,7 @@ def _schedule_problems(config: Config) -> list[str]:
     train = config.train
     model = config.model
     shapes = config.shapes
-    problems = []
+    problems = config.data.late_stage_problems(train.steps)
     limit = model.max_position_embeddings
     if limit is not None and train.sequence_length > limit and not model.extends_positions:
         unless = " without model.rope_scaling" if shapes is not None and shapes.rotary_dim else ""
@@ -196,12 +196,6 @@ def _schedule_problems(config: Config) -> list[str]:
             f"{optimizer.warmup_steps} steps, a step at optimizer.lr and optimizer.constant_steps "
             f"({optimizer.constant_steps}) take the others of train.steps ({train.steps})"
         )
-    for number, stage in enumerate(config.data.stages):
-        if stage.at >= train.steps:
-            problems.append(
-                f"data.stages.{number}.at ({stage.at}) must be less than train.steps ({train.steps}): leave out a "
-                "stage that never begins, or raise train.steps"
-            )
     if train.eval_every and not config.evaluates_held_out and not config.evaluation.sets:
         split = f"data.split ({config.data.split!r})"
         if config.data.mixture:
