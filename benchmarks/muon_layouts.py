@@ -66,6 +66,8 @@ def report(figures: Mapping[str, Mapping[str, Any]]) -> Report:
             differing = [facts for facts in layouts if facts["problems"]]
         what = "no bit of losses, weights and momentum differs" if bitwise else f"losses within {limit:g}"
         reached = f"MISSED by {len(differing)}" if differing else "reached"
+        if not layouts:
+            reached = "not measured"
         targets.append(f"iteration in {form}, {len(layouts)} of {CELLS} layouts: {what}: {reached}")
     return Report(
         "muon_layouts",
