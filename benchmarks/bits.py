@@ -13,10 +13,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import parity
 from report import RESULTS, Report, Table, environment
+
+if TYPE_CHECKING:
+    from shardwise.verify.layouts import Cell
+    from shardwise.verify.verification import Verification
 
 FORMATS = {
     "mixed, AdamW": "precision.mode=mixed",
@@ -72,9 +76,18 @@ def by_family(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, i
 
 def verify_pairs(overrides: str) -> dict[str, Any]:
     """Return how many layouts of a pairwise set were compared, and the names of those of which a bit differs."""
+    differing = []
+    for (family, _), cells in pairwise_cells(CELLS_OF_FORMAT).items():
+        broken = verify_cells(family, cells, overrides, parity.STEPS, bitwise=True).broken
+        differing += [f"{family}, {outcome.cell.name}" for outcome in broken]
+        print(f"{overrides}, {family}: {len(cells)} layouts, {len(broken)} differ", flush=True)
+    return {"layouts": CELLS_OF_FORMAT, "differing": differing}
+
+
+def pairwise_cells(count: int) -> dict[tuple[str, int], list[Cell]]:
+    """Return `count` layouts by family and pipeline degree, which together have each pair of choices."""
     from shardwise.config.load import load_config
-    from shardwise.verify import miniature, verification
-    from shardwise.verify.layouts import Cell, candidates
+    from shardwise.verify.layouts import candidates
 
     chosen = {"parallel.schedule": None, "train.recompute": None}
     by_choice: dict[tuple[Any, ...], tuple[str, Cell]] = {}
@@ -82,23 +95,27 @@ def verify_pairs(overrides: str) -> dict[str, Any]:
         for cell in candidates(load_config(recipe, []), "cpu", parity.RANKS, chosen):
             choices = (family, cell.tensor, cell.sequence, cell.pipeline, cell.schedule, cell.zero, cell.recompute)
             by_choice[choices] = (family, cell)
-    cells = [by_choice[choices] for choices in covering(list(by_choice), CELLS_OF_FORMAT)]
-    differing = []
-    by_mesh = sorted(cells, key=lambda pair: (pair[0], pair[1].pipeline))
-    for (family, _), group in itertools.groupby(by_mesh, key=lambda pair: (pair[0], pair[1].pipeline)):
-        recipe = load_config(parity.FAMILIES[family], overrides.split())
-        # Grains are those of the largest degrees, whatever degrees the set has here.
-        of_family = [cell for _, cell in group]
-        largest = replace(of_family[0], tensor=parity.RANKS // of_family[0].pipeline, sequence=False, zero=0)
-        config = miniature.miniature(recipe, [*of_family, largest], parity.STEPS, has_accelerator=False, bitwise=True)
-        kept, reasons = miniature.existing(config, of_family)
-        if len(kept) < len(of_family):
-            raise RuntimeError("\n".join(reasons))
-        with tempfile.TemporaryDirectory() as folder:
-            result = verification.verify(config, kept, Path(folder))
-        differing += [f"{family}, {outcome.cell.name}" for outcome in result.broken]
-        print(f"{overrides}, {family}: {len(kept)} layouts, {len(result.broken)} differ", flush=True)
-    return {"layouts": len(cells), "differing": differing}
+    cells = [by_choice[choices] for choices in covering(list(by_choice), count)]
+    groups: dict[tuple[str, int], list[Cell]] = {}
+    for family, cell in sorted(cells, key=lambda pair: (pair[0], pair[1].pipeline)):
+        groups.setdefault((family, cell.pipeline), []).append(cell)
+    return groups
+
+
+def verify_cells(family: str, cells: Sequence[Cell], overrides: str, steps: int, *, bitwise: bool) -> Verification:
+    """Compare layouts of one pipeline degree with one process, by the miniature of a family's recipe."""
+    from shardwise.config.load import load_config
+    from shardwise.verify import miniature, verification
+
+    recipe = load_config(parity.FAMILIES[family], overrides.split())
+    # Grains are those of the largest degrees, whatever degrees the set has here.
+    largest = replace(cells[0], tensor=parity.RANKS // cells[0].pipeline, sequence=False, zero=0)
+    config = miniature.miniature(recipe, [*cells, largest], steps, has_accelerator=False, bitwise=bitwise)
+    kept, reasons = miniature.existing(config, cells)
+    if len(kept) < len(cells):
+        raise RuntimeError("\n".join(reasons))
+    with tempfile.TemporaryDirectory() as folder:
+        return verification.verify(config, kept, Path(folder))
 
 
 def covering(choices: Sequence[tuple[Any, ...]], count: int) -> list[tuple[Any, ...]]:

@@ -42,6 +42,7 @@ SECTIONS = {
     "rounding": "bfloat16 by stochastic rounding beside rounding to nearest and mixed precision: loss and time",
     "muon": "a step of Muon beside one of AdamW, on the quickstart",
     "sharding": "the stages of ZeRO and torch FSDP2 around one model: step time and memory",
+    "muon_layouts": "Muon at 35 layouts of eight ranks against one process (slow: only when named)",
     "overlap": "reductions and gathers behind computation, beside torch DDP, on an accelerator in software (slow: only "
     "when named)",
     "tensor_overlap": "tensor-parallel collectives behind matmuls, on CPU ranks and an accelerator in software (slow: "
@@ -61,6 +62,7 @@ ONLY_WHEN_NAMED = (
     "tensor_overlap",
     "parity",
     "bits",
+    "muon_layouts",
     "optimizers",
     "precision",
     "data_prepare",

@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from shardwise.config import check_layout
+from shardwise.data.formats.text import random_text
 from shardwise.distributed import collectives
 from shardwise.planner.communication import step_transfers, wire_bytes
-from shardwise.train.step_record import StepRecord
+from shardwise.train.build import build_trainer
+from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord
 from shardwise.train.straggler import STRAGGLER_STEPS
 from tests.dist.checkpoints import make_trainer
+from tests.dist.dense import mesh
 from tests.dist.test_checkpoint import config_of
+from tests.dist.training import make_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP 2 × DP 2": {"tensor": 2},
@@ -83,3 +87,21 @@ def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(layout: str, ranks:
 def test_losses_do_not_depend_on_what_is_measured(ranks: Any) -> None:
     slow, plain = (ranks(4).run(measured, LAYOUTS["TP 2 × DP 2"], 3, slow)[0][0] for slow in (True, False))
     assert [record.loss for record in slow] == [record.loss for record in plain]
+
+
+def test_a_stage_of_other_data_is_no_loss_spike() -> None:
+    begin = SMOOTHED_STEPS + 2
+    data = {
+        "mixture": {"web": {"dataset": "tiny", "weight": 1.0}},
+        "stages": [{"at": begin, "weights": {"web": 2.0}}],
+    }
+    config = make_config(train={"steps": 2 * begin + 1, "eval_every": 0}, data=data, optimizer={"lr": 1e-5})
+    trainer = build_trainer(config, mesh(1), random_text(config.model.vocab_size))
+    records = [trainer.step() for _ in range(begin)]
+    assert [record.step for record in records if record.loss_spike is not None] == [begin - 1, begin]
+    # As if the stage before had been easier.
+    trainer.progress.losses.extend([loss / 2 for loss in trainer.progress.losses])
+    records = [trainer.step() for _ in range(begin)]
+    assert records[0].mean_loss == pytest.approx(records[0].loss)
+    assert [record.step for record in records if record.loss_spike is not None] == [2 * begin - 1, 2 * begin]
+    assert max(abs(record.loss_spike or 0.0) for record in records) < 6

@@ -53,6 +53,16 @@ def test_each_set_and_task_has_its_steps(evaluated: Path) -> None:
     }
 
 
+def test_results_and_report_have_the_sets_and_tasks(evaluated: Path) -> None:
+    results = json.loads((evaluated / "results.json").read_text(encoding="utf-8"))
+    last = {event["set"]: event["loss"] for event in metrics(evaluated, "eval_set")}
+    assert {name: values["loss"] for name, values in results["evaluation_sets"].items()} == last
+    assert results["tasks"] == {event["task"]: event["metrics"] for event in metrics(evaluated, "eval_task")}
+    drawn = json.loads(within("report", evaluated, "--json", at=evaluated).succeeded().out)
+    assert {name: columns[-1][2] for name, columns in drawn["set_curves"].items()} == last
+    assert [column[0] for column in drawn["task_curves"]["acc"]["choice"]] == [3, 4]
+
+
 def test_a_set_has_the_loss_that_evaluate_prints(evaluated: Path, tmp_path: Path) -> None:
     """And bits per byte: the losses of all its tokens but the first, over the bytes of these tokens."""
     own = metrics(evaluated, "eval_set")[-2]

@@ -38,10 +38,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     paths = [arguments.run] if arguments.other is None else [arguments.run, arguments.other]
     watched = [open_run(path, all_steps=True) for path in paths]
-    branches = branches_of(watched[0])[:_MOST_BRANCHES] if arguments.other is None else []
+    branches = branches_of(watched[0]) if arguments.other is None else []
     compared = comparison(*watched) if len(watched) == 2 else None
-    watched += branches
-    reports = [report_of(run) for run in watched]
+    shown = branches[:_MOST_BRANCHES]
+    reports = [report_of(run) for run in [*watched, *shown]]
+    if len(shown) < len(branches) and not arguments.json:
+        output.line(f"branches: the first {len(shown)} of {len(branches)}; name one as the second RUN to see it")
     file: Path = arguments.output or watched[0].path / "report.html"
     if file.is_dir():
         raise ConfigError(f"--output ({file}) must be a file, it is a folder: name a file in it")

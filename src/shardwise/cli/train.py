@@ -179,6 +179,19 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
         glance = open_data.glance(config)
         rows += glance.rows
         problems += glance.problems
+    if config.evaluation.sets:
+        from shardwise.data.evaluation_sets import glance_at_sets
+
+        sets = glance_at_sets(config)
+        rows += sets.rows
+        problems += sets.problems
+    if config.evaluation.tasks_every:
+        from shardwise.data.evaluation_tasks import require_lm_eval
+
+        try:
+            require_lm_eval(config.evaluation)
+        except ConfigError as error:
+            problems += error.problems
     if config.companions is not None:
         from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 

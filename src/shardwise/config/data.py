@@ -279,6 +279,15 @@ class DataConfig(SourceConfig):
                     )
         return problems
 
+    def late_stage_problems(self, steps: int) -> list[str]:
+        """The problems of stages that a run of `steps` steps never reaches."""
+        return [
+            f"data.stages.{number}.at ({stage.at}) must be less than train.steps ({steps}): leave out a stage that "
+            "never begins, or raise train.steps"
+            for number, stage in enumerate(self.stages)
+            if stage.at >= steps
+        ]
+
     @property
     def holds_out(self) -> bool:
         """True if a part of the data, or of any source of the mixture, is held out for evaluation."""

@@ -16,7 +16,7 @@ from shardwise.config.data import MixedSource
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES
 from shardwise.config.run_config import Config
-from shardwise.config.token_counts import is_step_field
+from shardwise.config.token_counts import counts_steps
 
 
 def refusal(error: ValidationError, section: str, family: str = "") -> ConfigError:
@@ -56,7 +56,7 @@ def error_texts(details: Any, family: str = "") -> list[str]:
     if kind == "extra_forbidden":
         return [_unknown(path, known)]
     rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)
-    if kind == "int_type" and isinstance(value, str) and field is not None and is_step_field(field):
+    if kind == "int_type" and isinstance(value, str) and counts_steps(Config, location):
         rule = "must be a whole number of steps, or tokens such as 20B, 500M or 1.5T"
     shown = f" ({as_given(value)!r})" if not isinstance(value, (dict, list)) else ""
     return [f"{path}{shown} {rule or 'is not valid: ' + details['msg']}"]

@@ -167,7 +167,7 @@ def _schedule_problems(config: Config) -> list[str]:
     train = config.train
     model = config.model
     shapes = config.shapes
-    problems = []
+    problems = config.data.late_stage_problems(train.steps)
     limit = model.max_position_embeddings
     if limit is not None and train.sequence_length > limit and not model.extends_positions:
         unless = " without model.rope_scaling" if shapes is not None and shapes.rotary_dim else ""

@@ -11,9 +11,9 @@ from pydantic.fields import FieldInfo
 
 from shardwise.config.base_section import Section
 
-TOKENS = r"(\d+(?:\.\d+)?) ?([kMBT])(?: tokens)?"
+TOKENS = r"(\d+(?:\.\d+)?) ?([kKMBT])(?: tokens)?"
 """A number of tokens: `500M`, `1.5 T`, `20B tokens`."""
-_POWERS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_POWERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _UNIT = "unit"
 _STEPS = "steps"
 
@@ -30,6 +30,17 @@ def is_step_field(field: FieldInfo) -> bool:
     """Return whether a field is that of a key that counts steps."""
     extra = field.json_schema_extra
     return isinstance(extra, dict) and extra.get(_UNIT) == _STEPS
+
+
+def counts_steps(section: type[Section], place: Path) -> bool:
+    """Return whether the keys of `place`, from a section on, lead to one that counts steps."""
+    sections = [section]
+    fields: list[FieldInfo] = []
+    for key in place:
+        if isinstance(key, str):
+            fields = [inner.model_fields[key] for inner in sections if key in inner.model_fields]
+            sections = [inner for field in fields for inner in _sections_in(field.annotation)]
+    return any(map(is_step_field, fields))
 
 
 def parse_tokens(text: object) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import io
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -23,19 +24,25 @@ _MAX_TOKENS = 256
 """New tokens of a continuation where a task names no number, as for `--model hf`."""
 
 
-@functools.cache
-def find_tasks(settings: EvaluationConfig) -> TaskManager:
-    """The index of `lm_eval` in which all of `evaluation.tasks` are.
-
-    Raises:
-        ConfigError: `lm_eval` is not installed, the folder of task files is missing, or a name is unknown.
-    """
-    names = settings.tasks
+def require_lm_eval(settings: EvaluationConfig) -> None:
+    """Raise ConfigError unless `lm_eval` is installed and the folder of task files exists."""
     folder = settings.tasks_path
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("evaluation.tasks needs the package lm_eval: pip install 'shardwise[tasks]'")
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"evaluation.tasks_path ({folder}) must be a folder of task files (.yaml), and it is none")
+
+
+@functools.cache
+def find_tasks(settings: EvaluationConfig) -> TaskManager:
+    """The index of `lm_eval` in which all of `evaluation.tasks` are.
+
+    Raises:
+        ConfigError: as `require_lm_eval`, or a name is unknown.
+    """
+    require_lm_eval(settings)
+    names = settings.tasks
+    folder = settings.tasks_path
     # It takes seconds to import.
     from lm_eval.tasks import TaskManager
 
@@ -153,5 +160,12 @@ class ContinuationSettings:
 def without_bars() -> Iterator[None]:
     """Keep progress bars and remarks of libraries out of logs, and all that they print out of a command's output."""
     shown = sys.stderr if sys.stderr.isatty() else io.StringIO()
-    with redirect_stdout(shown), redirect_stderr(shown):
-        yield
+    # Its remarks on each attempt go to the standard error of its import.
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(shown), redirect_stderr(shown):
+            yield
+    finally:
+        logger.setLevel(level)

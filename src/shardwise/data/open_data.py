@@ -270,7 +270,7 @@ def glance(config: Config) -> Glance:
             source = checked_format(config)
         except ConfigError as error:
             return Glance(rows, error.problems)
-        looks["data"] = lambda: f"{config.data.name}: {source.glance(config)}"
+        looks["data"] = lambda: _described(config, source)
     else:
         source = FORMATS["text"]
         rows.append(("data", "none is named: a run needs data.path, data.blend or data.dataset"))
@@ -283,6 +283,19 @@ def glance(config: Config) -> Glance:
         except ConfigError as error:
             problems += error.problems
     return Glance(rows, problems)
+
+
+def glance_at_set(config: Config) -> str:
+    """The row of a dry run about an evaluation set, by the configuration whose data are the set.
+
+    Raises:
+        DataError: the set cannot be read.
+    """
+    return _described(config, checked_format(config))
+
+
+def _described(config: Config, source: SampleSource) -> str:
+    return f"{config.data.name}: {source.glance(config)}"
 
 
 def _glance_at_sources(config: Config) -> Glance:

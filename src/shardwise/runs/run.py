@@ -50,6 +50,7 @@ class RunView:
             damaged.
         series: steps of the run.
         evaluations: "eval" events in their order.
+        set_evaluations, task_evaluations: "eval_set" and "eval_task" events in their order, which `events` has too.
         events: all events but steps and evaluations, in their order.
         last: last "step" event as it was recorded; {} without one.
         before_starts: time at which the last step before each start was recorded, in seconds since the epoch; NaN if
@@ -93,6 +94,8 @@ class RunView:
     def _clear(self) -> None:
         self.series = StepSeries()
         self.evaluations: list[dict[str, Any]] = []
+        self.set_evaluations: list[dict[str, Any]] = []
+        self.task_evaluations: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.last: dict[str, Any] = {}
         self.before_starts: list[float] = []
@@ -232,7 +235,7 @@ class RunView:
     def _take(self, event: dict[str, Any]) -> None:
         self.lost.add(event)
         kind = event.get("event")
-        if kind in ("step", "eval") and event.get("step") is None:
+        if kind in ("step", "eval", "eval_set", "eval_task") and event.get("step") is None:
             return
         if kind == "step":
             self.series.add(event)
@@ -242,7 +245,12 @@ class RunView:
             self.evaluations.append(event)
         elif kind is not None:
             # The text of a library, or of another program, may hold a secret.
-            self.events.append(redaction.without_secrets(event))
+            event = redaction.without_secrets(event)
+            self.events.append(event)
+            if kind == "eval_set":
+                self.set_evaluations.append(event)
+            if kind == "eval_task":
+                self.task_evaluations.append(event)
             self._trains = self._trains and kind not in ("start", "stop")
             if kind == "start":
                 self._first_recent = len(self.series.steps)
@@ -257,7 +265,8 @@ class RunView:
             return
         self.series.undo_after(kept)
         self._first_recent = min(self._first_recent, len(self.series.steps))
-        self.evaluations = [event for event in self.evaluations if number(event.get("step"), 0.0) <= kept]
+        for evaluations in (self.evaluations, self.set_evaluations, self.task_evaluations):
+            evaluations[:] = [event for event in evaluations if number(event.get("step"), 0.0) <= kept]
 
     def _goes_on(self) -> bool:
         """True if the run was started again after its last event, which recorded its end.

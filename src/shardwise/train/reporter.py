@@ -103,6 +103,8 @@ class Reporter:
         self._progress: list[ProgressLine] = []
         self._last: StepRecord | None = None
         self._evaluation: dict[str, float] = {}
+        self._last_of_sets: dict[str, dict[str, float]] = {}
+        self._last_of_tasks: dict[str, dict[str, float]] = {}
         self._names_are_recorded = False
         self._started = time.perf_counter()
         self._seconds_before: float | None = 0.0
@@ -299,6 +301,7 @@ class Reporter:
         values = {"loss": result.loss, **_by_objective(objectives)}
         further = {"perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
         values |= {key: value for key, value in further.items() if value is not None}
+        self._last_of_sets[name] = values
         self._event("eval_set", step=step, set=name, **values)
         self._scalars(step, {f"eval/{name}": values})
         shown = f", {values['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in values else ""
@@ -310,6 +313,7 @@ class Reporter:
         """Record the metrics of tasks, as `lm_eval` names them (`acc,none`), made after `step` steps."""
         for name, result in results.items():
             metrics = {key: value for key, value in result.items() if "," in key and isinstance(value, int | float)}
+            self._last_of_tasks[name] = metrics
             self._event("eval_task", step=step, task=name, metrics=metrics)
             # The part after the comma names a filter of answers; most tasks have none.
             scalars = {key.removesuffix(",none").replace(",", "/"): value for key, value in metrics.items()}
@@ -447,11 +451,17 @@ class Reporter:
         last = self._last
         throughput = self._throughput
         evaluation = self._evaluation
+        sets = self._last_of_sets
+        tasks = self._last_of_tasks
         final_loss = last.loss if last else None
         if last is None:
             # An earlier run has done all steps, and recorded their loss.
             final_loss = self._recorded("step", self._step).get("loss")
             evaluation = evaluation or self._recorded("eval", self._step)
+            for event in self._all_recorded("eval_set", self._step):
+                facts = ("event", "time", "step", "set")
+                sets[event["set"]] = {key: value for key, value in event.items() if key not in facts}
+            tasks = {event["task"]: event["metrics"] for event in self._all_recorded("eval_task", self._step)}
         length = self.config.train.sequence_length
         return {
             **self._facts(),
@@ -462,6 +472,8 @@ class Reporter:
             "final_loss": final_loss,
             "final_eval_loss": evaluation.get("loss"),
             "final_perplexity": evaluation.get("perplexity"),
+            "evaluation_sets": sets,
+            "tasks": tasks,
             "time_to_train_seconds": self._time_to_train(now),
             "samples_per_second": {"average": throughput.average, "peak": throughput.peak},
             "tokens_per_second": {"average": throughput.average * length, "peak": throughput.peak * length},
@@ -471,10 +483,14 @@ class Reporter:
 
     def _recorded(self, name: str, step: int) -> dict[str, Any]:
         """The last event of this name and step in the folder's metrics, read on rank 0; {} where there is none."""
-        if self._metrics is None:
-            return {}
-        recorded = [event for event in self.run.events(name) if event.get("step") == step]
+        recorded = self._all_recorded(name, step)
         return recorded[-1] if recorded else {}
+
+    def _all_recorded(self, name: str, step: int) -> list[dict[str, Any]]:
+        """The events of this name and step in the folder's metrics, read on rank 0."""
+        if self._metrics is None:
+            return []
+        return [event for event in self.run.events(name) if event.get("step") == step]
 
 
 def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str, Mapping[str, float | None]]:

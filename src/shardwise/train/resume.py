@@ -311,6 +311,8 @@ def continue_data(manifest: Manifest, data: PreparedData, batches: Batches, prog
     changed = [name for name in stored if stored[name] is not None and now.get(name, stored[name]) != stored[name]]
     allows_others = any(key.startswith("data.") and key not in _KEYS_OF_MIXTURES for key in config.changeable)
     if allows_others and (changed or not stored.keys() & now.keys()):
+        # Other data have another loss: its first steps are no spike.
+        progress.losses.clear()
         return
     if changed:
         name = changed[0]

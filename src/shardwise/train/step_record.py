@@ -31,7 +31,7 @@ class Progress:
         samples: samples trained on.
         tokens: tokens trained on.
         position: place in the order of the data; greater than `samples` where batches were left out.
-        losses: losses of the last steps, at most `SMOOTHED_STEPS`.
+        losses: losses of the last steps, at most `SMOOTHED_STEPS`, since a stage of the data began.
         phase: present work of the run, as a noun phrase.
     """
 
@@ -85,7 +85,7 @@ class StepRecord:
         step: number of the step, from 1, over the whole training.
         loss: mean loss of the global batch, before the update.
         mean_loss: mean of `loss` over this step and the ones before.
-        mean_steps: steps in that mean: `SMOOTHED_STEPS`, or fewer where the training is younger.
+        mean_steps: steps in that mean: `SMOOTHED_STEPS`, or fewer where the training or a stage of its data is younger.
         lr: learning rate of the update.
         grad_norm: norm of the whole model's gradients, before clipping.
         param_norm: norm of the whole model's parameters, before the update.

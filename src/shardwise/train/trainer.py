@@ -249,6 +249,9 @@ class Trainer:
         # The loss and the norms are finite: from here on the parameters change.
         with record_function("optimizer"), self.clock.phase(OPTIMIZER):
             self.optimizer.step()
+        if any(stage.at == self.progress.step for stage in self.config.data.stages):
+            # Other data have another loss: its first steps are no spike.
+            self.progress.losses.clear()
         spike = loss_spike(loss, self.progress.losses)
         self.progress.advance(loss, train.global_batch, train.sequence_length)
         return self._record(numbers, lr, spike, time.perf_counter() - start)

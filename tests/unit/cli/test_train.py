@@ -79,6 +79,17 @@ def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys
     assert config_from(parse_yaml(out, "dry run")).data.path == "corpus.jsonl"
 
 
+def test_a_dry_run_looks_at_evaluation_sets_and_task_files(capsys: pytest.CaptureFixture[str]) -> None:
+    sets = "evaluation.sets={small: {dataset: tiny}, own: {path: /nope.txt}}"
+    tasks = ["evaluation.tasks=[places]", "evaluation.tasks_every=5", "evaluation.tasks_path=/nope"]
+    assert main(["train", "llama2-tiny", "--dry-run", "train.eval_every=5", sets, *tasks]) == 2
+    captured = capsys.readouterr()
+    assert "# set, small     tiny: 1 file," in captured.out
+    assert "evaluation.sets.own.path (/nope.txt) does not exist" in captured.err
+    pytest.importorskip("lm_eval")
+    assert "evaluation.tasks_path (/nope) must be a folder of task files (.yaml), and it is none" in captured.err
+
+
 def test_fault_07_a_dry_run_says_what_changes_beside_loaded_weights(capsys: pytest.CaptureFixture[str]) -> None:
     Path("weights").mkdir()
     Path("weights/model.safetensors").touch()

@@ -56,6 +56,10 @@ def resolved(*overrides: str) -> dict[str, Any]:
             [WEB, "data.stages=[{at: 5, weights: {web: 1}}, {at: 5, weights: {web: 2}}]"],
             "data.stages.1.at (5) must be more than that of the stage before (5)",
         ),
+        (
+            [WEB, "data.stages=[{at: 5x, weights: {web: 1}}]"],
+            "data.stages.0.at ('5x') must be a whole number of steps, or",
+        ),
         ([WEB, "data.stages=[{at: 5, weights: {}}]"], "data.stages.0.weights must name the sources"),
         (
             [WEB, "data.stages=[{at: 5, weights: {wed: 1}}]"],
@@ -66,6 +70,14 @@ def resolved(*overrides: str) -> dict[str, Any]:
 )
 def test_refused(overrides: list[str], expected: str) -> None:
     assert expected in "\n".join(problems(*overrides))
+
+
+def test_a_stage_must_begin_before_the_end() -> None:
+    config = load_config("llama2-tiny", ["data.dataset=null", WEB, "data.stages=[{at: 20, weights: {web: 1}}]"])
+    with pytest.raises(
+        ConfigError, match=r"data\.stages\.0\.at \(20\) must be less than train\.steps \(20\): leave out"
+    ):
+        check_layout(config_from(config.recorded() | {"train": config.recorded()["train"] | {"steps": 20}}), 1)
 
 
 def test_an_evaluation_needs_a_source_that_holds_a_part_out() -> None:

@@ -1,6 +1,7 @@
 """Tasks that cannot be scored are refused before a rank starts."""
 
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, load_config
-from shardwise.data.evaluation_tasks import require_tasks
+from shardwise.data.evaluation_tasks import require_tasks, without_bars
 from tests.task_files import write_tasks
 
 
@@ -52,6 +53,20 @@ def test_data_that_cannot_be_reached(tmp_path: Path) -> None:
     assert refusal(["cloze"], folder) == (
         f"the data of evaluation.tasks (cloze) cannot be read: Unable to find '{folder / 'rows.jsonl'}'"
     )
+
+
+def test_libraries_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("huggingface_hub")
+    handler = logging.StreamHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    try:
+        with without_bars():
+            logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
+            print("a remark")
+        assert (logger.level, *capsys.readouterr()) == (level, "", "")
+    finally:
+        logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize(

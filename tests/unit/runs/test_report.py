@@ -94,6 +94,63 @@ def test_two_runs_are_laid_over_each_other(tmp_path: Path, capsys: pytest.Captur
     assert not (b / "report.html").exists()
 
 
+def _with_evaluations(run: Path) -> Path:
+    """Add evaluations of a set and of tasks: at step 10, at step 18, which a resume after step 10 undoes, and at 20."""
+    kept = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    written = []
+    for event in kept:
+        written.append(event)
+        step = event.get("step")
+        if event["event"] == "step" and step in (10, 18, 20):
+            facts = {"time": event["time"], "step": step}
+            written.append({"event": "eval_set", "set": "code", "loss": step / 10, "perplexity": 2.0, **facts})
+            scores = {"acc,none": step / 40, "acc_stderr,none": 0.1, "exact_match,strict": 0.5}
+            written.append({"event": "eval_task", "task": HOSTILE, "metrics": scores, **facts})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in written))
+    return run
+
+
+def test_evaluation_sets_and_tasks_have_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _with_evaluations(write_run(tmp_path / "run", [Start(0, 19, None), Start(10, 20)]))
+    found = numbers(capsys, str(run))
+    assert found["set_curves"] == {"code": [[10, 1.0, 1.0, 1.0], [18, 1.8, 1.8, 1.8], [20, 2.0, 2.0, 2.0]]}
+    assert {metric: list(curves) for metric, curves in found["task_curves"].items()} == {
+        "acc": [HOSTILE],
+        "exact_match (strict)": [HOSTILE],
+    }
+    assert [column[:2] for column in found["task_curves"]["acc"][HOSTILE]] == [[10, 0.25], [18, 0.45], [20, 0.5]]
+    page = Text(report(run))
+    for title in ("Loss of evaluation sets", "Tasks: acc", "Tasks: exact_match (strict)"):
+        assert title in page.text
+    assert {"curves": {"code": [[10, 1], [18, 1.8], [20, 2]]}, "ends": [10, 20], "percent": False} in page.charts
+    assert page.tags.count("script") == 1
+
+
+def test_evaluations_that_a_resume_undid_have_no_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _with_evaluations(write_run(tmp_path / "run", [Start(0, 19, None), Start(10, 16)]))
+    found = numbers(capsys, str(run))
+    assert [column[0] for column in found["set_curves"]["code"]] == [10]
+    assert [column[0] for column in found["task_curves"]["acc"][HOSTILE]] == [10]
+
+
+def test_branches_without_room_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trunk = write_run(tmp_path / "trunk")
+    identity = json.loads((trunk / "run.json").read_text())["id"]
+    for number in range(9):
+        branch = write_run(tmp_path / f"branch-{number}", [Start(0, 12)], mesh=Mesh(1, 1, 1, 1))
+        (branch / "branch.json").write_text(json.dumps({"id": identity, "step": number, "changes": []}))
+    written = report(trunk)
+    assert "branches: the first 7 of 9; name one as the second RUN" in capsys.readouterr().out
+    assert "branch-6" in written
+    assert "branch-7" not in written
+
+
+def test_a_ninth_curve_has_a_colour(tmp_path: Path) -> None:
+    drawn = line_chart("many", {str(number): Curve([Column(1, 1, 1, 1), Column(2, 1, 1, 2)]) for number in range(9)})
+    assert drawn.count('class="curve c0"') == 2
+    assert 'c8"' not in drawn
+
+
 def test_what_the_run_says_is_text_and_no_markup(tmp_path: Path) -> None:
     run = write_run(tmp_path / "odd & <b>")
     with (run / "metrics.jsonl").open("a") as file:

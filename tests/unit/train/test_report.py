@@ -20,6 +20,7 @@ from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.planner.memory import expected_memory, invariant_dropout, neediest_rank
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import reporter as report
+from shardwise.train.evaluation import Evaluation
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import StepRecord, Throughput
 from shardwise.train.summary import dry_run
@@ -371,17 +372,24 @@ def test_a_trace_is_told_once_and_so_is_its_absence(
 
 def test_results_of_a_run_that_had_taken_its_steps(tmp_path: Path) -> None:
     """Killed after the last save, before the results: the next start has no step to take."""
+    evaluation = Evaluation({"lm": 2.5}, {"lm": 8}, {}, 8, 1.0, bytes=20)
     with reporter(tmp_path)[0] as made:
         made.start()
         for step in (99, 100):
             made.step(record(step, loss=step / 7))
         made.evaluation(100, 1.5, math.exp(1.5))
+        made.evaluation_set(100, "code", evaluation)
+        made.tasks(100, {"places": {"alias": "places", "acc,none": 0.75, "acc_stderr,none": "N/A"}})
+        first = made.finish()
     again, _ = reporter(tmp_path)
     with again:
         again.start(steps_before=100)
         results = again.finish({"tokens": 25600, "samples": 800})
     assert (results["steps"], results["final_loss"]) == (100, 100 / 7)
     assert (results["final_eval_loss"], results["final_perplexity"]) == (1.5, math.exp(1.5))
+    expected = {"code": {"loss": 2.5, "perplexity": math.exp(2.5), "bits_per_byte": 1.0 / math.log(2)}}
+    assert first["evaluation_sets"] == results["evaluation_sets"] == expected
+    assert first["tasks"] == results["tasks"] == {"places": {"acc,none": 0.75}}
     assert json.loads((tmp_path / "run/results.json").read_text())["samples"] == 800
 
 

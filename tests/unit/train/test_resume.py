@@ -172,8 +172,11 @@ def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_
     batches = BlendedBatches(sources, [Stage(0, 0, {"web": 1.0})])
     chosen = config()
     chosen.let_change(check_changes(["data.path", "data.mixture"]))
-    resume.continue_data(manifest, replace(make_data(), fingerprint="other"), batches, Progress(), chosen)
+    progress = Progress()
+    progress.losses.extend([1.0, 2.0])
+    resume.continue_data(manifest, replace(make_data(), fingerprint="other"), batches, progress, chosen)
     assert batches.order.stages == (Stage(0, 0, {"web": 1.0}),)
+    assert not progress.losses, "the first losses of other data are no spikes"
 
 
 def test_a_run_that_goes_on_stops_after_as_many_steps_of_its_own() -> None:

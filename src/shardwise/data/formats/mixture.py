@@ -73,9 +73,10 @@ def first_stages(config: Config) -> list[Stage]:
 
 
 def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step: int, position: int) -> list[Stage]:
-    """The stages of a run that continues after `step` steps and `position` samples.
+    """The stages of a run that continues after `step` steps, at `position` in the order of the data.
 
-    Stages that have begun stay where they began, also if the batch was another one then.
+    Stages that have begun stay where they began, also if the batch was another one then, and the later ones begin after
+    their steps, also if `train.skip_batches` leaves out samples before.
 
     Args:
         recorded: stages in the checkpoint.
@@ -83,7 +84,7 @@ def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step
     Raises:
         ConfigError: the configuration has other stages before this step than the run had.
     """
-    begun = [Stage(**stage) for stage in recorded if stage["sample"] < position]
+    begun = [Stage(**stage) for stage in recorded if stage["step"] < step]
     expected = [(stage.step, dict(stage.weights)) for stage in begun]
     given = [(0, _first_weights(config))]
     given += [(stage.at, dict(stage.weights)) for stage in config.data.stages if stage.at < step]

@@ -30,6 +30,8 @@ _DIGITS = 5
 """Digits of a number in the page: a difference of a thousandth of a chart's height is seen in none."""
 _DIGITS_OF_ENDS = 4
 """Digits of the least and the largest value of a column, which are two thirds of the page's numbers."""
+_COLOURS = 8
+"""Colours of curves in the page; the ninth curve has the first one again."""
 _UNITS = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e5, " k"))
 
 Rows = Sequence[Sequence[float]]
@@ -87,10 +89,11 @@ def line_chart(
         f'<svg x="{LEFT}" y="{TOP}" width="{_PLOT_WIDTH}" height="{_PLOT_HEIGHT}" '
         f'viewBox="{LEFT} {TOP} {_PLOT_WIDTH} {_PLOT_HEIGHT}">'
     )
-    drawn += [_curve(area, curve, number) for number, curve in enumerate(known.values())]
+    coloured = [(number % _COLOURS, name, curve) for number, (name, curve) in enumerate(known.items())]
+    drawn += [_curve(area, curve, colour) for colour, _, curve in coloured]
     drawn.append("</svg>")
-    for number, curve in enumerate(known.values()):
-        drawn += [_dot(area, x, y, number) for x, y in curve.dots if area.low_y <= y <= area.high_y]
+    for colour, _, curve in coloured:
+        drawn += [_dot(area, x, y, colour) for x, y in curve.dots if area.low_y <= y <= area.high_y]
     outside = [value for value in (least, largest) if not area.low_y <= value <= area.high_y]
     if outside:
         cut = " and ".join(_tick_text(_rounded(value, _DIGITS_OF_ENDS), percent) for value in outside)
@@ -102,7 +105,7 @@ def line_chart(
     breaks = {name: curve.breaks for name, curve in known.items() if curve.breaks}
     if breaks:
         data["breaks"] = breaks
-    legend = [(f"c{number}", name) for number, name in enumerate(known)] if len(known) > 1 else []
+    legend = [(f"c{colour}", name) for colour, name, _ in coloured] if len(known) > 1 else []
     return _figure(title, legend, drawn, [area.low_x, area.high_x], data, notes=notes)
 
 

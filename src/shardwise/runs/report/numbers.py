@@ -68,6 +68,8 @@ def report_of(run: RunView) -> dict[str, Any]:
         "source_curves": {name: columns(series.steps, losses) for name, losses in series.sources.items()},
         "not_finite": {name: steps for name, steps in diverged.items() if steps is not None},
         "evaluations": _spread(losses),
+        "set_curves": _as_curves(_set_losses(run)),
+        "task_curves": {metric: _as_curves(scores) for metric, scores in _task_scores(run).items()},
         "split_seconds": _split(run),
         "split_by_step": _split_by_step(run),
         "memory_bytes": _amounts(run.last.get("memory_bytes")),
@@ -128,6 +130,36 @@ def columns(steps: Sequence[int], values: Sequence[float], count: int = _COLUMNS
     """Reduce a curve to at most `count` columns of equally many values; columns without a finite one are left out."""
     all_columns = columns_of(steps, values, equal_counts(len(steps), count))
     return [column for column in all_columns if column is not None]
+
+
+_Points = dict[str, dict[int, float]]
+"""Value at each step of each name; of a step that was done again, the last one."""
+
+
+def _set_losses(run: RunView) -> _Points:
+    """Return the losses of each evaluation set."""
+    losses: _Points = {}
+    for event in run.set_evaluations:
+        if _known(event.get("loss")):
+            losses.setdefault(str(event.get("set")), {})[event["step"]] = event["loss"]
+    return losses
+
+
+def _task_scores(run: RunView) -> dict[str, _Points]:
+    """Return the scores of each task by metric, without their standard errors."""
+    scores: dict[str, _Points] = {}
+    for event in run.task_evaluations:
+        for key, value in _amounts(event.get("metrics")).items():
+            # The part after the comma names a filter of answers.
+            metric, _, answers = key.partition(",")
+            if not metric.endswith("_stderr"):
+                name = metric if answers in ("", "none") else f"{metric} ({answers})"
+                scores.setdefault(name, {}).setdefault(str(event.get("task")), {})[event["step"]] = value
+    return scores
+
+
+def _as_curves(points: _Points) -> dict[str, list[Column]]:
+    return {name: columns([*values], [*values.values()]) for name, values in points.items()}
 
 
 def _spread(points: Sequence[list[Any]]) -> list[list[Any]]:

@@ -24,6 +24,8 @@ from shardwise.runs.step_metrics import PARTS, REPORT_CURVES, Curve
 _TIME_COLOURS = (4, 1, 2, 0, 5, 7, 3, 6)
 _AXIS_COLOURS = (3, 1, 2, 7, 5, 0, 4, 6)
 _AXES = {"tp": "TP", "dp": "DP", "pp": "PP", "world": "all ranks"}
+_MOST_TASK_CURVES = 24
+"""Curves in a chart of tasks: some groups have dozens of tasks, whose legend would hide the chart."""
 _MARKS = {"checkpoint": "checkpoints", "eval": "evaluations", "warning": "warnings", "ended": "ends of jobs"}
 
 
@@ -80,16 +82,31 @@ def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[
         title = f"{metric.title}, dots: evaluation" if has_dots else metric.title
         charts.append(chart.line_chart(title, curves, percent=metric.is_share, is_cut=metric.is_cut, notes=notes))
         if metric.name == "loss":
-            charts.append(chart.line_chart("Training loss by source", _source_curves(reports, names)))
+            charts.append(chart.line_chart("Training loss by source", _named_curves(reports, names, "source_curves")))
+            charts.append(chart.line_chart("Loss of evaluation sets", _named_curves(reports, names, "set_curves")))
+            charts += _task_charts(reports, names)
     return charts
 
 
-def _source_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Curve]:
+def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], key: str) -> dict[str, Curve]:
+    """Return the curves that the reports have by names of their own, such as those of sources."""
     curves = {}
     for name, report in zip(names, reports, strict=True):
-        for source, rows in report["source_curves"].items():
-            curves[f"{name[:1]}: {source}" if len(reports) > 1 else source] = Curve(rows)
+        for label, rows in report.get(key, {}).items():
+            curves[f"{name[:1]}: {label}" if len(reports) > 1 else label] = Curve(rows)
     return curves
+
+
+def _task_charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """Draw the scores of tasks, a chart for each metric."""
+    scores = [report["task_curves"] for report in reports]
+    charts = []
+    for metric in dict.fromkeys(metric for by_metric in scores for metric in by_metric):
+        curves = _named_curves(scores, names, metric)
+        shown = dict(list(curves.items())[:_MOST_TASK_CURVES])
+        notes = [f"{len(shown)} of {len(curves)} curves"] if len(shown) < len(curves) else []
+        charts.append(chart.line_chart(f"Tasks: {metric}", shown, is_cut=False, notes=notes))
+    return charts
 
 
 def _counted(value: Any) -> Any:

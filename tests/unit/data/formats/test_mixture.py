@@ -190,6 +190,12 @@ def test_later_stages_follow_another_batch_and_earlier_ones_stay() -> None:
     ]
 
 
+def test_a_stage_begins_after_its_steps_where_batches_are_skipped() -> None:
+    chosen = config(MIXTURE, [{"at": 4, "weights": {"code": 1}}, LATER])
+    later = [Stage(4, 9 * BATCH, {"code": 1.0}), Stage(6, 11 * BATCH, {"math": 1.0})]
+    assert continued_stages(chosen, RECORDED, step=3, position=8 * BATCH)[1:] == later
+
+
 @pytest.mark.parametrize(
     "stages",
     [
