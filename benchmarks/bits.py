@@ -36,7 +36,7 @@ def run(rounds: int) -> Report:
     for pipeline, (family, recipe) in itertools.product(parity.PIPELINES, parity.FAMILIES.items()):
         key = f"{family}, pipeline degree {pipeline}"
         if key not in figures:
-            layouts = ["--layouts", "all", f"parallel.pipeline={pipeline}"]
+            layouts = ["--layouts", "all", "optimizer.zero=0,1", f"parallel.pipeline={pipeline}"]
             figures[key] = counted(parity.verify(recipe, "", layouts, parity.STEPS, bits=True))
             report(figures).save(RESULTS, environment())
             print(f"{key}: {figures[key]}", flush=True)

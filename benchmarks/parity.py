@@ -43,7 +43,7 @@ def run(rounds: int, steps: int | None = None) -> Report:
     found = {}
     for family, recipe in FAMILIES.items():
         for pipeline in PIPELINES:
-            layouts = ["--layouts", "all", f"parallel.pipeline={pipeline}"]
+            layouts = ["--layouts", "all", "optimizer.zero=0,1", f"parallel.pipeline={pipeline}"]
             found[family, pipeline] = verify(recipe, "", layouts, steps or STEPS)
             print(f"{family}, pipeline degree {pipeline}: {len(found[family, pipeline]['layouts'])}", flush=True)
     for family, overrides in OTHERS.items():

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from shardwise.config import Config
-from shardwise.models.blocks import units
+from shardwise.layers.units import units
+from shardwise.optim import bucket_layout
+from shardwise.optim.buckets import Bucket
+from shardwise.optim.flat_memory import has_memory
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import FAMILIES, MODEL, make_config
 from tests.rank_pool import RankPool
@@ -59,3 +62,61 @@ def test_gathers_end_before_their_parameters_are_read(
         assert all(late > 2 for late in found[1]), f"gathers under way after each step: {found[1]}"
         for a, b in zip(found[2], plain[2], strict=True):
             assert torch.equal(a, b)
+
+
+def events_of_a_step(config: Config) -> tuple[list[tuple[str, int]], list[float], list[float]]:
+    """Of the last step of ZeRO-3: what happened to which block, in order; losses of ZeRO-1 and of ZeRO-3."""
+    bucket_layout._LEAST_BYTES = 1  # each block of a tiny model has buckets of its own, as those of a large one
+    plain = make_trainer(config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"zero": 1})}))
+    trainer = make_trainer(config)
+    losses = [[each.step().loss for _ in range(STEPS - 1)] for each in (plain, trainer)]
+    events: list[tuple[str, int]] = []
+    blocks = list(trainer.model.layers)  # type: ignore[arg-type]
+    block_of = {p: number for number, block in enumerate(blocks) for p in block.parameters()}
+
+    def watch(bucket: Bucket, method: str, event: str) -> None:
+        plain_method = getattr(bucket, method)
+        number = block_of.get(bucket.parameters[0])
+
+        def watched() -> None:
+            starts = event == "gather" and not has_memory(bucket.values)
+            waits = event == "gathered" and bucket._gather is not None
+            reduces = event == "reduce" or (event == "reduced" and bucket._pending is not None)
+            if number is not None and (starts or waits or reduces):
+                events.append((event, number))
+            plain_method()
+
+        setattr(bucket, method, watched)
+
+    for bucket in trainer.optimizer.buckets:
+        if bucket.frees_values:
+            watch(bucket, "finish_gather", "gathered")
+            watch(bucket, "begin_gather", "gather")
+            watch(bucket, "finish_reduction", "reduced")
+            watch(bucket, "start_reduction", "reduce")
+    for number, block in enumerate(blocks):
+        block.register_forward_hook(lambda *_, number=number: events.append(("forward", number)))
+        last = list(block.parameters())[-1]
+        last.register_post_accumulate_grad_hook(lambda _, number=number: events.append(("backward", number)))
+    for each, values in zip((plain, trainer), losses, strict=True):
+        values.append(each.step().loss)
+    return events, *losses
+
+
+def test_weights_and_gradients_travel_behind_the_computation_of_another_block(
+    strict: Callable[..., RankPool],
+) -> None:
+    """Each gather and reduction but the first and the last one has a block's computation before its wait."""
+    sizes = {"num_hidden_layers": 6}
+    config = make_config(model=sizes, optimizer={"zero": 3, "bucket_mib": 1.0}, train={"global_batch": 4})
+    for events, plain, losses in strict(2).run(events_of_a_step, config):
+        assert losses == plain
+        for start, end in (("gather", "gathered"), ("reduce", "reduced")):
+            exposed = []
+            for place, (event, number) in enumerate(events):
+                if event == start:
+                    stop = events.index((end, number), place)
+                    between = [name for name, other in events[place:stop] if other != number]
+                    if not {"forward", "backward"} & set(between):
+                        exposed.append((start, number))
+            assert len(exposed) <= 2, f"not behind computation: {exposed} of {events}"

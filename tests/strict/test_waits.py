@@ -42,8 +42,16 @@ def step(config: Config, default: bool) -> device.Counters:
         (2, {"parallel": {"tensor": 2, "sequence": True}}),
         (2, {"parallel": {"pipeline": 2, "schedule": "1f1b"}}),
         (2, {"optimizer": {"zero": 1}}),
+        (2, {"optimizer": {"zero": 3}}),
     ],
-    ids=["one rank", "invariant dropout, full recompute", "TP 2 and sequence parallelism", "PP 2", "DP 2 with ZeRO-1"],
+    ids=[
+        "one rank",
+        "invariant dropout, full recompute",
+        "TP 2 and sequence parallelism",
+        "PP 2",
+        "DP 2 with ZeRO-1",
+        "DP 2 with ZeRO-3",
+    ],
 )
 def test_waits_of_a_step(
     world: int, sections: dict[str, dict[str, object]], default: bool, strict: Callable[..., RankPool]

@@ -5,8 +5,9 @@ this machine has. Compared are initial weights, the losses of each step, the gra
 after the checkpoint of another layout was read: each layout reads that of the one before it, and one process the last.
 
 The layouts are all combinations of parallel.tensor, parallel.sequence, parallel.pipeline, data parallelism and
-optimizer.zero, with the recipe's parallel.schedule and train.recompute. --layouts chooses others: each KEY=VALUE,VALUE
-limits a key to these values, KEY=all allows all, and keys that are not named stay as said; `all` allows everything.
+optimizer.zero (0, 1 and the recipe's), with the recipe's parallel.schedule and train.recompute. --layouts chooses
+others: each KEY=VALUE,VALUE limits a key to these values, KEY=all allows all, and keys that are not named stay as said;
+`all` allows everything.
 
 Exit code 0: every layout keeps the contract; 1: one breaks it or fails; 2: the input is wrong.
 """
@@ -283,7 +284,7 @@ def _show_table(outcomes: Sequence[verification.CellOutcome]) -> None:
         "": ["✗" if outcome.problems else "" for outcome in outcomes],
         "TP": [f"{outcome.cell.tensor}{' SP' if outcome.cell.sequence else ''}" for outcome in outcomes],
         "PP": [str(outcome.cell.pipeline) for outcome in outcomes],
-        "DP": [f"{outcome.cell.data}{' Z1' if outcome.cell.zero else ''}" for outcome in outcomes],
+        "DP": [f"{outcome.cell.data}{f' Z{outcome.cell.zero}' if outcome.cell.zero else ''}" for outcome in outcomes],
         "schedule": [outcome.cell.schedule or "-" for outcome in outcomes],
         "recompute": [outcome.cell.recompute for outcome in outcomes],
         "weights": [_number(outcome, "weights") for outcome in outcomes],

@@ -131,14 +131,12 @@ class UnitWeights:
 
     def _acquire(self, unit: _Unit, step: int) -> None:
         """Gather a unit, and start to gather the next ones in a direction."""
-        for bucket in unit.buckets:
-            bucket.begin_gather()
-            self._users[bucket].add(unit)
+        for needed in (unit, *unit.following(step, self._prefetch)):
+            for bucket in needed.buckets:
+                bucket.begin_gather()
+                self._users[bucket].add(needed)
         for bucket in unit.buckets:
             bucket.finish_gather()
-        for other in unit.following(step, self._prefetch):
-            for bucket in other.buckets:
-                bucket.begin_gather()
 
     def _release(self, unit: _Unit) -> None:
         for bucket in unit.buckets:

@@ -19,7 +19,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "parallel.sequence": (False, True),
     "parallel.pipeline": (),
     "parallel.schedule": get_args(Schedule),
-    "optimizer.zero": (0, 1),
+    "optimizer.zero": (0, 1, 2, 3),
     "train.recompute": get_args(Recompute),
 }
 """Keys that a layout may set, with all their values; a degree has none here, as it divides the number of ranks."""
@@ -65,7 +65,7 @@ class Cell:
         if self.pipeline > 1:
             degrees.append(f"PP {self.pipeline}")
         if self.data > 1:
-            degrees.append(f"DP {self.data}{' (ZeRO-1)' if self.zero else ''}")
+            degrees.append(f"DP {self.data}{f' (ZeRO-{self.zero})' if self.zero else ''}")
         return " × ".join(degrees) or "one process"
 
     @property
@@ -129,11 +129,15 @@ def _value_problems(key: str, value: Any) -> list[str]:
 def candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, list[Any] | None]) -> list[Cell]:
     """Return the chosen layouts of exactly `ranks` ranks, each once: a key without effect has its default.
 
-    Schedule and recompute are the recipe's unless they are chosen.
+    Schedule and recompute are the recipe's unless they are chosen, and stages of ZeRO are 0, 1 and the recipe's.
     """
     values: dict[str, Sequence[Any]] = {key: valid or sorted(divisors(ranks)) for key, valid in AXES.items()}
-    recipe_values = {"parallel.schedule": config.parallel.schedule, "train.recompute": config.train.recompute}
-    values |= {key: [value] for key, value in recipe_values.items() if key not in chosen}
+    defaults: dict[str, Sequence[Any]] = {
+        "parallel.schedule": [config.parallel.schedule],
+        "train.recompute": [config.train.recompute],
+        "optimizer.zero": sorted({0, 1, config.optimizer.zero}),
+    }
+    values |= {key: default for key, default in defaults.items() if key not in chosen}
     values |= {key: named for key, named in chosen.items() if named is not None}
     cells = []
     for tensor, sequence, pipeline, schedule, zero, recompute in itertools.product(*values.values()):
