@@ -21,7 +21,9 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self._now = 0
         self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
         self._freed: deque[int] = deque()  # threads of collectives let go of tensors too, at any moment
+        self._resized: list[Tensor] = []
         for tensor in ignored:
             self._add(tensor, 0)
 
@@ -39,17 +41,25 @@ class LiveTensors(TorchDispatchMode):
 
         def gone(_: object) -> None:
             del self._held[key]
+            del self._sizes[key]
             self._freed.append(size)
 
         if key not in self._held:
             self._held[key] = weakref.ref(storage, gone)
+            self._sizes[key] = size
             self._now += size
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Follow the sizes of tensors whose storages are resized, which is no operator; they live as long as this."""
+        for tensor in tensors:
+            self._now -= self._sizes[tensor.untyped_storage()._cdata]
+            self._resized.append(tensor)
 
     @property
     def now(self) -> int:
         while self._freed:
             self._now -= self._freed.popleft()
-        return self._now
+        return self._now + sum(tensor.untyped_storage().nbytes() for tensor in self._resized)
 
     def settled(self) -> int:
         """What is held once the thread that ran the last collective has let its tensors go."""

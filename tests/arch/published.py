@@ -118,6 +118,20 @@ PUBLISHED = {
             "train.recompute": "selective",
         },
     ),
+    "llama2-70b": Published(
+        world=64,
+        data=64,
+        parameters=68_976_648_192,
+        keys={
+            **_sizes(80, 8192, 64, 28672, 32000, 4096),
+            **_keys("model", num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False),
+            **_layout(1, False, 3),
+            **_batch(1024, 1, 4096),
+            **_rate(1.5e-4, 2000, 476_837, "cosine", (0.9, 0.95), decay=0.1),
+            "optimizer.min_lr": 1.5e-5,
+            "optimizer.eps": 1e-5,
+        },
+    ),
     "gpt-neox-6.9b": Published(
         world=128,
         data=16,

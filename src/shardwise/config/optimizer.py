@@ -114,6 +114,15 @@ class OptimizerConfig(Section):
         "on accelerators, 1/8 on CPUs), at least 1",
     )
 
+    def sharding_text(self, replicate: int) -> str:
+        """The stage of ZeRO with `parallel.replicate`, such as `ZeRO-3 (replicate 4, reduce step)`."""
+        options = [f"replicate {replicate}"] if self.zero and replicate > 1 else []
+        if self.zero >= 2 and self.reduce == "step":
+            options.append("reduce step")
+        if self.zero == 3 and self.gather == "step":
+            options.append("gather step")
+        return f"ZeRO-{self.zero}" + (f" ({', '.join(options)})" if options else "")
+
     @property
     def spec(self) -> OptimizerSpec:
         """The record of the optimizer that `name` names."""

@@ -102,6 +102,10 @@ class Config(Section):
         """How often weights are gathered with `optimizer.zero` 3."""
         return self.optimizer.gather or ("step" if self.splits_backward else "micro_batch")
 
+    def shard_ranks(self, data: int) -> int:
+        """The number of data-parallel ranks, of `data`, over which ZeRO cuts; 1 without it."""
+        return data // self.parallel.replicate if self.optimizer.zero else 1
+
     def vocab_multiple(self, tensor: int) -> int:
         """The number to a multiple of which the rows of embedding and head are padded on each of `tensor` ranks."""
         # Each part of a rank is padded, as each of `grain` ranks would be.

@@ -54,7 +54,7 @@ class LocalWidths:
         )
 
 
-_OUTSIDE, _EMBEDDING, _HEAD = (UnitPlace(0, unit) for unit in (-1, -2, -3))
+OUTSIDE, EMBEDDING, HEAD = (UnitPlace(0, unit) for unit in (-1, -2, -3))
 """Places of parameters that no block has: those of no smaller unit than the stage, of the embedding and of the head."""
 
 
@@ -82,7 +82,7 @@ class LocalParameter:
     partial_over: int = 1
     at_both_ends: bool = False
     in_block: bool = False
-    place: UnitPlace = _OUTSIDE
+    place: UnitPlace = OUTSIDE
 
     @property
     def is_block_matrix(self) -> bool:
@@ -211,22 +211,24 @@ class _StageParameters:
     def all(self) -> Iterator[LocalParameter]:
         """Yield them in the order in which the family's module has them, with their pipeline stage."""
         for parameter in self._of_model():
-            yield replace(parameter, place=UnitPlace(self.stage.index, parameter.place.unit))
+            place = UnitPlace(self.stage.index, parameter.place.unit)
+            yield parameter if parameter.place == place else replace(parameter, place=place)
 
     def _of_model(self) -> Iterator[LocalParameter]:
         if self.stage.is_first:
             yield from self.embeddings()
         elif self.stage.is_last and self.at_both_ends and not self.model.head_transform:
             yield self.embedding()  # the head's weight; a transforming head comes after the blocks with its own
+        block = list(self.block())
         for layer in self.stage.layers:
-            place = UnitPlace(0, layer)
-            yield from (replace(parameter, in_block=True, place=place) for parameter in self.block())
+            place = UnitPlace(self.stage.index, layer)
+            yield from (replace(parameter, in_block=True, place=place) for parameter in block)
         if self.stage.is_last and self.model.head_transform:
             yield from self.bert_heads()
         elif self.stage.is_last:
             yield from self.norm()
             if not self.model.tie_word_embeddings:
-                yield LocalParameter(self.local.vocabulary * self.model.hidden_size, per="prediction", place=_HEAD)
+                yield LocalParameter(self.local.vocabulary * self.model.hidden_size, per="prediction", place=HEAD)
 
     def embeddings(self) -> Iterator[LocalParameter]:
         """Words, positions where they are learned, token types and a norm where the family has them."""
@@ -266,7 +268,7 @@ class _StageParameters:
         yield LocalParameter(hidden, matrix=False)
         if self.at_both_ends:
             yield self.embedding()  # the decoder's weight
-        yield LocalParameter(self.local.vocabulary, matrix=False, place=_HEAD)  # the decoder's bias
+        yield LocalParameter(self.local.vocabulary, matrix=False, place=HEAD)  # the decoder's bias
         yield LocalParameter(2 * hidden, per="sequence")  # seq_relationship
         yield LocalParameter(2, matrix=False)
 
@@ -274,12 +276,12 @@ class _StageParameters:
         """[V/t, H], looked up; a tied one is multiplied in the head as well."""
         per: Per | None = "prediction" if self.model.tie_word_embeddings else None
         elements = self.local.vocabulary * self.model.hidden_size
-        return LocalParameter(elements, per=per, at_both_ends=self.at_both_ends, place=_EMBEDDING)
+        return LocalParameter(elements, per=per, at_both_ends=self.at_both_ends, place=EMBEDDING)
 
     def table(self, rows: int) -> LocalParameter:
         """[rows, H], whole on every rank, looked up."""
         elements = rows * self.model.hidden_size
-        return LocalParameter(elements, partial_over=self._partial_between, place=_OUTSIDE)
+        return LocalParameter(elements, partial_over=self._partial_between, place=OUTSIDE)
 
     def vector(self) -> LocalParameter:
         """[H], whole on every rank: a norm's weight or bias, or the bias of a row-parallel layer."""

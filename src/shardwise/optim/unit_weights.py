@@ -18,7 +18,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from shardwise.distributed.torch_private import after_backward, tensors_in
-from shardwise.layers.embedding import ParallelLMHead
+from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
 from shardwise.layers.units import stages_of, units
 from shardwise.optim.bucket_layout import UnitPlace
 from shardwise.optim.buckets import Bucket
@@ -41,21 +41,24 @@ class _Unit:
         buckets: buckets whose values are freed.
         neighbors: the units inside the pipeline stage, in the order of the forward pass; a stage itself is not in it.
         trained: parameters of the unit whose gradients its backward pass completes.
+        has_backward: True if the unit's backward pass needs its weights. An embedding's does not, and a head computes
+            its gradients in the forward pass (`linear_cross_entropy`), unless the loss is the user's.
         keeps: True if a forward pass of training does not release the buckets, since the backward pass follows.
         incomplete: those of `trained` whose gradients the present backward pass has not completed; None outside of a
             backward pass of this unit.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], trained: Iterable[nn.Parameter]) -> None:
+    def __init__(self, buckets: Iterable[Bucket], trained: Iterable[nn.Parameter], *, has_backward: bool) -> None:
         self.buckets = list(dict.fromkeys(buckets))
         self.trained = frozenset(trained)
+        self.has_backward = has_backward
         self.neighbors: list[_Unit] = []
         self.keeps = False
         self.incomplete: set[nn.Parameter] | None = None
 
     def following(self, step: int, count: int) -> Sequence[_Unit]:
         """Return the next `count` units of the pipeline stage in a direction: 1 forward, -1 backward."""
-        in_order = self.neighbors[::step]
+        in_order = [unit for unit in self.neighbors[::step] if step > 0 or unit.has_backward]
         # The passes of a whole stage begin before those of the units inside it.
         first = in_order.index(self) + 1 if self in in_order else 0
         return in_order[first : first + count]
@@ -83,20 +86,21 @@ class UnitWeights:
             cast(Any, parameter).path = path
         for stage in stages_of(model):
             in_order: list[_Unit] = []
-            with_backward: list[_Unit] = []
+            last: _Unit | None = None
             for module, parameters in units(stage).items():
                 trained = [p for p in parameters if p in bucket_of]
-                unit = _Unit((bucket_of[p] for p in trained if bucket_of[p].frees_values), trained)
+                has_backward = not isinstance(module, ParallelEmbedding | ParallelLMHead)
+                freed = (bucket_of[p] for p in trained if bucket_of[p].frees_values)
+                unit = _Unit(freed, trained, has_backward=has_backward)
                 if unit.buckets:
                     self._watch(module, unit)
                     unit.neighbors = in_order
                     if module is not stage:
                         in_order.append(unit)
-                    # A head computes its gradients in the forward pass (`linear_cross_entropy`).
-                    if not isinstance(module, ParallelLMHead):
-                        with_backward.append(unit)
-            for unit in with_backward[-1:]:
-                unit.keeps = True
+                    if has_backward:
+                        last = unit
+            if last is not None:
+                last.keeps = True
 
     def _watch(self, module: nn.Module, unit: _Unit) -> None:
         for bucket in unit.buckets:
@@ -149,11 +153,13 @@ class UnitWeights:
         if unit.incomplete is None:
             self._acquire(unit, 1)
 
-    def _after_forward(self, unit: _Unit, _module: nn.Module, _arguments: object, output: object) -> None:
+    def _after_forward(self, unit: _Unit, module: nn.Module, _arguments: object, output: object) -> None:
         # While a backward pass computes a unit again, it needs the weights until its end.
         if unit.incomplete is not None:
             return
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        tensors: list[Tensor] = []
+        if not isinstance(module, ParallelEmbedding):
+            tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         for tensor in tensors:
             tensor.register_hook(partial(self._before_backward, unit))
         if not (tensors and unit.keeps):

@@ -20,10 +20,11 @@ class PassBytes:
         backward: the most during the backward pass, with the part of `kept` that is not free yet.
         last: bytes at the end of the backward pass.
         waiting: more bytes than `kept` between the two halves of a split backward pass.
-        reduction: bytes while this stage's gradients are reduced, after its last micro-batch.
+        reduction: the most during the last micro-batch's backward pass, while this stage's gradients are reduced.
         split: more bytes than `kept` at the peak of the first half of a split backward pass.
         onwards: message to the next stage, which is held until the end of the step.
         back: message to the previous stage, held likewise.
+        forward: more bytes than `kept` at some time of the forward pass before the loss.
     """
 
     kept: int
@@ -36,6 +37,7 @@ class PassBytes:
     split: int = 0
     onwards: int = 0
     back: int = 0
+    forward: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class _Ledger:
         self._most_in_flight = 0
 
     def forward(self, stage: int, needs: PassBytes) -> None:
-        during = self.kept + self.losses + needs.kept + needs.loss
+        during = self.kept + self.losses + needs.kept + max(needs.loss, needs.forward)
         self.kept += needs.kept
         self.losses += needs.loss_kept
         self.sent += needs.onwards

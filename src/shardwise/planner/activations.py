@@ -108,8 +108,14 @@ def block_stack(workload: RankWorkload, layers: Iterable[int] | None = None) -> 
     """
     if layers is None:
         layers = [layer for stage in workload.stages for layer in stage.layers]
+    blocks = stack_at_blocks(workload, layers)
+    return BlockStack(blocks[-1].kept, max(block.peak for block in blocks))
+
+
+def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[BlockStack]:
+    """Return, for each block, the bytes that the blocks up to it keep, and the most in its backward pass."""
+    blocks = []
     kept = 0
-    peak = 0
     kinds: dict[bool, tuple[int, int]] = {}  # blocks differ only in whether they rotate q and k
     for layer in layers:
         rotates = workload.model.rotates(layer)
@@ -117,8 +123,8 @@ def block_stack(workload: RankWorkload, layers: Iterable[int] | None = None) -> 
             kinds[rotates] = _kept_and_work(workload, block_activations(workload, layer))
         block_kept, work = kinds[rotates]
         kept += block_kept
-        peak = max(peak, kept + work)
-    return BlockStack(kept, peak)
+        blocks.append(BlockStack(kept, kept + work))
+    return blocks
 
 
 def _kept_and_work(workload: RankWorkload, block: BlockActivations) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Bytes that one rank sends in an optimizer step, collective by collective; and the sizes of its buckets.
+"""Bytes that one rank sends in an optimizer step, collective by collective.
 
 Legend: see `planner/rank_workload.py`. A collective over n ranks on a whole tensor of b bytes makes each rank send
 
@@ -8,25 +8,27 @@ Legend: see `planner/rank_workload.py`. A collective over n ranks on a whole ten
 which is the volume of the ring algorithm (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). The backend may
 use another algorithm. A message from one rank to another costs the sender its b bytes.
 
-Tensor and sequence parallelism communicate as in arXiv:1909.08053 and arXiv:2205.05198, ZeRO-1 as in arXiv:1910.02054.
+Tensor and sequence parallelism communicate as in arXiv:1909.08053 and arXiv:2205.05198, ZeRO as in arXiv:1910.02054.
 
 Axes are named as the groups in `distributed/mesh.py`: "tp", "dp", "pp", "world", "tp/c" for the c neighbouring
-ranks that hold the same key/value heads, and "pp/ends" for the two ranks that hold a tied embedding, if "pp" has more
-than these two.
+ranks that hold the same key/value heads, "dp/n" for the n ranks that ZeRO cuts over and "dp/copies" for those that own
+the same part, if `parallel.replicate` is above 1, and "pp/ends" for the two ranks that hold a tied embedding, if "pp"
+has more than these two.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
-from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout
-from shardwise.config.layout import Stage, rank_of
-from shardwise.models.parameter_counts import LocalParameter, LocalWidths, local_parameters
-from shardwise.optim.bucket_layout import LIMBS, bucket_bytes, offsets_and_length, packed
+from shardwise.config import DTYPE_BYTES, Config, Layout
+from shardwise.config.layout import rank_of
+from shardwise.models.parameter_counts import local_parameters
+from shardwise.optim.bucket_layout import LIMBS
+from shardwise.planner.bucket_shapes import BucketShape, bucket_shapes
 from shardwise.planner.rank_workload import RankWorkload
+from shardwise.planner.sharding import evaluation_bytes, gathered_bytes
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
@@ -100,7 +102,10 @@ def evaluation_transfers(
     The sum of losses over data parallelism and pipeline, at the end of an evaluation, is not counted.
     """
     workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
-    return None if workload is None else _transfers(workload, _forward(workload), [])
+    if workload is None:
+        return None
+    weights = _gather(workload, evaluation_bytes(workload), "weights of units")
+    return _transfers(workload, _forward(workload), [weights])
 
 
 def wire_bytes(transfers: list[Transfer] | None) -> dict[tuple[str, str], float] | None:
@@ -273,6 +278,7 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     layout = workload.layout
     data = layout.data
     objectives = len(workload.model.objectives)
+    data_rank %= workload.shard_ranks
     buckets = bucket_shapes(workload)
     elements = sum(bucket.elements for bucket in buckets)
     gradients = DTYPE_BYTES[precision.reduce] * (elements + workload.head_gradient_elements)
@@ -293,14 +299,7 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
         transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
     if optimizer.spec.orthogonalizes:
         transfers += _matrices(workload)
-    if optimizer.zero:
-        parameters = DTYPE_BYTES[precision.parameter] * elements
-        transfers += [
-            Transfer("dp", "reduce_scatter", data, gradients, 1, "gradients"),
-            Transfer("dp", "all_gather", data, parameters, 1, "parameters"),
-        ]
-    else:
-        transfers.append(Transfer("dp", "all_reduce", data, gradients, 1, "gradients"))
+    transfers += _over_data(workload, gradients, buckets)
     for ranks in sorted({layout.tensor, workload.local.key_value_copies} - {1}):
         axis = "tp" if ranks == layout.tensor else f"tp/{ranks}"
         if workload.config.train.bitwise:
@@ -321,6 +320,34 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     return [*transfers, Transfer(axis, "all_reduce", 2, size, 1, "gradient of the tied embedding")]
 
 
+def _over_data(workload: RankWorkload, gradients: int, buckets: list[BucketShape]) -> list[Transfer]:
+    """Return the reductions of so many bytes of gradients, and the gathers of new values of buckets that stay whole.
+
+    Ranks that ZeRO cuts over are `n`; those that own the same part, as copies of each other, sum theirs afterwards.
+    """
+    n = workload.shard_ranks
+    copies = workload.layout.data // n
+    count = workload.reductions
+    if n == 1:
+        return [Transfer("dp", "all_reduce", copies, gradients, count, "gradients")]
+    elements = sum(bucket.elements for bucket in buckets if not (workload.frees_values and bucket.has_matrices))
+    values = DTYPE_BYTES[workload.precision.parameter] * elements
+    return [
+        Transfer(_shard_axis(workload), "reduce_scatter", n, gradients, count, "gradients"),
+        Transfer("dp/copies", "all_reduce", copies, gradients // n, count, "owned gradients of copies"),
+        _gather(workload, values, "parameters"),
+        _gather(workload, gathered_bytes(workload), "weights of units"),
+    ]
+
+
+def _gather(workload: RankWorkload, size: int, tensor: str) -> Transfer:
+    return Transfer(_shard_axis(workload), "all_gather", workload.shard_ranks, size, 1, tensor)
+
+
+def _shard_axis(workload: RankWorkload) -> str:
+    return "dp" if workload.shard_ranks == workload.layout.data else f"dp/{workload.shard_ranks}"
+
+
 def _matrices(workload: RankWorkload) -> list[Transfer]:
     """Return the transfers of Muon's matrices: each rank of a stage sends its part to their owners, and gets it back.
 
@@ -332,7 +359,7 @@ def _matrices(workload: RankWorkload) -> list[Transfer]:
     width = DTYPE_BYTES[optimizer.muon.dtype(workload.accelerator)]
     stored = sum(bucket.elements for bucket in bucket_shapes(workload) if bucket.is_orthogonalized)
     part = width * stored // layout.data
-    updates = part if optimizer.zero else width * stored
+    updates = width * stored // workload.shard_ranks
     axis = "tp" if layout.data == 1 else "dp" if layout.tensor == 1 else "world"
     if axis == "world" and layout.pipeline > 1:
         axis = f"world/{ranks}"
@@ -340,96 +367,3 @@ def _matrices(workload: RankWorkload) -> list[Transfer]:
         Transfer(axis, "all_to_all", ranks, part, 1, "matrices to their owners"),
         Transfer(axis, "all_to_all", ranks, updates, 1, "updates of the matrices"),
     ]
-
-
-_MIB = 2**20
-
-
-@dataclass(frozen=True)
-class BucketShape:
-    """One bucket: (offset, parameter) of each parameter, its elements with padding, and the number of equal slices."""
-
-    parameters: tuple[tuple[int, LocalParameter], ...]
-    elements: int
-    slices: int
-
-    @property
-    def is_orthogonalized(self) -> bool:
-        """True for a bucket of matrices of blocks alone: with Muon, these are in buckets of their own."""
-        return all(parameter.is_block_matrix for _, parameter in self.parameters)
-
-    def partial(self, ranks: int, data_rank: int | None = None) -> int:
-        """Return the elements whose gradient is partial over `ranks` ranks, in a data-parallel rank's slice, or all."""
-        return sum(
-            self._owned(offset + parameter.partial_from, offset + parameter.elements, data_rank)
-            for offset, parameter in self.parameters
-            if parameter.partial_over == ranks
-        )
-
-    def at_both_ends(self, unpadded: int, data_rank: int) -> int:
-        """Return the elements, in that slice, of a parameter at both ends of a pipeline, without its padding.
-
-        unpadded: elements of the parameter before its padding.
-        """
-        return sum(
-            self._owned(offset, offset + min(unpadded, parameter.elements), data_rank)
-            for offset, parameter in self.parameters
-            if parameter.at_both_ends
-        )
-
-    def _owned(self, start: int, stop: int, data_rank: int | None) -> int:
-        """Return the number of elements from `start` to `stop` of the bucket that are in a rank's slice, or in any."""
-        if data_rank is None:
-            return stop - start
-        share = self.elements // self.slices
-        low = share * data_rank if self.slices > 1 else 0
-        return max(min(stop, low + share) - max(start, low), 0)
-
-
-def bucket_shapes(workload: RankWorkload) -> list[BucketShape]:
-    """Return the rank's buckets as `optimizer.bucket_mib` sets their size, in the order in which they are begun.
-
-    Matrices, which weight decay applies to, and vectors are in separate buckets; with Muon also matrices of blocks and
-    others. A parameter at both ends of a pipeline has a bucket to itself.
-    """
-    optimizer = workload.config.optimizer
-    layout = workload.layout
-    gradient = DTYPE_BYTES[workload.precision.gradient]
-    stored = (workload.model, layout.tensor, layout.sequence_parallel, workload.local, workload.stages)
-    kinds = ("is_block_matrix", "matrix") if optimizer.spec.orthogonalizes else ("matrix",)
-    uses_zero = optimizer.zero > 0
-    return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, uses_zero, workload.accelerator, kinds))
-
-
-@lru_cache(maxsize=512)
-def _shapes(
-    model_part: tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]],
-    gradient: int,
-    bucket_mib: float | None,
-    data: int,
-    zero: bool,
-    accelerator: bool,
-    kinds: tuple[str, ...],
-) -> list[BucketShape]:
-    model, tensor, sequence, local, stages = model_part
-    stored = list(local_parameters(model, tensor, sequence, local=local, stages=stages))
-    slices = data if zero else 1
-    shapes = []
-    by_group: dict[tuple[bool, ...], list[LocalParameter]] = {}
-    for parameter in stored:
-        by_group.setdefault(tuple(getattr(parameter, kind) for kind in kinds), []).append(parameter)
-    # The order of `build.parameter_groups`: matrices first.
-    for _, group in sorted(by_group.items(), reverse=True):
-        sizes = [
-            ((parameter.place.stage, parameter.at_both_ends), gradient * parameter.elements, parameter.place.unit)
-            for parameter in group
-        ]
-        if bucket_mib is not None:
-            most = bucket_mib * _MIB
-        else:
-            most = bucket_bytes(sum(size for _, size, _ in sizes), data, accelerator=accelerator)
-        for indices in packed(sizes, most):
-            members = [group[index] for index in indices]
-            offsets, length = offsets_and_length([member.elements for member in members], slices)
-            shapes.append(BucketShape(tuple(zip(offsets, members, strict=True)), length, slices))
-    return shapes

@@ -6,13 +6,19 @@ Legend: see `planner/rank_workload.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage, rank_of
 from shardwise.config.schedules import SCHEDULES
 from shardwise.layers.chunks import loss_chunk_elements, rounding_chunk_elements
-from shardwise.models.parameter_counts import block_matrix_shapes, local_parameter_count, parameter_count
+from shardwise.models.parameter_counts import (
+    EMBEDDING,
+    HEAD,
+    block_matrix_shapes,
+    local_parameter_count,
+    parameter_count,
+)
 from shardwise.optim.bucket_layout import matrix_chunk_elements
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.in_flight import PassBytes, StepPeak, step_peak
@@ -23,12 +29,15 @@ from shardwise.planner.activations import (
     invariant_masks,
     norm_bytes,
     split_peak,
+    stack_at_blocks,
     waiting_bytes,
 )
-from shardwise.planner.communication import bucket_shapes
+from shardwise.planner.bucket_shapes import bucket_shapes
 from shardwise.planner.rank_workload import RankWorkload
+from shardwise.planner.sharding import InFlight, StageInFlight, whole_gradient_bytes
 
 _FLOAT32 = 4
+_OPTIONAL = ("pipeline", "in_flight")
 
 
 @dataclass(frozen=True)
@@ -38,16 +47,19 @@ class MemoryEstimate:
     What the process holds before the model is built (interpreter, torch, a device's context) is not counted.
 
     Attributes:
-        parameters: this rank's part, with the padding of the vocabulary and of the buckets.
-        gradients: as many elements, in the gradients' dtype.
+        parameters: this rank's part, with the padding of the vocabulary and of the buckets; at stage 3 of ZeRO 1/n of
+            the buckets with matrices, over n data-parallel ranks.
+        gradients: as many elements, in the gradients' dtype; from stage 2 on 1/n of all.
         optimizer: the optimizer's states of each element, and a master if its dtype is not that of the parameters; with
-            ZeRO a data-parallel rank has 1/d of them.
+            ZeRO a data-parallel rank has 1/n of them.
         activations: what micro-batches keep for their backward pass: one, or in a pipeline as many as are in flight.
         loss: the head's live weight gradient, the gradient of its input, and one chunk of logits.
         buffers: rotary tables; the numbers of elements for stochastic rounding; and what recompute, the gradients of
             activations, the reduction and stochastic rounding need at the peak, beyond the memory that activations and
             loss have freed by then.
         pipeline: a message that is under way, and what is sent to other stages if it is held until the end of the step.
+        in_flight: whole gradients at stages 2 and 3 until they are reduced, with the copies of a reduction, and whole
+            weights at stage 3 while a unit uses them, as many as there are at the peak.
     """
 
     parameters: int
@@ -57,6 +69,7 @@ class MemoryEstimate:
     loss: int
     buffers: int
     pipeline: int = 0
+    in_flight: int = 0
 
     @property
     def total(self) -> int:
@@ -68,8 +81,8 @@ class MemoryEstimate:
         return self.parameters + self.gradients + self.optimizer
 
     def rows(self) -> list[tuple[str, int]]:
-        """(kind, bytes) of each kind, in the order in which they are shown; `pipeline` only if there is one."""
-        return [(kind, size) for kind, size in asdict(self).items() if size or kind != "pipeline"]
+        """(kind, bytes) of each kind, in the order in which they are shown; the last two only if there are any."""
+        return [(kind.replace("_", " "), size) for kind, size in asdict(self).items() if size or kind not in _OPTIONAL]
 
 
 def expected_memory(
@@ -110,30 +123,41 @@ def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) ->
 
 def memory_of(workload: RankWorkload) -> MemoryEstimate:
     """Return peak bytes of the workload's pipeline rank."""
-    elements = sum(bucket.elements for bucket in bucket_shapes(workload))
     separate_masters = workload.precision.parameter != workload.precision.optimizer
     step = _step_peak(workload)
     numbers, rounding = _rounding(workload)
+    update = max(rounding, _matrices(workload))
+    whole = max(step.whole, update)
+    in_flight = 0
+    if workload.frees_gradients:
+        in_flight = max(_step_peak(workload, InFlight.of(workload)).whole, update) - whole
     return MemoryEstimate(
-        parameters=elements * DTYPE_BYTES[workload.precision.parameter],
+        parameters=_parameter_bytes(workload),
         gradients=_gradient_bytes(workload),
         optimizer=_optimizer_bytes(workload, separate_masters=separate_masters),
         activations=step.activations,
         loss=step.forward - step.activations,
-        buffers=_rotary_tables(workload) + numbers + max(step.whole, rounding, _matrices(workload)) - step.forward,
+        buffers=_rotary_tables(workload) + numbers + whole - step.forward,
         pipeline=step.sent + (workload.x_bytes if workload.layout.pipeline > 1 else 0),
+        in_flight=in_flight,
     )
 
 
+def _parameter_bytes(workload: RankWorkload) -> int:
+    """Bytes of the parameters that stay from step to step."""
+    elements = 0
+    for bucket in bucket_shapes(workload):
+        is_cut = workload.frees_values and bucket.has_matrices
+        elements += bucket.elements // (bucket.slices if is_cut else 1)
+    return elements * DTYPE_BYTES[workload.precision.parameter]
+
+
 def _gradient_bytes(workload: RankWorkload) -> int:
-    """Bytes of the gradients: with `train.bitwise` also those of groups that have ended, and those of a tied head."""
-    elements = sum(bucket.elements for bucket in bucket_shapes(workload)) + workload.head_gradient_elements
-    train = workload.config.train
-    copies = 1
-    if train.bitwise:
-        # A binary counter of the groups of a data-parallel rank (`optim/gradient_groups.py`).
-        copies += train.groups_apart(workload.layout.data).bit_length() - 1
-    return copies * elements * DTYPE_BYTES[workload.precision.gradient]
+    """Bytes of the gradients that stay: with `train.bitwise` also those of ended groups, and those of a tied head."""
+    if not workload.frees_gradients:
+        return whole_gradient_bytes(workload)
+    elements = sum(bucket.elements // bucket.slices for bucket in bucket_shapes(workload))
+    return elements * DTYPE_BYTES[workload.precision.gradient]
 
 
 def _optimizer_bytes(workload: RankWorkload, *, separate_masters: bool) -> int:
@@ -141,23 +165,23 @@ def _optimizer_bytes(workload: RankWorkload, *, separate_masters: bool) -> int:
     buckets = bucket_shapes(workload)
     elements = sum(bucket.elements for bucket in buckets)
     matrices = sum(bucket.elements for bucket in buckets if bucket.is_orthogonalized)
-    parts = workload.layout.data if workload.config.optimizer.zero else 1
+    parts = workload.shard_ranks
     spec = workload.config.optimizer.spec
     kept = spec.kept_elements(elements // parts, matrices // parts, separate_masters=separate_masters)
     return kept * DTYPE_BYTES[workload.precision.optimizer]
 
 
-def _step_peak(workload: RankWorkload) -> StepPeak:
+def _step_peak(workload: RankWorkload, in_flight: InFlight | None = None) -> StepPeak:
+    """Return the peak of a step, without or with what is in flight at stages 2 and 3 of ZeRO."""
     order = action_order(
         workload.config.parallel, workload.micro_batches, workload.pipeline_rank, workload.config.train.recompute
     )
-    reduction = _reduction(workload)
-    return step_peak(
-        order, {stage.index: _pass(workload, stage, reduction) for stage in workload.stages}, workload.micro_batches
-    )
+    passes = {stage.index: _pass(workload, stage, in_flight) for stage in workload.stages}
+    peak = step_peak(order, passes, workload.micro_batches)
+    return peak if in_flight is None else replace(peak, whole=peak.whole + in_flight.constant)
 
 
-def _pass(workload: RankWorkload, stage: Stage, reduction: int) -> PassBytes:
+def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> PassBytes:
     """Return the bytes that one micro-batch needs in a stage: embedding, blocks, last norm and loss.
 
     A stage's input and output are x, [T/s, H]. The input of a later stage is held until the backward pass, also where
@@ -167,18 +191,8 @@ def _pass(workload: RankWorkload, stage: Stage, reduction: int) -> PassBytes:
     """
     parallel = workload.config.parallel
     x = workload.x_bytes
-    blocks = block_stack(workload, stage.layers)
-    embedding = 0
-    if stage.is_first:
-        # The mask of the embedding's dropout has a byte for each element. BERT's embedding ends with a norm.
-        mask = workload.x_elements if workload.model.embedding_dropout_p else 0
-        embedding = mask + (norm_bytes(workload) if workload.model.embedding_norm else 0)
-    last = 0
-    if stage.is_last:
-        # Between the last block and the loss: the last norm and its output; with BERT, x, gathered.
-        normed = norm_bytes(workload) + workload.x_bytes
-        last = workload.gathered_bytes if workload.model.head_transform else normed
-    kept = blocks.kept + embedding + last + _document_tables(workload)
+    embedding, last = _kept_at_ends(workload, stage)
+    kept = block_stack(workload, stage.layers).kept + embedding + last + _document_tables(workload)
     keeps_input = block_activations(workload, stage.layers[0]).saves_input or workload.config.train.recompute == "full"
     received = 0 if keeps_input or stage.is_first else x
     gradient = 0 if stage.is_last else x
@@ -193,18 +207,51 @@ def _pass(workload: RankWorkload, stage: Stage, reduction: int) -> PassBytes:
     # With `train.bitwise` the head's gradient has a buffer of its own.
     is_added = workload.model.tie_word_embeddings and not workload.config.train.bitwise
     head = table if stage.is_first and stage.is_last and is_added else 0
+    loss = _loss(workload) if stage.is_last else 0
+    forward = 0
+    end = _embedding_gradient(workload, tied=head > 0) + head + gradient if stage.is_first else 0
+    extra = StageInFlight.of_reduction(workload, stage) if in_flight is None else in_flight.stages[stage.index]
+    levels = stack_at_blocks(workload, stage.layers)
+    beside = embedding + head + received + gradient
+    during = {layer: level.peak + beside for layer, level in zip(stage.layers, levels, strict=True)}
+    backward = max(during.values())
+    reduction = max(end + extra.last(EMBEDDING.unit), *(size + extra.last(unit) for unit, size in during.items()))
+    if workload.config.splits_backward:
+        reduction = max(extra.reduced.values())
+    if in_flight is not None:
+        backward = max(size + extra.backward(unit) for unit, size in during.items())
+        end += extra.backward(EMBEDDING.unit)
+        loss += extra.forward(HEAD.unit)
+        held = [level.kept + extra.forward(layer) for layer, level in zip(stage.layers, levels, strict=True)]
+        forward = max(0, embedding + max(extra.forward(EMBEDDING.unit), *held) - kept - received)
     return PassBytes(
         kept=kept + received,
-        loss=_loss(workload) if stage.is_last else 0,
+        loss=loss,
         loss_kept=_loss_gradients(workload) if stage.is_last else 0,
-        backward=blocks.peak + embedding + head + received + gradient,
-        last=_embedding_gradient(workload, tied=head > 0) + head + gradient if stage.is_first else 0,
+        backward=backward,
+        last=end,
         waiting=len(stage.layers) * waiting_bytes(workload) + gradient,
         split=split_peak(workload, len(stage.layers)) + gradient,
         reduction=reduction,
         onwards=onwards,
         back=back,
+        forward=forward,
     )
+
+
+def _kept_at_ends(workload: RankWorkload, stage: Stage) -> tuple[int, int]:
+    """Return what the embedding keeps, and what is kept between the last block and the loss."""
+    embedding = 0
+    if stage.is_first:
+        # The mask of the embedding's dropout has a byte for each element. BERT's embedding ends with a norm.
+        mask = workload.x_elements if workload.model.embedding_dropout_p else 0
+        embedding = mask + (norm_bytes(workload) if workload.model.embedding_norm else 0)
+    last = 0
+    if stage.is_last:
+        # Between the last block and the loss: the last norm and its output; with BERT, x, gathered.
+        normed = norm_bytes(workload) + workload.x_bytes
+        last = workload.gathered_bytes if workload.model.head_transform else normed
+    return embedding, last
 
 
 def _sends(workload: RankWorkload, stage: Stage) -> tuple[bool, bool]:
@@ -322,23 +369,6 @@ def _embedding_gradient(workload: RankWorkload, *, tied: bool) -> int:
     if tied:
         weight = max(weight, 2 * DTYPE_BYTES[workload.precision.gradient] * elements)
     return workload.gathered_bytes + weight
-
-
-def _reduction(workload: RankWorkload) -> int:
-    """Copies of gradients while they are reduced over data parallelism; activations and loss are free by then.
-
-    Two neighbouring buckets may be reduced at once. One copy is made if the dtype of the reduction is not that of the
-    gradients. On a CPU with ZeRO, and with `train.bitwise`, one more holds the slices that arrive, which are summed.
-    """
-    precision = workload.precision
-    if workload.layout.data == 1:
-        return 0
-    sizes = [bucket.elements for bucket in bucket_shapes(workload)]
-    two_buckets = max(size + following for size, following in zip(sizes, [*sizes[1:], 0], strict=True))
-    is_ordered = workload.config.train.bitwise
-    sums_slices = is_ordered or (not workload.accelerator and workload.config.optimizer.zero > 0)
-    copies = int(precision.reduce != precision.gradient) + int(sums_slices)
-    return copies * two_buckets * DTYPE_BYTES[precision.reduce]
 
 
 def _matrices(workload: RankWorkload) -> int:

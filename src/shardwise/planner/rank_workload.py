@@ -105,6 +105,27 @@ class RankWorkload:
         return self.layout.accumulation(self.config.train)
 
     @property
+    def shard_ranks(self) -> int:
+        """n, the data-parallel ranks over which ZeRO cuts: d over the copies; 1 without ZeRO."""
+        return self.config.shard_ranks(self.layout.data)
+
+    @property
+    def frees_gradients(self) -> bool:
+        """True if whole gradients have memory only until they are reduced."""
+        return self.config.optimizer.zero >= 2 and self.shard_ranks > 1
+
+    @property
+    def frees_values(self) -> bool:
+        """True if whole matrices have memory only while a unit of the model uses them."""
+        return self.config.optimizer.zero == 3 and self.shard_ranks > 1
+
+    @property
+    def reductions(self) -> int:
+        """The number of times that a step reduces each gradient over data parallelism."""
+        each_pass = self.config.optimizer.zero >= 2 and self.config.reduce == "micro_batch"
+        return self.micro_batches if each_pass else 1
+
+    @property
     def a(self) -> int:
         """Bytes of an element of an activation."""
         return DTYPE_BYTES[self.precision.parameter]

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import DTYPE_BYTES, Config, Layout, Recompute, Schedule, check_layout
+from shardwise.config import DTYPE_BYTES, Config, Frequency, Layout, Recompute, Schedule, check_layout
 from shardwise.config.layout import Stage
+from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from shardwise.models.parameter_counts import flops_per_token, local_parameter_count, model_flops_utilization
 from shardwise.pipeline.partition import stage_plan
 from shardwise.planner import device_specs, rank_workload
 from shardwise.planner.memory import MemoryEstimate, expected_memory, memory_of, messages_of_a_micro_batch
-from shardwise.planner.step_time import StepTime, least_time, step_time
+from shardwise.planner.step_time import StepTime, least_times, step_time
 
 RESERVED = 0.06
 """The part of a device's memory that its context, the collectives' buffers and the allocator's gaps take."""
@@ -107,16 +108,27 @@ def search(config: Config, cluster: device_specs.Cluster, *, best: int = 10, fix
     limit = cluster.device.memory * (1 - RESERVED)
     result = Search()
     # A layout's number keeps the order of `choices` among equal times, and keeps the heap from comparing layouts.
-    bounded: list[tuple[float, int, Choice, Layout]] = []
-    for choice, layout in choices(config, cluster.world, cluster.per_node, fixed):
-        result.valid += 1
-        state = _state_bytes(config, choice, layout, cluster)
-        if state > limit:
-            result.drop("parameters, gradients and optimizer state alone are larger than the device", choice, state)
-        else:
-            bounded.append((least_time(choice.applied(config), layout, cluster), result.valid, choice, layout))
-    _add_fastest(result, config, cluster, limit, bounded, best)
+    bounded: list[_Bounded] = []
+    reason = "parameters, gradients and optimizer state alone are larger than the device"
+    state_bytes = _StateBytes(config, cluster)
+    for lists, layout in choices(config, cluster.world, cluster.per_node, fixed):
+        fitting: list[list[Choice]] = []
+        for shardings in lists:
+            result.valid += 1
+            states = [state_bytes(choice, layout) for choice in shardings]
+            fitting.append([choice for choice, state in zip(shardings, states, strict=True) if state <= limit])
+            if not fitting[-1]:
+                result.drop(reason, *min(zip(shardings, states, strict=True), key=lambda pair: pair[1]))
+        bounds = iter(_bounds(config, [choice for some in fitting for choice in some], layout, cluster))
+        for number, some in enumerate(fitting, result.valid - len(fitting) + 1):
+            if some:
+                bounded.append((min(next(bounds) for _ in some), number, some, layout))
+    _add_fastest(result, config, cluster, limit, bounded, best, state_bytes)
     return result
+
+
+_Bounded = tuple[float, int, "list[Choice]", Layout]
+"""Bound of the time, number, shardings that may fit, and degrees of a layout."""
 
 
 def _add_fastest(
@@ -124,8 +136,9 @@ def _add_fastest(
     config: Config,
     cluster: device_specs.Cluster,
     limit: float,
-    bounded: list[tuple[float, int, Choice, Layout]],
+    bounded: list[_Bounded],
     best: int,
+    state_bytes: _StateBytes,
 ) -> None:
     """Add the `best` fastest layouts that fit to a result; only those that a bound cannot rule out are simulated.
 
@@ -134,8 +147,9 @@ def _add_fastest(
         config: the recipe's configuration.
         cluster: devices that it runs on.
         limit: bytes that a rank may need.
-        bounded: (bound of the time, number, choice, layout) of each layout.
+        bounded: the layouts with the bounds of their time.
         best: number of layouts to add.
+        state_bytes: bytes of the state of a layout, at least.
     """
     heapq.heapify(bounded)
     simulated: list[tuple[float, int, Plan]] = []
@@ -144,17 +158,30 @@ def _add_fastest(
         if simulated and (not bounded or simulated[0][0] <= bounded[0][0]):
             result.plans.append(heapq.heappop(simulated)[2])
             continue
-        _, number, choice, layout = heapq.heappop(bounded)
-        chosen = choice.applied(config)
+        _, number, shardings, layout = heapq.heappop(bounded)
         # Memory comes first, as a layout that does not fit needs no simulation.
-        memory = _memory(chosen, layout, cluster, limit)
-        if memory.total > limit:
+        needed: list[tuple[Choice, float]] = []
+        beside = 0.0
+        state_share = 0.0
+        for choice in shardings:
+            # What activations need beside the state does not depend on the sharding.
+            least = beside + state_share * state_bytes(choice, layout)
+            if least > limit:
+                needed.append((choice, least))
+                continue
+            chosen = choice.applied(config)
+            memory = _memory(chosen, layout, cluster, limit)
+            beside = memory.total - memory.state - memory.in_flight
+            state_share = memory.state / state_bytes(choice, layout)
+            if memory.total <= limit:
+                time = step_time(chosen, layout, cluster)
+                assert time is not None
+                heapq.heappush(simulated, (time.total, number, Plan(choice, chosen, layout, cluster, time, memory)))
+                break
+            needed.append((choice, float(memory.total)))
+        else:
             reason = "activations do not fit beside parameters, gradients and optimizer state"
-            result.drop(reason, choice, float(memory.total))
-            continue
-        time = step_time(chosen, layout, cluster)
-        assert time is not None
-        heapq.heappush(simulated, (time.total, number, Plan(choice, chosen, layout, cluster, time, memory)))
+            result.drop(reason, *min(needed, key=lambda pair: pair[1]))
 
 
 def predicted(config: Config, layout: Layout, cluster: device_specs.Cluster) -> Plan | None:
@@ -173,28 +200,53 @@ def predicted(config: Config, layout: Layout, cluster: device_specs.Cluster) -> 
         micro_batch=config.train.micro_batch,
         recompute=config.train.recompute,
         zero=config.optimizer.zero,
+        replicate=parallel.replicate,
+        reduce=config.optimizer.reduce,
     )
     return Plan(choice, config, layout, cluster, time, memory)
 
 
-def _state_bytes(config: Config, choice: Choice, layout: Layout, cluster: device_specs.Cluster) -> float:
-    """Return bytes that a rank needs at least: the state of the blocks of an average pipeline rank.
+def _bounds(config: Config, shardings: list[Choice], layout: Layout, cluster: device_specs.Cluster) -> list[float]:
+    """Return the bounds of the times of choices that differ only in how data parallelism is sharded."""
+    if not shardings:
+        return []
+    chosen = shardings[0].applied(config)
+    return least_times([chosen, *(choice.sharded(chosen) for choice in shardings[1:])], layout, cluster)
+
+
+class _StateBytes:
+    """Bytes that a rank needs at least: the state of the blocks of an average pipeline rank.
 
     Some rank has at least the average, and embedding and head, which are left out, only add to it.
     """
-    precision = config.precision.resolved(cluster.device.is_accelerator)
-    model = config.known_shapes
-    layers = max(1, model.num_hidden_layers // layout.pipeline)
-    # A stage between others has blocks alone.
-    inner_stage = Stage(index=1, rank=0, layers=range(1), stages=3)
-    elements, matrices = (
-        (local_parameter_count(model, layout.tensor, stages=(inner_stage,), block_matrices=only) or 0) * layers
-        for only in (False, True)
-    )
-    separate_masters = precision.parameter != precision.optimizer
-    kept = config.optimizer.spec.kept_elements(elements, matrices, separate_masters=separate_masters)
-    replicated = elements * (DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
-    return replicated + kept * DTYPE_BYTES[precision.optimizer] / (layout.data if choice.zero else 1)
+
+    def __init__(self, config: Config, cluster: device_specs.Cluster) -> None:
+        self._config = config
+        self._precision = config.precision.resolved(cluster.device.is_accelerator)
+        self._elements: dict[int, tuple[int, int]] = {}
+
+    def __call__(self, choice: Choice, layout: Layout) -> float:
+        model = self._config.known_shapes
+        precision = self._precision
+        if layout.tensor not in self._elements:
+            # A stage between others has blocks alone.
+            inner_stage = Stage(index=1, rank=0, layers=range(1), stages=3)
+            all_elements, in_matrices = (
+                local_parameter_count(model, layout.tensor, stages=(inner_stage,), block_matrices=only) or 0
+                for only in (False, True)
+            )
+            self._elements[layout.tensor] = (all_elements, in_matrices)
+        layers = max(1, model.num_hidden_layers // layout.pipeline)
+        elements, matrices = (layers * count for count in self._elements[layout.tensor])
+        separate_masters = precision.parameter != precision.optimizer
+        kept = self._config.optimizer.spec.kept_elements(elements, matrices, separate_masters=separate_masters)
+        shards = layout.data // choice.replicate if choice.zero else 1
+        parameters = elements * DTYPE_BYTES[precision.parameter] / (shards if choice.zero == 3 else 1)
+        # Gradients that are reduced once a step are whole until then.
+        reduces_once = choice.reduce == "step" or (choice.reduce is None and self._config.train.bitwise)
+        is_cut = choice.zero >= 2 and not reduces_once and not choice.splits_backward
+        gradients = elements * DTYPE_BYTES[precision.gradient] / (shards if is_cut else 1)
+        return parameters + gradients + kept * DTYPE_BYTES[precision.optimizer] / shards
 
 
 def _memory(config: Config, layout: Layout, cluster: device_specs.Cluster, limit: float) -> MemoryEstimate:
@@ -246,7 +298,8 @@ _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 _MOST_IN_MICRO_BATCH = 16
 FIXABLE = (
     "parallel.tensor", "parallel.sequence", "parallel.pipeline", "parallel.schedule", "parallel.virtual_stages",
-    "parallel.stages", "train.micro_batch", "train.recompute", "optimizer.zero",
+    "parallel.stages", "parallel.replicate", "train.micro_batch", "train.recompute", "optimizer.zero",
+    "optimizer.reduce",
 )  # fmt: skip
 """Keys that a layout sets, and that may keep the recipe's value instead."""
 
@@ -263,6 +316,8 @@ class Choice:
     micro_batch: int
     recompute: Recompute
     zero: int
+    replicate: int = 1
+    reduce: Frequency | None = None
 
     def applied(self, config: Config) -> Config:
         """Return the configuration with this layout."""
@@ -277,13 +332,29 @@ class Choice:
         if len(config.parallel.stages or ()) != self.pipeline * (self.virtual or 1):
             parallel["stages"] = None
         train = {"micro_batch": self.micro_batch, "recompute": self.recompute}
-        return config.model_copy(
-            update={
-                "parallel": config.parallel.model_copy(update=parallel),
-                "train": config.train.model_copy(update=train),
-                "optimizer": config.optimizer.model_copy(update={"zero": self.zero}),
-            }
+        return self.sharded(
+            config.model_copy(
+                update={
+                    "parallel": config.parallel.model_copy(update=parallel),
+                    "train": config.train.model_copy(update=train),
+                }
+            )
         )
+
+    def sharded(self, config: Config) -> Config:
+        """Return a configuration with this sharding over data parallelism alone."""
+        optimizer: dict[str, object] = {"zero": self.zero}
+        if self.reduce != config.optimizer.reduce:
+            optimizer["reduce"] = self.reduce
+        update: dict[str, object] = {"optimizer": config.optimizer.model_copy(update=optimizer)}
+        if self.replicate != config.parallel.replicate:
+            update["parallel"] = config.parallel.model_copy(update={"replicate": self.replicate})
+        return config.model_copy(update=update)
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if gradients of weights are computed apart from those of activations."""
+        return self.pipeline > 1 and SCHEDULES[self.schedule].splits_backward
 
     def text(self) -> str:
         """Return one line, such as `TP 8 + SP × PP 4 (SCHEDULE, 3 stages a rank), micro-batch 2, recompute none, …`."""
@@ -292,14 +363,21 @@ class Choice:
         schedule = f" ({self.schedule}{stages})" if self.pipeline > 1 else ""
         return (
             f"TP {self.tensor}{sequence} × PP {self.pipeline}{schedule}, micro-batch {self.micro_batch}, "
-            f"recompute {self.recompute}, ZeRO-{self.zero}"
+            f"recompute {self.recompute}, {self._sharding_text()}"
         )
 
+    def _sharding_text(self) -> str:
+        settings = OptimizerConfig.model_construct(zero=self.zero, reduce=self.reduce)
+        return settings.sharding_text(self.replicate)
 
-def choices(config: Config, world: int, per_node: int, fixed: Collection[str] = ()) -> Iterator[tuple[Choice, Layout]]:
-    """Yield every layout on `world` devices. A key in `fixed` keeps the recipe's value.
 
-    Tensor parallelism stays within a node, unless the recipe's own degree is larger.
+def choices(
+    config: Config, world: int, per_node: int, fixed: Collection[str] = ()
+) -> Iterator[tuple[list[list[Choice]], Layout]]:
+    """Yield every layout on `world` devices, with lists of shardings, of each of which the first that fits is taken.
+
+    A key in `fixed` keeps the recipe's value. Tensor parallelism stays within a node, unless the recipe's own degree is
+    larger.
     """
     base = config
     if "parallel.stages" not in fixed:
@@ -316,16 +394,58 @@ def choices(config: Config, world: int, per_node: int, fixed: Collection[str] = 
                 layout = check_layout(first.applied(base), world)
             except ConfigError:
                 continue
-            for zero in _zero_stages(config, data, fixed):
-                for recompute in recomputes:
-                    yield Choice(*degrees, micro_batch, recompute, zero), layout
+            shardings = list(_shardings(first.applied(base), layout, per_node, fixed))
+            for recompute in recomputes:
+                lists = [[Choice(*degrees, micro_batch, recompute, *one) for one in options] for options in shardings]
+                yield lists, layout
 
 
-def _zero_stages(config: Config, data: int, fixed: Collection[str]) -> tuple[int, ...]:
-    # On one data-parallel rank both are the same.
-    if "optimizer.zero" in fixed or data == 1:
-        return (config.optimizer.zero,)
-    return (1, 0)
+_Sharding = tuple[int, int, Frequency | None]
+"""The stage of ZeRO, the number of copies, and when gradients are reduced."""
+
+
+def _shardings(config: Config, layout: Layout, per_node: int, fixed: Collection[str]) -> Iterator[list[_Sharding]]:
+    """Yield lists of shardings that send more and hold less from one to the next: the first that fits is the fastest.
+
+    Shards are those of all data-parallel ranks, or of those of a node with copies on the other nodes.
+    """
+    optimizer = config.optimizer
+    if layout.data == 1:
+        # On one data-parallel rank all are the same.
+        yield [(optimizer.zero, config.parallel.replicate, optimizer.reduce)]
+        return
+    replicates = [1]
+    in_node = per_node // layout.tensor
+    if "parallel.replicate" in fixed:
+        replicates = [config.parallel.replicate]
+    elif in_node > 1 and per_node % layout.tensor == 0 and layout.data % in_node == 0 and layout.data > in_node:
+        replicates.append(layout.data // in_node)
+    for replicate in replicates:
+        stages = [(zero, replicate, reduce) for zero, reduce in _stages(config, layout, fixed)]
+        if stages:
+            yield stages
+    if "optimizer.zero" not in fixed or optimizer.zero == 0:
+        yield [(0, config.parallel.replicate, optimizer.reduce)]
+
+
+def _stages(config: Config, layout: Layout, fixed: Collection[str]) -> Iterator[tuple[int, Frequency | None]]:
+    """Yield stages of ZeRO above 0, each with the time of its reductions, which hold less and less memory.
+
+    Stage 2 holds all gradients where it reduces them once a step, and stage 3 all weights where it gathers them once a
+    step: neither then holds less than stage 1.
+    """
+    optimizer = config.optimizer
+    stages = (optimizer.zero,) if "optimizer.zero" in fixed else (1, 2, 3)
+    for zero in stages:
+        if zero == 0 or (zero > 1 and len(stages) > 1 and config.gather == "step"):
+            continue
+        if zero == 1 or "optimizer.reduce" in fixed:
+            yield zero, optimizer.reduce
+            continue
+        if zero == 3 and layout.accumulation(config.train) > 1:
+            yield zero, "step"
+        if len(stages) == 1 or not config.train.bitwise:
+            yield zero, None
 
 
 def _micro_batches(config: Config, fixed: Collection[str]) -> list[int]:

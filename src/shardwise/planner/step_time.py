@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Precision
@@ -45,7 +45,7 @@ class StepTime:
         messages: waits of the rank while it sends to other stages.
         bubble: waits of the rank for other stages.
         reduction: gradients over data parallelism, as far as no backward pass hides it.
-        gather: all-gather of ZeRO's parameters.
+        gather: all-gathers of ZeRO's parameters, as far as no pass hides them.
         optimizer: update with the gradient norm.
     """
 
@@ -164,10 +164,15 @@ def least_time(config: Config, layout: Layout, cluster: Cluster) -> float:
 
     Waits for other ranks and for messages are left out, which only add to them.
     """
-    inputs = _StepInputs.of(config, layout, cluster)
+    return least_times([config], layout, cluster)[0]
+
+
+def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster) -> list[float]:
+    """Return `least_time` of configurations that differ only in how data parallelism is sharded."""
+    inputs = _StepInputs.of(configs[0], layout, cluster)
     busy = _busy_seconds(inputs.works, [work.times for work in inputs.works], layout.pipeline)
-    micro_batches = layout.accumulation(config.train)
-    return max(busy) * micro_batches + inputs.update_seconds().total
+    work = max(busy) * layout.accumulation(configs[0].train)
+    return [work + replace(inputs, config=config).update_seconds().total for config in configs]
 
 
 def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
@@ -227,6 +232,22 @@ def stage_works(
     return works
 
 
+def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *, block_matrices: bool) -> int:
+    """Return the parameters of the pipeline rank that has most: the embedding or the head makes it an outer one.
+
+    With `block_matrices`, only the matrices of blocks are counted.
+    """
+    multiple = config.vocab_multiple(layout.tensor)
+    counts = []
+    for rank in {0, layout.pipeline - 1}:
+        stages = tuple(work.stage for work in works if work.stage.rank == rank)
+        count = local_parameter_count(
+            config.model, layout.tensor, vocab_multiple=multiple, stages=stages, block_matrices=block_matrices
+        )
+        counts.append(count or 0)
+    return max(counts)
+
+
 def _busy_seconds(works: Sequence[StageWork], times: Sequence[StageTimes], ranks: int) -> list[float]:
     """Return the seconds that each pipeline rank works on one micro-batch."""
     busy = [0.0] * ranks
@@ -250,11 +271,11 @@ def _block_sums(works: Sequence[StageWork]) -> tuple[PartSeconds, PartSeconds, P
 
 @dataclass(frozen=True)
 class _UpdateSeconds:
-    """Seconds of what happens once a step.
+    """Seconds of the update, and of what data parallelism sends in a step.
 
     Attributes:
         reduction: reduction of gradients, as far as no backward pass hides it.
-        gather: all-gather of ZeRO's parameters.
+        gather: all-gathers of ZeRO's parameters, as far as no pass hides them.
         optimizer: update of the parameters.
     """
 
@@ -268,8 +289,26 @@ class _UpdateSeconds:
 
 
 @dataclass(frozen=True)
+class _Gathers:
+    """Seconds of the gathers of one kind of pass.
+
+    Attributes:
+        seconds: of one pass.
+        exposed: of all passes of a step, as far as no computation hides them.
+    """
+
+    seconds: float = 0.0
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True)
 class _StepInputs:
-    """The inputs of a step's formulas."""
+    """The inputs of a step's formulas.
+
+    Attributes:
+        elements: parameters of the pipeline rank that has most.
+        matrices: likewise those in matrices of blocks.
+    """
 
     config: Config
     layout: Layout
@@ -278,6 +317,8 @@ class _StepInputs:
     constants: Constants
     precision: Precision
     works: list[StageWork]
+    elements: int
+    matrices: int
 
     @staticmethod
     def of(
@@ -291,7 +332,10 @@ class _StepInputs:
         constants = constants or constants_of(cluster.device)
         precision = config.precision.resolved(cluster.device.is_accelerator)
         works = stage_works(config, layout, cluster, program, constants)
-        return _StepInputs(config, layout, cluster, program, constants, precision, works)
+        elements, matrices = (_most_elements(config, layout, works, block_matrices=only) for only in (False, True))
+        return _StepInputs(
+            config, layout, cluster, program, constants, precision, works, elements=elements, matrices=matrices
+        )
 
     def message_seconds(self) -> float:
         """Return the seconds of a message between stages: x, [T/s, H]."""
@@ -314,24 +358,20 @@ class _StepInputs:
         """Return the seconds of reduction, gather and update on the rank that has most parameters."""
         device = self.cluster.device
         precision = self.precision
-        elements = self._most_elements()
-        uses_zero = self.config.optimizer.zero > 0 and self.layout.data > 1
-        gather = 0.0
-        if uses_zero:
-            parameter_bytes = float(DTYPE_BYTES[precision.parameter] * elements)
-            gather = device_seconds.collective(device, self.constants, self._data_group, parameter_bytes)
-        owned = elements / (self.layout.data if uses_zero else 1)
+        elements = self.elements
+        owned = elements / self._shard_ranks
         # Master and states are read and written; the gradient is read, and the parameter written. Then all gradients
         # are set to zero, and read once for their norm.
         spec = self.config.optimizer.spec
-        kept = spec.kept_elements(elements, self._most_elements(block_matrices=True), separate_masters=True)
+        kept = spec.kept_elements(elements, self.matrices, separate_masters=True)
         touched = owned * (DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
         touched += 2 * kept * DTYPE_BYTES[precision.optimizer] * owned / elements
         cleared = elements * 2 * DTYPE_BYTES[precision.gradient]
         update = (touched + cleared) / (device.memory_bandwidth * self.constants.update) + self.constants.step
         if spec.orthogonalizes:
             update += self._orthogonalization_seconds()
-        return _UpdateSeconds(self._reduction_seconds(elements, uses_zero), gather, update)
+        forward, backward = self._gather_seconds()
+        return _UpdateSeconds(self._reduction_seconds(backward), forward.exposed + backward.exposed, update)
 
     def _orthogonalization_seconds(self) -> float:
         """Return the seconds of Muon's iterations on the rank with most blocks, or of the messages that they hide.
@@ -362,46 +402,91 @@ class _StepInputs:
         return max(muon.ns_steps * iterations / ranks, 2 * sent)
 
     @property
-    def _data_group(self) -> RankGroup:
-        return group(self.layout.data, self.layout.tensor, self.cluster.per_node)
+    def _shard_ranks(self) -> int:
+        return self.config.shard_ranks(self.layout.data)
 
-    def _most_elements(self, *, block_matrices: bool = False) -> int:
-        """Return the parameters of the pipeline rank that has most: the embedding or the head makes it an outer one.
+    @property
+    def _shard_group(self) -> RankGroup:
+        return group(self._shard_ranks, self.layout.tensor, self.cluster.per_node)
 
-        With `block_matrices`, only the matrices of blocks are counted.
+    @property
+    def _copies_group(self) -> RankGroup:
+        """Ranks that own the same part of the gradients."""
+        copies = self.layout.data // self._shard_ranks
+        return group(copies, self.layout.tensor * self._shard_ranks, self.cluster.per_node)
+
+    @property
+    def _pass_seconds(self) -> StageTimes:
+        """The passes of the first rank's stages, behind which its collectives run."""
+        times = self.works[0].times
+        virtual = self.layout.virtual
+        return StageTimes(times.forward * virtual, times.backward * virtual, times.weight * virtual)
+
+    def _hidden(self, seconds: float) -> float:
+        """Return the seconds of collectives that a pass of so many seconds hides."""
+        return self.constants.overlap * seconds if self.program.overlaps else 0.0
+
+    def _gather_seconds(self) -> tuple[_Gathers, _Gathers]:
+        """Return the gathers of parameters before forward passes, and before backward passes.
+
+        Up to stage 2, parameters are gathered once, after the update. At stage 3, a unit is gathered while the unit
+        before it computes: all but the first can hide. The last block stays for the backward pass.
         """
-        model = self.config.model
-        multiple = self.config.vocab_multiple(self.layout.tensor)
-        counts = []
-        for rank in {0, self.layout.pipeline - 1}:
-            stages = tuple(work.stage for work in self.works if work.stage.rank == rank)
-            counts.append(
-                local_parameter_count(
-                    model, self.layout.tensor, vocab_multiple=multiple, stages=stages, block_matrices=block_matrices
-                )
-                or 0
-            )
-        return max(counts)
+        device = self.cluster.device
+        c = self.constants
+        optimizer = self.config.optimizer
+        width = DTYPE_BYTES[self.precision.parameter]
+        if self._shard_ranks == 1:
+            return _Gathers(), _Gathers()
+        seconds = device_seconds.collective(device, c, self._shard_group, float(width * self.elements))
+        if optimizer.zero < 3:
+            return _Gathers(exposed=seconds), _Gathers()
+        layers = sum(len(work.stage.layers) for work in self.works if work.stage.rank == 0)
+        latency = device_seconds.collective(device, c, self._shard_group, 1.0)
+        seconds += layers * latency
+        passes = self._pass_seconds
+        count = self.layout.accumulation(self.config.train) if self.config.gather == "micro_batch" else 1
+        hidden = self._hidden(passes.forward) if optimizer.prefetch else 0.0
+        forward = _Gathers(seconds, count * max(seconds / (layers + 1), seconds - hidden))
+        if self.config.gather == "step" or layers == 1:
+            return forward, _Gathers()
+        blocks = width * self.matrices * (layers - 1) / layers
+        seconds = device_seconds.collective(device, c, self._shard_group, blocks) + (layers - 2) * latency
+        hidden = self._hidden(passes.backward) if optimizer.prefetch else 0.0
+        return forward, _Gathers(seconds, count * max(0.0, seconds - hidden))
 
-    def _reduction_seconds(self, elements: int, uses_zero: bool) -> float:
-        """Return the seconds of the reduction of gradients that no backward pass hides.
+    def _reduction_seconds(self, gathers: _Gathers) -> float:
+        """Return the seconds of the reductions of gradients that no backward pass hides.
 
-        Buckets are reduced as the last micro-batch's backward pass completes them: all but the last can hide behind it.
+        Buckets are reduced as a backward pass completes them, which is the last micro-batch's or each one's: all but
+        the last can hide behind it, beside the gathers of the same pass. Sums over copies do not hide.
         """
         device = self.cluster.device
         layout = self.layout
         c = self.constants
-        reduces_all = not uses_zero or self.program.reduces_all
-        size = float(DTYPE_BYTES[self.precision.reduce] * elements)
-        seconds = device_seconds.collective(device, c, self._data_group, size, reduces_all=reduces_all)
-        if not self.program.overlaps or layout.data == 1:
-            return seconds
-        gradient_bytes = DTYPE_BYTES[self.precision.gradient] * elements
+        if layout.data == 1:
+            return 0.0
+        optimizer = self.config.optimizer
+        count = 1
+        if optimizer.zero >= 2 and self.config.reduce == "micro_batch":
+            count = layout.accumulation(self.config.train)
+        is_cut = self._shard_ranks > 1
+        reduces_all = not is_cut or self.program.reduces_all
+        ranks = self._shard_group if is_cut else self._copies_group
+        size = float(DTYPE_BYTES[self.precision.reduce] * self.elements)
+        seconds = device_seconds.collective(device, c, ranks, size, reduces_all=reduces_all)
+        copies = 0.0
+        if is_cut:
+            part = size / self._shard_ranks
+            copies = device_seconds.collective(device, c, self._copies_group, part, reduces_all=True)
+        if not self.program.overlaps:
+            return count * (seconds + copies)
+        gradient_bytes = DTYPE_BYTES[self.precision.gradient] * self.elements
         bucket = bucket_bytes(gradient_bytes, layout.data, accelerator=device.is_accelerator)
         buckets = max(1.0, gradient_bytes / bucket)
         # Each bucket beyond the first adds the latency of a collective: the time of one that sends a byte.
-        latency = device_seconds.collective(device, c, self._data_group, 1.0, reduces_all=reduces_all)
+        latency = device_seconds.collective(device, c, ranks, 1.0, reduces_all=reduces_all)
         seconds += (buckets - 1) * latency
         # The first rank's stages, whose gradients are complete last: their reductions end the step.
-        backward = self.works[0].times.backward * layout.virtual
-        return max(seconds / buckets, seconds - c.overlap * backward)
+        hidden = max(0.0, self._hidden(self._pass_seconds.backward) - gathers.seconds)
+        return count * (max(seconds / buckets, seconds - hidden) + copies)

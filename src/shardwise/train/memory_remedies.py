@@ -81,8 +81,9 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
         yield "train.recompute=full", changed("train", recompute="full"), world
     if tensor > 1 and not layout.sequence_parallel:
         yield "parallel.sequence=true", changed("parallel", sequence=True), world
-    if layout.data > 1 and not config.optimizer.zero:
-        yield "optimizer.zero=1", changed("optimizer", zero=1), world
+    for stage in (1, 2, 3):
+        if layout.data > 1 and config.optimizer.zero < stage:
+            yield f"optimizer.zero={stage}", changed("optimizer", zero=stage), world
     if config.precision.resolved(accelerator).parameter == "float32":
         yield "precision.mode=mixed", changed("precision", mode="mixed"), world
     if pipeline > 1 and config.parallel.schedule != DEFAULT_SCHEDULE:

@@ -110,7 +110,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         (
             "layout",
             f"{layout.product()}, sequence parallelism (SP) {'on' if layout.sequence_parallel else 'off'}, "
-            f"ZeRO-{config.optimizer.zero}",
+            f"{config.optimizer.sharding_text(config.parallel.replicate)}",
         ),
         ("device", device),
         ("batch", _batch(config, layout)),
@@ -405,7 +405,7 @@ def start_rows(
         ("batch", _batch(config, layout)),
         (
             "layout",
-            f"{layout.product(after_tensor=sequence)}, ZeRO-{config.optimizer.zero}",
+            f"{layout.product(after_tensor=sequence)}, {config.optimizer.sharding_text(config.parallel.replicate)}",
         ),
         (
             "device",

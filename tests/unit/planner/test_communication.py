@@ -12,7 +12,8 @@ from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.optim.buckets import Dtypes, Sharding, make_buckets
 from shardwise.optim.unit_weights import places_in
-from shardwise.planner.communication import Transfer, bucket_shapes, evaluation_transfers, step_transfers, wire_bytes
+from shardwise.planner.bucket_shapes import bucket_shapes
+from shardwise.planner.communication import Transfer, evaluation_transfers, step_transfers, wire_bytes
 from shardwise.planner.rank_workload import RankWorkload
 from shardwise.train.build import decay_groups
 from tests.unit.planner.families import MODELS, make_config, section

@@ -11,7 +11,7 @@ from shardwise.layers.dropout import DropoutKey
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count, parameter_count
 from shardwise.planner.activations import BlockStack, block_stack
-from shardwise.planner.communication import bucket_shapes
+from shardwise.planner.bucket_shapes import bucket_shapes
 from shardwise.planner.memory import MemoryEstimate, checkpoint_bytes, expected_memory, invariant_dropout
 from shardwise.planner.rank_workload import RankWorkload
 from tests.unit.planner.families import MODELS, make_config, section
