@@ -114,9 +114,10 @@ class StageGathers:
 
         outside = [OUTSIDE.unit] if OUTSIDE.unit in self._buckets else []
         for unit in [*outside, *order]:
-            users.update((number, unit) for number in self._buckets[unit])
             following = order[order.index(unit) + 1 :] if unit in order else order
-            sent += begin([unit, *following[: self._prefetch]])
+            needed = [unit, *following[: self._prefetch]]
+            users.update((number, one) for one in needed for number in self._buckets[one])
+            sent += begin(needed)
             held[unit] = sum(self.sizes[number] for number in gathered)
             if unit not in (*outside, *kept):
                 release(unit)
