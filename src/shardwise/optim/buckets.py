@@ -129,34 +129,9 @@ class Bucket:
         self.owned = slice(share * group.rank, share * (group.rank + 1))
         # `empty_like` gives the strides of a dense tensor: a parameter may be a view with gaps.
         self.orders = [_memory_order(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
-        self._gradient_views = self._views(self.gradients)
-        self.head_gradients: Tensor | None = None
-        self._heads: list[tuple[Tensor, Tensor]] = []
-        if any(placement.head_leaf(p) is not None for p in self.parameters):
-            self.head_gradients = torch.zeros_like(self.gradients)
-            leaves = map(placement.head_leaf, self.parameters)
-            views = self._views(self.head_gradients)
-            self._heads = [(leaf, view) for leaf, view in zip(leaves, views, strict=True) if leaf is not None]
-        for leaf, _ in self._heads:
-            leaf.grad_dtype = self.gradients.dtype
-        self._leaves: list[tuple[Tensor, Tensor]] = [
-            *zip(self.parameters, self._gradient_views, strict=True),
-            *self._heads,
-        ]
-        self._places = {leaf: place for place, (leaf, _) in enumerate(self._leaves)}
-        self.group_sums = {leaf: GroupSums(view) for leaf, view in self._leaves}
+        self._find_leaves()
         has_gradients = any(p.grad is not None for p in self.parameters)
-        for p, view, gradient in zip(self.parameters, self._views(self.values), self._gradient_views, strict=True):
-            if not placement.draw_deferred(p, view):
-                view.copy_(p.detach())
-            p.data = view
-            if p.grad is not None:
-                gradient.copy_(p.grad.to_dense())
-                p.grad = None
-            if p.grad_dtype != self.gradients.dtype:
-                p.grad_dtype = self.gradients.dtype
-            if not self.frees_gradients or gradient.any():
-                p.grad = gradient
+        self._take_parameters()
         # Replicas begin with equal values, whatever each rank drew.
         for ranks in (self.copies, group):
             collectives.broadcast_(self.values, ranks)
@@ -180,6 +155,37 @@ class Bucket:
         self.attach_gradients()
         if self.frees_values:
             self.release_values()
+
+    def _find_leaves(self) -> None:
+        """Find the tensors that get gradients, and make the views into which these are summed."""
+        self._gradient_views = self._views(self.gradients)
+        self.head_gradients: Tensor | None = None
+        self._heads: list[tuple[Tensor, Tensor]] = []
+        if any(placement.head_leaf(p) is not None for p in self.parameters):
+            self.head_gradients = torch.zeros_like(self.gradients)
+            leaves = map(placement.head_leaf, self.parameters)
+            views = self._views(self.head_gradients)
+            self._heads = [(leaf, view) for leaf, view in zip(leaves, views, strict=True) if leaf is not None]
+        for leaf, _ in self._heads:
+            leaf.grad_dtype = self.gradients.dtype
+        self._leaves: list[tuple[Tensor, Tensor]] = [
+            *zip(self.parameters, self._gradient_views, strict=True),
+            *self._heads,
+        ]
+        self._places = {leaf: place for place, (leaf, _) in enumerate(self._leaves)}
+        self.group_sums = {leaf: GroupSums(view) for leaf, view in self._leaves}
+
+    def _take_parameters(self) -> None:
+        """Make the parameters and their gradients, if they have some, views of this bucket."""
+        for p, view, gradient in zip(self.parameters, self._views(self.values), self._gradient_views, strict=True):
+            if not placement.draw_deferred(p, view):
+                view.copy_(p.detach())
+            p.data = view
+            if p.grad is not None:
+                gradient.copy_(p.grad.to_dense())
+                p.grad = None
+            if p.grad_dtype != self.gradients.dtype:
+                p.grad_dtype = self.gradients.dtype
 
     @property
     def value_bytes(self) -> int:

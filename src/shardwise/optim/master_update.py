@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.base.user_code import RAISED, error_text
-from shardwise.distributed.torch_private import step_optimizer
+from shardwise.distributed.torch_private import step_optimizer, without_compiler
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.model_slices import ModelSlices
-from shardwise.optim.slice_optimizer import SliceOptimizer
+from shardwise.optim.slice_optimizer import SliceOptimizer, updates_slices
 
 MakeSlices = Callable[[list[list[Bucket]]], ModelSlices]
 """Describes the buckets of each parameter group as the slices of the model that this rank owns."""
@@ -156,6 +156,18 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
     # Equal up to rounding: a fused kernel may add in another order at another length.
     if not torch.allclose(matrix.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
         raise ValueError(f"{refusal}; its result depends on the whole parameter")
+
+
+def class_for_slices(
+    optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+) -> type[torch.optim.Optimizer]:
+    """Make the child of a class that gets the flat slices of this rank; refuse a class that cannot update them."""
+    child = without_compiler(optimizer_class)
+    if updates_slices(optimizer_class):
+        cast("type[SliceOptimizer]", child).has_slices = True
+    else:
+        require_elementwise(child, defaults)
+    return child
 
 
 def _random(shape: tuple[int, ...], seed: int) -> Tensor:

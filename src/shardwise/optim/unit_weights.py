@@ -21,7 +21,7 @@ from shardwise.distributed.torch_private import after_backward, tensors_in
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
 from shardwise.layers.units import stages_of, units
 from shardwise.optim.bucket_layout import UnitPlace
-from shardwise.optim.buckets import Bucket
+from shardwise.optim.buckets import Bucket, weak_hook
 
 
 def places_in(model: nn.Module) -> dict[nn.Parameter, UnitPlace]:
@@ -82,6 +82,7 @@ class UnitWeights:
         self._users: dict[Bucket, set[object]] = {}
         self._units_of: dict[nn.Parameter, list[_Unit]] = {}
         self._in_backward: set[_Unit] = set()
+        self._of_stages: list[Bucket] = []
         for path, parameter in model.named_parameters():
             cast(Any, parameter).path = path
         for stage in stages_of(model):
@@ -95,7 +96,9 @@ class UnitWeights:
                 if unit.buckets:
                     self._watch(module, unit)
                     unit.neighbors = in_order
-                    if module is not stage:
+                    if module is stage:
+                        self._of_stages += unit.buckets
+                    else:
                         in_order.append(unit)
                     if has_backward:
                         last = unit
@@ -108,27 +111,32 @@ class UnitWeights:
         for p in unit.trained:
             if p not in self._units_of:
                 self._units_of[p] = []
-                p.register_post_accumulate_grad_hook(self._on_gradient)
+                # Python cannot collect a cycle through a parameter's hooks. Those of modules keep this object.
+                p.register_post_accumulate_grad_hook(weak_hook(self._on_gradient))
             self._units_of[p].append(unit)
         module.register_forward_pre_hook(partial(self._before_forward, unit))
         module.register_forward_hook(partial(self._after_forward, unit))
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Inside, all weights are on every rank, and changes of them count afterwards. Collective."""
+    def gathered(self, *, all_units: bool) -> Iterator[None]:
+        """Inside, weights are on every rank, and changes of them count afterwards. Collective.
+
+        all_units: False for those alone that are in no embedding, block or head: these gather theirs when they run.
+        """
         user = object()
-        for bucket, users in self._users.items():
+        buckets = list(self._users) if all_units else self._of_stages
+        for bucket in buckets:
             bucket.begin_gather()
-            users.add(user)
-        for bucket in self._users:
+            self._users[bucket].add(user)
+        for bucket in buckets:
             bucket.finish_gather()
         try:
             yield
         finally:
-            for bucket, users in self._users.items():
+            for bucket in buckets:
                 bucket.take_values()
-                users.discard(user)
-                if not users:
+                self._users[bucket].discard(user)
+                if not self._users[bucket]:
                     bucket.release_values()
 
     # ---- passes
@@ -173,8 +181,8 @@ class UnitWeights:
             unit.incomplete = set(unit.trained)
             self._acquire(unit, -1)
 
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
-        for unit in self._units_of[parameter]:
+    def _on_gradient(self, parameter: Tensor) -> None:
+        for unit in self._units_of[cast(nn.Parameter, parameter)]:
             if unit.incomplete is not None:
                 unit.incomplete.discard(parameter)
                 if not unit.incomplete:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwise.config import Frequency, Rounding
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import named_pieces, of_or_whole
-from shardwise.distributed.torch_private import WithoutCompiler, without_compiler
+from shardwise.distributed.torch_private import WithoutCompiler
 from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, Sharding, make_buckets, weak_hook
 from shardwise.optim.checks import (
     Assignments,
@@ -37,9 +37,9 @@ from shardwise.optim.checks import (
 )
 from shardwise.optim.gathers import Gathers
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
-from shardwise.optim.master_update import Update, options_of, require_elementwise
+from shardwise.optim.master_update import Update, class_for_slices, options_of
 from shardwise.optim.model_slices import ModelSlices
-from shardwise.optim.slice_optimizer import SliceOptimizer, updates_slices
+from shardwise.optim.slice_optimizer import SliceOptimizer
 from shardwise.optim.stochastic_rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
 from shardwise.optim.unit_weights import UnitWeights, places_in
 from shardwise.optim.unsharded_parameters import UncutGradients, take_first_values
@@ -138,19 +138,14 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             require_max_norm(max_norm)
         if bucket_mib is not None and not bucket_mib > 0:
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
+        if stage == 3 and model is None:
+            raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
         defaults = known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
-        self._inner_class = _class_for_slices(optimizer_class, defaults)
+        self._inner_class = class_for_slices(optimizer_class, defaults)
         self.optimizer_class = optimizer_class
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
-        if group is not None:
-            self.group = Group.of(group)
-        else:
-            self.group = mesh.dp if mesh is not None else Group.world("dp")
-        self._mesh = mesh
-        self._world = mesh.world if mesh is not None else self.group
-        self.tensor = mesh.tp if mesh is not None else Group()
-        self._pipeline_stage = mesh.pp.rank if mesh is not None else 0
+        self._choose_ranks(group, mesh)
         self.sharding = Sharding.of(stage, self.group, replicate)
         self._reduces_each_pass = stage >= 2 and reduce == "micro_batch"
         self._unit_places = {} if model is None else places_in(model)
@@ -178,16 +173,26 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         super().__init__(params, probe.defaults)
         self._take_over(self.param_groups)
         self._weights: UnitWeights | None = None
-        if stage == 3:
-            if model is None:
-                raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
+        if model is not None and stage == 3:
             bucket_of = {p: bucket for p, (bucket, _) in self._bucket_places.items()}
             self._weights = UnitWeights(model, bucket_of, prefetch, once_a_step=gather == "step")
 
     # ---- construction
 
+    def _choose_ranks(self, group: Group | dist.ProcessGroup | None, mesh: Mesh | None) -> None:
+        if group is not None:
+            self.group = Group.of(group)
+        else:
+            self.group = mesh.dp if mesh is not None else Group.world("dp")
+        self._mesh = mesh
+        self._world = mesh.world if mesh is not None else self.group
+        self.tensor = mesh.tp if mesh is not None else Group()
+        self._pipeline_stage = mesh.pp.rank if mesh is not None else 0
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add `param_group`; its parameters move into buckets of their own. Collective, as making the optimizer is."""
+        if self._inner is not None and self.sharding.stage == 3:
+            raise ValueError("a parameter group cannot be added at stage 3: give all groups when the optimizer is made")
         super().add_param_group(param_group)
         if self._inner is not None:  # else it is one of the constructor's, which takes all of them over at once
             try:
@@ -502,13 +507,22 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.steps += 1
         self.gathers.run(self._updates.step(self.param_groups, factor, self.steps))
 
-    def gathered(self) -> AbstractContextManager[None]:
+    def gathered(self, *, all_units: bool = True) -> AbstractContextManager[None]:
         """Inside, all parameters have their values on every rank, also at stage 3, and changes of them count.
 
         Collective over the group.
+
+        Args:
+            all_units: False leaves embeddings, blocks and heads, which gather theirs when they run, so that methods of
+                the model other than its forward can be called.
         """
         self.gathers.wait()
-        return nullcontext() if self._weights is None else self._weights.gathered()
+        return nullcontext() if self._weights is None else self._weights.gathered(all_units=all_units)
+
+    @property
+    def gathers_in_passes(self) -> bool:
+        """True if a pass of the model is collective over the group, as units gather their parameters."""
+        return self._weights is not None and self.sharding.ranks.size > 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to 0: views into the buckets, whatever `set_to_none` says, and None from stage 2 on."""
@@ -584,15 +598,3 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         padding = elements - sum(bucket.elements for bucket in self.buckets)
         per_element = (state_bytes + master_bytes) / max(elements, 1)
         return {"state": state_bytes, "masters": master_bytes, "padding": round(padding * per_element)}
-
-
-def _class_for_slices(
-    optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
-) -> type[torch.optim.Optimizer]:
-    """Make the child of a class that gets the flat slices of this rank; refuse a class that cannot update them."""
-    child = without_compiler(optimizer_class)
-    if updates_slices(optimizer_class):
-        cast("type[SliceOptimizer]", child).has_slices = True
-    else:
-        require_elementwise(child, defaults)
-    return child

@@ -272,12 +272,19 @@ class SampleText:
 
 
 def draw_sample(
-    config: Config, model: nn.Module, mesh: Mesh, data: PreparedData, reason_to_stop: Callable[[], str | None]
+    config: Config,
+    model: nn.Module,
+    mesh: Mesh,
+    data: PreparedData,
+    reason_to_stop: Callable[[], str | None],
+    *,
+    in_step: bool = False,
 ) -> SampleText:
     """Let the trained model continue a prompt, until any rank is asked to stop; collective over the mesh.
 
     There is no text where `log.sample_tokens` is 0, without a tokenizer, and for a model that gives no logits of the
-    next token. `reason_to_stop` returns this rank's reason to stop, or None.
+    next token. `reason_to_stop` returns this rank's reason to stop, or None. `in_step`: all replicas must make the same
+    passes, so that all draw the text, which replica 0 returns.
     """
     log = config.log
     stopped_by = None
@@ -293,7 +300,7 @@ def draw_sample(
         return stopped_by is None and not is_complete
 
     # Replica 0 draws. The others only agree with it on when to stop, as often as it asks: once a token.
-    if mesh.dp.rank:
+    if mesh.dp.rank and not in_step:
         while continues():
             pass
         return SampleText(None, stopped_by)
@@ -315,7 +322,7 @@ def draw_sample(
     # The other replicas wait for this last answer.
     continues(is_complete=True)
     # The prompt of the configuration may hold a secret.
-    return SampleText(redacted(tokenizer.decode(ids + drawn)))
+    return SampleText(None if mesh.dp.rank else redacted(tokenizer.decode(ids + drawn)))
 
 
 def continue_text(

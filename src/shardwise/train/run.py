@@ -287,7 +287,12 @@ def _finish(opened: OpenedRun, trainer: Trainer, reporter: Reporter) -> None:
     data = opened.data
     progress = opened.progress
     progress.phase = "generation of the sample"
-    sample = draw_sample(config, trainer.model, opened.mesh, data, make_stop_check(opened.folder.directory))
+    reason_to_stop = make_stop_check(opened.folder.directory)
+    optimizer = trainer.optimizer
+    with optimizer.gathered(all_units=False):
+        sample = draw_sample(
+            config, trainer.model, opened.mesh, data, reason_to_stop, in_step=optimizer.gathers_in_passes
+        )
     collectives.barrier(opened.mesh.world)
     folder = str(opened.folder.checkpoints.root / step_name(progress.step))
     reporter.finish(

@@ -114,6 +114,7 @@ def evaluate_tasks(
     stop: frozenset[int],
     *,
     bootstraps: int = 0,
+    in_step: bool = False,
 ) -> dict[str, Any] | None:
     """Score a model without dropout (`eval`) on `evaluation.tasks`. Collective.
 
@@ -121,6 +122,7 @@ def evaluate_tasks(
         model: the whole model or this rank's stages.
         tokenizer: tokenizer of the model, on every rank.
         stop: ids that end a continuation.
+        in_step: True if all replicas of the model must make the same passes (`TaskModel`).
         bootstraps: resamples for the standard errors of metrics that have no formula for it; 0: no standard errors.
 
     Returns:
@@ -135,7 +137,8 @@ def evaluate_tasks(
             f"model.family ({family.family}) must be a causal language model with evaluation.tasks, which need logits "
             "of the next token"
         )
-    answering = TaskModel(model, mesh, config.parallel, tokenizer, stop, config.train.micro_batch)
+    batch = config.train.micro_batch
+    answering = TaskModel(model, mesh, config.parallel, tokenizer, stop, batch, in_step=in_step)
     settings = config.evaluation
 
     def score() -> dict[str, Any]:

@@ -88,6 +88,7 @@ class TaskModel:
         stop: ids that end a continuation.
         batch: requests that a replica scores at once. It changes no score: padding follows the tokens, and a causal
             model does not see what follows a token.
+        in_step: True if all replicas must make the same passes, which gather their weights.
     """
 
     def __init__(
@@ -98,6 +99,8 @@ class TaskModel:
         tokenizer: Tokenizer,
         stop: frozenset[int],
         batch: int,
+        *,
+        in_step: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self._model = model
@@ -105,6 +108,7 @@ class TaskModel:
         self._parallel = parallel
         self._stop = stop
         self._batch = batch
+        self._in_step = in_step
 
     def while_others_answer(self, work: Callable[[], _Result]) -> _Result | None:
         """Do some work on rank 0, whose calls of `scores` and `texts` all ranks answer. Collective.
@@ -154,6 +158,10 @@ class TaskModel:
         # Requests of about one length make a batch with little padding; the longest first, as they need most memory.
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
         batches = [order[first : first + self._batch] for first in range(0, len(order), self._batch)]
+        count = len(range(mesh.dp.rank, len(batches), mesh.dp.size))
+        if self._in_step:
+            # A replica that has none of the last batches makes a pass of the first one, whose scores do not count.
+            batches += batches[:1] * (-len(batches) % mesh.dp.size)
         batches = batches[mesh.dp.rank :: mesh.dp.size]
         # A rank without the last stage, and without a request, adds 0.
         scores_R2 = torch.zeros(len(requests), 2, dtype=torch.float64, device="cpu")
@@ -176,7 +184,8 @@ class TaskModel:
             columns_N = batch.columns_N.cpu()
             terms_N2 = torch.stack((log_p_N, (likeliest_N != batch.targets_N).float()), dim=1).cpu().double()
             zeros_B2 = torch.zeros(len(batches[number]), 2, dtype=torch.float64, device="cpu")
-            scores_R2[batches[number]] = zeros_B2.index_add(0, columns_N, terms_N2)
+            if number < count:
+                scores_R2[batches[number]] = zeros_B2.index_add(0, columns_N, terms_N2)
             return out
 
         shapes = [(len(requests[batch[0]].tokens) - 1, len(batch)) for batch in batches]
@@ -187,6 +196,9 @@ class TaskModel:
         return [Score(log_probability, misses == 0) for log_probability, misses in sums]
 
     def _answer_texts(self, requests: Sequence[TextRequest]) -> list[str]:
+        if self._in_step:
+            # Continuations have different lengths: each replica draws all of them.
+            return [self._continue(request) for request in requests]
         dp = self._mesh.dp
         local = [self._continue(request) for request in requests[dp.rank :: dp.size]]
         by_replica = collectives.all_gather_objects(local, dp)

@@ -430,9 +430,10 @@ class Trainer:
     def _evaluate_batches(self, batches: Batches, bytes_V: npt.NDArray[np.int64] | None = None) -> Evaluation:
         """Evaluate the first `eval_batches` global batches of a text."""
         rounds = self.feed.evaluation(batches, self.layout.accumulation(self.config.train))
-        result = evaluate_rounds(
-            self.model, rounds, batches.objectives, self.mesh, self.config.parallel, bytes_V=bytes_V
-        )
+        with self.optimizer.gathered(all_units=False):
+            result = evaluate_rounds(
+                self.model, rounds, batches.objectives, self.mesh, self.config.parallel, bytes_V=bytes_V
+            )
         self.model.train()
         return result
 
@@ -455,10 +456,12 @@ class Trainer:
 
         assert self.tokenizer_path is not None, "tasks without a tokenizer are refused before a run starts"
         self.progress.phase = "evaluation on tasks"
-        self.optimizer.gathers.wait()
         tokenizer = Tokenizer.load(self.tokenizer_path)
         stop = frozenset(() if tokenizer.end_of_document_id is None else (tokenizer.end_of_document_id,))
-        results = evaluate_tasks(self.config, self.model.eval(), self.mesh, tokenizer, stop)
+        with self.optimizer.gathered(all_units=False):
+            results = evaluate_tasks(
+                self.config, self.model.eval(), self.mesh, tokenizer, stop, in_step=self.optimizer.gathers_in_passes
+            )
         self.model.train()
         if results is not None and self.reporter is not None:
             self.reporter.tasks(self.progress.step, results["results"])
