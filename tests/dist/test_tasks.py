@@ -16,6 +16,7 @@ from shardwise.config import check_layout
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.pipeline.stages import build_stages
 from shardwise.train import task_evaluation
+from shardwise.train.build import build_optimizer
 from shardwise.train.task_requests import ScoreRequest, TaskModel
 from tests.dist.dense import mesh, run
 from tests.dist.own_models import Dropping
@@ -84,18 +85,23 @@ def ours(model: Path, tasks: Path, parallel: dict[str, Any], batch: int, limit: 
     """The answers at a layout; None on all ranks but 0."""
     config = make_config(
         model=described(model).model_dump(mode="json"),
-        parallel=parallel,
+        parallel={key: degree for key, degree in parallel.items() if key != "zero"},
+        optimizer={"zero": parallel.get("zero", 1)},
         train={"micro_batch": batch, "global_batch": 8 * batch},
         evaluation={"tasks": list(TASKS), "tasks_path": str(tasks), "limit": limit},
     )
     ranks = mesh(config.parallel.tensor, config.parallel.pipeline)
     stages = build_stages(config, check_layout(config, ranks.world.size), ranks)
-    load_hugging_face(stages, config.model, ranks, model)
+    optimizer = build_optimizer(config, config.precision.resolved(False), stages, ranks)
+    load_hugging_face(stages, config.model, ranks, model, optimizer)
     tokenizer = Tokenizer.load(model)
     stop = frozenset(() if tokenizer.end_of_document_id is None else (tokenizer.end_of_document_id,))
     answers: dict[str, list[Any]] = {}
     with mock.patch.object(task_evaluation, "ShardedLM", recorded(task_evaluation.ShardedLM, answers)):
-        results = task_evaluation.evaluate_tasks(config, stages.eval(), ranks, tokenizer, stop)
+        with optimizer.gathered(all_units=False):
+            results = task_evaluation.evaluate_tasks(
+                config, stages.eval(), ranks, tokenizer, stop, in_step=optimizer.gathers_in_passes
+            )
     return None if results is None else Scored(answers, results["results"])
 
 
@@ -105,11 +111,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "TP 2 with SP": (2, {"tensor": 2, "sequence": True}, 3),
     "PP 2": (2, {"pipeline": 2}, 3),
     "DP 2": (2, {}, 1),
+    "ZeRO-3": (2, {"zero": 3}, 2),
 }
 
 
 CASES = [
-    *(("llama", layout) for layout in LAYOUTS),
+    *(("llama", layout) for layout in LAYOUTS if layout != "ZeRO-3"),
+    ("gpt", "ZeRO-3"),
     ("gpt", "PP 2"),
     ("neox with a first token", "whole in batches"),
     ("neox with a first token", "TP 2 with SP"),

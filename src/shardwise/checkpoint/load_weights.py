@@ -37,11 +37,14 @@ def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
     collectives.agree(problems, group)
 
 
-def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Path) -> None:
+def load_hugging_face(
+    model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Path, optimizer: ZeroRedundancyOptimizer | None = None
+) -> None:
     """Set the model's weights to those of a Hugging Face folder; collective over the world.
 
-    Each rank reads the rows that it needs, cast to the parameter's dtype; padding stays 0. Call it before an optimizer
-    is made, which may keep copies. Names may be spelled as `config/hugging_face_names.py` says.
+    Each rank reads the rows that it needs, cast to the dtype of the parameter; padding stays 0. Names may be spelled as
+    `config/hugging_face_names.py` says. An `optimizer` gets masters of these weights; with ZeRO-3 only its parts of the
+    weights are read.
 
     Raises:
         ConfigError: every mismatch that any rank found, raised on every rank: names that are missing or unknown,
@@ -56,10 +59,10 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
     sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh.pp), stored)
     collectives.agree(config_problems + problems, mesh.world)
     requests: list[ReadRequest] = []
-    for piece, target in local_pieces(model):
-        request = ReadRequest(MODEL, piece.name, piece.box, target)
+    for piece, piece_box, target, _ in weight_slices(model, optimizer):
+        request = ReadRequest(MODEL, piece.name, piece_box, target)
         # A stored value has at most 8 bytes.
-        requests += [request.part(box) for box in segments(piece.box.size, STREAM_BYTES // 8)]
+        requests += [request.part(box) for box in segments(piece_box.size, STREAM_BYTES // 8)]
     try:
         boxes = [(request.name, request.box) for request in requests]
         problems = differing_copies(where, tensors, sources, boxes)
@@ -71,7 +74,9 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
     except StoreError as error:
         problems = [f"checkpoint.load: {error}"]
     collectives.agree(problems, mesh.world)
-    require_finite(model, mesh, folder)
+    for bucket in [] if optimizer is None else optimizer.buckets:
+        bucket.adopt_values()
+    require_finite(model, mesh, folder, optimizer)
 
 
 def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple[StoredTensors, list[str]]:

@@ -78,16 +78,14 @@ def build_trainer(
     dtype = torch_dtype(precision.parameter)
     # All ranks take the same way, also where a network disk shows the file to some of them later than to others.
     is_checkpoint = weights is not None and collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world)
-    is_hugging_face = weights is not None and not is_checkpoint
-    model = build_stages(config, layout, mesh, dtype=dtype, deferred=not is_hugging_face)
+    model = build_stages(config, layout, mesh, dtype=dtype, deferred=True)
     use_loss(model, config)
-    if weights is not None and is_hugging_face:
-        load_hugging_face(model, config.model, mesh, weights.local())
     compilation = compile_units(model, config.compile, mesh.device) if config.compile.enabled else None
-    # The optimizer copies the parameters to its masters: weights without masters are loaded before, others after it.
     optimizer = build_optimizer(config, precision, model, mesh)
     if weights is not None and is_checkpoint:
         _load_checkpoint(config, weights, model, optimizer, mesh)
+    elif weights is not None:
+        load_hugging_face(model, config.model, mesh, weights.local(), optimizer)
     state_hashes = None
     if config.log.state_hash_every and reporter is not None:
         state_hashes = StateHashes(model, optimizer, mesh, config, reporter)

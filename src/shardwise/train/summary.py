@@ -110,7 +110,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         (
             "layout",
             f"{layout.product()}, sequence parallelism (SP) {'on' if layout.sequence_parallel else 'off'}, "
-            f"{config.optimizer.sharding_text(config.parallel.replicate)}",
+            f"{_sharding(config, layout)}",
         ),
         ("device", device),
         ("batch", _batch(config, layout)),
@@ -164,6 +164,12 @@ def _advice(precision: Precision, accelerator: bool) -> str:
 
 def _rounding(precision: Precision) -> str:
     return ", rounded stochastically" if precision.rounding == "stochastic" else ""
+
+
+def _sharding(config: Config, layout: Layout) -> str:
+    """The stage of ZeRO, with a remark if one above 1, which is chosen on purpose, has nothing to cut."""
+    text = config.optimizer.sharding_text(config.parallel.replicate)
+    return f"{text}, no effect with DP 1" if config.optimizer.zero > 1 and layout.data == 1 else text
 
 
 def _batch(config: Config, layout: Layout) -> str:
@@ -405,7 +411,7 @@ def start_rows(
         ("batch", _batch(config, layout)),
         (
             "layout",
-            f"{layout.product(after_tensor=sequence)}, {config.optimizer.sharding_text(config.parallel.replicate)}",
+            f"{layout.product(after_tensor=sequence)}, {_sharding(config, layout)}",
         ),
         (
             "device",
