@@ -97,11 +97,10 @@ def ours(model: Path, tasks: Path, parallel: dict[str, Any], batch: int, limit: 
     tokenizer = Tokenizer.load(model)
     stop = frozenset(() if tokenizer.end_of_document_id is None else (tokenizer.end_of_document_id,))
     answers: dict[str, list[Any]] = {}
-    with mock.patch.object(task_evaluation, "ShardedLM", recorded(task_evaluation.ShardedLM, answers)):
-        with optimizer.gathered(all_units=False):
-            results = task_evaluation.evaluate_tasks(
-                config, stages.eval(), ranks, tokenizer, stop, in_step=optimizer.gathers_in_passes
-            )
+    recording = mock.patch.object(task_evaluation, "ShardedLM", recorded(task_evaluation.ShardedLM, answers))
+    with recording, optimizer.gathered(all_units=False):
+        in_step = optimizer.gathers_in_passes
+        results = task_evaluation.evaluate_tasks(config, stages.eval(), ranks, tokenizer, stop, in_step=in_step)
     return None if results is None else Scored(answers, results["results"])
 
 

@@ -55,6 +55,16 @@ def require_plain(parameters: Iterable[nn.Parameter], *, has_mesh: bool) -> None
     refuse_wrapped(parameters)
 
 
+def require_sharding(stage: int, model: nn.Module | None, bucket_mib: float | None) -> None:
+    """Raise ValueError for arguments that do not say how the parameters are cut into buckets and over ranks."""
+    if bucket_mib is not None and not bucket_mib > 0:
+        raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
+    if stage not in range(4):
+        raise ValueError(f"stage ({stage}) must be 0, 1, 2 or 3")
+    if stage == 3 and model is None:
+        raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
+
+
 def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
     """Raise ValueError for parameters whose gradients a DistributedDataParallel reduces, whenever it was made."""
     accumulated = {id(p) for p in parameters if p.requires_grad and _is_accumulator_held(p)}

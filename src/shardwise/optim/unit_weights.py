@@ -10,7 +10,7 @@ the end of the pass if some parameters have none. A bucket that several units us
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -69,14 +69,13 @@ class UnitWeights:
 
     Args:
         model: the model, or the list of its pipeline stages on this rank.
-        bucket_of: bucket of each trained parameter.
+        buckets: buckets of the trained parameters.
         prefetch: number of units whose gather is started ahead.
         once_a_step: True to release nothing until the update, so that each bucket is gathered once a step.
     """
 
-    def __init__(
-        self, model: nn.Module, bucket_of: Mapping[nn.Parameter, Bucket], prefetch: int, *, once_a_step: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, buckets: Iterable[Bucket], prefetch: int, *, once_a_step: bool) -> None:
+        bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         self._prefetch = prefetch
         self._releases = not once_a_step
         self._users: dict[Bucket, set[object]] = {}

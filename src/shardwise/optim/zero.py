@@ -33,6 +33,7 @@ from shardwise.optim.checks import (
     require_plain,
     require_same_parameters,
     require_scaled,
+    require_sharding,
     spread_non_finite,
 )
 from shardwise.optim.gathers import Gathers
@@ -110,6 +111,11 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         RuntimeError: a launcher started several ranks, but no process group was initialised.
     """
 
+    _overlapping = False
+    _keeps_gradients = False
+    _checked_wrappers = False
+    _clipped = False
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -136,10 +142,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     ) -> None:
         if grad_clipping:
             require_max_norm(max_norm)
-        if bucket_mib is not None and not bucket_mib > 0:
-            raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
-        if stage == 3 and model is None:
-            raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
+        require_sharding(stage, model, bucket_mib)
         defaults = known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
         self._inner_class = class_for_slices(optimizer_class, defaults)
         self.optimizer_class = optimizer_class
@@ -163,19 +166,14 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._bucket_places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._assignments = Assignments(self._bucket_places)
         self._frozen: list[nn.Parameter] = []
-        self._overlapping = False
-        self._keeps_gradients = False
         self._under_way: deque[Bucket] = deque()
-        self._checked_wrappers = False
         self._norms: Tensor | None = None
-        self._clipped = False
         probe = self._inner_class([nn.Parameter(torch.zeros(1))], **defaults)
         super().__init__(params, probe.defaults)
         self._take_over(self.param_groups)
         self._weights: UnitWeights | None = None
         if model is not None and stage == 3:
-            bucket_of = {p: bucket for p, (bucket, _) in self._bucket_places.items()}
-            self._weights = UnitWeights(model, bucket_of, prefetch, once_a_step=gather == "step")
+            self._weights = UnitWeights(model, self.buckets, prefetch, once_a_step=gather == "step")
 
     # ---- construction
 
