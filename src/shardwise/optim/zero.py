@@ -150,7 +150,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.max_norm = max_norm
         self._choose_ranks(group, mesh)
         self.sharding = Sharding.of(stage, self.group, replicate)
-        self._reduces_each_pass = stage >= 2 and reduce == "micro_batch"
+        self._reduces_each_pass = stage >= 2 and reduce == "micro_batch" and self.sharding.ranks.size > 1
         self._unit_places = {} if model is None else places_in(model)
         self._average = average
         self._bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20

@@ -52,12 +52,29 @@ def test_a_model_that_nothing_wraps_costs_no_search_for_wrappers(monkeypatch: py
         ("Rprop", {}),
     ],
 )
-@pytest.mark.parametrize("bucket_mib", [1e-5, 1e-3, 1000.0])
-def test_bit_equal_to_the_wrapped_class(name: str, options: dict[str, Any], bucket_mib: float) -> None:
+@pytest.mark.parametrize(("bucket_mib", "stage"), [(1e-5, 1), (1e-3, 2), (1000.0, 3)])
+def test_bit_equal_to_the_wrapped_class(name: str, options: dict[str, Any], bucket_mib: float, stage: int) -> None:
     wrapped = getattr(torch.optim, name)
     plain, ours = make(), make()
     train(plain, wrapped(plain.parameters(), **copy.deepcopy(options)))
-    train(ours, ZeroRedundancyOptimizer(ours.parameters(), wrapped, bucket_mib=bucket_mib, **PLAIN, **options))
+    sharding = {"bucket_mib": bucket_mib, "stage": stage, "model": ours}
+    train(ours, ZeroRedundancyOptimizer(ours.parameters(), wrapped, **sharding, **PLAIN, **options))
+    assert_equal(ours, plain)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_alone_each_stage_adds_up_micro_batches(stage: int) -> None:
+    plain, ours = make(), make()
+    optimizers = [
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+        ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, stage=stage, model=ours, lr=0.1, **PLAIN),
+    ]
+    for model, optimizer in zip((plain, ours), optimizers, strict=True):
+        for step in range(4):
+            model(batch(step)).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
     assert_equal(ours, plain)
 
 
