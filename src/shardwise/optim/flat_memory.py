@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, see
+from shardwise.distributed import placement
 from shardwise.distributed.torch_private import call_without_overrides
 
 
@@ -27,6 +29,14 @@ def allocate(flat: Tensor) -> None:
 def release(flat: Tensor) -> None:
     """Release the memory of a flat tensor and of all its views."""
     flat.untyped_storage().resize_(0)
+
+
+@torch.no_grad()
+def draw_in_place(parameter: nn.Parameter) -> None:
+    """Give a parameter memory of its own, and its values, if it was made without (`placement.make_parameter`)."""
+    if not has_memory(parameter):
+        allocate(parameter)
+        placement.draw_deferred(parameter, parameter.zero_())
 
 
 _METADATA = frozenset(

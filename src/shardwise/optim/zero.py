@@ -36,6 +36,7 @@ from shardwise.optim.checks import (
     require_sharding,
     spread_non_finite,
 )
+from shardwise.optim.flat_memory import draw_in_place
 from shardwise.optim.gathers import Gathers
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.master_update import Update, class_for_slices, options_of
@@ -225,6 +226,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         """Give a group's parameters the first rank's values, and move those that are trained into buckets."""
         frozen = [p for p in options["params"] if not p.requires_grad]
         for p in frozen:
+            draw_in_place(p)
             broadcast_value(p, self.group)
         self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
