@@ -386,7 +386,9 @@ def choices(
     for degrees in _degrees(config, world, per_node, fixed):
         for micro_batch in _micro_batches(config, fixed):
             # Recompute and ZeRO change no rule, so that one check serves all of their values.
-            first = Choice(*degrees, micro_batch, "none", 1)
+            replicate = config.parallel.replicate if "parallel.replicate" in fixed else 1
+            recipes = config.optimizer
+            first = Choice(*degrees, micro_batch, "none", recipes.zero, replicate, recipes.reduce)
             data = world // (first.tensor * first.pipeline)
             if config.train.global_batch % (micro_batch * data):
                 continue

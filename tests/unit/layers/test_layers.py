@@ -304,7 +304,7 @@ FROM_OTHER_LIBRARIES: dict[str, tuple[Callable[..., object], dict[str, Any], str
         lambda **options: RMSNorm(4, **options),
         {"zzz": 1},
         "RMSNorm does not take zzz; "
-        "it takes normalized_shape, eps, sequence_parallel_enabled, name, device, dtype, group, init and seed",
+        "it takes normalized_shape, eps, sequence_parallel_enabled, name, deferred, device, dtype, group, init and seed",
     ),
 }
 

@@ -58,6 +58,8 @@ def test_without_a_formula_the_remedies_have_no_sizes() -> None:
         "train.micro_batch=2",
         "parallel.sequence=true",
         "optimizer.zero=1",
+        "optimizer.zero=2",
+        "optimizer.zero=3",
         "precision.mode=mixed",
         "parallel.tensor=4 on 8 ranks",
     ]

@@ -28,7 +28,11 @@ def test_it_keeps_what_decides_how_a_recipe_is_cut_and_computed(name: str) -> No
     assert {key: getattr(model, key) for key in kept} == {key: getattr(own, key) for key in kept}
     ratios = [each.num_attention_heads / each.num_key_value_heads for each in (model, own)]
     assert ratios[0] == ratios[1]
-    for key in ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    # Key/value heads are cut over ranks, or copied to several.
+    kv_heads = [each.num_key_value_heads for each in (model, own)]
+    fits = [[count % degree == 0 or degree % count == 0 for degree in DEGREES] for count in kv_heads]
+    assert fits[0] == fits[1]
+    for key in ("vocab_size", "num_attention_heads", "intermediate_size"):
         fits = [[getattr(each, key) % degree == 0 for degree in DEGREES] for each in (model, own)]
         assert fits[0] == fits[1], f"{key} can be cut otherwise than the recipe's"
     for key in ("name", "schedule", "weight_decay", "betas", "eps", "max_norm"):
