@@ -303,8 +303,8 @@ FROM_OTHER_LIBRARIES: dict[str, tuple[Callable[..., object], dict[str, Any], str
     "something else": (
         lambda **options: RMSNorm(4, **options),
         {"zzz": 1},
-        "RMSNorm does not take zzz; "
-        "it takes normalized_shape, eps, sequence_parallel_enabled, name, deferred, device, dtype, group, init and seed",
+        "RMSNorm does not take zzz; it takes normalized_shape, eps, sequence_parallel_enabled, name, deferred, device, "
+        "dtype, group, init and seed",
     ),
 }
 
