@@ -387,8 +387,8 @@ def choices(
         for micro_batch in _micro_batches(config, fixed):
             # Recompute and ZeRO change no rule, so that one check serves all of their values.
             replicate = config.parallel.replicate if "parallel.replicate" in fixed else 1
-            recipes = config.optimizer
-            first = Choice(*degrees, micro_batch, "none", recipes.zero, replicate, recipes.reduce)
+            optimizer = config.optimizer
+            first = Choice(*degrees, micro_batch, "none", optimizer.zero, replicate, optimizer.reduce)
             data = world // (first.tensor * first.pipeline)
             if config.train.global_batch % (micro_batch * data):
                 continue
@@ -398,8 +398,7 @@ def choices(
                 continue
             shardings = list(_shardings(first.applied(base), layout, per_node, fixed))
             for recompute in recomputes:
-                lists = [[Choice(*degrees, micro_batch, recompute, *one) for one in options] for options in shardings]
-                yield lists, layout
+                yield [[Choice(*degrees, micro_batch, recompute, *cut) for cut in cuts] for cuts in shardings], layout
 
 
 _Sharding = tuple[int, int, Frequency | None]

@@ -116,7 +116,7 @@ class StageGathers:
         for unit in [*outside, *order]:
             following = order[order.index(unit) + 1 :] if unit in order else order
             needed = [unit, *following[: self._prefetch]]
-            users.update((number, one) for one in needed for number in self._buckets[one])
+            users.update((number, user) for user in needed for number in self._buckets[user])
             sent += begin(needed)
             held[unit] = sum(self.sizes[number] for number in gathered)
             if unit not in (*outside, *kept):
