@@ -158,9 +158,53 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
         if torch.compiler.is_compiling():
             return tensor.copy_(traced_all_reduce(tensor, op, group.graph_name))
         group.count("all_reduce", _bytes(tensor))
+        _all_reduce_now(tensor, group, op)
+    return tensor
+
+
+def _all_reduce_now(tensor: Tensor, group: Group, op: str) -> None:
+    if _is_sent_to_all(tensor, group):
+        _small_all_reduce(tensor, group, op, overlap=False).wait()
+    else:
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         _call(group, dist.all_reduce, tensor, op=reduce_op, group=group.process_group)
-    return tensor
+
+
+_SMALL_BYTES = 2**16
+"""Bytes of a tensor whose messages cost their latency and not their length."""
+
+
+def _is_sent_to_all(tensor: Tensor, group: Group) -> bool:
+    """True if each rank sends its whole tensor to all others at once, and not parts of it from neighbour to neighbour.
+
+    With gloo a step of a ring takes as long as all messages of an all-to-all (benchmarks/collectives.py).
+    """
+    return group.scatter_by_all_to_all and 0 < _bytes(tensor) <= _SMALL_BYTES
+
+
+def _send_to_all(local: Tensor, group: Group, out: Tensor, *, overlap: bool) -> dist.Work | None:
+    """Start sending a contiguous tensor `[…]` to all ranks; `out` `[g, …]`, contiguous too, gets those of all."""
+    copies = local.reshape(1, -1).expand(group.size, -1).contiguous()
+    if overlap:
+        work = dist.all_to_all_single(out.view(-1), copies.view(-1), group=group.process_group, async_op=True)
+        return cast(dist.Work, work)
+    _call(group, dist.all_to_all_single, out.view(-1), copies.view(-1), group=group.process_group)
+    return None
+
+
+def _small_all_reduce(tensor: Tensor, group: Group, op: str, *, overlap: bool) -> Pending:
+    parts = tensor.new_empty((group.size, *tensor.shape))
+    work = _send_to_all(tensor, group, parts, overlap=overlap)
+
+    def finish() -> None:
+        if op == "max":
+            tensor.copy_(parts.amax(dim=0))
+        elif group.adds_in_tree and tensor.is_floating_point():
+            tensor.copy_(tree_sum_(parts))
+        else:
+            tensor.copy_(parts.sum(dim=0))
+
+    return Pending(tensor, work, finish, group)
 
 
 def all_reduce_async(tensor: Tensor, group: Group) -> Pending:
@@ -170,6 +214,8 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Pending:
     if group.adds_in_tree and tensor.is_floating_point():
         return _tree_all_reduce_async(tensor, group, overlap=True)
     group.count("all_reduce", _bytes(tensor))
+    if _is_sent_to_all(tensor, group):
+        return _small_all_reduce(tensor, group, "sum", overlap=True)
     work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
     return Pending(tensor, cast(dist.Work, work), group=group)
 
@@ -177,8 +223,12 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Pending:
 def _tree_all_reduce_async(tensor: Tensor, group: Group, *, overlap: bool) -> Pending:
     """Start a sum over the group in the order of `tree_sum`, in place: each rank sums a run of elements of all ranks.
 
-    The bytes are those of a ring: a reduce-scatter, then an all-gather, which begins when the first is waited for.
+    The bytes are those of a ring: a reduce-scatter, then an all-gather, which begins when the first is waited for. Only
+    a small tensor is sent whole.
     """
+    if not torch.compiler.is_compiling() and _is_sent_to_all(tensor, group):
+        group.count("all_reduce", _bytes(tensor))
+        return _small_all_reduce(tensor, group, "sum", overlap=overlap)
     flat = tensor.reshape(-1)
     run = -(-flat.numel() // group.size)
     padding = run * group.size - flat.numel()
@@ -213,7 +263,10 @@ def all_gather(local: Tensor, group: Group, *, out: Tensor | None = None) -> Ten
     if out is None:
         out = local.new_empty((local.shape[0] * group.size, *local.shape[1:]))
     group.count("all_gather", _bytes(out))
-    _call(group, _all_gather_into, out, local.contiguous(), group=group.process_group)
+    if _is_sent_to_all(local, group):
+        _send_to_all(local, group, out, overlap=False)
+    else:
+        _call(group, _all_gather_into, out, local.contiguous(), group=group.process_group)
     return out
 
 
@@ -222,7 +275,10 @@ def all_gather_async(local: Tensor, group: Group, *, out: Tensor) -> Pending:
     if group.size == 1:
         return Pending(out)
     group.count("all_gather", _bytes(out))
-    work = _call(group, _all_gather_into, out, local, group=group.process_group, async_op=True)
+    if _is_sent_to_all(local, group):
+        work = _send_to_all(local, group, out, overlap=True)
+    else:
+        work = _call(group, _all_gather_into, out, local, group=group.process_group, async_op=True)
     return Pending(out, work, group=group)
 
 
@@ -288,8 +344,7 @@ def reduce_numbers(values: Sequence[int], group: Group, *, op: str = "max") -> l
         return list(values)
     numbers = torch.tensor(values, dtype=torch.int64, device=group.message_device)
     group.note("reduce_numbers")
-    reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-    _call(group, dist.all_reduce, numbers, op=reduce_op, group=group.process_group)
+    _all_reduce_now(numbers, group, op)
     reduced: list[int] = numbers.tolist()
     return reduced
 
