@@ -107,6 +107,11 @@ class OptimizerConfig(Section):
     prefetch: int = Field(
         default=1, ge=0, le=99, description="with zero 3: units, such as blocks, whose weights are gathered ahead"
     )
+    offload: bool = Field(
+        default=False,
+        description="on accelerators, with adamw: masters and optimizer state are in the host's memory, and the host "
+        "updates them",
+    )
     bucket_mib: float | None = Field(
         default=None,
         gt=0,
@@ -121,6 +126,8 @@ class OptimizerConfig(Section):
             options.append("reduce step")
         if self.zero == 3 and self.gather == "step":
             options.append("gather step")
+        if self.offload:
+            options.append("offload")
         return f"ZeRO-{self.zero}" + (f" ({', '.join(options)})" if options else "")
 
     @property
@@ -166,6 +173,11 @@ class OptimizerConfig(Section):
             problems.append(
                 f"optimizer.trust_clip (true) must be false with optimizer.name {self.name}, which has no trust "
                 "ratios: leave it out, or set optimizer.name=lamb"
+            )
+        if self.offload and self.spec.needs_whole_tensors:
+            problems.append(
+                f"optimizer.offload (true) must be false with optimizer.name {self.name}, which needs whole tensors: "
+                "leave it out, or set optimizer.name=adamw"
             )
         if not self.spec.orthogonalizes and self.muon != MuonConfig():
             default = MuonConfig()

@@ -49,6 +49,11 @@ class OptimizerSpec:
     orthogonalizes: bool = False
     matrix_states: tuple[str, ...] | None = None
 
+    @property
+    def needs_whole_tensors(self) -> bool:
+        """True if the update of an element needs other elements of its tensor."""
+        return self.has_trust_ratios or self.orthogonalizes
+
     def load_class(self) -> Any:
         """Import the class and return it."""
         module, _, name = self.path.partition(":")

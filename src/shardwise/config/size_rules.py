@@ -77,6 +77,11 @@ def sharding_problems(config: Config, layout: Layout) -> list[str]:
         problems.append(
             f"parallel.replicate ({replicate}) must divide the data-parallel degree ({layout.data}): set it to {near}"
         )
+    if optimizer.offload and config.precision.rounding == "stochastic":
+        problems.append(
+            "optimizer.offload (true) must be false with precision.rounding stochastic, whose random bits the device "
+            "draws: leave it out, or set precision.mode=mixed"
+        )
     if optimizer.zero >= 2 and config.splits_backward:
         problems += [
             f"optimizer.{key} (micro_batch) must be step with parallel.schedule {config.parallel.schedule}, which "

@@ -99,6 +99,12 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return (host.pin_memory() if has_data(host) else host).to(device, non_blocking=True)
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy of a device's tensor in the host's pinned memory, from and to which the host need not wait for copies."""
+    host = tensor.cpu()
+    return host.pin_memory() if has_data(host) else host
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all queued work; a CPU has no queue."""
     if device.type != "cpu":

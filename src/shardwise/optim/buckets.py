@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_numbers
 from shardwise.base.tensor_box import Box
-from shardwise.distributed import collectives, placement
+from shardwise.distributed import collectives, devices, placement
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece
@@ -93,7 +93,9 @@ class Bucket:
         master: owned part in the optimizer's dtype, such as float32 master weights of bfloat16 parameters.
         stage: number of the pipeline stage.
         has_values: True while `values` are complete on this rank.
-        separate: True if the master is a copy; False if it is the parameters' own memory, as the dtypes agree.
+        separate: True if the master has another dtype than the parameters; False if it has the same values.
+        on_host: True if the master, and so the optimizer's state, is in pinned memory of the host; else a master that
+            is not separate is the parameters' own memory.
         head_gradients: flat buffer for the gradients of weights as those of an output head (`placement.head_leaf`);
             None if the bucket has no such weight.
         group_sums: sums over groups of micro-batches, by the parameter or leaf of a head whose gradients they are.
@@ -108,6 +110,7 @@ class Bucket:
         *,
         dtypes: Dtypes,
         stage: int = 0,
+        on_host: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self.stage = stage
@@ -143,7 +146,10 @@ class Bucket:
             self.shard = self.shard.clone()
         master_dtype = dtype if dtype == torch.float64 else dtypes.optimizer
         self.separate = dtype != master_dtype
-        self.master = nn.Parameter(self.shard.to(master_dtype))
+        master = self.shard.to(master_dtype)
+        self.on_host = on_host
+        self.master = nn.Parameter(devices.to_host(master) if on_host else master)
+        self._versions = self._parameter_versions()
         self._pending: Pending | None = None
         self._pending_heads: Pending | None = None
         self._gather: Pending | None = None
@@ -292,10 +298,20 @@ class Bucket:
 
         An unchanged element is what its master rounds to; that master keeps its lower bits.
         """
-        if self.separate:
+        if self.separate or self.on_host:
             master = self.master.detach()
-            is_unchanged = self.shard == master.to(self.shard.dtype)
-            torch.where(is_unchanged, master, self.shard.to(master.dtype), out=master)
+            values = self.shard.to(master.device)
+            is_unchanged = values == master.to(values.dtype)
+            torch.where(is_unchanged, master, values.to(master.dtype), out=master)
+            self._versions = self._parameter_versions()
+
+    @property
+    def may_have_new_values(self) -> bool:
+        """False if no parameter was written since the masters took over: known of masters on the host alone."""
+        return not self.on_host or self._versions != self._parameter_versions()
+
+    def _parameter_versions(self) -> list[int]:
+        return [version_of(p) for p in self.parameters]
 
     # ---- one optimizer step
 
@@ -377,8 +393,12 @@ class Bucket:
 
     def start_gather(self) -> Pending | None:
         """Bring the updated master back to the parameters and start sending it to the group, unless they are freed."""
-        if self.separate:
-            self.shard.copy_(self.master.detach())
+        master = self.master.detach()
+        if self.on_host and self.separate:
+            # The device rounds the weights once they have arrived.
+            master = master.to(self.shard.device, non_blocking=True)
+        if self.on_host or self.separate:
+            self.shard.copy_(master, non_blocking=True)
         if self.frees_values:
             self.release_values()
             return None
@@ -504,39 +524,6 @@ def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     return hook
 
 
-class PartialGradients:
-    """The owned parts of gradients that must still be summed over some ranks, as placements say.
-
-    Attributes:
-        summed: True once they are summed in this step.
-
-    Args:
-        buckets: buckets of this rank.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.summed = False
-        self._views: dict[Group, list[Tensor]] = {}
-        for bucket in buckets:
-            for index, p in enumerate(bucket.parameters):
-                for piece in placement.of_or_whole(p).pieces:
-                    if piece.partial and piece.copies.size > 1:
-                        views = self._views.setdefault(piece.copies, [])
-                        for start, length in bucket.owned_runs(index, piece.local):
-                            views.append(bucket.gradient[start : start + length])
-
-    def sum_(self) -> None:
-        """Sum them, unless they are `summed` already; one all-reduce for each group."""
-        if self.summed:
-            return
-        self.summed = True
-        for group, views in self._views.items():
-            if views:
-                total = collectives.all_reduce_(torch.cat(views), group)
-                for view, part in zip(views, total.split([v.numel() for v in views]), strict=True):
-                    view.copy_(part)
-
-
 def make_buckets(
     parameters: Sequence[nn.Parameter],
     sharding: Sharding,
@@ -544,6 +531,7 @@ def make_buckets(
     *,
     dtypes: Dtypes,
     places: Mapping[nn.Parameter, UnitPlace],
+    offload: bool = False,
 ) -> list[Bucket]:
     """Make buckets of at most `cap_bytes` of gradients each (None: `bucket_bytes`), packed by `bucket_layout.packed`.
 
@@ -553,6 +541,7 @@ def make_buckets(
 
     Args:
         places: pipeline stage and unit of each parameter; one that has none is in the first unit.
+        offload: True to keep an accelerator's masters in the host's memory.
     """
     sizes = []
     for i, p in enumerate(parameters):
@@ -571,6 +560,7 @@ def make_buckets(
             sharding,
             dtypes=dtypes,
             stage=places.get(parameters[indices[0]], FIRST_PLACE).stage,
+            on_host=offload and parameters[indices[0]].device.type not in ("cpu", "meta"),
         )
         for indices in packed(sizes, cap_bytes)
     ]

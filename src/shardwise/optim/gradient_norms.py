@@ -81,6 +81,10 @@ class ElementRun:
         """Return the masters of these elements."""
         return self.of(self.bucket.master.detach())
 
+    def weights(self) -> Tensor:
+        """Return the masters of these elements, or the parameters if the masters are in the host's memory."""
+        return self.of(self.bucket.shard) if self.bucket.on_host else self.master()
+
     def split(self, length: int) -> Iterator[ElementRun]:
         """Yield the parts of `length` elements, of which the last may be shorter."""
         for start in range(self.start, self.end, length):

@@ -59,7 +59,7 @@ class Update:
             yield from self._update_all_at_once(self._inner, factor)
             return
         for group, bucket in self._buckets_with_options():
-            bucket.master.grad = _scaled_gradient(bucket, factor)
+            bucket.master.grad = scaled_gradient(bucket, factor)
             self._step_alone(group, bucket.master)
             bucket.master.grad = None
             yield bucket
@@ -67,7 +67,7 @@ class Update:
     def _update_all_at_once(self, inner: SliceOptimizer, factor: Tensor | float) -> Iterator[Bucket]:
         buckets = [bucket for group in self._groups for bucket in group]
         for bucket in buckets:
-            bucket.master.grad = _scaled_gradient(bucket, factor)
+            bucket.master.grad = scaled_gradient(bucket, factor)
         inner.step_slices(self._model)
         for bucket in buckets:
             bucket.master.grad = None
@@ -102,7 +102,7 @@ class Update:
             group["params"] = all_masters
 
 
-def _scaled_gradient(bucket: Bucket, factor: Tensor | float) -> Tensor:
+def scaled_gradient(bucket: Bucket, factor: Tensor | float) -> Tensor:
     """Return `factor` times a bucket's reduced gradients, in the dtype of its masters; may use the gradients up."""
     gradient = bucket.gradient.to(bucket.master.dtype)
     if isinstance(factor, float) and factor == 1.0:

@@ -90,12 +90,15 @@ class StateSums:
         sizes = [part.box.size[dim] for dim in order] or [1]
         views = [flat[part.start : part.start + part.box.numel].view(sizes) for flat in flats]
         by_dimension = [self._factors_of(last - dim, part.piece.shape[dim])[part.box.slices[dim]] for dim in order] or [
-            torch.ones(1, dtype=torch.int64, device=flats[0].device)
+            torch.ones(1, dtype=torch.int64, device=self._mesh.device)
         ]
         rows = max(1, chunk_elements(part.bucket) // (len(flats) * math.prod(sizes[1:])))
         sums: Tensor | int = 0
         for start in range(0, sizes[0], rows):
-            x = _integers(torch.stack([view[start : start + rows] for view in views]))
+            bits = torch.stack([view[start : start + rows] for view in views])
+            if part.bucket.on_host:
+                bits = devices.to_device(bits, self._mesh.device)
+            x = _integers(bits)
             for factor in (*by_dimension[:0:-1], by_dimension[0][start : start + rows]):
                 x = x.mul_(factor).sum(dim=-1)
             sums = x + sums

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.config import Frequency, Rounding
+from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import named_pieces, of_or_whole
 from shardwise.distributed.torch_private import WithoutCompiler
-from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, Sharding, make_buckets, weak_hook
+from shardwise.optim.buckets import Bucket, Dtypes, Sharding, make_buckets, weak_hook
 from shardwise.optim.checks import (
     Assignments,
     broadcast_value,
@@ -39,8 +41,10 @@ from shardwise.optim.checks import (
 from shardwise.optim.flat_memory import draw_in_place
 from shardwise.optim.gathers import Gathers
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
+from shardwise.optim.host_update import HostUpdate, require_offloadable
 from shardwise.optim.master_update import Update, class_for_slices, options_of
 from shardwise.optim.model_slices import ModelSlices
+from shardwise.optim.partial_gradients import PartialGradients
 from shardwise.optim.slice_optimizer import SliceOptimizer
 from shardwise.optim.stochastic_rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
 from shardwise.optim.unit_weights import UnitWeights, places_in
@@ -93,14 +97,15 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         model: the model, whose embeddings, blocks (entries of a `torch.nn.ModuleList`) and heads are the units at which
             buckets end; stage 3 needs it.
         replicate: number of runs of neighbouring ranks of the group that are cut each by itself, as copies.
-        reduce: at stages 2 and 3, whether gradients are reduced in every `micro_batch` (backward pass), or once a
-            `step`.
+        reduce: at stages 2 and 3, whether gradients are reduced in every `micro_batch` or once a `step`.
         gather: at stage 3, whether parameters are released in every `micro_batch` or once a `step`, after the update.
         prefetch: at stage 3, units whose parameters are gathered ahead of their use.
+        offload: whether an accelerator's masters and state are in the host's memory and the host updates them
+            (`optim/host_update.py`). Changes of parameters through `.data` are then lost.
         average: False sums gradients over the group instead.
         bucket_mib: gradients that travel together, in MiB; None: by the model and the link (`optim.bucket_layout`).
-        rounding: `stochastic` computes the update in float32 and rounds masters and state to bfloat16, which
-            `optimizer_dtype` must be, so that their mean is kept: `optim/stochastic_rounding.py`.
+        rounding: `stochastic` rounds masters and state to bfloat16, which `optimizer_dtype` must be, so that their mean
+            is kept: `optim/stochastic_rounding.py`.
         rounding_seed: seed of its random bits, which also depend on the step, the canonical tensor and the element.
         defaults: options of the wrapped class.
 
@@ -135,6 +140,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         reduce: Frequency = "micro_batch",
         gather: Frequency = "micro_batch",
         prefetch: int = 1,
+        offload: bool = False,
         average: bool = True,
         bucket_mib: float | None = None,
         rounding: Rounding = "nearest",
@@ -152,12 +158,15 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._choose_ranks(group, mesh)
         self.sharding = Sharding.of(stage, self.group, replicate)
         self._reduces_each_pass = stage >= 2 and reduce == "micro_batch" and self.sharding.ranks.size > 1
-        self._unit_places = {} if model is None else places_in(model)
+        self._places = {} if model is None else places_in(model)
         self._average = average
         self._bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
         self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32)
         self._defaults = defaults
         self._is_stochastic = is_stochastic(rounding)
+        self._offload = offload
+        if offload:
+            require_offloadable(self._inner_class, is_stochastic=self._is_stochastic)
         self._rounding_seed = rounding_seed
         self.steps = 0
         self._inner: torch.optim.Optimizer | None = None
@@ -175,8 +184,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._weights: UnitWeights | None = None
         if model is not None and stage == 3:
             self._weights = UnitWeights(model, self.buckets, prefetch, once_a_step=gather == "step")
-
-    # ---- construction
 
     def _choose_ranks(self, group: Group | dist.ProcessGroup | None, mesh: Mesh | None) -> None:
         if group is not None:
@@ -234,7 +241,12 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if self._is_stochastic:
             require_bfloat16(self._dtypes.optimizer, trainable)
         buckets = make_buckets(
-            trainable, self.sharding, self._bucket_bytes, dtypes=self._dtypes, places=self._unit_places
+            trainable,
+            self.sharding,
+            self._bucket_bytes,
+            dtypes=self._dtypes,
+            places=self._places,
+            offload=self._offload,
         )
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
@@ -253,20 +265,14 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     def _make_update(self, device: torch.device) -> Update:
         pieces = named_pieces(self.param_groups, self._pipeline_stage)
-
-        def make_slices(groups: list[list[Bucket]]) -> ModelSlices:
-            return ModelSlices(
-                groups,
-                pieces,
-                device,
-                self.group,
-                self._mesh,
-                exact=self._is_stochastic,
-                fixed=self._sums_in_order,
-            )
-
+        exact = self._is_stochastic
+        fixed = self._sums_in_order
+        make_slices = partial(
+            ModelSlices, pieces=pieces, device=device, data=self.group, mesh=self._mesh, exact=exact, fixed=fixed
+        )
         if not self._is_stochastic:
-            return Update(self.inner, self.buckets, make_slices)
+            update_class = HostUpdate if any(bucket.on_host for bucket in self.buckets) else Update
+            return update_class(self.inner, self.buckets, make_slices)
         bits = RandomBits(pieces, self._rounding_seed)
         return StochasticUpdate(self.inner, self.buckets, make_slices, self._make_inner, bits)
 
@@ -394,7 +400,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._assignments.check()
         for bucket in self.buckets:
             bucket.check_parameters()
-            if not bucket.frees_values:
+            if not bucket.frees_values and bucket.may_have_new_values:
                 bucket.adopt_values()
         for bucket in self.buckets:
             if not bucket.reduced:
@@ -405,7 +411,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         for gradients in self._partial:
             gradients.sum_()
         self._uncut.take_first()
-        self._norms = self._model.measure(ElementRun.gradient, ElementRun.master)
+        self._norms = self._model.measure(ElementRun.gradient, ElementRun.weights)
         self._norms[0] *= self._scale
         for bucket in self.buckets:
             bucket.note_gradients()
@@ -456,8 +462,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                 bucket.note_gradients()
         self._clipped = True
         return gradient_norm
-
-    # ---- a torch.amp.GradScaler
 
     grad_scale: Tensor | None  # a scaler sets this and `found_inf` while it calls step()
     found_inf: Tensor
@@ -556,7 +560,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             "param_groups": [{**options_of(outer), "params": group["params"]} for outer, group in groups],
             "masters": [b.master.detach() if b.separate else None for b in self.buckets],
             "class": type(self.inner).__name__,
-            "layout": self._layout(),
+            "layout": layout_of(self.buckets, self.sharding.ranks),
             "steps": self.steps,
         }
 
@@ -567,7 +571,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         Raises:
             ValueError: the state belongs to another layout, bucket size, model or class.
         """
-        require_loadable(state_dict, self.inner, self._make_inner, self._layout())
+        require_loadable(state_dict, self.inner, self._make_inner, layout_of(self.buckets, self.sharding.ranks))
+        devices.synchronize(device_of(self.param_groups, self._mesh))  # masters may be on their way to the device
         self.inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         # States of earlier versions have no "steps": the buckets' own counts stand in.
         counts = (int(state.get("step", 0)) for state in state_dict["state"].values())
@@ -585,15 +590,11 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             "and other ranks hold the rest of its state. Save state_dict() instead"
         )
 
-    def _layout(self) -> dict[str, Any]:
-        return layout_of(self.buckets, self.sharding.ranks)
-
     def state_bytes(self) -> dict[str, int]:
         """Return bytes on this rank by kind: masters and the wrapped class's state, and how many are padding."""
-        state_bytes = 0
-        for state in self.inner.state.values():
-            state_bytes += sum(value.nbytes for value in state.values() if isinstance(value, Tensor) and value.dim())
-        master_bytes = sum(bucket.master.nbytes for bucket in self.buckets if bucket.separate)
+        states = [value for state in self.inner.state.values() for value in state.values()]
+        state_bytes = sum(value.nbytes for value in states if isinstance(value, Tensor) and value.dim())
+        master_bytes = sum(bucket.master.nbytes for bucket in self.buckets if bucket.separate or bucket.on_host)
         elements = sum(bucket.master.numel() for bucket in self.buckets)
         padding = elements - sum(bucket.elements for bucket in self.buckets)
         per_element = (state_bytes + master_bytes) / max(elements, 1)

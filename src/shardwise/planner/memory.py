@@ -126,7 +126,7 @@ def memory_of(workload: RankWorkload) -> MemoryEstimate:
     separate_masters = workload.precision.parameter != workload.precision.optimizer
     step = _step_peak(workload)
     numbers, rounding = _rounding(workload)
-    update = max(rounding, _matrices(workload))
+    update = max(rounding, _matrices(workload), _travelling(workload))
     whole = max(step.whole, update)
     in_flight = 0
     if workload.frees_gradients:
@@ -161,7 +161,13 @@ def _gradient_bytes(workload: RankWorkload) -> int:
 
 
 def _optimizer_bytes(workload: RankWorkload, *, separate_masters: bool) -> int:
-    """Bytes of the optimizer's states, and of masters if they are separate, on a data-parallel rank."""
+    """Bytes of the optimizer's states, and of masters if they are separate, on a data-parallel rank's device."""
+    if workload.offloads:
+        return 0
+    return _state_bytes(workload, separate_masters=separate_masters)
+
+
+def _state_bytes(workload: RankWorkload, *, separate_masters: bool) -> int:
     buckets = bucket_shapes(workload)
     elements = sum(bucket.elements for bucket in buckets)
     matrices = sum(bucket.elements for bucket in buckets if bucket.is_orthogonalized)
@@ -300,7 +306,7 @@ def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, acc
     workloads = RankWorkload.of_ranks(config, layout, accelerator)
     if not workloads:
         return None
-    state = max(_optimizer_bytes(workload, separate_masters=True) for workload in workloads)
+    state = max(_state_bytes(workload, separate_masters=True) for workload in workloads)
     return state * ranks_per_node * 2 * (2 if layout.world > ranks_per_node else 1)
 
 
@@ -385,6 +391,30 @@ def _matrices(workload: RankWorkload) -> int:
     chunk = matrix_chunk_elements(elements, workload.layout.tensor * workload.layout.data)
     largest = max(chunk, *(rows * columns for rows, columns in shapes))
     return 10 * largest * DTYPE_BYTES[optimizer.muon.dtype(workload.accelerator)]
+
+
+def offloaded_bytes(config: Config, layout: Layout, accelerator: bool) -> int:
+    """Return bytes of masters and states in the host's memory for a rank: the most of any; 0 without offloading.
+
+    Beside them are the gradients of three buckets.
+    """
+    workloads = RankWorkload.of_ranks(config, layout, accelerator)
+    sizes = [_state_bytes(workload, separate_masters=True) for workload in workloads if workload.offloads]
+    return max(sizes, default=0)
+
+
+def _travelling(workload: RankWorkload) -> int:
+    """Return the bytes beside the device's buffers as gradients leave for the host, and as a bucket's weights arrive.
+
+    The gradients of three buckets, and the master of one, each if it has another dtype than the buffer.
+    """
+    if not workload.offloads:
+        return 0
+    precision = workload.precision
+    width = DTYPE_BYTES[precision.optimizer]
+    owned = max(bucket.elements // bucket.slices for bucket in bucket_shapes(workload))
+    buckets = 3 * (precision.gradient != precision.optimizer) + (precision.parameter != precision.optimizer)
+    return buckets * owned * width
 
 
 def _rounding(workload: RankWorkload) -> tuple[int, int]:

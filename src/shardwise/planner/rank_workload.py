@@ -110,6 +110,11 @@ class RankWorkload:
         return self.config.shard_ranks(self.layout.data)
 
     @property
+    def offloads(self) -> bool:
+        """True if masters and the optimizer's states are in the host's memory."""
+        return self.config.optimizer.offload and self.accelerator
+
+    @property
     def frees_gradients(self) -> bool:
         """True if whole gradients have memory only until they are reduced."""
         return self.config.optimizer.zero >= 2 and self.shard_ranks > 1

@@ -223,6 +223,7 @@ class _StateBytes:
     def __init__(self, config: Config, cluster: device_specs.Cluster) -> None:
         self._config = config
         self._precision = config.precision.resolved(cluster.device.is_accelerator)
+        self._offloads = config.optimizer.offload and cluster.device.is_accelerator
         self._elements: dict[int, tuple[int, int]] = {}
 
     def __call__(self, choice: Choice, layout: Layout) -> float:
@@ -246,7 +247,8 @@ class _StateBytes:
         reduces_once = choice.reduce == "step" or (choice.reduce is None and self._config.train.bitwise)
         is_cut = choice.zero >= 2 and not reduces_once and not choice.splits_backward
         gradients = elements * DTYPE_BYTES[precision.gradient] / (shards if is_cut else 1)
-        return parameters + gradients + kept * DTYPE_BYTES[precision.optimizer] / shards
+        on_device = 0 if self._offloads else kept
+        return parameters + gradients + on_device * DTYPE_BYTES[precision.optimizer] / shards
 
 
 def _memory(config: Config, layout: Layout, cluster: device_specs.Cluster, limit: float) -> MemoryEstimate:
@@ -390,7 +392,7 @@ def choices(
             optimizer = config.optimizer
             first = Choice(*degrees, micro_batch, "none", optimizer.zero, replicate, optimizer.reduce)
             data = world // (first.tensor * first.pipeline)
-            if config.train.global_batch % (micro_batch * data):
+            if not data or config.train.global_batch % (micro_batch * data):
                 continue
             try:
                 layout = check_layout(first.applied(base), world)

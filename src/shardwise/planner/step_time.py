@@ -30,6 +30,12 @@ _ACCELERATOR_KERNELS = (18, 8, 5)
 _CPU_OPERATORS = (37, 8, 7)
 
 
+_HOST_BANDWIDTH = 100e9
+"""Bytes a second of a machine's memory, which its ranks share as they update offloaded state: assumed, not measured."""
+_HOST_LINK_BANDWIDTH = 25e9
+"""Bytes a second between a device and its host, of PCIe 4.0 with 16 lanes: assumed, not measured."""
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step of the pipeline rank that works longest, by what they are spent on; they sum to `total`.
@@ -364,10 +370,16 @@ class _StepInputs:
         # are set to zero, and read once for their norm.
         spec = self.config.optimizer.spec
         kept = spec.kept_elements(elements, self.matrices, separate_masters=True)
+        width = DTYPE_BYTES[precision.optimizer]
         touched = owned * (DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
-        touched += 2 * kept * DTYPE_BYTES[precision.optimizer] * owned / elements
+        touched += 2 * kept * width * owned / elements
         cleared = elements * 2 * DTYPE_BYTES[precision.gradient]
-        update = (touched + cleared) / (device.memory_bandwidth * self.constants.update) + self.constants.step
+        update = self.constants.step
+        if self.config.optimizer.offload and device.is_accelerator:
+            by_host = touched * min(self.layout.world, self.cluster.per_node) / _HOST_BANDWIDTH
+            update += max(by_host, 2 * owned * width / _HOST_LINK_BANDWIDTH)
+            touched = 0.0
+        update += (touched + cleared) / (device.memory_bandwidth * self.constants.update)
         if spec.orthogonalizes:
             update += self._orthogonalization_seconds()
         forward, backward = self._gather_seconds()

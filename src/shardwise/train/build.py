@@ -155,14 +155,16 @@ def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: Opt
     """Bytes by kind that stay on this rank from step to step; the need of a micro-batch is not known.
 
     `parameters` and `gradients` include the padding of flat buckets. `optimizer` is the states of each element,
-    which the first step makes, and the masters where their dtype is not that of the parameters.
+    which the first step makes, and the masters where their dtype is not that of the parameters; with
+    `optimizer.offload` they are in the host's memory, and not counted.
     """
     # Frozen parameters are in no bucket.
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    on_host = any(bucket.on_host for bucket in optimizer.buckets)
     return {
         "parameters": frozen + sum(bucket.value_bytes for bucket in optimizer.buckets),
         "gradients": sum(bucket.gradient_bytes for bucket in optimizer.buckets),
-        "optimizer": state_bytes(optimizer, spec, all_masters=False),
+        "optimizer": 0 if on_host else state_bytes(optimizer, spec, all_masters=False),
     }
 
 
@@ -281,6 +283,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
         reduce=config.reduce,
         gather=config.gather,
         prefetch=settings.prefetch,
+        offload=settings.offload,
         average=False,  # the loss is already divided by the targets of the global batch
         max_norm=settings.max_norm,
         bucket_mib=settings.bucket_mib,
@@ -301,7 +304,7 @@ def _optimizer_class(config: Config, mesh: Mesh) -> tuple[type[torch.optim.Optim
     options = {key.rpartition(".")[2]: attrgetter(key)(config.optimizer) for key in spec.keys}
     # One fused kernel reads and writes each element once, where a kernel for each operation would do so many times.
     if spec.has_fused_kernel:
-        options["fused"] = devices.has_fused_adamw(mesh.device)
+        options["fused"] = devices.has_fused_adamw(torch.device("cpu") if config.optimizer.offload else mesh.device)
     return spec.load_class(), options
 
 

@@ -11,7 +11,7 @@ from shardwise.base.hardware import available_memory
 from shardwise.base.units import counted, size
 from shardwise.config import Config, Layout
 from shardwise.distributed import devices
-from shardwise.planner.memory import expected_memory, memory_of_machine
+from shardwise.planner.memory import expected_memory, memory_of_machine, offloaded_bytes
 from shardwise.train.memory_remedies import remedies_of_machine, remedies_of_rank
 from shardwise.train.step_record import Progress
 
@@ -64,7 +64,8 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
 
     Raises:
         ConfigError: parameters, gradients and optimizer state alone, which are exact, need more memory than the
-            accelerator has, or than the machine has available for all of its ranks on a CPU; the device does not
+            accelerator has, or than the machine has available for all of its ranks on a CPU; so does offloaded
+            optimizer state on the host of an accelerator; the device does not
             compute in the dtype of the parameters; or it shares no memory with those of its tensor-parallel ranks, and
             `parallel.tensor_overlap` needs that.
     """
@@ -85,6 +86,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
             f"{devices.name(device)} does not compute in {precision.parameter}"
         )
     pipeline_rank = layout.pipeline_rank(rank)
+    _require_memory_of_offloading(config, layout)
     expected = expected_memory(config, layout, True, pipeline_rank=pipeline_rank)
     total = devices.total_memory(device)
     # The state is exact, and too much of it is refused; the whole step is an estimate, which only warns.
@@ -97,6 +99,18 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
             f"{see('runs#model-does-not-fit')}"
         )
     return f"the expected memory ({size(expected.total)}) exceeds the {limit}"
+
+
+def _require_memory_of_offloading(config: Config, layout: Layout) -> None:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = ranks * offloaded_bytes(config, layout, True)
+    available = available_memory()
+    if available is not None and needed > available:
+        raise ConfigError(
+            f"the optimizer state of the {counted(ranks, 'rank')} on this machine ({size(needed)}), which "
+            f"optimizer.offload (true) keeps in the host's memory, must be at most what that has available "
+            f"({size(available)}): set optimizer.offload=false, or use more machines"
+        )
 
 
 def _require_host_memory(config: Config, layout: Layout, rank: int) -> str | None:

@@ -84,6 +84,9 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     for stage in (1, 2, 3):
         if layout.data > 1 and config.optimizer.zero < stage:
             yield f"optimizer.zero={stage}", changed("optimizer", zero=stage), world
+    optimizer = config.optimizer
+    if accelerator and not (optimizer.offload or optimizer.spec.needs_whole_tensors):
+        yield "optimizer.offload=true", changed("optimizer", offload=True), world
     if config.precision.resolved(accelerator).parameter == "float32":
         yield "precision.mode=mixed", changed("precision", mode="mixed"), world
     if pipeline > 1 and config.parallel.schedule != DEFAULT_SCHEDULE:

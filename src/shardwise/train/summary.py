@@ -27,6 +27,7 @@ from shardwise.planner.memory import (
     memory_by_rank,
     memory_of_machine,
     neediest_rank,
+    offloaded_bytes,
 )
 from shardwise.train.memory_remedies import remedies_of_machine
 
@@ -110,7 +111,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         (
             "layout",
             f"{layout.product()}, sequence parallelism (SP) {'on' if layout.sequence_parallel else 'off'}, "
-            f"{_sharding(config, layout)}",
+            f"{_sharding(config, layout, accelerator)}",
         ),
         ("device", device),
         ("batch", _batch(config, layout)),
@@ -166,9 +167,11 @@ def _rounding(precision: Precision) -> str:
     return ", rounded stochastically" if precision.rounding == "stochastic" else ""
 
 
-def _sharding(config: Config, layout: Layout) -> str:
+def _sharding(config: Config, layout: Layout, accelerator: bool) -> str:
     """The stage of ZeRO, with a remark if one above 1, which is chosen on purpose, has nothing to cut."""
     text = config.optimizer.sharding_text(config.parallel.replicate)
+    if config.optimizer.offload and not accelerator:
+        text += ", which has no effect on a CPU"
     return f"{text}, no effect with DP 1" if config.optimizer.zero > 1 and layout.data == 1 else text
 
 
@@ -309,6 +312,8 @@ def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
         return [(name, _UNKNOWN) for name in ("memory", "disk", "communication")]
     rows = [("memory", _memory(memory.total, layout, rank_name))]
     rows += [(f"  {kind}", units.size(size)) for kind, size in memory.rows()]
+    if offloaded := offloaded_bytes(config, layout, accelerator):
+        rows.append(("host memory", f"{units.size(offloaded)} of masters and optimizer state for each rank"))
     rows.append(("disk", _disk(config, checkpoint)))
     rows.append(("communication", f"{units.size(sum(wire.values()))} sent by {rank_name} per step"))
     rows += [(f"  {axis}", f"{units.size(size)} {kind.replace('_', '-')}") for (axis, kind), size in wire.items()]
@@ -411,7 +416,7 @@ def start_rows(
         ("batch", _batch(config, layout)),
         (
             "layout",
-            f"{layout.product(after_tensor=sequence)}, {_sharding(config, layout)}",
+            f"{layout.product(after_tensor=sequence)}, {_sharding(config, layout, accelerator)}",
         ),
         (
             "device",

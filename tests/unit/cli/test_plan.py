@@ -85,6 +85,10 @@ def test_given_keys_are_kept_and_two_are_compared(capsys: pytest.CaptureFixture[
             r"more memory",
         ),
         (
+            ["--device", "a100-40gb:8", "parallel.tensor=16"],
+            "no layout of the recipe is valid on 8 devices",
+        ),
+        (
             ["--device", "a100-40gb:7", "parallel.tensor=7"],
             r"no layout of the recipe is valid on 7 devices: train\.global_batch \(256\) or the model's sizes have no "
             r"divisor that suits",
@@ -96,6 +100,13 @@ def test_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixtu
         arguments = [*arguments, "--nodes", "1"]
     assert main(["plan", "gpt3-23b", "train.global_batch=256", *arguments]) == 2
     assert re.search(message, capsys.readouterr().err, re.DOTALL)
+
+
+def test_offloaded_state_lets_a_large_model_fit_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "llama2-7b", "--device", "h100:1", "--nodes", "1", "train.global_batch=8"]
+    assert main(command) == 2
+    assert "no layout fits" in capsys.readouterr().err
+    assert main([*command, "optimizer.offload=true"]) == 0
 
 
 def test_budget_finds_the_fewest_nodes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,6 +142,17 @@ def test_fault_05_ratios_are_clipped_only_where_there_are_some() -> None:
     assert load_config("llama2-tiny", ["optimizer.name=lamb", "optimizer.trust_clip=true"]).optimizer.trust_clip
 
 
+@pytest.mark.parametrize("name", ["lamb", "muon"])
+def test_the_host_updates_no_whole_tensors_and_rounds_to_the_nearest(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optimizer.offload \(true\) must be false with optimizer.name {name}"):
+        load_config("llama2-tiny", [f"optimizer.name={name}", "optimizer.offload=true"])
+    rounding = ["precision.mode=bfloat16", "precision.rounding=stochastic", "optimizer.offload=true"]
+    with pytest.raises(
+        ConfigError, match=r"optimizer.offload \(true\) must be false with precision.rounding stochastic"
+    ):
+        check_layout(load_config("llama2-tiny", rounding), 1)
+
+
 def test_muons_keys_need_muon() -> None:
     keys = ["optimizer.muon.momentum=0.9", "optimizer.muon.split_heads=true"]
     said = r"optimizer.muon.momentum and optimizer.muon.split_heads must be left out with optimizer.name adamw, which"
