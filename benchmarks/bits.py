@@ -33,13 +33,14 @@ CELLS_OF_FORMAT = 60
 
 def run(rounds: int) -> Report:
     figures = measured()
-    for pipeline, (family, recipe) in itertools.product(parity.PIPELINES, parity.FAMILIES.items()):
-        key = f"{family}, pipeline degree {pipeline}"
-        if key not in figures:
-            layouts = ["--layouts", "all", "optimizer.zero=0,1", f"parallel.pipeline={pipeline}"]
-            figures[key] = counted(parity.verify(recipe, "", layouts, parity.STEPS, bits=True))
-            report(figures).save(RESULTS, environment())
-            print(f"{key}: {figures[key]}", flush=True)
+    for pipeline, family in itertools.product(parity.PIPELINES, parity.FAMILIES):
+        whole = f"{family}, pipeline degree {pipeline}"
+        for tensor, cells in by_tensor_degree(family, pipeline).items():
+            key = f"{whole}, tensor degree {tensor}"
+            if whole not in figures and key not in figures:
+                figures[key] = verify_bits(family, cells, "precision.mode=float32")
+                report(figures).save(RESULTS, environment())
+                print(f"{key}: {figures[key]}", flush=True)
     for name, overrides in FORMATS.items():
         if name not in figures:
             figures[name] = verify_pairs(overrides)
@@ -54,13 +55,27 @@ def measured() -> dict[str, dict[str, Any]]:
     return figures
 
 
-def counted(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The number of layouts in what `verify` found, and the names of those that differ."""
-    *layouts, _ = found["layouts"]  # the last is one process that reads a checkpoint
-    differing = [
-        str({key: layout[key] for key in ("tensor", "pipeline", "data")}) for layout in layouts if layout["problems"]
-    ]
-    return {"layouts": len(layouts), "differing": differing}
+def by_tensor_degree(family: str, pipeline: int) -> dict[int, list[Cell]]:
+    """All layouts of a family and pipeline degree, by tensor degree: few data-parallel ranks need small batches."""
+    groups: dict[int, list[Cell]] = {}
+    for cell in layouts_of(family):
+        if cell.pipeline == pipeline:
+            groups.setdefault(cell.tensor, []).append(cell)
+    return groups
+
+
+def layouts_of(family: str) -> list[Cell]:
+    from shardwise.config.load import load_config
+    from shardwise.verify.layouts import candidates
+
+    chosen = {"parallel.schedule": None, "train.recompute": None, "optimizer.zero": [0, 1]}
+    return candidates(load_config(parity.FAMILIES[family], []), "cpu", parity.RANKS, chosen)
+
+
+def verify_bits(family: str, cells: Sequence[Cell], overrides: str) -> dict[str, Any]:
+    """The number of layouts of one pipeline degree that were compared, and the names of those that differ."""
+    found = verify_cells(family, cells, overrides, parity.STEPS, bitwise=True)
+    return {"layouts": len(cells), "differing": [f"{family}, {outcome.cell.name}" for outcome in found.broken]}
 
 
 def by_family(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
@@ -76,23 +91,18 @@ def by_family(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, i
 
 def verify_pairs(overrides: str) -> dict[str, Any]:
     """Return how many layouts of a pairwise set were compared, and the names of those of which a bit differs."""
-    differing = []
+    differing: list[str] = []
     for (family, _), cells in pairwise_cells(CELLS_OF_FORMAT).items():
-        broken = verify_cells(family, cells, overrides, parity.STEPS, bitwise=True).broken
-        differing += [f"{family}, {outcome.cell.name}" for outcome in broken]
-        print(f"{overrides}, {family}: {len(cells)} layouts, {len(broken)} differ", flush=True)
+        differing += verify_bits(family, cells, overrides)["differing"]
+        print(f"{overrides}, {family}: {len(cells)} layouts, {len(differing)} differ so far", flush=True)
     return {"layouts": CELLS_OF_FORMAT, "differing": differing}
 
 
 def pairwise_cells(count: int) -> dict[tuple[str, int], list[Cell]]:
     """Return `count` layouts by family and pipeline degree, which together have each pair of choices."""
-    from shardwise.config.load import load_config
-    from shardwise.verify.layouts import candidates
-
-    chosen = {"parallel.schedule": None, "train.recompute": None}
     by_choice: dict[tuple[Any, ...], tuple[str, Cell]] = {}
-    for family, recipe in parity.FAMILIES.items():
-        for cell in candidates(load_config(recipe, []), "cpu", parity.RANKS, chosen):
+    for family in parity.FAMILIES:
+        for cell in layouts_of(family):
             choices = (family, cell.tensor, cell.sequence, cell.pipeline, cell.schedule, cell.zero, cell.recompute)
             by_choice[choices] = (family, cell)
     cells = [by_choice[choices] for choices in covering(list(by_choice), count)]
@@ -151,7 +161,8 @@ def report(figures: Mapping[str, Mapping[str, Any]]) -> Report:
         targets=[f"no bit differs at any measured layout: {f'MISSED by {broken}' if broken else 'reached'}"],
         notes=[
             "Compared are the initial weights, the losses and gradient norms of 4 steps, the gradients of the first, "
-            "weights and moments after the middle and the end, and a resume from the checkpoint of another layout.",
+            "weights and moments after the middle and the end, and a resume from the checkpoint of another layout, of "
+            "the same part. Each sum has the parts of the largest tensor degree beside the pipeline degree.",
             f"{layouts:,} layouts in float32 were measured, of 1,080: all combinations of degrees, sequence "
             "parallelism, ZeRO-1, schedule and recompute of the miniatures of "
             f"{', '.join(parity.FAMILIES.values())}.",

@@ -25,9 +25,9 @@ def integers(seed: int, *shape: int) -> Tensor:
     return torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def collectives(size: int) -> dict[str, float]:
+def collectives(size: int, columns: int) -> dict[str, float]:
     group = mesh(size).tp
-    everyone = [integers(rank, 4 * size, 3) for rank in range(size)]
+    everyone = [integers(rank, 4 * size, columns) for rank in range(size)]
     mine, total = everyone[group.rank], torch.stack(everyone).sum(0)
     part = slice(group.rank * 4, group.rank * 4 + 4)
     reduced, largest = mine.clone(), mine.clone()
@@ -35,9 +35,9 @@ def collectives(size: int) -> dict[str, float]:
     comm.all_reduce_(largest, group, op="max")
     sent = mine.clone()
     comm.broadcast_(sent, group, source=size - 1)
-    out = torch.empty(4 * size, 3)
+    out = torch.empty(4 * size, columns)
     comm.all_gather(total[part], group, out=out) if size > 1 else out.copy_(total)
-    in_place = torch.full((4 * size, 3), float("nan"))
+    in_place = torch.full((4 * size, columns), float("nan"))
     in_place[part] = total[part]
     comm.all_gather(in_place[part], group, out=in_place)
     before = mine.clone()
@@ -58,18 +58,18 @@ def collectives(size: int) -> dict[str, float]:
     return errors
 
 
-def pending(size: int) -> dict[str, float]:
+def pending(size: int, columns: int) -> dict[str, float]:
     """The collectives that overlap with computation."""
     group = mesh(size).tp
-    everyone = [integers(rank, 4 * size, 3) for rank in range(size)]
+    everyone = [integers(rank, 4 * size, columns) for rank in range(size)]
     mine, total = everyone[group.rank], torch.stack(everyone).sum(0)
     part = slice(group.rank * 4, group.rank * 4 + 4)
-    reduced, gathered = mine.clone(), torch.empty(4 * size, 3)
+    reduced, gathered = mine.clone(), torch.empty(4 * size, columns)
     gathered[part] = total[part]
     errors = {"all_reduce": error(comm.all_reduce_async(reduced, group).wait(), total)}
     errors["all_gather"] = error(comm.all_gather_async(gathered[part], group, out=gathered).wait(), total)
     for overlap in (True, False):
-        whole, out = mine.clone(), torch.empty(4, 3) if size > 1 else mine.clone()
+        whole, out = mine.clone(), torch.empty(4, columns) if size > 1 else mine.clone()
         started = comm.reduce_scatter_async(whole, group, out=out, overlap=overlap)
         errors[f"reduce_scatter overlap={overlap}"] = error(started.wait(), total[part])
         assert torch.equal(started.wait(), total[part]), "waiting again changed the result"
@@ -81,8 +81,26 @@ def pending(size: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("body", [collectives, pending])
 @pytest.mark.parametrize("size", SIZES)
-def test_collectives(size: int, body: Callable[[int], dict[str, float]], ranks: Any) -> None:
-    check(run(ranks, size, body, size), 0.0)
+def test_collectives(size: int, body: Callable[[int, int], dict[str, float]], ranks: Any) -> None:
+    """A small tensor is sent to all ranks at once, and a large one by a ring."""
+    for columns in (3, 6000):
+        check(run(ranks, size, body, size, columns), 0.0)
+
+
+def sums_in_tree(size: int) -> tuple[bool, bool]:
+    """Whether a sum has the same bits as those of its parts, which are small: at once, and behind other work."""
+    group = mesh(size, grains=(("tp", size),)).tp
+    x = random(group.rank, 40_001)
+    at_once, behind, parts = x.clone(), x.clone(), x.clone()
+    comm.all_reduce_(at_once, group)
+    comm.all_reduce_async(behind, group).wait()
+    for part in parts.split(1000):
+        comm.all_reduce_(part, group)
+    return torch.equal(at_once, parts), torch.equal(behind, parts)
+
+
+def test_a_sum_in_the_order_of_the_tree_does_not_depend_on_the_length(ranks: Any) -> None:
+    assert run(ranks, 4, sums_in_tree, 4) == [(True, True)] * 4
 
 
 def both_scatters(size: int) -> tuple[bool, float]:

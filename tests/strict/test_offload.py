@@ -21,12 +21,14 @@ from tests.rank_pool import RankPool
 
 Strict = Callable[..., RankPool]
 STEPS = 4
+WIDTH = 40
+"""No multiple of a bucket's alignment: there are gaps between parameters, and fresh memory there is NaN."""
 
 
 class Blocks(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32, device="strict", dtype=dtype) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, device="strict", dtype=dtype) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -53,7 +55,7 @@ def own_loop(stage: int, dtype: torch.dtype, offload: bool) -> tuple[list[float]
     assert all((bucket.master.device.type == "cpu") == offload for bucket in optimizer.buckets)
     losses, norms = [], []
     for step in range(2 * STEPS):
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).to("strict", dtype)
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to("strict", dtype)
         loss = (model(x) - 0.1).float().square().mean()
         loss.backward()
         norms.append(optimizer.norms()[1].item())

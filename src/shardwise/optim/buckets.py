@@ -123,6 +123,9 @@ class Bucket:
         self.frees_values = self.sharded and sharding.stage == 3 and has_matrices
         parts = group.size
         self.offsets, self.numel = offsets_and_length([p.numel() for p in self.parameters], parts)
+        ends = [offset + p.numel() for offset, p in zip(self.offsets, self.parameters, strict=True)]
+        starts = [*self.offsets[1:], self.numel]
+        self._gaps = [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
         dtype = parameters[0].dtype
         device = parameters[0].device
         self.gradients = torch.zeros(self.numel, dtype=dtypes.gradient or dtype, device=device)
@@ -249,12 +252,21 @@ class Bucket:
 
     def provide_gradients(self) -> None:
         """Give the gradients memory, filled with 0, if they have none; waits for their reduction."""
+        if self._allocate_gradients():
+            for flat in self._gradient_buffers:
+                flat.zero_()
+
+    def _allocate_gradients(self) -> bool:
+        """Give the gradients memory, if they have none, of arbitrary values but for 0 between the parameters."""
         if self._pending is not None:
             self.finish_reduction()
-        if not has_memory(self.gradients):
-            for flat in self._gradient_buffers:
-                allocate(flat)
-                flat.zero_()
+        if has_memory(self.gradients):
+            return False
+        for flat in self._gradient_buffers:
+            allocate(flat)
+            for gap in self._gaps:
+                flat[gap].zero_()
+        return True
 
     def _release_gradients(self) -> None:
         for flat in self._gradient_buffers:
@@ -270,10 +282,10 @@ class Bucket:
         if leaf.grad is view:
             return
         if self.frees_gradients:
-            self.provide_gradients()
+            self._allocate_gradients()
         if leaf.grad is not None:
             view.copy_(leaf.grad.to_dense())
-        elif not self.frees_gradients:
+        else:
             view.zero_()
         leaf.grad = view
 
