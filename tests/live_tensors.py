@@ -15,10 +15,14 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveTensors(TorchDispatchMode):
-    """Bytes of the tensors that operators returned and that somebody still holds, now and at most."""
+    """Bytes of the tensors that operators returned and that somebody still holds, now and at most.
 
-    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
+    With `resized`, storages count as what they have at the moment, which takes time for each operator.
+    """
+
+    def __init__(self, ignored: Iterable[Tensor] = (), *, resized: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._all_resized = resized
         self.peak = self._now = 0
         self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
@@ -57,6 +61,9 @@ class LiveTensors(TorchDispatchMode):
 
     @property
     def now(self) -> int:
+        if self._all_resized:
+            storages = [reference() for reference in list(self._held.values())]
+            return sum(storage.nbytes() for storage in storages if storage is not None)
         while self._freed:
             self._now -= self._freed.popleft()
         return self._now + sum(tensor.untyped_storage().nbytes() for tensor in self._resized)
