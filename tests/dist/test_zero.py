@@ -1,5 +1,6 @@
 """ZeRO over real ranks: the same training as one process, the state cut, and every misuse an error on all ranks."""
 
+import copy
 import functools
 import gc
 import io
@@ -178,7 +179,32 @@ def read_elsewhere() -> list[str]:
         model.blocks[1].weight.detach().fill_(2.0)
     with optimizer.gathered():
         assert bool((model.blocks[1].weight == 2.0).all())
+    for dtype in (torch.float32, torch.bfloat16):
+        step_and_load_inside(dtype)
     return messages
+
+
+def step_and_load_inside(dtype: torch.dtype) -> None:
+    model = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)]).to(dtype)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.5, stage=3, model=model, bucket_mib=1e-5
+    )
+    with optimizer.gathered():
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        state = copy.deepcopy(optimizer.state_dict())
+        for p in model.parameters():
+            p.detach().fill_(1.0)
+        sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        with optimizer.gathered():
+            optimizer.step()
+        stepped = [p.detach().clone() for p in model.parameters()]
+        assert all(p.min() > 0.5 and p.max() < 1 for p in stepped), "the step began with other values"
+    with optimizer.gathered():
+        assert all(map(torch.equal, stepped, model.parameters())), "the step's values are lost"
+        model.load_state_dict(saved)
+        optimizer.load_state_dict(state)
+    with optimizer.gathered():
+        assert all(map(torch.equal, saved.values(), model.parameters())), "the loaded values are lost"
 
 
 def test_a_released_parameter_is_refused_by_name(ranks: Any) -> None:
@@ -220,19 +246,21 @@ def rank_dependent() -> list[float]:
     wanted = make_model(seed=0)
     results.append(difference(list(model.parameters()), list(wanted.parameters())))
 
-    # Rank 0 does not use the layer in the middle: its gradient counts as 0 there.
-    for overlap in (False, True):
-        model, reference = make_model(), make_model()
+    # Rank 0 does not use the layer in the middle: its gradient counts as 0 there. Stage 2 reduces each pass.
+    for stage, overlap, passes in ((1, False, 1), (1, True, 1), (2, False, 2)):
+        model, reference = nn.Sequential(*make_model().children())[:4], nn.Sequential(*make_model().children())[:4]
         optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.SGD, lr=0.1, grad_clipping=False, bucket_mib=1e-5
+            model.parameters(), torch.optim.SGD, lr=0.1, grad_clipping=False, bucket_mib=1e-5, stage=stage
         )
         for step in range(3):
             optimizer.zero_grad()
             model.zero_grad(set_to_none=step % 2 == 0)
-            with optimizer.accumulate(last=overlap):
-                branch(model, step, rank).backward()
+            for number in range(passes):
+                with optimizer.accumulate(last=overlap):
+                    branch(model, step + 7 * number, rank).backward()
             optimizer.step()
-            sum(branch(reference, step, r) for r in range(2)).backward()  # type: ignore[union-attr]
+            for number in range(passes):
+                sum(branch(reference, step + 7 * number, r) for r in range(2)).backward()  # type: ignore[union-attr]
             for p in reference.parameters():
                 with torch.no_grad():
                     p -= 0.1 * p.grad / 2 if p.grad is not None else 0.0
@@ -265,10 +293,10 @@ def test_ranks_need_not_agree(ranks: Any) -> None:
     outcomes = pool.run(rank_dependent)
     for found in outcomes:
         assert found[0] == 0.0, "initial weights are not rank 0's"
-        assert max(found[1:3]) <= 1e-6
+        assert max(found[1:4]) <= 1e-6
     everything = len(list(make_model().parameters()))
-    assert outcomes[0][3:] == [1, everything - 1, everything], "in bucket order each call starts one"
-    assert outcomes[1][3:] == [0, 0, everything], "in the opposite order all wait for the first bucket"
+    assert outcomes[0][4:] == [1, everything - 1, everything], "in bucket order each call starts one"
+    assert outcomes[1][4:] == [0, 0, everything], "in the opposite order all wait for the first bucket"
 
 
 # ---- misuse

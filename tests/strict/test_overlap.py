@@ -111,6 +111,8 @@ def test_weights_and_gradients_travel_behind_the_computation_of_another_block(
     config = make_config(model=sizes, optimizer={"zero": 3, "bucket_mib": 1.0}, train={"global_batch": 4})
     for events, plain, losses in strict(2).run(events_of_a_step, config):
         assert losses == plain
+        for event in ("gather", "gathered", "reduce", "reduced"):
+            assert {number for name, number in events if name == event} == set(range(6)), f"{event}: {events}"
         for start, end in (("gather", "gathered"), ("reduce", "reduced")):
             exposed = []
             for place, (event, number) in enumerate(events):

@@ -153,7 +153,7 @@ def read(reader: CheckpointReader, requests: Iterable[ReadRequest], mesh: Mesh, 
     _read_parts(reader, parts, mesh, group or mesh.tp)
     # A part of a part is complete before the whole is.
     for request, ranks in reversed(divided):
-        _gather_parts(request, ranks)
+        _gather_parts(request, ranks, mesh.device)
 
 
 def _element_range(request: ReadRequest, group: Group) -> slice:
@@ -170,10 +170,11 @@ def _parts(request: ReadRequest, group: Group) -> Iterator[ReadRequest]:
         yield request.part(box)
 
 
-def _gather_parts(request: ReadRequest, group: Group) -> None:
+def _gather_parts(request: ReadRequest, group: Group, device: torch.device) -> None:
     """Bring to all ranks the `_parts` that each has read; collective over the group."""
     elements = _element_range(request, group)
-    part = request.target.new_zeros(-(-request.box.numel // group.size))
+    # The group's collectives take tensors of the device, and offloaded state is in the host's memory.
+    part = torch.zeros(-(-request.box.numel // group.size), dtype=request.target.dtype, device=device)
     part[: elements.stop - elements.start] = request.target.reshape(-1)[elements]
     gathered = collectives.all_gather(part, group)
     request.target.copy_(gathered[: request.box.numel].view(request.box.size))

@@ -23,6 +23,7 @@ from shardwise.cli import output
 from shardwise.cli.plan_against_run import compare_with_run
 from shardwise.config import Config, dump_yaml, load_config, recipe_name
 from shardwise.planner.device_specs import cluster
+from shardwise.planner.memory import offloaded_bytes
 from shardwise.planner.search import Plan, Search, search
 from shardwise.planner.step_time import timeline_of
 
@@ -133,6 +134,8 @@ def _show(name: str, result: Search) -> None:
     output.line()
     for line in _LEGEND:
         output.line(line)
+    if on_host := offloaded_bytes(best.config, best.layout, best.cluster.device.is_accelerator):
+        output.line(f"Layout 1 needs {units.size(on_host)} of the host's memory for each rank, which is not checked.")
 
 
 def _device_hours(plan: Plan) -> float:

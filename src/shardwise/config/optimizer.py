@@ -131,6 +131,17 @@ class OptimizerConfig(Section):
         return f"ZeRO-{self.zero}" + (f" ({', '.join(options)})" if options else "")
 
     @property
+    def idle_keys(self) -> list[str]:
+        """Keys with a value that has no effect at this stage of ZeRO."""
+        least_stages = {"reduce": 2, "gather": 3, "prefetch": 3}
+        fields = type(self).model_fields
+        return [
+            key
+            for key, stage in least_stages.items()
+            if self.zero < stage and getattr(self, key) != fields[key].default
+        ]
+
+    @property
     def spec(self) -> OptimizerSpec:
         """The record of the optimizer that `name` names."""
         return OPTIMIZERS[self.name]

@@ -203,6 +203,11 @@ def after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def backward_number() -> int:
+    """Return a number of the backward pass that is under way, which no other pass of this process has."""
+    return torch._C._current_graph_task_id()
+
+
 def tensors_in(output: object) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""
     from torch.utils._pytree import tree_leaves

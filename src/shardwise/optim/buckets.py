@@ -65,7 +65,7 @@ class Sharding:
             return Sharding(stage, Group(), data)
         if data.size % replicate:
             raise ConfigError(
-                f"parallel.replicate ({replicate}) must divide the data-parallel degree ({data.size}): set it to "
+                f"replicate ({replicate}) must divide the number of data-parallel ranks ({data.size}): set it to "
                 f"{listing(map(str, nearest_numbers(replicate, divisors(data.size))), 'or')}"
             )
         ranks = data.split(data.size // replicate)
@@ -93,6 +93,7 @@ class Bucket:
         master: owned part in the optimizer's dtype, such as float32 master weights of bfloat16 parameters.
         stage: number of the pipeline stage.
         has_values: True while `values` are complete on this rank.
+        keeps_values: True if freed values are whole, and may be changed, until `keeps_values` is set to False.
         separate: True if the master has another dtype than the parameters; False if it has the same values.
         on_host: True if the master, and so the optimizer's state, is in pinned memory of the host; else a master that
             is not separate is the parameters' own memory.
@@ -157,6 +158,7 @@ class Bucket:
         self._pending_heads: Pending | None = None
         self._gather: Pending | None = None
         self.has_values = True
+        self.keeps_values = False
         self._is_summed = False
         self.reset()
         if self.frees_gradients and not has_gradients:
@@ -317,10 +319,16 @@ class Bucket:
             torch.where(is_unchanged, master, values.to(master.dtype), out=master)
             self._versions = self._parameter_versions()
 
-    @property
-    def may_have_new_values(self) -> bool:
-        """False if no parameter was written since the masters took over: known of masters on the host alone."""
-        return not self.on_host or self._versions != self._parameter_versions()
+    def adopt_changes(self) -> None:
+        """Let the masters adopt what was changed since the last step, if something was.
+
+        Copying to the host takes time. So masters there look first whether a parameter was written.
+        """
+        if self.frees_values:
+            if self.keeps_values:
+                self.take_values()
+        elif not self.on_host or self._versions != self._parameter_versions():
+            self.adopt_values()
 
     def _parameter_versions(self) -> list[int]:
         return [version_of(p) for p in self.parameters]
@@ -350,6 +358,11 @@ class Bucket:
         if self.sharded:
             return collectives.reduce_scatter_async(wire, self.group, out=wire[self.owned])
         return collectives.all_reduce_async(wire, self.copies)
+
+    @property
+    def is_reducing(self) -> bool:
+        """True from `start_reduction` to `finish_reduction`."""
+        return self._pending is not None
 
     def finish_reduction(self) -> None:
         """Wait for the sum, if one is under way; it is then in `gradient`, added to those before of this step."""
@@ -411,7 +424,7 @@ class Bucket:
             master = master.to(self.shard.device, non_blocking=True)
         if self.on_host or self.separate:
             self.shard.copy_(master, non_blocking=True)
-        if self.frees_values:
+        if self.frees_values and not self.keeps_values:
             self.release_values()
             return None
         if not self.sharded:

@@ -17,7 +17,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.base.errors import ConfigError, listing, refuse_unknown_arguments
+from shardwise.config import Frequency
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.layers.arguments import by_name, without_neutral
@@ -55,14 +56,26 @@ def require_plain(parameters: Iterable[nn.Parameter], *, has_mesh: bool) -> None
     refuse_wrapped(parameters)
 
 
-def require_sharding(stage: int, model: nn.Module | None, bucket_mib: float | None) -> None:
+def require_sharding(
+    stage: int, model: nn.Module | None, bucket_mib: float | None, *, replicate: int, prefetch: int
+) -> None:
     """Raise ValueError for arguments that do not say how the parameters are cut into buckets and over ranks."""
+    for name, number, least in (("replicate", replicate, 1), ("prefetch", prefetch, 0)):
+        if number < least:
+            raise ValueError(f"{name} ({number}) must be at least {least}")
     if bucket_mib is not None and not bucket_mib > 0:
         raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
-    if stage not in range(4):
+    if isinstance(stage, bool) or stage not in range(4):
         raise ValueError(f"stage ({stage}) must be 0, 1, 2 or 3")
     if stage == 3 and model is None:
         raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
+
+
+def require_frequency(**frequencies: str) -> None:
+    """Raise ValueError unless each value is `micro_batch` or `step`."""
+    for name, value in frequencies.items():
+        if value not in get_args(Frequency):
+            raise ValueError(f"{name} ({value!r}) must be {listing(map(repr, get_args(Frequency)), 'or')}")
 
 
 def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:

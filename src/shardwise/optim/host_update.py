@@ -55,6 +55,7 @@ class HostUpdate(Update):
             bucket.master.grad = copy.wait()
             self._step_alone(group, bucket.master)
             bucket.master.grad = None
+            del copy
             yield bucket
 
 
@@ -71,6 +72,7 @@ class _HostCopy:
 
     def wait(self) -> Tensor:
         self._event.synchronize()
+        del self._source
         return self._copy
 
 

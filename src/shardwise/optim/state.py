@@ -156,6 +156,23 @@ def state_bytes(optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec, *, all_
     return total
 
 
+def kept_bytes(model: nn.Module, optimizer: ZeroRedundancyOptimizer, state: int) -> dict[str, int]:
+    """Return bytes by kind that this rank's device keeps from step to step.
+
+    Args:
+        model: its frozen parameters are in no bucket.
+        optimizer: its buckets have the others.
+        state: bytes of masters and states, which may be on the host.
+    """
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    on_host = any(bucket.on_host for bucket in optimizer.buckets)
+    return {
+        "parameters": frozen + sum(bucket.value_bytes for bucket in optimizer.buckets),
+        "gradients": sum(bucket.gradient_bytes for bucket in optimizer.buckets),
+        "optimizer": 0 if on_host else state,
+    }
+
+
 def begin_restoring(
     optimizer: ZeroRedundancyOptimizer,
     names: Sequence[str],
@@ -228,6 +245,7 @@ def finish_restoring(optimizer: ZeroRedundancyOptimizer) -> None:
 def _gather_shares(flat: Tensor, bucket: Bucket) -> None:
     """Complete a flat tensor of which each rank has its `share`; shorter shares are padded for the all-gather."""
     longest = -(-len(flat) // bucket.copies.size)
-    padded_share = flat.new_zeros(longest)
+    # The group's collectives take tensors of the device, and the state may be in the host's memory.
+    padded_share = torch.zeros(longest, dtype=flat.dtype, device=bucket.shard.device)
     padded_share[: bucket.share.stop - bucket.share.start] = flat[bucket.share]
     flat.copy_(collectives.all_gather(padded_share, bucket.copies)[: len(flat)])

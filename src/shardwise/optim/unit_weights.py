@@ -127,14 +127,18 @@ class UnitWeights:
         for bucket in buckets:
             bucket.begin_gather()
             self._users[bucket].add(user)
+        outermost = [bucket for bucket in buckets if not bucket.keeps_values]
         for bucket in buckets:
             bucket.finish_gather()
+            bucket.keeps_values = True
         try:
             yield
         finally:
             for bucket in buckets:
                 bucket.take_values()
                 self._users[bucket].discard(user)
+            for bucket in outermost:
+                bucket.keeps_values = False
                 if not self._users[bucket]:
                     bucket.release_values()
 

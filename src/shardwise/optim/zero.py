@@ -8,9 +8,8 @@ gathers parameters twice in every micro-batch, for its forward and its backward 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, overload
 
@@ -31,6 +30,7 @@ from shardwise.optim.checks import (
     known_options,
     layout_of,
     refuse_wrapped,
+    require_frequency,
     require_loadable,
     require_plain,
     require_same_parameters,
@@ -45,6 +45,7 @@ from shardwise.optim.host_update import HostUpdate, require_offloadable
 from shardwise.optim.master_update import Update, class_for_slices, options_of
 from shardwise.optim.model_slices import ModelSlices
 from shardwise.optim.partial_gradients import PartialGradients
+from shardwise.optim.reductions import Reductions
 from shardwise.optim.slice_optimizer import SliceOptimizer
 from shardwise.optim.stochastic_rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
 from shardwise.optim.unit_weights import UnitWeights, places_in
@@ -97,11 +98,13 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         model: the model, whose embeddings, blocks (entries of a `torch.nn.ModuleList`) and heads are the units at which
             buckets end; stage 3 needs it.
         replicate: number of runs of neighbouring ranks of the group that are cut each by itself, as copies.
-        reduce: at stages 2 and 3, whether gradients are reduced in every `micro_batch` or once a `step`.
+        reduce: at stages 2 and 3, whether gradients are reduced in every `micro_batch` or once a `step`. In every one,
+            all ranks must call backward() equally often.
         gather: at stage 3, whether parameters are released in every `micro_batch` or once a `step`, after the update.
         prefetch: at stage 3, units whose parameters are gathered ahead of their use.
         offload: whether an accelerator's masters and state are in the host's memory and the host updates them
-            (`optim/host_update.py`). Changes of parameters through `.data` are then lost.
+            (`optim/host_update.py`); with torch.optim.AdamW, give `fused=True` too. Changes of parameters through
+            `.data` are then lost.
         average: False sums gradients over the group instead.
         bucket_mib: gradients that travel together, in MiB; None: by the model and the link (`optim.bucket_layout`).
         rounding: `stochastic` rounds masters and state to bfloat16, which `optimizer_dtype` must be, so that their mean
@@ -149,7 +152,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     ) -> None:
         if grad_clipping:
             require_max_norm(max_norm)
-        require_sharding(stage, model, bucket_mib)
+        require_sharding(stage, model, bucket_mib, replicate=replicate, prefetch=prefetch)
+        require_frequency(reduce=reduce, gather=gather)
         defaults = known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
         self._inner_class = class_for_slices(optimizer_class, defaults)
         self.optimizer_class = optimizer_class
@@ -157,7 +161,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.max_norm = max_norm
         self._choose_ranks(group, mesh)
         self.sharding = Sharding.of(stage, self.group, replicate)
-        self._reduces_each_pass = stage >= 2 and reduce == "micro_batch" and self.sharding.ranks.size > 1
         self._places = {} if model is None else places_in(model)
         self._average = average
         self._bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
@@ -171,12 +174,13 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.steps = 0
         self._inner: torch.optim.Optimizer | None = None
         self.buckets: list[Bucket] = []
+        each_pass = stage >= 2 and reduce == "micro_batch" and self.sharding.ranks.size > 1
+        self._reductions = Reductions(self.buckets, each_pass=each_pass)
         self._partial: list[PartialGradients] = []
         self.gathers = Gathers()
         self._bucket_places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._assignments = Assignments(self._bucket_places)
         self._frozen: list[nn.Parameter] = []
-        self._under_way: deque[Bucket] = deque()
         self._norms: Tensor | None = None
         probe = self._inner_class([nn.Parameter(torch.zeros(1))], **defaults)
         super().__init__(params, probe.defaults)
@@ -322,16 +326,13 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     @property
     def reduces_each_pass(self) -> bool:
         """True if each backward() reduces its gradients, and not only the last one of a step."""
-        return self._reduces_each_pass and not self._keeps_gradients
+        return self._reductions.each_pass and not self._keeps_gradients
 
     @torch.no_grad()
     def _on_gradient(self, parameter: Tensor) -> None:
         bucket, index = self._bucket_places[parameter]  # type: ignore[index]
         if self.reduces_each_pass:
-            if bucket.reduced:
-                self._end_round(bucket)
-            bucket.adopt(index)
-            self.gradient_ready(parameter)  # type: ignore[arg-type]
+            self._reductions.take(bucket, index)
             return
         if bucket.reduced:
             raise RuntimeError(
@@ -341,49 +342,12 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if bucket.frees_gradients and not self._keeps_gradients:
             bucket.adopt(index)
         if self._overlapping:
-            self.gradient_ready(parameter)  # type: ignore[arg-type]
+            self._reductions.ready(bucket, index)
 
     @torch.no_grad()
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Report that a parameter's gradient is complete for this step. A full bucket starts its reduction at once.
-
-        Buckets start in the same order on every rank, whatever the order of the calls: collectives of two ranks are
-        matched by their order alone.
-        """
-        bucket, index = self._bucket_places[parameter]
-        bucket.ready.add(index)
-        for candidate in self._round_of(bucket):
-            if candidate.reduced:
-                continue
-            if len(candidate.ready) < len(candidate.parameters):
-                break
-            self._start(candidate)
-
-    def _round_of(self, bucket: Bucket) -> list[Bucket]:
-        """Return the buckets that are reduced in turn with this one: those of its pipeline stage, or of a step all."""
-        if not self._reduces_each_pass:
-            return self.buckets
-        return [other for other in self.buckets if other.stage == bucket.stage]
-
-    def _end_round(self, bucket: Bucket) -> None:
-        """Begin a new round of reductions for a bucket that gets a further gradient in this step.
-
-        Every rank reduces all buckets of a round, also those that some of its passes gave no gradient.
-        """
-        buckets = self._round_of(bucket)
-        for other in buckets:
-            if not other.reduced:
-                self._start(other)
-        for other in buckets:
-            other.reduced = False
-            other.ready.clear()
-
-    def _start(self, bucket: Bucket) -> None:
-        """Start a bucket's reduction. At most two are under way: each may hold a copy of its bucket until it ends."""
-        while len(self._under_way) > 1:
-            self._under_way.popleft().finish_reduction()
-        bucket.start_reduction()
-        self._under_way.append(bucket)
+        """Report that a parameter's gradient is complete for this step. A full bucket starts its reduction at once."""
+        self._reductions.ready(*self._bucket_places[parameter])
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -400,14 +364,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._assignments.check()
         for bucket in self.buckets:
             bucket.check_parameters()
-            if not bucket.frees_values and bucket.may_have_new_values:
-                bucket.adopt_values()
-        for bucket in self.buckets:
-            if not bucket.reduced:
-                self._start(bucket)
-        for bucket in self.buckets:
-            bucket.finish_reduction()
-        self._under_way.clear()
+            bucket.adopt_changes()
+        self._reductions.finish()
         for gradients in self._partial:
             gradients.sum_()
         self._uncut.take_first()
@@ -511,7 +469,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.steps += 1
         self.gathers.run(self._updates.step(self.param_groups, factor, self.steps))
 
-    def gathered(self, *, all_units: bool = True) -> AbstractContextManager[None]:
+    @contextmanager
+    def gathered(self, *, all_units: bool = True) -> Iterator[None]:
         """Inside, all parameters have their values on every rank, also at stage 3, and changes of them count.
 
         Collective over the group.
@@ -521,7 +480,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                 the model other than its forward can be called.
         """
         self.gathers.wait()
-        return nullcontext() if self._weights is None else self._weights.gathered(all_units=all_units)
+        with nullcontext() if self._weights is None else self._weights.gathered(all_units=all_units):
+            yield
+            self.gathers.wait()
 
     @property
     def gathers_in_passes(self) -> bool:
@@ -530,7 +491,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to 0: views into the buckets, whatever `set_to_none` says, and None from stage 2 on."""
-        self._under_way.clear()
+        self._reductions.reset()
         for bucket in self.buckets:
             bucket.reset()
             bucket.zero_gradients()

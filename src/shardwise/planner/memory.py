@@ -37,6 +37,8 @@ from shardwise.planner.rank_workload import RankWorkload
 from shardwise.planner.sharding import InFlight, StageInFlight, whole_gradient_bytes
 
 _FLOAT32 = 4
+_BUCKETS_ON_THEIR_WAY = 3
+"""Buckets whose gradients travel to the host, or are there while their masters are updated (`optim/host_update.py`)."""
 _OPTIONAL = ("pipeline", "in_flight")
 
 
@@ -394,13 +396,24 @@ def _matrices(workload: RankWorkload) -> int:
 
 
 def offloaded_bytes(config: Config, layout: Layout, accelerator: bool) -> int:
-    """Return bytes of masters and states in the host's memory for a rank: the most of any; 0 without offloading.
+    """Return bytes in the host's memory for a rank with `optimizer.offload`: the most of any; 0 without it.
 
-    Beside them are the gradients of three buckets.
+    The states, and in pinned memory, of which torch gives powers of two, the master of each bucket and the gradients of
+    three.
     """
     workloads = RankWorkload.of_ranks(config, layout, accelerator)
-    sizes = [_state_bytes(workload, separate_masters=True) for workload in workloads if workload.offloads]
+    sizes = []
+    for workload in workloads:
+        if workload.offloads:
+            owned = [bucket.elements // bucket.slices for bucket in bucket_shapes(workload)]
+            pinned = [_pinned_bytes(size * DTYPE_BYTES[workload.precision.optimizer]) for size in owned]
+            states = _state_bytes(workload, separate_masters=False)
+            sizes.append(states + sum(pinned) + _BUCKETS_ON_THEIR_WAY * max(pinned))
     return max(sizes, default=0)
+
+
+def _pinned_bytes(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _travelling(workload: RankWorkload) -> int:
@@ -413,7 +426,8 @@ def _travelling(workload: RankWorkload) -> int:
     precision = workload.precision
     width = DTYPE_BYTES[precision.optimizer]
     owned = max(bucket.elements // bucket.slices for bucket in bucket_shapes(workload))
-    buckets = 3 * (precision.gradient != precision.optimizer) + (precision.parameter != precision.optimizer)
+    buckets = _BUCKETS_ON_THEIR_WAY * (precision.gradient != precision.optimizer)
+    buckets += precision.parameter != precision.optimizer
     return buckets * owned * width
 
 

@@ -26,7 +26,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
 from shardwise.models.blocks import Stages, block_matrices
 from shardwise.models.parameter_counts import parameter_count
-from shardwise.optim.state import state_bytes
+from shardwise.optim.state import kept_bytes, state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.stages import build_stages
@@ -158,14 +158,7 @@ def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: Opt
     which the first step makes, and the masters where their dtype is not that of the parameters; with
     `optimizer.offload` they are in the host's memory, and not counted.
     """
-    # Frozen parameters are in no bucket.
-    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-    on_host = any(bucket.on_host for bucket in optimizer.buckets)
-    return {
-        "parameters": frozen + sum(bucket.value_bytes for bucket in optimizer.buckets),
-        "gradients": sum(bucket.gradient_bytes for bucket in optimizer.buckets),
-        "optimizer": 0 if on_host else state_bytes(optimizer, spec, all_masters=False),
-    }
+    return kept_bytes(model, optimizer, state_bytes(optimizer, spec, all_masters=False))
 
 
 def build_reporter(opened: OpenedRun) -> Reporter:

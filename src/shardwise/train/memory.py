@@ -108,8 +108,9 @@ def _require_memory_of_offloading(config: Config, layout: Layout) -> None:
     if available is not None and needed > available:
         raise ConfigError(
             f"the optimizer state of the {counted(ranks, 'rank')} on this machine ({size(needed)}), which "
-            f"optimizer.offload (true) keeps in the host's memory, must be at most what that has available "
-            f"({size(available)}): set optimizer.offload=false, or use more machines"
+            "optimizer.offload (true) keeps in the host's memory, must be at most what that has available "
+            f"({size(available)}): set optimizer.zero=1 or higher, optimizer.offload=false, or use more machines"
+            f"{see('runs#model-does-not-fit')}"
         )
 
 

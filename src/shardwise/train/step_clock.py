@@ -21,6 +21,7 @@ import torch.profiler
 
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
+from shardwise.optim.state import kept_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.clock import BACKWARD, FORWARD, Clock
 
@@ -129,13 +130,9 @@ class StepClock:
 
 
 def state_by_kind(model: torch.nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
-    """Bytes of `parameters`, `gradients` and `optimizer` on this rank, which are the same after each step."""
-    freed = {p for bucket in optimizer.buckets if bucket.frees_values for p in bucket.parameters}
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters() if p not in freed)
-    parameters += sum(bucket.value_bytes for bucket in optimizer.buckets if bucket.frees_values)
-    gradients = sum(bucket.gradient_bytes for bucket in optimizer.buckets)
+    """Bytes of `parameters`, `gradients` and `optimizer` on this rank's device, the same after each step."""
     state = optimizer.state_bytes()
-    return {"parameters": parameters, "gradients": gradients, "optimizer": state["state"] + state["masters"]}
+    return kept_bytes(model, optimizer, state["state"] + state["masters"])
 
 
 def memory_by_kind(state: dict[str, int], device: torch.device) -> dict[str, int]:

@@ -169,10 +169,16 @@ def _rounding(precision: Precision) -> str:
 
 def _sharding(config: Config, layout: Layout, accelerator: bool) -> str:
     """The stage of ZeRO, with a remark if one above 1, which is chosen on purpose, has nothing to cut."""
-    text = config.optimizer.sharding_text(config.parallel.replicate)
-    if config.optimizer.offload and not accelerator:
-        text += ", which has no effect on a CPU"
-    return f"{text}, no effect with DP 1" if config.optimizer.zero > 1 and layout.data == 1 else text
+    optimizer = config.optimizer
+    text = optimizer.sharding_text(config.parallel.replicate)
+    idle = [f"optimizer.{key}" for key in optimizer.idle_keys]
+    if config.parallel.replicate > 1 and not optimizer.zero:
+        idle.append("parallel.replicate")
+    if idle:
+        text += f", {listing(idle)} without effect"
+    if optimizer.offload and not accelerator:
+        text += ", optimizer.offload without effect on a CPU"
+    return f"{text}, no effect with DP 1" if optimizer.zero > 1 and layout.data == 1 else text
 
 
 def _batch(config: Config, layout: Layout) -> str:
@@ -313,7 +319,7 @@ def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     rows = [("memory", _memory(memory.total, layout, rank_name))]
     rows += [(f"  {kind}", units.size(size)) for kind, size in memory.rows()]
     if offloaded := offloaded_bytes(config, layout, accelerator):
-        rows.append(("host memory", f"{units.size(offloaded)} of masters and optimizer state for each rank"))
+        rows.append(("host memory", f"{units.size(offloaded)} of masters, optimizer state and gradients for each rank"))
     rows.append(("disk", _disk(config, checkpoint)))
     rows.append(("communication", f"{units.size(sum(wire.values()))} sent by {rank_name} per step"))
     rows += [(f"  {axis}", f"{units.size(size)} {kind.replace('_', '-')}") for (axis, kind), size in wire.items()]

@@ -218,6 +218,19 @@ def test_fault_04_the_ranks_of_a_machine_share_its_memory(
     assert "on 16 ranks" not in (text or ""), "more ranks on one machine save no memory"
 
 
+def test_offloaded_state_must_fit_into_the_memory_of_the_host(
+    accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloaded = config(optimizer={"lr": 1e-3, "offload": True})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("shardwise.train.memory.available_memory", lambda: GIB)
+    assert require_device(offloaded, Layout(2), 0, accelerator) is None
+    monkeypatch.setattr("shardwise.train.memory.available_memory", lambda: 2**16)
+    with pytest.raises(ConfigError, match=r"^the optimizer state of the 2 ranks on this machine \(.*\), which"):
+        require_device(offloaded, Layout(2), 0, accelerator)
+    assert require_device(config(), Layout(2), 0, accelerator) is None
+
+
 def test_a_dtype_that_the_device_lacks_is_refused(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "computes_in", lambda device, dtype: dtype == torch.float32)
     assert require_device(config(), Layout(2), 0, accelerator) is None

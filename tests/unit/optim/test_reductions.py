@@ -1,0 +1,88 @@
+"""All ranks call the same collectives in the same order, whatever parameters their samples reach."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from shardwise.optim import reductions
+from shardwise.optim.reductions import Reductions
+
+
+@dataclass(eq=False)
+class Recorded:
+    """Takes the place of a bucket, with one parameter; notes when its reduction begins, and when it is waited for."""
+
+    name: str
+    calls: list[str]
+    stage: int = 0
+    parameters: tuple[str] = ("p",)
+    reduced: bool = False
+    is_reducing: bool = False
+    ready: set[int] = field(default_factory=set)
+
+    def adopt(self, index: int) -> None:
+        assert not self.is_reducing, "the memory of a sum under way would be written"
+
+    def start_reduction(self) -> None:
+        self.reduced = True
+        self.is_reducing = True
+        self.calls.append(f"start {self.name}")
+
+    def finish_reduction(self) -> None:
+        if self.is_reducing:
+            self.calls.append(f"finish {self.name}")
+        self.is_reducing = False
+
+
+def calls_of(passes: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of a step with three buckets, where each pass has the gradients of the named ones, in this order."""
+    calls: list[str] = []
+    buckets = {name: Recorded(name, calls) for name in "ABC"}
+    at_end: list[Callable[[], None]] = []
+    monkeypatch.setattr(reductions, "after_backward", at_end.append)
+    step = Reductions(list(buckets.values()), each_pass=True)  # type: ignore[arg-type]
+    for number, names in enumerate(passes):
+        monkeypatch.setattr(reductions, "backward_number", lambda number=number: number)
+        for name in names:
+            step.take(buckets[name], 0)  # type: ignore[arg-type]
+        while at_end:
+            at_end.pop()()
+    step.finish()
+    return calls
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [["BC", "ABC"], ["A", "C"], ["CBA", "BA"], ["ABC", "C"], ["B", "B"]],
+    ids=lambda passes: " then ".join(passes),
+)
+def test_ranks_without_some_gradients_do_as_the_others(passes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [call for call in calls_of(["ABC", "ABC"], monkeypatch) if call.startswith("start")]
+    assert expected == ["start A", "start B", "start C"] * 2
+    calls = calls_of(passes, monkeypatch)
+    assert [call for call in calls if call.startswith("start")] == expected
+    finished = [call.removeprefix("finish ") for call in calls if call.startswith("finish")]
+    assert finished == ["A", "B", "C"] * 2, "sums over copies of the parts begin when a reduction is waited for"
+
+
+def test_a_second_gradient_in_a_pass_begins_a_new_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a parameter's gradient comes in two parts."""
+    calls = calls_of(["ABCB"], monkeypatch)
+    assert [call for call in calls if call.startswith("start")] == ["start A", "start B", "start C"] * 2
+
+
+def test_a_pass_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    bucket = Recorded("A", calls)
+    monkeypatch.setattr(reductions, "after_backward", lambda function: None)  # an error ends a pass without its end
+    monkeypatch.setattr(reductions, "backward_number", lambda: 1)
+    step = Reductions([bucket, Recorded("B", calls)], each_pass=True)  # type: ignore[list-item]
+    step.take(bucket, 0)  # type: ignore[arg-type]
+    step.reset()
+    bucket.is_reducing = False  # as `Bucket.reset` leaves it
+    at_end: list[Callable[[], None]] = []
+    monkeypatch.setattr(reductions, "after_backward", at_end.append)
+    monkeypatch.setattr(reductions, "backward_number", lambda: 2)
+    step.take(bucket, 0)  # type: ignore[arg-type]
+    assert len(at_end) == 1, "the next pass has an end again"
