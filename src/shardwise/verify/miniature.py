@@ -30,10 +30,11 @@ def miniature(
 
     It keeps: the family and its keys; the ratio of query to key/value heads; by which of the tensor-parallel degrees
     heads, feed-forward width and vocabulary can be divided; ties, dropout, precision, optimizer, the form of the
-    schedule, a loss of the user's own, and what document ends change. It is small in width, depth, vocabulary and
-    sequence, and its warmup takes one step. The learning rate is that of the optimizer's record. The masks of dropout
-    are those of `invariant`, as those of `fast` depend on the layout. A model of the user's own keeps its keys, as
-    their meaning is not known. With `bitwise` it has `train.bitwise`, with the smallest grains that suit the cells.
+    schedule, copies of what ZeRO cuts, a loss of the user's own, and what document ends change. It is small in width,
+    depth, vocabulary and sequence, and its warmup takes one step. The learning rate is that of the optimizer's record.
+    The masks of dropout are those of `invariant`, as those of `fast` depend on the layout. A model of the user's own
+    keeps its keys, as their meaning is not known. With `bitwise` it has `train.bitwise`, with the smallest grains that
+    suit the cells.
     """
     degrees = sorted({cell.tensor for cell in cells} | {1})
     model = config.model
@@ -51,6 +52,7 @@ def miniature(
         "parallel": {
             "vocab_multiple": config.parallel.vocab_multiple,
             "tensor_overlap": config.parallel.tensor_overlap,
+            "replicate": config.parallel.replicate,
         },
         "train": {
             "steps": steps,
@@ -166,9 +168,12 @@ def at(config: Config, cell: Cell) -> Config:
 
     A pipeline has micro-batches of one sample, and other layouts two micro-batches on each rank. One process takes all
     samples at once, but in bfloat16 one by one, so that it rounds the sums of each as a pipeline does. Collectives
-    overlap as the recipe has it, or as the layout and the device can.
+    overlap as the recipe has it, or as the layout and the device can. ZeRO makes as many copies as in the recipe, where
+    the data-parallel degree allows it.
     """
     parallel: dict[str, Any] = {"tensor": cell.tensor, "sequence": cell.sequence, "pipeline": cell.pipeline}
+    if cell.data % config.parallel.replicate:
+        parallel["replicate"] = 1
     if cell.schedule is not None:
         parallel["schedule"] = cell.schedule
     if cell.schedule is not None and SCHEDULES[cell.schedule].splits_backward:

@@ -54,8 +54,9 @@ def test_of_hooks_the_loss_stays() -> None:
     assert config.hooks.paths == {"hooks.loss": "mine:loss"}
 
 
-def test_every_cell_is_a_configuration_of_its_layout() -> None:
-    config, cells = small(load_config("llama2-7b"))
+@pytest.mark.parametrize("copies", [1, 2])
+def test_every_cell_is_a_configuration_of_its_layout(copies: int) -> None:
+    config, cells = small(load_config("llama2-7b", [f"parallel.replicate={copies}"]))
     for cell in cells:
         here = at(config, cell)
         layout = check_layout(here, cell.ranks)
@@ -63,6 +64,7 @@ def test_every_cell_is_a_configuration_of_its_layout() -> None:
         assert layout.accumulation(here.train) >= 2, "accumulation is part of what is verified"
         assert (here.optimizer.zero, here.train.recompute) == (cell.zero, cell.recompute)
         assert here.train.global_batch == config.train.global_batch
+        assert here.parallel.replicate == (copies if cell.data % 2 == 0 else 1)
 
 
 def test_collectives_overlap_where_the_layout_and_the_device_can() -> None:
