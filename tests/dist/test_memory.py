@@ -307,8 +307,9 @@ def test_a_sharded_step_holds_and_sends_what_cost_has(
         estimate = memory[place["pp"]]
         assert (found.parameters, found.gradients) == (estimate.parameters, estimate.gradients), f"rank {rank}"
         off = estimate.total / found.peak - 1
-        # Pipelines miss 2 %, for a cause that is not known: 4 % is the most that was measured.
-        limit = 0.02 if layout.pipeline == 1 else 0.05
+        # Pipelines miss 2 %, by at most 3 % as measured: the estimate does not know that a split backward pass
+        # holds several gradients of weights for a moment, nor that a gradient is copied apart from a block's peak.
+        limit = 0.02 if layout.pipeline == 1 else 0.035
         assert abs(off) <= limit, f"rank {rank}: held {found.peak:,}, cost has {estimate.total:,} ({off:+.1%})"
         transfers = step_transfers(config, layout, pipeline_rank=place["pp"], data_rank=place["dp"])
         planned = wire_bytes(transfers)

@@ -221,14 +221,21 @@ class _Reductions:
         filling = sum(self.shapes[number].elements for number in self.filling)
         return under_way * (self.gradient + self.copies) + filling * self.gradient
 
-    def add(self, number: int, parameters: int) -> int:
-        """Take so many parameters' gradients in a bucket; return the most bytes that are held meanwhile."""
+    def begin(self, number: int) -> None:
+        """Take the first gradient in a bucket."""
         if number in self.under_way:
             while self.under_way.popleft() != number:
                 pass
         self.filling.add(number)
-        self.missing[number] -= parameters
-        most = self.held
+
+    def add(self, number: int, copy: int) -> int:
+        """Take a parameter's gradient in a bucket; return the most bytes that are held meanwhile.
+
+        copy: bytes of a copy of the gradient that autograd makes before.
+        """
+        self.begin(number)
+        self.missing[number] -= 1
+        most = self.held + copy
         while self.started < len(self.shapes) and not self.missing[self.started]:
             while len(self.under_way) >= _MOST_REDUCTIONS:
                 self.under_way.popleft()
@@ -249,7 +256,10 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, i
     each_pass = workload.frees_gradients and workload.config.reduce == "micro_batch"
     gradient = DTYPE_BYTES[workload.precision.gradient] if each_pass else 0
     reductions = _Reductions(shapes, gradient, reduction_copies(workload))
-    counts: Counter[tuple[int, int]] = Counter()
+    # A gradient that is the first of a sum is copied once, into the order of the weight in memory.
+    is_copied = workload.frees_gradients and (each_pass or workload.micro_batches == 1)
+    copy = DTYPE_BYTES[workload.precision.gradient] if is_copied else 0
+    copies: dict[tuple[int, int], list[int]] = {}
     # Kinds of buckets of which a parameter of a block came already: buckets begin at the end of the model.
     in_blocks: set[bool] = set()
     for number, shape in enumerate(shapes):
@@ -259,7 +269,7 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, i
                 in_blocks.add(shape.has_matrices)
             elif unit == OUTSIDE.unit and shape.has_matrices not in in_blocks:
                 unit = HEAD.unit  # after the blocks, as a last norm
-            counts[unit, number] += 1
+            copies.setdefault((unit, number), []).append(copy * parameter.elements if parameter.in_block else 0)
     rounds = min(workload.micro_batches, 2) if each_pass else 1
     held: ByUnit = {}
     for _ in range(rounds):
@@ -268,24 +278,16 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, i
         # What no smaller unit has comes last: a table of positions is added to the embedding.
         for unit in (HEAD.unit, *reversed(stage.layers), EMBEDDING.unit, OUTSIDE.unit):
             most = reductions.held
-            for number in range(len(shapes)):
-                if counts[unit, number]:
-                    most = max(most, reductions.add(number, counts[unit, number]))
+            numbers = [number for number in range(len(shapes)) if (unit, number) in copies]
+            # The last products of attention and MLP that are computed side by side get their gradients first.
+            for number in numbers if workload.model.parallel_residual else ():
+                reductions.begin(number)
+            for number in numbers:
+                for copied in copies[unit, number]:
+                    most = max(most, reductions.add(number, copied))
             held[unit] = most
     held[EMBEDDING.unit] = max(held[EMBEDDING.unit], held[OUTSIDE.unit])
     return held, reductions.held if rounds > 1 else 0
-
-
-def _largest_gradients(workload: RankWorkload, stage: Stage) -> Counter[int]:
-    """Return the bytes of the largest gradient of a parameter of each block."""
-    width = DTYPE_BYTES[workload.precision.gradient]
-    largest: Counter[int] = Counter()
-    for shape in bucket_shapes(workload):
-        for _, parameter in shape.parameters:
-            unit = parameter.place.unit
-            if shape.stage == stage.index and unit in stage.layers:
-                largest[unit] = max(largest[unit], width * parameter.elements)
-    return largest
 
 
 # ---- both at the peak
@@ -325,12 +327,8 @@ class StageInFlight:
         back = gathers.backward(second.state)
         forward = {unit: max(first.held[unit], second.held[unit]) for unit in first.held}
         reduced, left = gradients_in_flight(workload, stage)
-        each_pass = workload.config.reduce == "micro_batch"
-        if each_pass or workload.micro_batches == 1:
-            # A gradient that is the first of a sum is copied once, into the order of the weight in memory.
-            largest = _largest_gradients(workload, stage)
-            reduced = {unit: size + largest[unit] for unit, size in reduced.items()}
-        return StageInFlight((forward, back.held), reduced if each_pass else {}, reduced, left, others)
+        gradients = reduced if workload.config.reduce == "micro_batch" else {}
+        return StageInFlight((forward, back.held), gradients, reduced, left, others)
 
     def forward(self, unit: int) -> int:
         """Bytes at a unit of a forward pass."""
