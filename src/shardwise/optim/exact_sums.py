@@ -65,17 +65,17 @@ def exact_sum(terms: Tensor) -> int:
     # Terms of fewer bits than these have an exact sum in float64, and so have the roundings below.
     bits = 51 - len(terms).bit_length()
     exponent = math.frexp(largest)[1]
-    rest = terms
+    remainder = terms
     total = 0
     while exponent > _LOWEST:
         exponent = max(exponent - bits, _LOWEST)
         unit = 2.0**exponent
         # Adding 1.5 · 2^52 units rounds to a multiple of the unit; what is cut off goes to the next bin.
         anchor = 1.5 * 2.0**52 * unit
-        rounded = (rest + anchor).sub_(anchor)
+        rounded = (remainder + anchor).sub_(anchor)
         total += int(float(rounded.sum()) / unit) << (exponent - _LOWEST)
-        rest = rest - rounded
-        if not rest.any():
+        remainder = remainder - rounded
+        if not remainder.any():
             break
     return total
 

@@ -48,9 +48,9 @@ class Reductions:
         elif bucket.reduced:
             self._end_pass(bucket.stage)
         if is_new or bucket.reduced:
-            for other in self._round_of(bucket.stage):
-                other.reduced = False
-                other.ready.clear()
+            for bucket_of_round in self._round_of(bucket.stage):
+                bucket_of_round.reduced = False
+                bucket_of_round.ready.clear()
         while bucket.is_reducing:
             self._under_way.popleft().finish_reduction()
         bucket.adopt(index)

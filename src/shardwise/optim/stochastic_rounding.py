@@ -252,17 +252,17 @@ class StochasticUpdate(Update):
         self._bits = bits
 
     def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
-        whole: set[int] = set()
+        tensor_groups: set[int] = set()
         if isinstance(self._inner, SliceOptimizer):
-            whole |= set(self._inner.whole_tensor_groups())
+            tensor_groups |= set(self._inner.whole_tensor_groups())
             copies = {
                 bucket: _FloatCopy(self._make, self._inner, self._inner.param_groups[i])
-                for i in whole
+                for i in tensor_groups
                 for bucket in self._model.groups[i]
             }
             self._inner.step_rounded(self._model, _FloatSlices(copies, factor, self._bits, number))
             yield from copies
-        for group, bucket in self._buckets_with_options(without=whole):
+        for group, bucket in self._buckets_with_options(without=tensor_groups):
             float_copy = _FloatCopy(self._make, self._inner, group)
             for run in ElementRun.owned(bucket).split(chunk_elements(bucket)):
                 float_copy.load(run, factor)

@@ -129,17 +129,17 @@ def memory_of(workload: RankWorkload) -> MemoryEstimate:
     step = _step_peak(workload)
     numbers, rounding = _rounding(workload)
     update = max(rounding, _matrices(workload), _travelling(workload))
-    whole = max(step.whole, update)
+    peak = max(step.whole, update)
     in_flight = 0
     if workload.frees_gradients:
-        in_flight = max(_step_peak(workload, InFlight.of(workload)).whole, update) - whole
+        in_flight = max(_step_peak(workload, InFlight.of(workload)).whole, update) - peak
     return MemoryEstimate(
         parameters=_parameter_bytes(workload),
         gradients=_gradient_bytes(workload),
         optimizer=_optimizer_bytes(workload, separate_masters=separate_masters),
         activations=step.activations,
         loss=step.forward - step.activations,
-        buffers=_rotary_tables(workload) + numbers + whole - step.forward,
+        buffers=_rotary_tables(workload) + numbers + peak - step.forward,
         pipeline=step.sent + (workload.x_bytes if workload.layout.pipeline > 1 else 0),
         in_flight=in_flight,
     )
@@ -220,8 +220,8 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     end = _embedding_gradient(workload, tied=head > 0) + head + gradient if stage.is_first else 0
     extra = StageInFlight.of_reduction(workload, stage) if in_flight is None else in_flight.stages[stage.index]
     levels = stack_at_blocks(workload, stage.layers)
-    beside = embedding + head + received + gradient
-    during = {layer: level.peak + beside for layer, level in zip(stage.layers, levels, strict=True)}
+    at_ends = embedding + head + received + gradient
+    during = {layer: level.peak + at_ends for layer, level in zip(stage.layers, levels, strict=True)}
     backward = max(during.values())
     reduction = max(end + extra.last(EMBEDDING.unit), *(size + extra.last(unit) for unit, size in during.items()))
     if workload.config.splits_backward:
@@ -230,8 +230,8 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
         backward = max(size + extra.backward(unit) for unit, size in during.items())
         end += extra.backward(EMBEDDING.unit)
         loss += extra.forward(HEAD.unit)
-        held = [level.kept + extra.forward(layer) for layer, level in zip(stage.layers, levels, strict=True)]
-        forward = max(0, embedding + max(extra.forward(EMBEDDING.unit), *held) - kept - received)
+        in_blocks = [level.kept + extra.forward(layer) for layer, level in zip(stage.layers, levels, strict=True)]
+        forward = max(0, embedding + max(extra.forward(EMBEDDING.unit), *in_blocks) - kept - received)
     return PassBytes(
         kept=kept + received,
         loss=loss,

@@ -119,10 +119,13 @@ def search(config: Config, cluster: device_specs.Cluster, *, best: int = 10, fix
             fitting.append([choice for choice, state in zip(shardings, states, strict=True) if state <= limit])
             if not fitting[-1]:
                 result.drop(reason, *min(zip(shardings, states, strict=True), key=lambda pair: pair[1]))
-        bounds = iter(_bounds(config, [choice for some in fitting for choice in some], layout, cluster))
-        for number, some in enumerate(fitting, result.valid - len(fitting) + 1):
-            if some:
-                bounded.append((min(next(bounds) for _ in some), number, some, layout))
+        bounds = iter(
+            _bounds(config, [choice for fitting_choices in fitting for choice in fitting_choices], layout, cluster)
+        )
+        for number, fitting_choices in enumerate(fitting, result.valid - len(fitting) + 1):
+            if fitting_choices:
+                bound = min(next(bounds) for _ in fitting_choices)
+                bounded.append((bound, number, fitting_choices, layout))
     _add_fastest(result, config, cluster, limit, bounded, best, state_bytes)
     return result
 
@@ -161,17 +164,17 @@ def _add_fastest(
         _, number, shardings, layout = heapq.heappop(bounded)
         # Memory comes first, as a layout that does not fit needs no simulation.
         needed: list[tuple[Choice, float]] = []
-        beside = 0.0
+        activation_bytes = 0.0
         state_share = 0.0
         for choice in shardings:
             # What activations need beside the state does not depend on the sharding.
-            least = beside + state_share * state_bytes(choice, layout)
+            least = activation_bytes + state_share * state_bytes(choice, layout)
             if least > limit:
                 needed.append((choice, least))
                 continue
             chosen = choice.applied(config)
             memory = _memory(chosen, layout, cluster, limit)
-            beside = memory.total - memory.state - memory.in_flight
+            activation_bytes = memory.total - memory.state - memory.in_flight
             state_share = memory.state / state_bytes(choice, layout)
             if memory.total <= limit:
                 time = step_time(chosen, layout, cluster)

@@ -46,12 +46,12 @@ class GatherPass:
     Attributes:
         state: weights on the rank afterwards.
         sent: bytes of values that were gathered.
-        held: bytes of whole values at each unit.
+        values: bytes of whole values at each unit.
     """
 
     state: GatherState
     sent: int
-    held: ByUnit
+    values: ByUnit
 
 
 class StageGathers:
@@ -98,7 +98,7 @@ class StageGathers:
     def _replay(self, order: Sequence[int], kept: Sequence[int], state: GatherState) -> GatherPass:
         gathered = set(state.gathered)
         users = set(state.users)
-        held: ByUnit = {}
+        values: ByUnit = {}
         sent = 0
 
         def begin(units: Iterable[int]) -> int:
@@ -118,14 +118,14 @@ class StageGathers:
             needed = [unit, *following[: self._prefetch]]
             users.update((number, user) for user in needed for number in self._buckets[user])
             sent += begin(needed)
-            held[unit] = sum(self.sizes[number] for number in gathered)
+            values[unit] = sum(self.sizes[number] for number in gathered)
             if unit not in (*outside, *kept):
                 release(unit)
         # The last part of a backward pass, which gathers nothing.
-        held.setdefault(EMBEDDING.unit, sum(self.sizes[number] for number in gathered))
+        values.setdefault(EMBEDDING.unit, sum(self.sizes[number] for number in gathered))
         for unit in outside:
             release(unit)
-        return GatherPass(GatherState(frozenset(gathered), frozenset(users)), sent, held)
+        return GatherPass(GatherState(frozenset(gathered), frozenset(users)), sent, values)
 
 
 def _users(unit: int, stage: Stage, *, is_tied: bool) -> Iterator[int]:
@@ -215,7 +215,7 @@ class _Reductions:
         self.missing = Counter({number: len(shape.parameters) for number, shape in enumerate(self.shapes)})
 
     @property
-    def held(self) -> int:
+    def size(self) -> int:
         """Bytes of gradients and copies now."""
         under_way = sum(self.shapes[number].elements for number in self.under_way)
         filling = sum(self.shapes[number].elements for number in self.filling)
@@ -235,14 +235,14 @@ class _Reductions:
         """
         self.begin(number)
         self.missing[number] -= 1
-        most = self.held + copy
+        most = self.size + copy
         while self.started < len(self.shapes) and not self.missing[self.started]:
             while len(self.under_way) >= _MOST_REDUCTIONS:
                 self.under_way.popleft()
             self.filling.discard(self.started)
             self.under_way.append(self.started)
             self.started += 1
-            most = max(most, self.held)
+            most = max(most, self.size)
         return most
 
 
@@ -271,13 +271,13 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, i
                 unit = HEAD.unit  # after the blocks, as a last norm
             copies.setdefault((unit, number), []).append(copy * parameter.elements if parameter.in_block else 0)
     rounds = min(workload.micro_batches, 2) if each_pass else 1
-    held: ByUnit = {}
+    gradients: ByUnit = {}
     for _ in range(rounds):
         reductions.begin_round()
-        held = {}
+        gradients = {}
         # What no smaller unit has comes last: a table of positions is added to the embedding.
         for unit in (HEAD.unit, *reversed(stage.layers), EMBEDDING.unit, OUTSIDE.unit):
-            most = reductions.held
+            most = reductions.size
             numbers = [number for number in range(len(shapes)) if (unit, number) in copies]
             # The last products of attention and MLP that are computed side by side get their gradients first.
             for number in numbers if workload.model.parallel_residual else ():
@@ -285,9 +285,9 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, i
             for number in numbers:
                 for copied in copies[unit, number]:
                     most = max(most, reductions.add(number, copied))
-            held[unit] = most
-    held[EMBEDDING.unit] = max(held[EMBEDDING.unit], held[OUTSIDE.unit])
-    return held, reductions.held if rounds > 1 else 0
+            gradients[unit] = most
+    gradients[EMBEDDING.unit] = max(gradients[EMBEDDING.unit], gradients[OUTSIDE.unit])
+    return gradients, reductions.size if rounds > 1 else 0
 
 
 # ---- both at the peak
@@ -302,14 +302,14 @@ class StageInFlight:
         gradients: gradients and copies at each unit of any backward pass; none where they are reduced once a step.
         reduced: likewise of the last micro-batch's backward pass.
         left: gradients and copies between two passes.
-        others: weights of the rank's other stages, which stay from their forward pass to their backward pass.
+        other_weights: weights of the rank's other stages, which stay from their forward pass to their backward pass.
     """
 
     weights: tuple[ByUnit, ByUnit]
     gradients: ByUnit
     reduced: ByUnit
     left: int = 0
-    others: int = 0
+    other_weights: int = 0
 
     @staticmethod
     def of_reduction(workload: RankWorkload, stage: Stage) -> StageInFlight:
@@ -319,28 +319,28 @@ class StageInFlight:
         return _reduction(_Case.of(workload), stage)
 
     @staticmethod
-    def of(workload: RankWorkload, stage: Stage, gathers: StageGathers, others: int) -> StageInFlight:
+    def of(workload: RankWorkload, stage: Stage, gathers: StageGathers, other_weights: int) -> StageInFlight:
         """All of it, in steps that are not the first."""
         first = gathers.forward(GatherState())
         # In a pipeline, further forward passes come before the first backward pass, and weights may stay for these.
         second = gathers.forward(first.state)
         back = gathers.backward(second.state)
-        forward = {unit: max(first.held[unit], second.held[unit]) for unit in first.held}
+        forward = {unit: max(first.values[unit], second.values[unit]) for unit in first.values}
         reduced, left = gradients_in_flight(workload, stage)
         gradients = reduced if workload.config.reduce == "micro_batch" else {}
-        return StageInFlight((forward, back.held), gradients, reduced, left, others)
+        return StageInFlight((forward, back.values), gradients, reduced, left, other_weights)
 
     def forward(self, unit: int) -> int:
         """Bytes at a unit of a forward pass."""
-        return self.weights[0].get(unit, 0) + self.others + self.left
+        return self.weights[0].get(unit, 0) + self.other_weights + self.left
 
     def backward(self, unit: int) -> int:
         """Bytes at a unit of a backward pass."""
-        return self.weights[1].get(unit, 0) + self.others + self.gradients.get(unit, 0)
+        return self.weights[1].get(unit, 0) + self.other_weights + self.gradients.get(unit, 0)
 
     def last(self, unit: int) -> int:
         """Bytes at a unit of the last micro-batch's backward pass."""
-        return self.weights[1].get(unit, 0) + self.others + self.reduced.get(unit, 0)
+        return self.weights[1].get(unit, 0) + self.other_weights + self.reduced.get(unit, 0)
 
 
 @dataclass(frozen=True)

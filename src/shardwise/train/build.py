@@ -311,12 +311,12 @@ def parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[s
             f"optimizer.name ({settings.name}) must have matrices to orthogonalize, and the model has none in its "
             "blocks, the entries of a torch.nn.ModuleList: put the blocks into one, or set optimizer.name=adamw"
         )
-    others = [parameter for parameter in model.parameters() if parameter not in set(matrices)]
+    other_parameters = [parameter for parameter in model.parameters() if parameter not in set(matrices)]
     lr_factor = (settings.muon.adamw_lr or settings.lr) / settings.lr
     adamw = {"use_muon": False, "lr": lr_factor * settings.lr, "lr_factor": lr_factor}
     return [
         {"params": matrices, "weight_decay": settings.weight_decay, "use_muon": True},
-        *(group | adamw for group in decay_groups(others, settings.weight_decay)),
+        *(group | adamw for group in decay_groups(other_parameters, settings.weight_decay)),
     ]
 
 
