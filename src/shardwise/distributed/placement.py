@@ -91,8 +91,7 @@ class Piece:
         local: place of that box in the local tensor (same number of elements, same order).
         init: rule by which the canonical tensor is drawn.
         copies: ranks that hold this same box (a group of one where nobody else does).
-        partial: True if each of those ranks has only a part of the gradient: their sum is the gradient. Where the group
-            has a grain, layers sum it themselves, for each micro-batch.
+        partial: True if each of those ranks has only a part of the gradient: their sum is the gradient.
         transposed: True if the local tensor holds the box with its two dimensions exchanged (GPT-2's `Conv1D` is
             `[in, out]`).
         outputs: outputs of a linear layer that the whole box is a part of; None: all of the canonical tensor.
@@ -148,7 +147,7 @@ class Piece:
             Box((at, *row_start), (rows, *row_shape)),
             init,
             group.split(copies) if copies > 1 else Group(),
-            partial=copies > 1 and group.grain is None,
+            partial=copies > 1,
         )
 
     @classmethod
@@ -178,7 +177,7 @@ class Piece:
                 meets only a part of the activations there: a part of the sequence, of the heads or of the width.
         """
         box = Box.whole(shape)
-        return cls(name, shape, box, box, init, group, partial and group.size > 1 and group.grain is None)
+        return cls(name, shape, box, box, init, group, partial and group.size > 1)
 
     def of(self, local: Tensor) -> Tensor:
         """This piece of the tensor `local` as a writable view `[*box.size]`, oriented as the canonical tensor is."""
@@ -208,10 +207,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """The pieces of one local parameter, and the group over which its canonical tensors are cut or copied."""
+    """The pieces of one local parameter, and the group over which its canonical tensors are cut or copied.
+
+    Attributes:
+        is_ordered: True if the layer sums its gradient itself, for each micro-batch, in the order of the group's grain.
+    """
 
     pieces: tuple[Piece, ...]
     group: Group = field(default_factory=Group)
+    is_ordered: bool = False
 
     @property
     def numel(self) -> int:
@@ -319,6 +323,14 @@ def share(parameter: Tensor, ranks: Group) -> None:
     assert record is not None, "it has no record"
     shared = tuple(replace(piece, copies=ranks, partial=True) for piece in record.pieces)
     cast(PlacedParameter, parameter).placement = replace(record, pieces=shared)
+
+
+def mark_ordered(parameter: Tensor) -> None:
+    """Say that the layer sums the gradient itself, in the order of the group's grain: it is not partial."""
+    record = of(parameter)
+    assert record is not None, "it has no record"
+    complete = tuple(replace(piece, partial=False) for piece in record.pieces)
+    cast(PlacedParameter, parameter).placement = replace(record, pieces=complete, is_ordered=True)
 
 
 def mark_heads(parameter: Tensor, head_dim: int | None, maps: int = 1) -> None:

@@ -112,7 +112,7 @@ class ParameterMaker:
 
     def parameter(self, shape: tuple[int, ...], *pieces: placement.Piece) -> nn.Parameter:
         """Make a parameter of this local shape that consists of the pieces."""
-        return placement.make_parameter(
+        parameter = placement.make_parameter(
             shape,
             pieces,
             self.group,
@@ -121,6 +121,9 @@ class ParameterMaker:
             dtype=self._dtype,
             deferred=self._deferred,
         )
+        if self.group.grain is not None:
+            placement.mark_ordered(parameter)
+        return parameter
 
 
 class _ColumnParallel(placement.PlacedModule):

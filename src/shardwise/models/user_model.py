@@ -279,15 +279,16 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
         placement = of(parameter)
         if placement is None and group.size > 1:
             unplaced.append(path)
-        elif placement is None and (group.grain or 1) > 1:
-            unordered.append(path)
         elif placement is not None and placement.group.size != group.size:
             outside_group.append(path)
+        elif (group.grain or 1) > 1 and not (placement is not None and placement.is_ordered):
+            unordered.append(path)
     problems = {
         f"parallel.tensor ({group.size}) needs layers of shardwise, or shardwise.make_parameter, for {{}}: nothing "
         "says which part of them a rank holds": unplaced,
-        f"train.bitwise (true) with parallel.grain ({group.grain}) needs layers of shardwise for {{}}, whose sums have "
-        "an order of their own: set parallel.grain=1, with which parallel.tensor is 1": unordered,
+        f"train.bitwise (true) with parallel.grain ({group.grain}) needs layers of shardwise, made with group=group, "
+        "for {}: nothing gives the sums of their gradients one order; set parallel.grain=1, with which parallel.tensor "
+        "is 1": unordered,
         f"parallel.tensor ({group.size}) needs group=group, which the constructor is given, in the layers of {{}}: "
         "they were made without it": outside_group,
         "a checkpoint holds parameters only, and {} would be lost: register them with persistent=False, or as "

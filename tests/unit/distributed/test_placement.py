@@ -14,6 +14,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import SEEDED_ROWS, Box, Init, Piece, Placement
 from shardwise.layers.embedding import ParallelEmbedding
 from shardwise.layers.linear import GQAQKVColumnParallelLinear, MergedColumnParallelLinear
+from shardwise.layers.norm import RMSNorm
 from tests.unit.layers.groups import pretend_group
 
 NORMAL = Init.normal(0.02)
@@ -113,6 +114,20 @@ def test_columns_and_replicated_tile_the_tensor(degree: int) -> None:
         assert bool((times_held(whole, shape) == degree).all())
         assert all(piece.copies is group for piece, group in zip(whole, groups, strict=True))
         assert all(piece.partial == (partial and degree > 1) for piece in whole)
+
+
+@pytest.mark.parametrize("grain", [None, 4])
+def test_a_gradient_that_no_layer_sums_stays_partial(grain: int | None) -> None:
+    group = pretend_group(1, 2)
+    group.grain = grain
+    norm = RMSNorm(6, sequence_parallel_enabled=True, group=group, seed=0, name="norm")
+    of_norm = placement.of(norm.weight)
+    pieces = (placement.Piece.replicated("w", (6,), group, NORMAL, partial=True),)
+    of_user = placement.of(placement.make_parameter((6,), pieces, group, seed=0))
+    assert of_norm is not None
+    assert of_user is not None
+    assert (of_norm.pieces[0].partial, of_norm.is_ordered) == (grain is None, grain is not None)
+    assert (of_user.pieces[0].partial, of_user.is_ordered) == (True, False)
 
 
 def test_an_odd_number_of_rows_is_padded_at_the_end() -> None:

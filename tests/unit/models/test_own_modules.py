@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from shardwise.base.errors import ConfigError
+from shardwise.distributed.mesh import Group
 from tests.unit.layers.groups import pretend_group
 from tests.unit.models.own_classes import Write, build, config, unbuildable
 
@@ -52,6 +53,31 @@ def test_a_layer_without_the_group_is_refused_under_tensor_parallelism(write: Wr
         "layers of norm.weight: they were made without it"
     )
     assert isinstance(build(config(family)), nn.Module)
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        "nn.Parameter(torch.ones(4))",
+        "sw.make_parameter((4,), (sw.Piece.rows('scale', (4,), group, sw.Init.constant(1.0)),), group)",
+        "sw.RMSNorm(4, seed=1, name='scale').weight",
+    ],
+    ids=["bare", "placed", "without the group"],
+)
+def test_with_a_grain_only_layers_of_shardwise_give_gradients_one_order(parameter: str, write: Write) -> None:
+    """The sum over the tokens of such a parameter is that of a rank, whatever its part of the sequence is."""
+    family = write(f"""
+    def __init__(self, vocab_size, group=None):
+        super().__init__()
+        self.norm = sw.RMSNorm(4, group=group, seed=1, name="norm")
+        self.scale = {parameter}
+""")
+    assert unbuildable(config(family), Group(grain=4)) == (
+        "model.family (mine:Model): train.bitwise (true) with parallel.grain (4) needs layers of shardwise, made with "
+        "group=group, for scale: nothing gives the sums of their gradients one order; set parallel.grain=1, with which "
+        "parallel.tensor is 1"
+    )
+    assert isinstance(build(config(family), Group(grain=1)), nn.Module), "no sum is cut"
 
 
 def test_dropout_without_its_key_or_a_place_of_its_own_is_refused(write: Write) -> None:
