@@ -192,10 +192,18 @@ other functions one by one."""
 def activate(function: Callable[[Tensor], Tensor], x: Tensor, group: Group) -> Tensor:
     """Return an activation function of x `[…, P·w]`, whose bits must not depend on the width where the group has parts.
 
-    All elements are then computed by the vector kernels: x is made dense, and longer by zeros if need be.
+    One thread computes all elements at once, by the vector kernels alone. Several threads each take a piece of the
+    tensor, whose last elements go through the other functions: so each part is computed by itself.
     """
     if not group.has_parts or x.device.type != "cpu" or torch.compiler.is_compiling():
         return function(x)
+    if torch.get_num_threads() == 1:
+        return _activate_dense(function, x)
+    return torch.cat([_activate_dense(function, part) for part in x.chunk(group.parts, -1)], -1)
+
+
+def _activate_dense(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return `function(x)`, computed of x made dense, and longer by zeros if vectors are not full."""
     flat = x.reshape(-1)
     padding = -flat.numel() % _VECTOR
     if not padding:

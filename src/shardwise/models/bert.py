@@ -16,7 +16,6 @@ from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
 from shardwise.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from shardwise.layers.loss import IGNORE_INDEX
 from shardwise.layers.norm import LayerNorm
-from shardwise.layers.parts import activate
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import (
     ACTIVATIONS,
@@ -116,7 +115,8 @@ class Heads(nn.Module):
     def predictions(self, rows: Tensor) -> Tensor:
         """Return the input of the decoder, `norm(act(transform(rows)))`; rows `[…, H]` as `enter` returns them."""
         transformed = self.transform.finish(self.transform.multiply(rows))
-        out: Tensor = self.norm(activate(self.act, transformed, self.group))
+        # Whole on every rank: no layout changes its shape, and so its bits.
+        out: Tensor = self.norm(self.act(transformed))
         return out
 
     def relationship(self, first_BH: Tensor) -> Tensor:

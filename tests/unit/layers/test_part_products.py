@@ -26,6 +26,7 @@ from shardwise.layers.part_products import (
 from shardwise.layers.parts import Section, activate, apply_by_part, column_products, head_products, row_products
 from shardwise.models.blocks import ACTIVATIONS
 from tests.dist.dense import error, random
+from tests.unit.layers.groups import pretend_group
 
 COUNTS = (2, 4, 8)
 SIZES = st.sampled_from([1, 2, 3, 5, 8, 13, 16, 31, 64, 100])
@@ -290,22 +291,44 @@ def test_results_that_hide_the_order_of_a_sum_have_the_exact_form() -> None:
     assert torch.equal(part_products._in_fastest_form((never, exact), 2, x), x * 2)
 
 
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-@pytest.mark.parametrize(("tokens", "width"), [(16, 43), (1, 7), (5, 5), (32, 64)])
-def test_activations_do_not_depend_on_the_width(name: str, tokens: int, width: int) -> None:
-    group = Group(grain=2)
+def ranks_of_two() -> Group:
+    """Return the group of a rank that computes one part of two."""
+    group = pretend_group(0, 2)
+    group.grain = 2
+    return group
 
-    def results(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Set the number of threads until the end of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+@pytest.mark.parametrize(
+    ("tokens", "width", "threads"),
+    [(16, 43, 1), (1, 7, 1), (5, 5, 1), (32, 64, 1), (1000, 35, 2), (1000, 35, 3), (700, 51, 4)],
+)
+def test_activations_do_not_depend_on_the_width(
+    name: str, tokens: int, width: int, threads: int, set_threads: Callable[[int], None]
+) -> None:
+    """Torch's threads take a part of a tensor each if it has more than 32,768 elements."""
+    set_threads(threads)
+
+    def results(x: Tensor, dy: Tensor, group: Group) -> tuple[Tensor, Tensor]:
         x = x.detach().requires_grad_()
         y = activate(ACTIVATIONS[name], x, group)
         y.backward(dy)
         assert x.grad is not None
         return y.detach(), x.grad
 
-    x, dy = torch.randn(2, 50, tokens, 2 * width).unbind()
+    x, dy = torch.randn(2, 50 if threads == 1 else 5, tokens, 2 * width).unbind()
     for whole_x, whole_dy in zip(x, dy, strict=True):
-        whole = results(whole_x, whole_dy)
-        parts = [results(*part) for part in zip(whole_x.chunk(2, -1), whole_dy.chunk(2, -1), strict=True)]
+        whole = results(whole_x, whole_dy, Group(grain=2))
+        halves = zip(whole_x.chunk(2, -1), whole_dy.chunk(2, -1), strict=True)
+        parts = [results(*half, ranks_of_two()) for half in halves]
         for number in range(2):
             assert torch.equal(torch.cat([part[number] for part in parts], -1), whole[number])
 
