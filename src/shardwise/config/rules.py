@@ -22,7 +22,7 @@ from shardwise.config.optimizers import DEFAULT_OPTIMIZER
 from shardwise.config.run_config import Config
 from shardwise.config.schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
 from shardwise.config.sections import ParallelConfig, share_of
-from shardwise.config.size_rules import bitwise_problems, sharding_problems, tensor_problems
+from shardwise.config.size_rules import KEYS_OF_BITS, bitwise_problems, sharding_problems, tensor_problems
 
 
 def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
@@ -466,10 +466,6 @@ _FIXED_KEYS = (
     "train.seed", "train.sequence_length", "train.dropout_mode", "optimizer.name", "hooks.data", "hooks.loss",
     "hooks.optimizer",
 )  # fmt: skip
-# The order of every sum follows from these: with others, the bits would change in the middle of the run.
-_FIXED_KEYS_OF_BITWISE = ("train.micro_batch", "train.data_grain", "train.threads", "parallel.grain")
-
-
 _NEEDED_BY_THE_CHECKPOINT = ("model", "optimizer.name", "hooks.optimizer")
 """Sections and keys without which a checkpoint's tensors do not fit: no flag lets them change."""
 
@@ -489,7 +485,7 @@ def check_changes(keys: Sequence[str]) -> frozenset[str]:
             problems.append(f"--change {key}: the checkpoint of a run fits no other {key}; start a new run")
         elif name not in known:
             problems.append(f"--change {key}: there is no such key")
-        elif not _is_fixed(key) and key not in _FIXED_KEYS_OF_BITWISE:
+        elif not _is_fixed(key) and key not in KEYS_OF_BITS:
             problems.append(f"--change {key} must be left out: this key may change in any run")
     if problems:
         raise ConfigError(problems)
@@ -570,8 +566,7 @@ def _complete(stored: Mapping[str, Any]) -> dict[str, Any]:
 def _changes(stored: Mapping[str, Any], new: Mapping[str, Any], *, fixed: bool) -> Iterator[tuple[str, object, object]]:
     """(key, value then, value now) of the keys that may not change (`fixed`), or of those that may."""
     then, now = map(_by_key, (stored, new))
-    stays_bitwise = then.get("train.bitwise") is True and now.get("train.bitwise") is True
-    extra_keys = _FIXED_KEYS_OF_BITWISE if stays_bitwise else ()
+    extra_keys = KEYS_OF_BITS if then.get("train.bitwise") is True and now.get("train.bitwise") is True else ()
     for key in now | then:
         if (_is_fixed(key) or key in extra_keys) == fixed and then.get(key) != now.get(key):
             yield key, then.get(key), now.get(key)

@@ -7,6 +7,12 @@ from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig
 from shardwise.config.run_config import Config
 
+KEYS_OF_BITS = (
+    "train.micro_batch", "train.data_grain", "train.threads", "parallel.grain", "parallel.vocab_multiple",
+    "compile.enabled",
+)  # fmt: skip
+"""Keys that a run with `train.bitwise` keeps: the shapes and the order of its sums follow from them."""
+
 
 def tensor_problems(config: Config, sequence: bool) -> list[str]:
     """Return why the model's sizes cannot be cut over `parallel.tensor` ranks; `sequence`: the sequence is cut too."""

@@ -141,7 +141,14 @@ def test_groups_of_gradients_are_as_many_as_may_be(micro_batches: int, groups: i
 
 # ---- runs that go on
 
-ORDER = ("parallel.grain=2", "train.data_grain=2", "train.micro_batch=1", "train.threads=2")
+ORDER = (
+    "parallel.grain=2",
+    "train.data_grain=2",
+    "train.micro_batch=1",
+    "train.threads=2",
+    "parallel.vocab_multiple=16",
+    "compile.enabled=true",
+)
 """Other orders of sums than those of llama2-tiny."""
 
 
@@ -152,6 +159,8 @@ ORDER = ("parallel.grain=2", "train.data_grain=2", "train.micro_batch=1", "train
         ("train.data_grain=2", "train.data_grain (2) must be null"),
         ("train.micro_batch=1", "train.micro_batch (1) must be 2"),
         ("train.threads=2", "train.threads (2) must be 1"),
+        ("parallel.vocab_multiple=16", "parallel.vocab_multiple (16) must be 1"),
+        ("compile.enabled=true", "compile.enabled (true) must be false"),
     ],
 )
 def test_the_order_of_sums_stays(override: str, difference: str) -> None:
