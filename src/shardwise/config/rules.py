@@ -22,7 +22,7 @@ from shardwise.config.optimizers import DEFAULT_OPTIMIZER
 from shardwise.config.run_config import Config
 from shardwise.config.schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
 from shardwise.config.sections import ParallelConfig, share_of
-from shardwise.config.size_rules import KEYS_OF_BITS, bitwise_problems, sharding_problems, tensor_problems
+from shardwise.config.size_rules import KEYS_OF_BITS, bitwise_problems, keys_of_bits, sharding_problems, tensor_problems
 
 
 def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
@@ -566,7 +566,7 @@ def _complete(stored: Mapping[str, Any]) -> dict[str, Any]:
 def _changes(stored: Mapping[str, Any], new: Mapping[str, Any], *, fixed: bool) -> Iterator[tuple[str, object, object]]:
     """(key, value then, value now) of the keys that may not change (`fixed`), or of those that may."""
     then, now = map(_by_key, (stored, new))
-    extra_keys = KEYS_OF_BITS if then.get("train.bitwise") is True and now.get("train.bitwise") is True else ()
+    extra_keys = keys_of_bits(then, now)
     for key in now | then:
         if (_is_fixed(key) or key in extra_keys) == fixed and then.get(key) != now.get(key):
             yield key, then.get(key), now.get(key)

@@ -270,9 +270,7 @@ class TrainConfig(Section):
     @property
     def gradient_groups(self) -> int:
         """D: the resolved `data_grain`, which no layout changes."""
-        if self.data_grain is not None:
-            return self.data_grain
-        return math.gcd(self.micro_batches, _MOST_GRADIENT_GROUPS)
+        return gradient_groups(self.data_grain, self.micro_batches)
 
     def groups_apart(self, data: int) -> int:
         """Groups whose gradients each of `data` ranks keeps apart. Two of one micro-batch are one: m + n is one sum."""
@@ -284,6 +282,11 @@ class TrainConfig(Section):
         """(N, M) where the recipe gives the global batch as `N per M ranks`, and not as a number."""
         match = re.fullmatch(BATCH_RULE, self.batch_rule or "") if self._by_rule else None
         return None if match is None else (int(match[1]), int(match[2]))
+
+
+def gradient_groups(data_grain: int | None, micro_batches: int) -> int:
+    """Return the groups in which the gradients of a step's micro-batches are added."""
+    return math.gcd(micro_batches, _MOST_GRADIENT_GROUPS) if data_grain is None else data_grain
 
 
 def share_of(rule: str | None) -> Fraction | None:

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from shardwise.base.errors import divisors, listing, nearest_numbers
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig
 from shardwise.config.run_config import Config
+from shardwise.config.sections import gradient_groups
 
 KEYS_OF_BITS = (
     "train.micro_batch", "train.data_grain", "train.threads", "parallel.grain", "parallel.vocab_multiple",
     "compile.enabled",
 )  # fmt: skip
 """Keys that a run with `train.bitwise` keeps: the shapes and the order of its sums follow from them."""
+
+
+def keys_of_bits(then: Mapping[str, Any], now: Mapping[str, Any]) -> Sequence[str]:
+    """Return the `KEYS_OF_BITS` that must stay, from the values of a run and of its continuation by key.
+
+    None must if one of the two has no `train.bitwise`. A data grain may be written that the run has by default.
+    """
+    if not (then.get("train.bitwise") is True and now.get("train.bitwise") is True):
+        return ()
+    if _data_grain(then) == _data_grain(now):
+        return [key for key in KEYS_OF_BITS if key != "train.data_grain"]
+    return KEYS_OF_BITS
+
+
+def _data_grain(values: Mapping[str, Any]) -> int:
+    micro_batches = values["train.global_batch"] // values["train.micro_batch"]
+    return gradient_groups(values["train.data_grain"], micro_batches)
 
 
 def tensor_problems(config: Config, sequence: bool) -> list[str]:

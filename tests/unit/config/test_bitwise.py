@@ -168,6 +168,13 @@ def test_the_order_of_sums_stays(override: str, difference: str) -> None:
     assert problem.splitlines()[1].strip() == difference
 
 
+def test_the_data_grain_that_a_run_has_may_be_written() -> None:
+    then = resolved("train.bitwise=true")
+    written = resolved("train.bitwise=true", "train.data_grain=4")
+    assert resume_problems(then, written) == []
+    assert resume_changes(then, written) == ["train.data_grain null → 4"]
+
+
 def test_layouts_may_change() -> None:
     other = resolved("train.bitwise=true", "parallel.tensor=2", "parallel.sequence=true", "optimizer.zero=1")
     assert resume_problems(resolved("train.bitwise=true"), other) == []
