@@ -69,9 +69,14 @@ def part_views(parameter: Tensor, count: int, ranks: Group | None) -> tuple[Tens
     current = None if torch.compiler.is_compiling() else _current.get()
     if current is None or not parameter.requires_grad:
         return _views_of_all([parameter], kind)[parameter]
-    current.used.setdefault(kind, {})[parameter] = None
-    known = current.views.get(kind, {}).get(parameter)
-    return _views_of_all([parameter], kind)[parameter] if known is None else known
+    # Without communication a function for all would only let their gradients come last.
+    if ranks is not None and ranks.size > 1:
+        current.used.setdefault(kind, {})[parameter] = None
+    # Layers that share a parameter share its views, so that the gradients of each part are added first.
+    views = current.views.setdefault(kind, {})
+    if parameter not in views:
+        views |= _views_of_all([parameter], kind)
+    return views[parameter]
 
 
 def _views_of_all(parameters: list[Tensor], kind: _Kind) -> dict[Tensor, tuple[Tensor, ...]]:

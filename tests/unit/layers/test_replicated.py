@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from shardwise.distributed.mesh import Group
 from shardwise.layers import replicated
+from shardwise.layers.norm import LayerNorm
 from shardwise.layers.replicated import ReplicatedParameters, part_views
+from tests.unit.layers.groups import pretend_group
 
 PARTS = 2
 
@@ -26,6 +28,13 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return elements
 
 
+def two_ranks() -> Group:
+    """Return a group of two ranks, whose sums `sums` replaces."""
+    group = pretend_group(0, 2)
+    group.grain = 2 * PARTS
+    return group
+
+
 def layer(x: Tensor, weight: Tensor, ranks: Group) -> Tensor:
     """Multiply each part of x by the weight."""
     views = part_views(weight, PARTS, ranks)
@@ -33,7 +42,7 @@ def layer(x: Tensor, weight: Tensor, ranks: Group) -> Tensor:
 
 
 def test_all_gradients_are_summed_at_once_after_the_first_pass(sums: list[int]) -> None:
-    ranks = Group(grain=PARTS)
+    ranks = two_ranks()
     weights = [nn.Parameter(torch.randn(3)) for _ in range(4)]
     frozen = nn.Parameter(torch.randn(3), requires_grad=False)
     parameters = ReplicatedParameters()
@@ -54,8 +63,49 @@ def test_all_gradients_are_summed_at_once_after_the_first_pass(sums: list[int]) 
         assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("grain", [1, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_without_communication_gradients_come_layer_by_layer(grain: int, sequence_parallel: bool) -> None:
+    """Reductions over data-parallel ranks start, and ZeRO-3 releases blocks, while the backward pass runs."""
+    group = Group(grain=grain)
+    norms = [
+        LayerNorm(3, group=group, sequence_parallel_enabled=sequence_parallel, seed=0, name=f"norm{number}")
+        for number in range(3)
+    ]
+    weights = [nn.Parameter(torch.randn(3)) for _ in range(3)]
+    arrived: list[str] = []
+    for number, (norm, weight) in enumerate(zip(norms, weights, strict=True)):
+        norm.weight.register_post_accumulate_grad_hook(lambda _, name=f"norm {number}": arrived.append(name))
+        weight.register_post_accumulate_grad_hook(lambda _, name=f"weight {number}": arrived.append(name))
+    parameters = ReplicatedParameters()
+    for _ in range(2):
+        arrived.clear()
+        x = torch.randn(4, 3)
+        with parameters.forward_pass():
+            for norm, weight in zip(norms, weights, strict=True):
+                x = norm(x) * weight
+        x.sum().backward()
+        assert arrived == ["weight 2", "norm 2", "weight 1", "norm 1", "weight 0", "norm 0"]
+
+
+def test_layers_that_share_a_parameter_add_its_parts_first(sums: list[int]) -> None:
+    """The first pass must not have other bits than the next ones: a resumed run begins with it."""
+    weight = nn.Parameter(torch.randn(3))
+    x = torch.randn(4, 3)
+    gradients = []
+    for ranks in (two_ranks(), Group(grain=PARTS)):
+        parameters = ReplicatedParameters()
+        for _ in range(2):
+            with parameters.forward_pass():
+                y = layer(layer(x, weight, ranks), weight, ranks)
+            gradients += torch.autograd.grad(y.sum(), [weight])
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    # Size 1: nothing to communicate, though this test's sum over ranks is called.
+    assert sums == [3] * len(gradients)
+
+
 def test_a_pass_may_use_other_parameters_than_the_last_one(sums: list[int]) -> None:
-    ranks = Group(grain=PARTS)
+    ranks = two_ranks()
     always, sometimes = (nn.Parameter(torch.randn(3)) for _ in range(2))
     parameters = ReplicatedParameters()
     for weights in ((always, sometimes), (always,), (always, sometimes)):
@@ -71,7 +121,7 @@ def test_a_pass_may_use_other_parameters_than_the_last_one(sums: list[int]) -> N
 
 
 def test_several_micro_batches_may_be_under_way(sums: list[int]) -> None:
-    ranks = Group(grain=PARTS)
+    ranks = two_ranks()
     weight = nn.Parameter(torch.randn(3))
     parameters = ReplicatedParameters()
     outputs = []
@@ -85,7 +135,7 @@ def test_several_micro_batches_may_be_under_way(sums: list[int]) -> None:
 
 
 def test_an_evaluation_in_between_changes_nothing(sums: list[int]) -> None:
-    ranks = Group(grain=PARTS)
+    ranks = two_ranks()
     weights = [nn.Parameter(torch.randn(3)) for _ in range(2)]
     parameters = ReplicatedParameters()
     for is_trained in (True, False, True):
