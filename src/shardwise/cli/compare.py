@@ -5,8 +5,8 @@ step 1 on), or with steps and losses; trainer_state.json of transformers; Megatr
 event files, or the folder with them. Where a step occurs twice, as in a run that was resumed, the last one counts.
 
 The difference of a step is |A - B| / |B|. Exit code 0: none is greater than the tolerance; 1: one is; 2: there is
-nothing to compare. With --bits, 1: a loss differs in any bit, or a hash of the state, where both runs have hashes
-(log.state_hash_every). Without it the hashes are shown alone.
+nothing to compare. With --bits, 1: a loss or a gradient norm differs in any bit, or a hash of the state where both runs
+have hashes (log.state_hash_every). Without it the hashes are shown alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base import files, parsing, units
 from shardwise.base.errors import ConfigError, listing
@@ -26,6 +26,10 @@ from shardwise.cli import output
 from shardwise.runs.folder import RunDirectory, last_that_counts
 from shardwise.runs.report.numbers import difference
 
+if TYPE_CHECKING:
+    from shardwise.runs.state_records import StateRecords
+
+_TOLERANCE = 0.01
 _FORMATS = (".png", ".svg")
 # Okabe and Ito's blue, vermilion and green, which colour-blind eyes tell apart; a grey for lines that only help.
 _COLORS = ("#0072b2", "#d55e00")
@@ -46,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", type=Path, help="a run's folder, or a file with a loss curve")
     parser.add_argument("b", metavar="B", type=Path, help="what A is compared with, likewise")
     parser.add_argument(
-        "--tolerance", metavar="X", type=float, default=0.01, help="the greatest difference allowed (default: 0.01)"
+        "--tolerance", metavar="X", type=float, help=f"the greatest difference allowed (default: {_TOLERANCE})"
     )
     parser.add_argument(
         "--loss", metavar="NAME", help="the column, key or scalar of B with the loss (default: one of the usual names)"
@@ -55,7 +59,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--shift", metavar="N", type=int, default=0, help="add N to the steps of B: 1 where B counts them from 0"
     )
     parser.add_argument(
-        "--bits", action="store_true", help="allow no difference in any bit, of losses and of state hashes"
+        "--bits",
+        action="store_true",
+        help="allow no difference in any bit, of losses, gradient norms and state hashes",
     )
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw both curves and their difference (.png, .svg)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -63,10 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     paths = (arguments.a, arguments.b)
-    tolerance = 0.0 if arguments.bits else arguments.tolerance
+    tolerance = _tolerance(arguments)
     plot = arguments.plot
-    if not 0 <= tolerance < math.inf:
-        raise ConfigError(f"--tolerance ({tolerance}) must be a number from 0, such as 0.01 for 1 %")
     if plot is not None and plot.suffix not in _FORMATS:
         raise ConfigError(f"--plot ({plot}) must end in {listing(_FORMATS, 'or')}")
     a = read_curve(paths[0])
@@ -78,50 +82,122 @@ def run(arguments: argparse.Namespace) -> int:
     beyond = [step for step, difference in differences.items() if difference > tolerance]
     if plot is not None:
         _draw(plot, [(f"A: {paths[0]}", a), (f"B: {paths[1]}", b)], differences, tolerance)
-    states = None if arguments.shift else _compare_states(*paths)
-    fails = bool(beyond) or (arguments.bits and states is not None and states["first_difference"] is not None)
+    records = (None, None) if arguments.shift else (_records_of(paths[0]), _records_of(paths[1]))
+    norms = _compare_norms(*records)
+    states = _compare_states(*records)
+    differing = beyond[:1]
+    if arguments.bits:
+        differing += [facts["first_difference"] for facts in (norms, states) if facts["first_difference"] is not None]
     largest_difference = {"difference": differences[largest], "step": largest, "a": a[largest], "b": b[largest]}
     if arguments.json:
         names = {"a": str(paths[0]), "b": str(paths[1]), "steps": len(differences)}
-        facts = {"largest": largest_difference, "tolerance": tolerance, "beyond": beyond, "within": not beyond}
-        output.json({**names, **facts, **({} if states is None else {"states": states})})
-        return int(fails)
-    result = f"within the tolerance ({tolerance:g})"
-    if beyond:
-        result = (
-            f"beyond the tolerance ({tolerance:g}) at {units.counted(len(beyond), 'step')}, first at step {beyond[0]:,}"
-        )
+        facts = {"largest": largest_difference, "tolerance": tolerance, "beyond": beyond, "within": not differing}
+        if arguments.bits:
+            facts["norms"] = norms
+        if arguments.bits or states["steps"]:
+            facts["states"] = states
+        output.json({**names, **facts})
+        return int(bool(differing))
     rows = [
         ("A", f"{paths[0]}: {_steps(a)}"),
         ("B", f"{paths[1]}: {_steps(b)}"),
         ("both", _steps(differences)),
         ("largest", "{difference:.3g} at step {step:,}: loss {a:.8g} in A, {b:.8g} in B".format(**largest_difference)),
-        ("result", result),
     ]
-    if states is not None:
+    if arguments.bits:
+        counts = (
+            f"losses of {units.counted(len(differences), 'step')}, gradient norms of {norms['steps']:,}, states of "
+        )
+        equal = f"equal to the bit: {counts}{states['steps']:,}"
+        rows.append(("result", f"not equal to the bit, first at step {min(differing):,}" if differing else equal))
+        rows.append(("norms", _norms_text(norms)))
+    else:
+        rows.append(("result", _result(beyond, tolerance)))
+    if arguments.bits or states["steps"]:
         rows.append(("states", _states_text(states)))
     output.table(rows)
-    return int(fails)
+    return int(bool(differing))
 
 
-def _compare_states(a: Path, b: Path) -> dict[str, Any] | None:
-    """The state hashes of two runs at the steps that both have; None unless both are folders of runs with hashes."""
-    if not all(path.is_dir() and RunDirectory(path).metrics.exists() for path in (a, b)):
+def _tolerance(arguments: argparse.Namespace) -> float:
+    """Return the greatest difference of a loss that is allowed: 0 with --bits."""
+    tolerance: float | None = arguments.tolerance
+    if arguments.bits and tolerance is not None:
+        raise ConfigError(f"--tolerance ({tolerance}) must be left out with --bits, which allows no difference")
+    if arguments.bits:
+        return 0.0
+    if tolerance is None:
+        return _TOLERANCE
+    if not 0 <= tolerance < math.inf:
+        raise ConfigError(f"--tolerance ({tolerance}) must be a number from 0, such as 0.01 for 1 %")
+    return tolerance
+
+
+def _result(beyond: Sequence[int], tolerance: float) -> str:
+    if not beyond:
+        return f"within the tolerance ({tolerance:g})"
+    steps = units.counted(len(beyond), "step")
+    return f"beyond the tolerance ({tolerance:g}) at {steps}, first at step {beyond[0]:,}"
+
+
+# ---- what only the folders of two runs have
+
+
+def _records_of(path: Path) -> StateRecords | None:
+    """The gradient norms and state hashes of a run; None for a path that is not the folder of one."""
+    if not (path.is_dir() and RunDirectory(path).metrics.exists()):
         return None
     # Costly to import, for folders of runs alone.
-    from shardwise.runs.state_records import StateRecords, differing_tensors
+    from shardwise.runs.state_records import StateRecords
 
-    hashes_a = StateRecords.of(RunDirectory(a)).hashes
-    hashes_b = StateRecords.of(RunDirectory(b)).hashes
-    steps = [step for step in hashes_a if step in hashes_b]
-    if not steps:
-        return None
-    first = next((step for step in steps if hashes_a[step].text != hashes_b[step].text), None)
-    tensors = [] if first is None else differing_tensors(hashes_a[first], hashes_b[first])
+    return StateRecords.of(RunDirectory(path))
+
+
+def _compare_norms(a: StateRecords | None, b: StateRecords | None) -> dict[str, Any]:
+    """The gradient norms of two runs at the steps that both recorded, to the bit."""
+    if a is None or b is None:
+        return {"steps": 0, "first_difference": None, "not_compared": _missing(a, b)}
+    steps = [step for step in a.norms if step in b.norms]
+    # A norm that is not a number in both is equal.
+    pairs = {step: (repr(a.norms[step]), repr(b.norms[step])) for step in steps}
+    first = next((step for step, (norm_a, norm_b) in pairs.items() if norm_a != norm_b), None)
+    return {"steps": len(steps), "first_difference": first}
+
+
+def _compare_states(a: StateRecords | None, b: StateRecords | None) -> dict[str, Any]:
+    """The state hashes of two runs at the steps that both have."""
+    steps = [] if a is None or b is None else [step for step in a.hashes if step in b.hashes]
+    if a is None or b is None or not steps:
+        return {"steps": 0, "first_difference": None, "tensors": [], "not_compared": _missing(a, b)}
+    from shardwise.runs.state_records import differing_tensors
+
+    first = next((step for step in steps if a.hashes[step].text != b.hashes[step].text), None)
+    tensors = [] if first is None else differing_tensors(a.hashes[first], b.hashes[first])
     return {"steps": len(steps), "first_difference": first, "tensors": tensors}
 
 
+def _missing(a: StateRecords | None, b: StateRecords | None) -> str:
+    """The reason why states, or gradient norms, are not compared."""
+    if a is None or b is None:
+        return "A and B must be folders of runs, without --shift"
+    lacking = [name for name, records in (("A", a), ("B", b)) if not records.hashes]
+    if not lacking:
+        return "no step has hashes in both"
+    has = f"{listing(lacking)} {'have' if len(lacking) > 1 else 'has'}"
+    return f"{has} no hashes; log.state_hash_every=N records them"
+
+
+def _norms_text(norms: Mapping[str, Any]) -> str:
+    if "not_compared" in norms:
+        return f"not compared: {norms['not_compared']}"
+    if norms["first_difference"] is None:
+        return f"equal to the bit at all {units.counted(norms['steps'], 'step')} of both"
+    return f"differ first at step {norms['first_difference']:,}"
+
+
 def _states_text(states: Mapping[str, Any]) -> str:
+    if "not_compared" in states:
+        return f"not compared: {states['not_compared']}"
     if states["first_difference"] is None:
         return f"equal to the bit at all {units.counted(states['steps'], 'step')} with hashes in both"
     tensors = listing(states["tensors"], most=3) or "the place in the data or the seed"

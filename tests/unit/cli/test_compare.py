@@ -168,6 +168,7 @@ def test_what_is_no_curve_is_refused_in_a_sentence(
         (["--tolerance", "-0.1"], "--tolerance (-0.1) must be a number from 0"),
         (["--plot", "plot.pdf"], "--plot (plot.pdf) must end in .png or .svg"),
         (["--plot", "nowhere/plot.svg"], "--plot (nowhere/plot.svg) cannot be written: No such file or directory"),
+        (["--bits", "--tolerance", "1"], "--tolerance (1.0) must be left out with --bits, which allows no difference"),
         (["--loss", "lm"], "must call its loss lm, and it has event, step and loss"),
     ],
 )
@@ -200,6 +201,90 @@ def test_the_largest_difference_is_told(
     assert rows["A"] == "run: 3 steps, 1 to 3"
     assert largest in rows["largest"]
     assert result in rows["result"]
+
+
+ULP = 4 * (1 + 2**-52)
+"""The next number after 4."""
+HASH = {"event": "state_hash", "step": 2, "hash": "0" * 16, "tensors": {"model": "0" * 8}, "names": {"model": ["w"]}}
+OTHER_HASH = HASH | {"hash": "1" * 16, "tensors": {"model": "1" * 8}}
+
+
+def steps(first_loss: float = 4.0, last_norm: float = 1.5) -> list[dict[str, Any]]:
+    losses = (first_loss, 3.0, 2.0)
+    norms = (1.0, 1.25, last_norm)
+    return [
+        {"event": "step", "step": number, "loss": loss, "grad_norm": norm}
+        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "code", "result", "norms", "states"),
+    [
+        (
+            [*steps(), HASH],
+            [*steps(), HASH],
+            0,
+            "equal to the bit: losses of 3 steps, gradient norms of 3, states of 1",
+            "equal to the bit at all 3 steps of both",
+            "equal to the bit at all 1 step with hashes in both",
+        ),
+        (
+            steps(),
+            steps(ULP),
+            1,
+            "not equal to the bit, first at step 1",
+            "equal to the bit at all 3 steps of both",
+            "not compared: A and B have no hashes; log.state_hash_every=N records them",
+        ),
+        (
+            [*steps(), HASH],
+            steps(last_norm=1.5 * (1 + 2**-52)),
+            1,
+            "not equal to the bit, first at step 3",
+            "differ first at step 3",
+            "not compared: B has no hashes; log.state_hash_every=N records them",
+        ),
+        (
+            [*steps(), HASH],
+            [*steps(), OTHER_HASH],
+            1,
+            "not equal to the bit, first at step 2",
+            "equal to the bit at all 3 steps of both",
+            "differ first at step 2, in model/w",
+        ),
+        (
+            [*steps(), HASH],
+            [*steps(), HASH | {"step": 3}],
+            0,
+            "equal to the bit: losses of 3 steps, gradient norms of 3, states of 0",
+            "equal to the bit at all 3 steps of both",
+            "not compared: no step has hashes in both",
+        ),
+    ],
+    ids=["equal", "loss", "norm", "state", "other steps"],
+)
+def test_bits_of_losses_norms_and_states(
+    a: list[Any], b: list[Any], code: int, result: str, norms: str, states: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("a", *a)
+    run("b", *b)
+    assert main(["compare", "a", "b", "--bits"]) == code
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (rows["result"], rows["norms"], rows["states"]) == (result, norms, states)
+    assert main(["compare", "a", "b", "--bits", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["within"] == (code == 0)
+    assert main(["compare", "a", "b"]) == 0, "without --bits only losses count, within the tolerance"
+
+
+def test_bits_of_curves_are_those_of_losses_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    run("run", *steps())
+    Path("golden.txt").write_text("4\n3\n2\n")
+    assert main(["compare", "run", "golden.txt", "--bits"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("not compared: A and B must be folders of runs, without --shift") == 2
+    Path("golden.txt").write_text(f"{ULP!r}\n3\n2\n")
+    assert main(["compare", "run", "golden.txt", "--bits"]) == 1
 
 
 def test_steps_of_one_curve_alone_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
