@@ -19,6 +19,8 @@ _LENGTH = 16
 _VOCABULARY = 128
 _BUCKET_MIB = 0.1
 """MiB of gradients in a bucket: even so small a model then has several."""
+_SAMPLES_WITH_BITS = 2
+"""Samples of a micro-batch with `train.bitwise`: products and sums over several samples are compared, too."""
 _END = 3
 """The token that ends a document in random text."""
 
@@ -80,7 +82,11 @@ def miniature(
     }
     if bitwise:
         values["parallel"] |= {"tensor_overlap": None, "grain": _grain(cell.tensor for cell in cells)}
-        values["train"] |= {"bitwise": True, "data_grain": _grain(cell.data for cell in cells)}
+        values["train"] |= {
+            "bitwise": True,
+            "data_grain": _grain(cell.data for cell in cells),
+            "global_batch": _SAMPLES_WITH_BITS * common_batch(cells),
+        }
     return config_from(values)
 
 
@@ -167,7 +173,8 @@ def at(config: Config, cell: Cell) -> Config:
     """Return the miniature at a cell's layout.
 
     A pipeline has micro-batches of one sample, and other layouts two micro-batches on each rank. One process takes all
-    samples at once, but in bfloat16 one by one, so that it rounds the sums of each as a pipeline does. Collectives
+    samples at once, but in bfloat16 one by one, so that it rounds the sums of each as a pipeline does. With
+    `train.bitwise` all layouts have micro-batches of two samples, since their products must be the same. Collectives
     overlap as the recipe has it, or as the layout and the device can. ZeRO makes as many copies as in the recipe, where
     the data-parallel degree allows it.
     """
@@ -181,8 +188,7 @@ def at(config: Config, cell: Cell) -> Config:
         parallel["tensor_overlap"] = None
     elif config.parallel.tensor_overlap == "symmetric_memory" and (cell.device == "cpu" or not cell.sequence):
         parallel["tensor_overlap"] = "pieces"
-    micro_batch = 1
-    # With `train.bitwise` the products of a micro-batch must be the same.
+    micro_batch = _SAMPLES_WITH_BITS if config.train.bitwise else 1
     if cell.pipeline == 1 and config.precision.mode == "float32" and not config.train.bitwise:
         micro_batches = 1 if cell.ranks == 1 else 2 * cell.data
         micro_batch = config.train.global_batch // micro_batches

@@ -124,6 +124,16 @@ def test_the_precision_of_accelerators_is_that_of_all_devices() -> None:
     assert modes == ["float32", "mixed"]
 
 
+@pytest.mark.parametrize("family", ["llama2-tiny", "bert-tiny"])
+def test_with_bits_all_layouts_have_micro_batches_of_two_samples(family: str) -> None:
+    cells = candidates(load_config(family), "cpu", 8, parse_layouts(["all"]))
+    cells = [cell for cell in cells if cell.tensor < 8]
+    bits = miniature(load_config(family), cells, 4, has_accelerator=False, bitwise=True)
+    kept, reasons = existing(bits, cells)
+    assert (len(kept), reasons) == (len(cells), [])
+    assert {at(bits, cell).train.micro_batch for cell in (*cells, Cell())} == {2}
+
+
 # ---- the verdict
 
 
