@@ -119,7 +119,7 @@ def test_an_audit_names_the_first_difference(place: Path) -> None:
         (["."], "must be a run's folder"),
         (["run", "--from", "3"], "--from (3) must be 0 or the step of a checkpoint: run has 2 and 4"),
         (["run", "--from", "2", "--to", "9"], "--to (9) must be a step after 2, and at most the last recorded one (4)"),
-        (["run", "train.seed=9"], "a replay must have the model, data and seed of the run"),
+        (["run", "train.seed=9"], "train.seed (9) must be 1234, as in the run that is replayed: leave it out"),
     ],
 )  # fmt: skip
 def test_a_wrong_stretch_is_refused(arguments: list[str], complaint: str, place: Path) -> None:

@@ -19,7 +19,7 @@ from shardwise.checkpoint.storage.checkpoint_folders import step_name, survey
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, dump_yaml
 from shardwise.config.load import apply_overrides, config_from
-from shardwise.config.rules import resume_problems
+from shardwise.config.rules import fixed_changes
 from shardwise.launch.environment import REPLAY
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.folder import read_config as read_stored_config
@@ -82,8 +82,9 @@ def read_config(run: RunDirectory, overrides: Sequence[str]) -> tuple[Config, Co
     values = config.recorded()
     problems = apply_overrides(values, overrides)
     changed = config_from(values, problems)
-    if resume_problems(config.recorded(), changed.recorded()):
-        raise ConfigError("a replay must have the model, data and seed of the run: override other keys, as parallel.*")
+    changes = fixed_changes(config.recorded(), changed.recorded())
+    if changes:
+        raise ConfigError([f"{change}, as in the run that is replayed: leave it out" for change in changes])
     return config, changed
 
 
