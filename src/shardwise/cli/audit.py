@@ -49,10 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     directory = RunDirectory(arguments.run)
     if not directory.path.is_dir():
         raise ConfigError(f"there is no run {directory.path}: name its folder")
+    if arguments.nproc is not None and arguments.nproc < 1:
+        raise ConfigError(f"--nproc ({arguments.nproc}) must be at least 1")
     config, changed = replay.read_config(directory, arguments.overrides)
     stretch = replay.choose_stretch(directory, config, arguments.first, arguments.last)
     recorded = StateRecords.of(directory)
-    ranks = arguments.nproc or recorded.ranks
+    ranks = recorded.ranks if arguments.nproc is None else arguments.nproc
     folder = Path(tempfile.mkdtemp(prefix="shardwise-audit-"))
     try:
         replayed = replay.replay(directory, changed, stretch, ranks, folder)

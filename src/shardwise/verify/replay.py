@@ -178,7 +178,10 @@ def _differences(recorded: StateRecords, replayed: StateRecords, step: int) -> l
         if step in run_numbers and run_numbers[step] != replay_numbers.get(step):
             texts.append(f"{name} {run_numbers[step]!r} in the run, {replay_numbers.get(step)!r} in the replay")
     if step in recorded.hashes:
-        difference = hash_difference(recorded.hashes[step], replayed.hashes[step])
+        replayed_hash = replayed.hashes.get(step)
+        difference: str | None = "no hash in the replay"
+        if replayed_hash is not None:
+            difference = hash_difference(recorded.hashes[step], replayed_hash)
         if difference is not None:
             texts.append(f"state after it: {difference}")
     return texts

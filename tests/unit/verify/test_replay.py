@@ -7,7 +7,8 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.config import dump_yaml, load_config
 from shardwise.runs.folder import RunDirectory
-from shardwise.verify.replay import read_config
+from shardwise.runs.state_records import RecordedHash, StateRecords
+from shardwise.verify.replay import Stretch, compare, read_config
 
 
 def test_what_the_bits_follow_from_is_refused_by_name(tmp_path: Path) -> None:
@@ -21,3 +22,17 @@ def test_what_the_bits_follow_from_is_refused_by_name(tmp_path: Path) -> None:
     ]
     _, changed = read_config(run, ["parallel.tensor=2"])
     assert changed.parallel.tensor == 2
+
+
+def test_a_replay_that_ended_earlier_differs_where_it_ended() -> None:
+    state = RecordedHash("0" * 16, {})
+    recorded = StateRecords({1: 4.0, 2: 3.0}, {1: 1.0, 2: 1.5}, {1: state, 2: state}, 1)
+    replayed = StateRecords({1: 4.0}, {1: 1.0}, {1: state}, 1)
+    assert compare(recorded, recorded, Stretch(0, 2)).step is None
+    comparison = compare(recorded, replayed, Stretch(0, 2))
+    assert comparison.step == 2
+    assert comparison.differences == (
+        "loss 3.0 in the run, None in the replay",
+        "gradient norm 1.5 in the run, None in the replay",
+        "state after it: no hash in the replay",
+    )
