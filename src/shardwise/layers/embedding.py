@@ -20,6 +20,7 @@ from shardwise.layers.chunks import loss_chunk_elements, vocabulary_rows
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 from shardwise.layers.loss import IGNORE_INDEX, VocabularyShard, chunk_losses, linear_cross_entropy
 from shardwise.layers.matmul import linear
+from shardwise.layers.part_products import multiply_parts
 from shardwise.layers.parts import Section, apply_by_sequence_part, column_products
 
 _POSITIONAL = ("max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -261,9 +262,11 @@ class ParallelLMHead(placement.PlacedModule):
         local_rows = self.weight.shape[0]
         # The columns behind these are padding, whose logits are 0 and may be the largest.
         columns = max(0, min(local_rows, self.vocab_size - self.group.rank * local_rows))
-        chunk_rows = max(1, loss_chunk_elements(local_rows, x_NH.device.type != "cpu") // local_rows)
+        # With a grain chunks and products are the same at every layout.
+        rows = local_rows if self.group.grain is None else local_rows * self.group.size
+        chunk_rows = max(1, loss_chunk_elements(rows, x_NH.device.type != "cpu") // rows)
         for chunk in x_NH.split(chunk_rows):
-            logits = linear(chunk, self.weight, self.bias).float()
+            logits = multiply_parts(chunk, self.weight, self.bias, self.group.parts).float()
             logits[:, columns:] = float("-inf")
             yield logits
         call_forward_hooks(self)

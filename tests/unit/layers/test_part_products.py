@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.distributed.collectives import tree_sum
 from shardwise.distributed.mesh import Group
 from shardwise.layers import part_products
+from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.part_products import (
     by_part,
     fold,
@@ -291,9 +292,9 @@ def test_results_that_hide_the_order_of_a_sum_have_the_exact_form() -> None:
     assert torch.equal(part_products._in_fastest_form((never, exact), 2, x), x * 2)
 
 
-def ranks_of_two() -> Group:
+def two_ranks(rank: int = 0) -> Group:
     """Return the group of a rank that computes one part of two."""
-    group = pretend_group(0, 2)
+    group = pretend_group(rank, 2)
     group.grain = 2
     return group
 
@@ -328,7 +329,7 @@ def test_activations_do_not_depend_on_the_width(
     for whole_x, whole_dy in zip(x, dy, strict=True):
         whole = results(whole_x, whole_dy, Group(grain=2))
         halves = zip(whole_x.chunk(2, -1), whole_dy.chunk(2, -1), strict=True)
-        parts = [results(*half, ranks_of_two()) for half in halves]
+        parts = [results(*half, two_ranks()) for half in halves]
         for number in range(2):
             assert torch.equal(torch.cat([part[number] for part in parts], -1), whole[number])
 
@@ -343,3 +344,18 @@ def test_products_of_heads_do_not_depend_on_their_number(count: int, dtype: torc
         whole = head_products(a, b, count)
         by_rank = [head_products(*halves, count // 2) for halves in zip(a.chunk(2, 1), b.chunk(2, 1), strict=True)]
         assert torch.equal(torch.cat(by_rank, 1), whole)
+
+
+@torch.no_grad()
+def test_logits_of_chunks_do_not_depend_on_the_rows_of_a_rank() -> None:
+    x = torch.randn(1200, 8)
+
+    def logits(group: Group) -> list[Tensor]:
+        head = ParallelLMHead(8, 4001, row_multiple=8, group=group, seed=0, name="head")
+        return list(head._chunks_of_logits(x))
+
+    whole = logits(Group(grain=2))
+    by_rank = [logits(two_ranks(rank)) for rank in range(2)]
+    assert [len(chunk) for chunk in whole] == [len(chunk) for chunk in by_rank[0]]
+    for chunk, *parts in zip(whole, *by_rank, strict=True):
+        assert torch.equal(torch.cat(parts, -1), chunk)
