@@ -38,21 +38,30 @@ def run(rounds: int) -> Report:
         for tensor, cells in by_tensor_degree(family, pipeline).items():
             key = f"{whole}, tensor degree {tensor}"
             if whole not in figures and key not in figures:
-                figures[key] = verify_bits(family, cells, "precision.mode=float32")
+                figures[key] = origin(environment()) | verify_bits(family, cells, "precision.mode=float32")
                 report(figures).save(RESULTS, environment())
                 print(f"{key}: {figures[key]}", flush=True)
     for name, overrides in FORMATS.items():
         if name not in figures:
-            figures[name] = verify_pairs(overrides)
+            figures[name] = origin(environment()) | verify_pairs(overrides)
             report(figures).save(RESULTS, environment())
     return report(figures)
 
 
 def measured() -> dict[str, dict[str, Any]]:
-    """The layouts of each part that was measured, and the names of those that differ."""
+    """The layouts of each part that was measured, the names of those that differ, and `origin`."""
     path = RESULTS / "bits.json"
-    figures: dict[str, dict[str, Any]] = json.loads(path.read_text())["figures"] if path.exists() else {}
-    return figures
+    if not path.exists():
+        return {}
+    stored = json.loads(path.read_text())
+    # Parts of files that had no origins have that of the file.
+    return {key: origin(stored["environment"]) | part for key, part in stored["figures"].items()}
+
+
+def origin(surroundings: Mapping[str, Any]) -> dict[str, str]:
+    """The commit, the date and the machine of a measurement, from its `environment`."""
+    machine = f"{surroundings['cores']} cores of {surroundings['cpu']}"
+    return {"commit": surroundings["commit"], "date": surroundings["date"], "machine": machine}
 
 
 def by_tensor_degree(family: str, pipeline: int) -> dict[int, list[Cell]]:
@@ -149,14 +158,17 @@ def covering(choices: Sequence[tuple[Any, ...]], count: int) -> list[tuple[Any, 
 
 
 def report(figures: Mapping[str, Mapping[str, Any]]) -> Report:
-    rows = [[key, str(part["layouts"]), str(len(part["differing"]))] for key, part in figures.items()]
+    rows = [
+        [key, str(part["layouts"]), str(len(part["differing"])), part["commit"], part["date"], part["machine"]]
+        for key, part in figures.items()
+    ]
     families = by_family(figures)
     layouts = sum(counts["with bitwise"] for counts in families.values())
     broken = sum(len(part["differing"]) for part in figures.values())
     return Report(
         "bits",
         "Bit-equal training at layouts of eight ranks against one process",
-        [Table(("part", "layouts", "that differ"), rows)],
+        [Table(("part", "layouts", "that differ", "commit", "date", "machine"), rows)],
         {key: dict(part) for key, part in figures.items()},
         targets=[f"no bit differs at any measured layout: {f'MISSED by {broken}' if broken else 'reached'}"],
         notes=[
