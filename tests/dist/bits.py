@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from shardwise.train.build import build_trainer
@@ -29,9 +30,13 @@ class Bits:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def train(cell: Cell) -> Bits:
-    """Train a cell on this rank."""
+def train(cell: Cell, backend: str | None = None) -> Bits:
+    """Train a cell on this rank, compiled by a backend of torch.compile if one is given."""
     config = configuration(cell)
+    if backend is not None:
+        torch._dynamo.reset()
+        compilation = config.compile.model_copy(update={"enabled": True, "backend": backend})
+        config = config.model_copy(update={"compile": compilation})
     mesh = shared_mesh(cell.tensor, cell.pipeline, tuple(config.grains.items()))
     data = make_data(config.model.vocab_size, samples=64, pairs="nsp" in config.model.objectives)
     trainer = build_trainer(config, mesh, data)

@@ -77,6 +77,12 @@ def test_any_other_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) 
     compare(ranks(RANKS).run(train, cell), train(cell.alone))
 
 
+@pytest.mark.slow
+def test_compiled_training_has_the_bits_of_one_compiled_process(ranks: Any) -> None:
+    cell = replace(LLAMA, tensor=2, sequence=True)
+    compare(ranks(2).run(train, cell, "inductor"), train(cell.alone, "inductor"))
+
+
 def test_other_orders_of_sums_have_other_bits(ranks: Any) -> None:
     """Otherwise equal bits would say little: each layout has the tree to thank for them."""
     cell = replace(LLAMA, tensor=2, data=2, zero=1, bitwise=False)

@@ -266,7 +266,7 @@ class ParallelLMHead(placement.PlacedModule):
         rows = local_rows if self.group.grain is None else local_rows * self.group.size
         chunk_rows = max(1, loss_chunk_elements(rows, x_NH.device.type != "cpu") // rows)
         for chunk in x_NH.split(chunk_rows):
-            logits = multiply_parts(chunk, self.weight, self.bias, self.group.parts).float()
+            logits = multiply_parts(chunk, self.weight, self.bias, self.group.parts, trained=False).float()
             logits[:, columns:] = float("-inf")
             yield logits
         call_forward_hooks(self)

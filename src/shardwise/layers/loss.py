@@ -311,7 +311,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             targets = target_RSB[:, rows].reshape(-1)
             # Not named here: `losses` frees the logits early where nobody else holds them.
             loss, dlogits, dbias = losses(
-                multiply_parts(flat, weight_vH, None, count), bias_v, targets, shard, any(needed), db is not None
+                multiply_parts(flat, weight_vH, None, count, trained=any(needed)),
+                bias_v,
+                targets,
+                shard,
+                any(needed),
+                db is not None,
             )
             # Not in place: torch 2.11, traced, would drop its gradient.
             total = total + loss.sum()

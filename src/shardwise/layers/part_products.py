@@ -12,7 +12,6 @@ Shapes: P parts; T tokens; I and O features; w features of a part.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -57,26 +56,30 @@ _COMPARED_ELEMENTS = 256
 elements, whatever the values; a single small result may be equal by chance."""
 
 
-def _in_fastest_form(forms: Sequence[_Form], count: int, *operands: Tensor) -> Tensor:
-    """Return what the first form gives that has the bits of the last one, which is exact."""
+_Shapes = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]
+_has_equal_bits: dict[tuple[_Form, _Form, int, _Shapes, int], bool] = {}
+"""Results of trials, by the exact form, the other one, the parts, the operands' shapes and the threads."""
+
+
+def _in_fastest_form(forms: Sequence[_Form], count: int, *operands: Tensor, tries: bool = True) -> Tensor:
+    """Return what the first form gives that has the bits of the last one, which is exact.
+
+    Without `tries` forms are used only if they were tried before, for the same shapes.
+    """
     *faster, exact = forms
     shows_order = operands[0].dtype in (torch.float32, torch.float64)
     if shows_order and not torch.compiler.is_compiling() and all(map(has_data, operands)):
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in operands)
         for form in faster:
-            if _has_bits_of(exact, form, count, shapes, torch.get_num_threads()):
+            trial = (exact, form, count, shapes, torch.get_num_threads())
+            if tries and trial not in _has_equal_bits:
+                _has_equal_bits[trial] = _has_bits_of(exact, form, count, shapes)
+            if _has_equal_bits.get(trial, False):
                 return form(count, *operands)
     return exact(count, *operands)
 
 
-@functools.cache
-def _has_bits_of(
-    exact: _Form,
-    form: _Form,
-    count: int,
-    shapes: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...],
-    _threads: int,
-) -> bool:
+def _has_bits_of(exact: _Form, form: _Form, count: int, shapes: _Shapes) -> bool:
     """Return whether two forms give equal bits for random operands of these shapes and strides."""
     generator = torch.Generator(shapes[0][3]).manual_seed(0)
     compared = 0
@@ -94,12 +97,15 @@ def _has_bits_of(
 # ---- parts of the outputs: rows of the weight
 
 
-def multiply_parts(x: Tensor, weight: Tensor, bias: Tensor | None, count: int) -> Tensor:
-    """Return `x weightᵀ + bias` by parts of the rows: x `[T, I]`, weight `[P·w, I]` → `[T, P·w]`."""
+def multiply_parts(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, *, trained: bool = True) -> Tensor:
+    """Return `x weightᵀ + bias` by parts of the rows: x `[T, I]`, weight `[P·w, I]` → `[T, P·w]`.
+
+    A training has few numbers of tokens. Without `trained`, where texts of any length come, no form is tried.
+    """
     if count == 1:
         return linear(x, weight, bias)
     biases = () if bias is None else (bias,)
-    return _in_fastest_form((_outputs_at_once, _outputs_by_part), count, x, weight, *biases)
+    return _in_fastest_form((_outputs_at_once, _outputs_by_part), count, x, weight, *biases, tries=trained)
 
 
 def _outputs_at_once(_count: int, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
@@ -182,11 +188,15 @@ def _columns_by_part(count: int, dy: Tensor, x: Tensor) -> Tensor:
 # ---- sums over parts
 
 
-def sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor], count: int) -> Tensor:
-    """Return the sum over parts of `Σ_k X_k A_kᵀ` in the order of `fold`: xs and weights `[P, …, w_k]` → `[T, O]`."""
+def sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor], count: int, *, trained: bool = True) -> Tensor:
+    """Return the sum over parts of `Σ_k X_k A_kᵀ` in the order of `fold`: xs and weights `[P, …, w_k]` → `[T, O]`.
+
+    `trained`: as in `multiply_parts`.
+    """
     if count == 1 and len(xs) == 1:
         return linear(xs[0][0], weights[0][0])
-    return _in_fastest_form((_sum_in_matmuls, _sum_of_slices, _sum_by_part), count, *xs, *weights)
+    forms = (_sum_in_matmuls, _sum_of_slices, _sum_by_part)
+    return _in_fastest_form(forms, count, *xs, *weights, tries=trained)
 
 
 def _sum_in_matmuls(count: int, *operands: Tensor) -> Tensor:

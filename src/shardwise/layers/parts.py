@@ -67,13 +67,21 @@ def column_products(
     The gradient of x is this rank's term of it, and those of rows with copies are complete.
     """
     require_width(x, weight)
-    return cast(tuple[Tensor, ...], _ColumnProducts.apply(x, weight, bias, tuple(sections), group.parts))  # type: ignore[no-untyped-call]
+    # Gradients are switched off within the function.
+    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled())
+    return cast(tuple[Tensor, ...], _ColumnProducts.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 class _ColumnProducts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sections: tuple[Section, ...], count: int
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sections: tuple[Section, ...],
+        count: int,
+        trained: bool,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, weight)
         ctx.sections = sections
@@ -83,7 +91,7 @@ class _ColumnProducts(torch.autograd.Function):
         biases = [None] * len(sections) if bias is None else bias.split(sizes)
         outputs = []
         for section, rows, section_bias in zip(sections, weight.split(sizes), biases, strict=True):
-            y = multiply_parts(flat, rows, section_bias, count // section.repeats)
+            y = multiply_parts(flat, rows, section_bias, count // section.repeats, trained=trained)
             if section.repeats > 1:
                 y = y.unflatten(-1, (count // section.repeats, -1)).repeat_interleave(section.repeats, dim=1)
             outputs.append(y.reshape(*x.shape[:-1], -1))
@@ -110,7 +118,7 @@ class _ColumnProducts(torch.autograd.Function):
             dw = _joined(sections, gradients)
         if needs_bias:
             db = _joined(sections, [row_sums(by_part(dy, count)) for dy in dys])
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 def _joined(sections: Sequence[Section], gradients: Sequence[Tensor]) -> Tensor:
@@ -124,17 +132,18 @@ def row_products(terms: Sequence[tuple[Tensor, Tensor]], group: Group) -> Tensor
     for x, weight in terms:
         require_width(x, weight)
     xs, weights = zip(*terms, strict=True)
-    return cast(Tensor, _RowProducts.apply(group.parts, *xs, *weights))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _RowProducts.apply(group.parts, torch.is_grad_enabled(), *xs, *weights))  # type: ignore[no-untyped-call]
 
 
 class _RowProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, count: int, trained: bool, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.count = count
         operands = [by_part(tensor, count) for tensor in tensors]
         half = len(operands) // 2
-        return sum_of_products(operands[:half], operands[half:], count).view(*tensors[0].shape[:-1], -1)
+        y = sum_of_products(operands[:half], operands[half:], count, trained=trained)
+        return y.view(*tensors[0].shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
@@ -149,11 +158,11 @@ class _RowProducts(torch.autograd.Function):
         dxs: list[Tensor | None] = [None] * terms
         dws: list[Tensor | None] = [None] * terms
         for term, (x, weight) in enumerate(zip(xs, weights, strict=True)):
-            if ctx.needs_input_grad[1 + term]:
+            if ctx.needs_input_grad[2 + term]:
                 dxs[term] = input_gradient_of_columns(dy, weight, count).view(x.shape)
-            if ctx.needs_input_grad[1 + terms + term]:
+            if ctx.needs_input_grad[2 + terms + term]:
                 dws[term] = weight_gradient_of_columns(dy, x.reshape(-1, x.shape[-1]), count)
-        return None, *dxs, *dws
+        return None, None, *dxs, *dws
 
 
 def apply_by_part(

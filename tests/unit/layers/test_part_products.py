@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from shardwise.distributed.collectives import tree_sum
 from shardwise.distributed.mesh import Group
 from shardwise.layers import part_products
 from shardwise.layers.embedding import ParallelLMHead
+from shardwise.layers.loss import linear_cross_entropy
 from shardwise.layers.part_products import (
     by_part,
     fold,
@@ -138,6 +140,36 @@ def test_a_form_with_equal_bits_is_used() -> None:
     calls.clear()
     part_products._in_fastest_form((faster, exact), 1, random(1, 8))
     assert calls == ["faster"]
+
+
+def test_without_gradients_no_form_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts have any number of tokens: each would cost a trial, and its result is kept."""
+    results: dict[Any, bool] = {}
+    monkeypatch.setattr(part_products, "_has_equal_bits", results)
+    group = Group(grain=2)
+    weight = random(0, 16, 8).requires_grad_()
+
+    def column(x: Tensor) -> None:
+        column_products(x, weight, None, [Section(16)], group)
+
+    def row(x: Tensor) -> None:
+        row_products([(x, weight.t()[:, :8].reshape(8, 8))], group)
+
+    def loss(x: Tensor) -> None:
+        targets = torch.zeros(len(x), 1, dtype=torch.long)
+        linear_cross_entropy(x.unsqueeze(1), weight, targets, group=group)
+
+    for function in (column, row, loss):
+        results.clear()
+        with torch.no_grad():
+            function(random(1, 5, 8))
+        assert not results
+        function(random(1, 5, 8))
+        tried = len(results)
+        assert tried
+        with torch.no_grad():
+            function(random(1, 6, 8))
+        assert len(results) == tried
 
 
 @given(levels=st.integers(0, 6), seed=st.integers(0, 99))
