@@ -7,8 +7,8 @@ A tensor x of shape [n_1, …, n_d] has the sum
 where the factors f are odd 64-bit numbers of SplitMix64. Elements are added in any order, and on any rank. A sum over a
 box is taken one dimension at a time, so that most elements cost one multiplication and one addition. One changed
 element always changes S, since its factor is odd. Other changes leave S as it is with a probability below 2^-50; if
-they are in sign bits alone, 2^-26. A hash is for tensors of one's own: whoever knows the factors can make tensors of
-equal sums.
+they are in the exponents of float32 alone, which are high bits, about 2^-40, and in sign bits alone, 2^-26. A hash is
+for tensors of one's own: whoever knows the factors can make tensors of equal sums.
 """
 
 from __future__ import annotations
