@@ -126,6 +126,19 @@ def test_a_form_with_other_bits_is_not_used() -> None:
     assert bits_equal(part_products._in_fastest_form((other, exact), 1, x), exact(1, x))
 
 
+def test_a_form_that_seldom_has_other_bits_is_not_used() -> None:
+    """The first of the random numbers that both get is above -1."""
+
+    def exact(_count: int, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def seldom_other(_count: int, x: Tensor) -> Tensor:
+        return torch.where(x < -1, x - 1, x)
+
+    x = torch.tensor([-2.0])
+    assert bits_equal(part_products._in_fastest_form((seldom_other, exact), 1, x), x)
+
+
 def test_a_form_with_equal_bits_is_used() -> None:
     def exact(_count: int, x: Tensor) -> Tensor:
         calls.append("exact")
