@@ -32,18 +32,22 @@ CELLS_OF_FORMAT = 60
 
 
 def run(rounds: int) -> Report:
+    from shardwise.verify.miniature import SAMPLES_WITH_BITS
+
     figures = measured()
     for pipeline, family in itertools.product(parity.PIPELINES, parity.FAMILIES):
         whole = f"{family}, pipeline degree {pipeline}"
         for tensor, cells in by_tensor_degree(family, pipeline).items():
             key = f"{whole}, tensor degree {tensor}"
             if whole not in figures and key not in figures:
-                figures[key] = origin(environment()) | verify_bits(family, cells, "precision.mode=float32")
+                figures[key] = origin(environment(), SAMPLES_WITH_BITS) | verify_bits(
+                    family, cells, "precision.mode=float32"
+                )
                 report(figures).save(RESULTS, environment())
                 print(f"{key}: {figures[key]}", flush=True)
     for name, overrides in FORMATS.items():
         if name not in figures:
-            figures[name] = origin(environment()) | verify_pairs(overrides)
+            figures[name] = origin(environment(), SAMPLES_WITH_BITS) | verify_pairs(overrides)
             report(figures).save(RESULTS, environment())
     return report(figures)
 
@@ -55,13 +59,15 @@ def measured() -> dict[str, dict[str, Any]]:
         return {}
     stored = json.loads(path.read_text())
     # Parts of files that had no origins have that of the file.
-    return {key: origin(stored["environment"]) | part for key, part in stored["figures"].items()}
+    return {key: origin(stored["environment"], micro_batch=1) | part for key, part in stored["figures"].items()}
 
 
-def origin(surroundings: Mapping[str, Any]) -> dict[str, str]:
-    """The commit, the date and the machine of a measurement, from its `environment`."""
+def origin(surroundings: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
+    """The commit, the date and the machine of a measurement, from its `environment`, and samples of a micro-batch."""
     machine = f"{surroundings['cores']} cores of {surroundings['cpu']}"
-    return {"commit": surroundings["commit"], "date": surroundings["date"], "machine": machine}
+    return {
+        "micro_batch": micro_batch, "commit": surroundings["commit"], "date": surroundings["date"], "machine": machine,
+    }  # fmt: skip
 
 
 def by_tensor_degree(family: str, pipeline: int) -> dict[int, list[Cell]]:
@@ -158,17 +164,17 @@ def covering(choices: Sequence[tuple[Any, ...]], count: int) -> list[tuple[Any, 
 
 
 def report(figures: Mapping[str, Mapping[str, Any]]) -> Report:
-    rows = [
-        [key, str(part["layouts"]), str(len(part["differing"])), part["commit"], part["date"], part["machine"]]
-        for key, part in figures.items()
-    ]
+    rows = []
+    for key, part in figures.items():
+        numbers = [str(part["layouts"]), str(len(part["differing"])), str(part["micro_batch"])]
+        rows.append([key, *numbers, part["commit"], part["date"], part["machine"]])
     families = by_family(figures)
     layouts = sum(counts["with bitwise"] for counts in families.values())
     broken = sum(len(part["differing"]) for part in figures.values())
     return Report(
         "bits",
         "Bit-equal training at layouts of eight ranks against one process",
-        [Table(("part", "layouts", "that differ", "commit", "date", "machine"), rows)],
+        [Table(("part", "layouts", "that differ", "micro-batch", "commit", "date", "machine"), rows)],
         {key: dict(part) for key, part in figures.items()},
         targets=[f"no bit differs at any measured layout: {f'MISSED by {broken}' if broken else 'reached'}"],
         notes=[

@@ -80,7 +80,7 @@ def test_any_other_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) 
 @pytest.mark.slow
 def test_compiled_training_has_the_bits_of_one_compiled_process(ranks: Any) -> None:
     cell = replace(LLAMA, tensor=2, sequence=True)
-    compare(ranks(2).run(train, cell, "inductor"), train(cell.alone, "inductor"))
+    compare(ranks(2).run(train, cell, "inductor", timeout=900), train(cell.alone, "inductor"))
 
 
 def test_other_orders_of_sums_have_other_bits(ranks: Any) -> None:

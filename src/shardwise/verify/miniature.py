@@ -19,7 +19,7 @@ _LENGTH = 16
 _VOCABULARY = 128
 _BUCKET_MIB = 0.1
 """MiB of gradients in a bucket: even so small a model then has several."""
-_SAMPLES_WITH_BITS = 2
+SAMPLES_WITH_BITS = 2
 """Samples of a micro-batch with `train.bitwise`: products and sums over several samples are compared, too."""
 _END = 3
 """The token that ends a document in random text."""
@@ -85,7 +85,7 @@ def miniature(
         values["train"] |= {
             "bitwise": True,
             "data_grain": _grain(cell.data for cell in cells),
-            "global_batch": _SAMPLES_WITH_BITS * common_batch(cells),
+            "global_batch": SAMPLES_WITH_BITS * common_batch(cells),
         }
     return config_from(values)
 
@@ -188,7 +188,7 @@ def at(config: Config, cell: Cell) -> Config:
         parallel["tensor_overlap"] = None
     elif config.parallel.tensor_overlap == "symmetric_memory" and (cell.device == "cpu" or not cell.sequence):
         parallel["tensor_overlap"] = "pieces"
-    micro_batch = _SAMPLES_WITH_BITS if config.train.bitwise else 1
+    micro_batch = SAMPLES_WITH_BITS if config.train.bitwise else 1
     if cell.pipeline == 1 and config.precision.mode == "float32" and not config.train.bitwise:
         micro_batches = 1 if cell.ranks == 1 else 2 * cell.data
         micro_batch = config.train.global_batch // micro_batches
