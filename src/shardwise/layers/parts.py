@@ -137,7 +137,9 @@ def row_products(terms: Sequence[tuple[Tensor, Tensor]], group: Group) -> Tensor
 
 class _RowProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, count: int, trained: bool, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        # Without gradients torch 2.13, traced, drops ctx where the arguments are as many as the parameters but ctx.
+        count, trained, *tensors = arguments
         ctx.save_for_backward(*tensors)
         ctx.count = count
         operands = [by_part(tensor, count) for tensor in tensors]

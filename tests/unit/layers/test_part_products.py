@@ -352,6 +352,18 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch itself
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("trained", [False, True])
+def test_row_products_are_traced_with_and_without_gradients(trained: bool, terms: int) -> None:
+    """A compiled model is evaluated, too."""
+    torch._dynamo.reset()
+    operands = [(random(number, 4, 8), random(10 + number, 6, 8).requires_grad_()) for number in range(terms)]
+    traced = torch.compile(row_products, backend="eager", fullgraph=True)
+    with torch.set_grad_enabled(trained):
+        torch.testing.assert_close(traced(operands, Group(grain=2)), row_products(operands, Group(grain=2)))
+
+
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 @pytest.mark.parametrize(
     ("tokens", "width", "threads"),
