@@ -288,6 +288,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group = shard.group
         count = group.parts
         is_cut = sequence_parallel and group.size > 1
+        trained = any(needed)
         dx = torch.empty_like(x_SBH) if needed[0] else None
         # Each chunk adds to these sums: in bfloat16 the small terms of many chunks would be lost.
         dw = torch.zeros_like(weight_vH, dtype=torch.float32) if needed[1] else None
@@ -310,14 +311,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             flat = chunk.reshape(-1, chunk.shape[-1])
             targets = target_RSB[:, rows].reshape(-1)
             # Not named here: `losses` frees the logits early where nobody else holds them.
-            loss, dlogits, dbias = losses(
-                multiply_parts(flat, weight_vH, None, count, trained=any(needed)),
-                bias_v,
-                targets,
-                shard,
-                any(needed),
-                db is not None,
-            )
+            further = (bias_v, targets, shard, trained, db is not None)
+            loss, dlogits, dbias = losses(multiply_parts(flat, weight_vH, None, count, trained=trained), *further)
             # Not in place: torch 2.11, traced, would drop its gradient.
             total = total + loss.sum()
             _record(loss, targets != shard.ignore_index, samples=target_SB.shape[-1])

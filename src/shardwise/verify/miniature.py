@@ -82,11 +82,8 @@ def miniature(
     }
     if bitwise:
         values["parallel"] |= {"tensor_overlap": None, "grain": _grain(cell.tensor for cell in cells)}
-        values["train"] |= {
-            "bitwise": True,
-            "data_grain": _grain(cell.data for cell in cells),
-            "global_batch": SAMPLES_WITH_BITS * common_batch(cells),
-        }
+        values["train"] |= {"bitwise": True, "data_grain": _grain(cell.data for cell in cells)}
+        values["train"]["global_batch"] *= SAMPLES_WITH_BITS
     return config_from(values)
 
 
