@@ -12,6 +12,7 @@ At the end, the agreement of ranks on an error: all know the problems of any of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -175,21 +176,16 @@ _SMALL_BYTES = 2**16
 
 
 def _is_sent_to_all(tensor: Tensor, group: Group) -> bool:
-    """True if each rank sends its whole tensor to all others at once, and not parts of it from neighbour to neighbour.
-
-    With gloo a step of a ring takes as long as all messages of an all-to-all (benchmarks/collectives.py).
-    """
+    """True if a tensor is sent to all ranks at once: with gloo, one step of a ring takes as long as all messages."""
     return group.scatter_by_all_to_all and 0 < _bytes(tensor) <= _SMALL_BYTES
 
 
 def _send_to_all(local: Tensor, group: Group, out: Tensor, *, overlap: bool) -> dist.Work | None:
     """Start sending a contiguous tensor `[…]` to all ranks; `out` `[g, …]`, contiguous too, gets those of all."""
     copies = local.reshape(1, -1).expand(group.size, -1).contiguous()
-    if overlap:
-        work = dist.all_to_all_single(out.view(-1), copies.view(-1), group=group.process_group, async_op=True)
-        return cast(dist.Work, work)
-    _call(group, dist.all_to_all_single, out.view(-1), copies.view(-1), group=group.process_group)
-    return None
+    exchange = partial(dist.all_to_all_single, out.view(-1), copies.view(-1), group=group.process_group)
+    work: dist.Work | None = exchange(async_op=True) if overlap else _call(group, exchange)
+    return work
 
 
 def _small_all_reduce(tensor: Tensor, group: Group, op: str, *, overlap: bool) -> Pending:
@@ -223,8 +219,7 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Pending:
 def _tree_all_reduce_async(tensor: Tensor, group: Group, *, overlap: bool) -> Pending:
     """Start a sum over the group in the order of `tree_sum`, in place: each rank sums a run of elements of all ranks.
 
-    The bytes are those of a ring: a reduce-scatter, then an all-gather, which begins when the first is waited for. Only
-    a small tensor is sent whole.
+    The bytes are those of a ring, but for a small tensor: a reduce-scatter, and once it is waited for, an all-gather.
     """
     if not torch.compiler.is_compiling() and _is_sent_to_all(tensor, group):
         group.count("all_reduce", _bytes(tensor))
@@ -263,11 +258,15 @@ def all_gather(local: Tensor, group: Group, *, out: Tensor | None = None) -> Ten
     if out is None:
         out = local.new_empty((local.shape[0] * group.size, *local.shape[1:]))
     group.count("all_gather", _bytes(out))
-    if _is_sent_to_all(local, group):
-        _send_to_all(local, group, out, overlap=False)
-    else:
-        _call(group, _all_gather_into, out, local.contiguous(), group=group.process_group)
+    _start_all_gather(local.contiguous(), group, out, overlap=False)
     return out
+
+
+def _start_all_gather(local: Tensor, group: Group, out: Tensor, *, overlap: bool) -> dist.Work | None:
+    if _is_sent_to_all(local, group):
+        return _send_to_all(local, group, out, overlap=overlap)
+    work: dist.Work | None = _call(group, _all_gather_into, out, local, group=group.process_group, async_op=overlap)
+    return work
 
 
 def all_gather_async(local: Tensor, group: Group, *, out: Tensor) -> Pending:
@@ -275,11 +274,7 @@ def all_gather_async(local: Tensor, group: Group, *, out: Tensor) -> Pending:
     if group.size == 1:
         return Pending(out)
     group.count("all_gather", _bytes(out))
-    if _is_sent_to_all(local, group):
-        work = _send_to_all(local, group, out, overlap=True)
-    else:
-        work = _call(group, _all_gather_into, out, local, group=group.process_group, async_op=True)
-    return Pending(out, work, group=group)
+    return Pending(out, _start_all_gather(local, group, out, overlap=True), group=group)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:

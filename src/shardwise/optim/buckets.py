@@ -124,9 +124,6 @@ class Bucket:
         self.frees_values = self.sharded and sharding.stage == 3 and has_matrices
         parts = group.size
         self.offsets, self.numel = offsets_and_length([p.numel() for p in self.parameters], parts)
-        ends = [offset + p.numel() for offset, p in zip(self.offsets, self.parameters, strict=True)]
-        starts = [*self.offsets[1:], self.numel]
-        self._gaps = [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
         dtype = parameters[0].dtype
         device = parameters[0].device
         self.gradients = torch.zeros(self.numel, dtype=dtypes.gradient or dtype, device=device)
@@ -168,7 +165,10 @@ class Bucket:
             self.release_values()
 
     def _find_leaves(self) -> None:
-        """Find the tensors that get gradients, and make the views into which these are summed."""
+        """Find the tensors that get gradients, the views into which these are summed, and the gaps between views."""
+        ends = [offset + p.numel() for offset, p in zip(self.offsets, self.parameters, strict=True)]
+        starts = [*self.offsets[1:], self.numel]
+        self._gaps = [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
         self._gradient_views = self._views(self.gradients)
         self.head_gradients: Tensor | None = None
         self._heads: list[tuple[Tensor, Tensor]] = []

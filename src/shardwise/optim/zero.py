@@ -124,6 +124,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     _keeps_gradients = False
     _checked_wrappers = False
     _clipped = False
+    _norms: Tensor | None = None
+    _inner: torch.optim.Optimizer | None = None
+    steps = 0
 
     def __init__(
         self,
@@ -171,8 +174,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if offload:
             require_offloadable(self._inner_class, is_stochastic=self._is_stochastic)
         self._rounding_seed = rounding_seed
-        self.steps = 0
-        self._inner: torch.optim.Optimizer | None = None
         self.buckets: list[Bucket] = []
         each_pass = stage >= 2 and reduce == "micro_batch" and self.sharding.ranks.size > 1
         self._reductions = Reductions(self.buckets, each_pass=each_pass)
@@ -181,7 +182,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._bucket_places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._assignments = Assignments(self._bucket_places)
         self._frozen: list[nn.Parameter] = []
-        self._norms: Tensor | None = None
         probe = self._inner_class([nn.Parameter(torch.zeros(1))], **defaults)
         super().__init__(params, probe.defaults)
         self._take_over(self.param_groups)
