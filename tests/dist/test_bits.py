@@ -78,9 +78,12 @@ def test_any_other_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_compiled_training_has_the_bits_of_one_compiled_process(ranks: Any) -> None:
     cell = replace(LLAMA, tensor=2, sequence=True)
-    compare(ranks(2).run(train, cell, "inductor", timeout=900), train(cell.alone, "inductor"))
+    # In a process of its own, too: torch's compiler warns, and here warnings are errors.
+    (one,) = ranks(1).run(train, cell.alone, "inductor", timeout=900)
+    compare(ranks(2).run(train, cell, "inductor", timeout=900), one)
 
 
 def test_other_orders_of_sums_have_other_bits(ranks: Any) -> None:
