@@ -293,6 +293,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Each chunk adds to these sums: in bfloat16 the small terms of many chunks would be lost.
         dw = torch.zeros_like(weight_vH, dtype=torch.float32) if needed[1] else None
         db = torch.zeros_like(bias_v, dtype=torch.float32) if needed[2] and bias_v is not None else None
+        has_db = db is not None
         # A chunk has the same rows of each part of the sequence, whatever rank holds which part.
         local_parts = sequence_parts(x_SBH, group, is_cut)
         x_RSBH = x_SBH.unflatten(0, (local_parts, -1))
@@ -300,9 +301,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # [parts, S/parts, B]: as the gathered chunk holds them one after the other.
         target_RSB = target_SB.view(local_parts * group.size if is_cut else local_parts, -1, target_SB.shape[-1])
         tokens_a_row = target_RSB.shape[0] * target_RSB.shape[2]
-        width = weight_vH.shape[0]
-        if group.grain is not None:
-            width *= group.size
+        width = weight_vH.shape[0] * (1 if group.grain is None else group.size)
         step = max(1, chunk_elements // (width * tokens_a_row))
         total = torch.zeros((), dtype=torch.float32, device=x_SBH.device)
         for start in range(0, x_RSBH.shape[1], step):
@@ -310,9 +309,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunk = collectives.all_gather(x_RSBH[:, rows], group) if is_cut else x_RSBH[:, rows]
             flat = chunk.reshape(-1, chunk.shape[-1])
             targets = target_RSB[:, rows].reshape(-1)
-            # Not named here: `losses` frees the logits early where nobody else holds them.
-            further = (bias_v, targets, shard, trained, db is not None)
-            loss, dlogits, dbias = losses(multiply_parts(flat, weight_vH, None, count, trained=trained), *further)
+            # Neither named here nor in a starred tuple: `losses` frees the logits early where nobody else holds them.
+            loss, dlogits, dbias = losses(
+                multiply_parts(flat, weight_vH, None, count, trained=trained), bias_v, targets, shard, trained, has_db
+            )
             # Not in place: torch 2.11, traced, would drop its gradient.
             total = total + loss.sum()
             _record(loss, targets != shard.ignore_index, samples=target_SB.shape[-1])

@@ -126,7 +126,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     _clipped = False
     _norms: Tensor | None = None
     _inner: torch.optim.Optimizer | None = None
-    steps = 0
+    _weights: UnitWeights | None = None
 
     def __init__(
         self,
@@ -174,6 +174,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if offload:
             require_offloadable(self._inner_class, is_stochastic=self._is_stochastic)
         self._rounding_seed = rounding_seed
+        self.steps = 0
         self.buckets: list[Bucket] = []
         each_pass = stage >= 2 and reduce == "micro_batch" and self.sharding.ranks.size > 1
         self._reductions = Reductions(self.buckets, each_pass=each_pass)
@@ -185,7 +186,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         probe = self._inner_class([nn.Parameter(torch.zeros(1))], **defaults)
         super().__init__(params, probe.defaults)
         self._take_over(self.param_groups)
-        self._weights: UnitWeights | None = None
         if model is not None and stage == 3:
             self._weights = UnitWeights(model, self.buckets, prefetch, once_a_step=gather == "step")
 
