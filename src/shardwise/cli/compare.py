@@ -110,11 +110,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
         equal = f"equal to the bit: {counts}{states['steps']:,}"
         rows.append(("result", f"not equal to the bit, first at step {min(differing):,}" if differing else equal))
-        rows.append(("norms", _norms_text(norms)))
+        rows.append(("norms", _compared_text(norms, "of both")))
     else:
         rows.append(("result", _result(beyond, tolerance)))
     if arguments.bits or states["steps"]:
-        rows.append(("states", _states_text(states)))
+        rows.append(("states", _compared_text(states, "with hashes in both")))
     output.table(rows)
     return int(bool(differing))
 
@@ -187,21 +187,16 @@ def _missing(a: StateRecords | None, b: StateRecords | None) -> str:
     return f"{has} no hashes; log.state_hash_every=N records them"
 
 
-def _norms_text(norms: Mapping[str, Any]) -> str:
-    if "not_compared" in norms:
-        return f"not compared: {norms['not_compared']}"
-    if norms["first_difference"] is None:
-        return f"equal to the bit at all {units.counted(norms['steps'], 'step')} of both"
-    return f"differ first at step {norms['first_difference']:,}"
-
-
-def _states_text(states: Mapping[str, Any]) -> str:
-    if "not_compared" in states:
-        return f"not compared: {states['not_compared']}"
-    if states["first_difference"] is None:
-        return f"equal to the bit at all {units.counted(states['steps'], 'step')} with hashes in both"
-    tensors = listing(states["tensors"], most=3) or "the place in the data or the seed"
-    return f"differ first at step {states['first_difference']:,}, in {tensors}"
+def _compared_text(facts: Mapping[str, Any], which: str) -> str:
+    """The result for gradient norms or for states; `which` says at which steps they are compared."""
+    if "not_compared" in facts:
+        return f"not compared: {facts['not_compared']}"
+    if facts["first_difference"] is None:
+        return f"equal to the bit at all {units.counted(facts['steps'], 'step')} {which}"
+    place = f"differ first at step {facts['first_difference']:,}"
+    if "tensors" in facts:
+        place += f", in {listing(facts['tensors'], most=3) or 'the place in the data or the seed'}"
+    return place
 
 
 def _steps(curve: Mapping[int, float]) -> str:

@@ -171,13 +171,13 @@ def _all_reduce_now(tensor: Tensor, group: Group, op: str) -> None:
         _call(group, dist.all_reduce, tensor, op=reduce_op, group=group.process_group)
 
 
-_SMALL_BYTES = 2**16
-"""Bytes of a tensor whose messages cost their latency and not their length."""
+_SMALL_BYTES = 2**16  # of a tensor whose messages cost their latency and not their length
+_FEW_RANKS = 8  # more would each connect to all others, and send many copies
 
 
 def _is_sent_to_all(tensor: Tensor, group: Group) -> bool:
     """True if a tensor is sent to all ranks at once: with gloo, one step of a ring takes as long as all messages."""
-    return group.scatter_by_all_to_all and 0 < _bytes(tensor) <= _SMALL_BYTES
+    return group.scatter_by_all_to_all and group.size <= _FEW_RANKS and 0 < _bytes(tensor) <= _SMALL_BYTES
 
 
 def _send_to_all(local: Tensor, group: Group, out: Tensor, *, overlap: bool) -> dist.Work | None:
