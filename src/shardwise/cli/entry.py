@@ -31,6 +31,7 @@ COMMANDS = {
     "monitor": "tell what a run does, as JSON every few seconds or to Prometheus",
     "stop": "stop a run after the step under way, with a checkpoint",
     "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text, or its scores on tasks",
+    "chat": "talk with a model in the terminal",
     "generate": "continue a text",
     "verify": "prove on this machine that a recipe trains alike at every layout",
     "audit": "replay steps of a run at any layout, and compare them with its record to the bit",
@@ -42,8 +43,8 @@ COMMANDS = {
 }
 
 
-_INTERNAL = ("supervise",)
-"""Commands that only a job's script calls."""
+_INTERNAL = ("supervise", "converse")
+"""Commands that only a job's script or another command calls."""
 _JOINING = (["train"], ["evaluate"], ["generate"])
 """Commands whose ranks srun or mpirun can start."""
 _VALUE_OF_A_FLAG = r"(?s)argument (\S+): ignored explicit argument (.+)"

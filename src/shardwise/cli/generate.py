@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from shardwise.base import files, hardware, units
 from shardwise.base.errors import ConfigError, keys_renamed
 from shardwise.cli import output
+from shardwise.cli.chat import talk
 from shardwise.cli.model_argument import (
     ARGUMENTS,
     HELP,
@@ -39,7 +40,7 @@ from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
 if TYPE_CHECKING:
     from shardwise.train.inference_jobs import Answer
 
-_KEYS = (
+KEYS = (
     "parallel.tensor", "parallel.pipeline", "parallel.stages", "precision.mode", "data.tokenizer", "model.family",
     "model.ignore", "checkpoint.revision",
 )  # fmt: skip
@@ -52,6 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument("--prompt-file", metavar="F", type=Path, help="a file that holds it, in UTF-8")
+    prompt.add_argument(
+        "--interactive", action="store_true", help="continue each text that you write in the terminal, as `chat` does"
+    )
     parser.add_argument("--max-tokens", metavar="N", type=int, default=128, help="new tokens at most (default: 128)")
     parser.add_argument(
         "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)"
@@ -72,13 +76,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
-    values = parse_overrides(arguments.overrides, _KEYS, "generate")
+    values = parse_overrides(arguments.overrides, KEYS, "generate")
     announce = output.progress if place is None or place.local_rank == 0 else None
+    require_valid(arguments)
+    if arguments.interactive:
+        return talk(arguments, completes=True)
     text = _prompt_text(arguments)
-    _require_valid(arguments)
     with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
         config = generation_config(folder, values)
-        _require_ranks(config, place.world if place is not None else arguments.nproc or config.parallel.ranks)
+        require_ranks(config, place.world if place is not None else arguments.nproc or config.parallel.ranks)
         tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
         ids, room = _fit(config, folder, tokenizer, text)
         if place is None:
@@ -103,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         return ending.code
 
 
-def _require_ranks(config: Config, ranks: int) -> None:
+def require_ranks(config: Config, ranks: int) -> None:
     """Check the layout, whose ranks hold one copy of the model."""
     world = config.parallel.ranks
     tensor = config.parallel.tensor
@@ -131,7 +137,7 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
     return text
 
 
-def _require_valid(arguments: argparse.Namespace) -> None:
+def require_valid(arguments: argparse.Namespace) -> None:
     tokens = arguments.max_tokens
     temperature = arguments.temperature
     top_p = arguments.top_p

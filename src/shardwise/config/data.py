@@ -15,7 +15,7 @@ from shardwise.config.token_counts import step_field
 MASKED_FRACTION = 0.15  # BERT's (arXiv:1810.04805 §3.1)
 SHUFFLE_BUFFER = 10_000
 """Default of `data.shuffle_buffer`; another value without a stream is refused."""
-BUILT_IN_TEXTS = ("python", "tiny")
+BUILT_IN_TEXTS = ("python", "stories", "tiny")
 """Values of `data.dataset` that are texts of this package, not data sets of the hub."""
 _NEEDS = {
     "megatron": "data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]",
@@ -37,8 +37,8 @@ class SourceConfig(Section):
         default=None,
         min_length=1,
         description="used when path and blend are null: a data set on the Hugging Face hub (ID or ID@REVISION), or "
-        "built-in text for a trial: python = the standard library's sources and documentation, tiny = a small corpus "
-        "in the package",
+        "built-in text for a trial: stories = short stories in simple English, python = the standard library's sources "
+        "and documentation, tiny = a small corpus in the package",
     )
     config: str | None = Field(
         default=None, min_length=1, description="the configuration of a hub data set that has several"

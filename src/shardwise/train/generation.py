@@ -54,6 +54,7 @@ def generate(
     stop: Collection[int] = (),
     chunk: int = PREFILL_CHUNK,
     parallel: ParallelConfig | None = None,
+    reader: Reader | None = None,
 ) -> Iterator[int]:
     """Yield tokens that follow `prompt`: `max_tokens`, or up to the first that is in `stop`, which is included.
 
@@ -65,18 +66,15 @@ def generate(
     Args:
         chunk: tokens of the prompt that are read at once.
         parallel: settings by which a model is cut into pipeline stages; None for a whole model.
+        reader: the reader of the model, which knows the tokens of earlier calls; None for a new one.
     """
     if max_tokens < 1:
         return
     assert prompt, "there is nothing to continue"
     tokens = list(prompt)
-    reader: _Cached | _Uncached
-    if isinstance(model, CausalLM | Stages):
+    if reader is None:
         # One less, as the model never reads the last token.
-        room = len(tokens) + max_tokens - 1
-        reader = _Cached(model, mesh, room, chunk, parallel)
-    else:
-        reader = _Uncached(model, mesh)
+        reader = open_reader(model, mesh, len(tokens) + max_tokens - 1, chunk=chunk, parallel=parallel)
     # The pipeline rank of the last stage, which has the logits.
     source = 0 if parallel is None else rank_of(parallel, parallel.pipeline * parallel.stages_per_rank - 1)
     for _ in range(max_tokens):
@@ -91,8 +89,30 @@ def generate(
             return
 
 
+class Reader(Protocol):
+    """Reads tokens by a model, on each rank."""
+
+    def next_logits(self, tokens: list[int]) -> Tensor | None:
+        """Logits `[V]` of the token that follows `tokens`; None on a rank that lacks the last stage."""
+        ...
+
+
+def open_reader(
+    model: Generator | Stages,
+    mesh: Mesh,
+    room: int,
+    *,
+    chunk: int = PREFILL_CHUNK,
+    parallel: ParallelConfig | None = None,
+) -> Reader:
+    """The reader of a model: with a cache of keys and values for `room` tokens, where the model can have one."""
+    if isinstance(model, CausalLM | Stages):
+        return _Cached(model, mesh, room, chunk, parallel)
+    return _Uncached(model, mesh)
+
+
 class _Cached:
-    """Reads only new tokens; each stage of a pipeline keeps the keys and values of its own blocks."""
+    """Reads only tokens that follow those it knows; each stage of a pipeline keeps the keys and values of its blocks."""
 
     def __init__(
         self, model: CausalLM[Any] | Stages, mesh: Mesh, room: int, chunk: int, parallel: ParallelConfig | None
@@ -103,15 +123,18 @@ class _Cached:
         self._parallel = parallel
         parts = model if isinstance(model, Stages) else [model]
         self._caches = {part: KeyValueCache(room) for part in parts}
+        self._known: list[int] = []
 
     def next_logits(self, tokens: list[int]) -> Tensor | None:
-        """Logits `[V]` of the token that follows; None on a rank that lacks the last stage."""
         part, cache = next(iter(self._caches.items()))
         assert isinstance(part, CausalLM), "only a causal model continues a text"
+        known = _common_length(self._known, tokens[:-1])
         # Some rotations change with the length of the text: the keys in the caches are then of another length.
-        if part.outdates(cache.length, len(tokens)):
-            for outdated in self._caches.values():
-                outdated.length = 0
+        if part.outdates(known, len(tokens)):
+            known = 0
+        for kept in self._caches.values():
+            kept.length = known
+        self._known = list(tokens)
         new = devices.to_device(torch.tensor(tokens[cache.length :], device="cpu"), self._mesh.device).unsqueeze(1)
         # Where keys change with the length, all must be computed in one pass.
         chunks = new.split(len(new) if part.outdates(1, len(tokens)) else self._chunk)
@@ -128,6 +151,16 @@ class _Cached:
         with whole_sequences(self._model):
             relay(self._model, self._parallel, self._mesh, compute, [(len(ids), 1) for ids in chunks])
         return None if logits_BV is None else logits_BV[0].float()
+
+
+def _common_length(known: list[int], tokens: list[int]) -> int:
+    """The number of first tokens that both texts have."""
+    # The usual case: one text continues the other.
+    if tokens[: len(known)] == known:
+        return len(known)
+    return next(
+        (place for place, pair in enumerate(zip(known, tokens, strict=False)) if pair[0] != pair[1]), len(tokens)
+    )
 
 
 class _Uncached:

@@ -78,7 +78,7 @@ def run_evaluation(
         ConfigError: the data have nothing to predict, or the folder has another model. DamageError: a checkpoint's
         bytes do not match their checksums. RunError: memory ran out.
     """
-    with _joined(config) as mesh:
+    with joined(config) as mesh:
         # A part that is smaller than one training sample can be evaluated.
         data = prepare(config, any_size=True)
         batches = make_evaluation(config, data, part)
@@ -88,7 +88,7 @@ def run_evaluation(
                 f"the {part} part of the data ({data.count(part):,} tokens at data.split={config.data.split}) must "
                 f"hold at least {least}: give more text, another data.split, or --part all"
             )
-        model = _load(config, weights, mesh)
+        model = load_model(config, weights, mesh)
         bytes_V = byte_counts(config, data)
         return evaluate(model, batches, mesh, config.train.micro_batch, progress, config.parallel, bytes_V)
 
@@ -102,8 +102,8 @@ def run_generation(
         ConfigError: the folder has another model, or one that gives no logits. DamageError: a checkpoint's bytes do
         not match their checksums. RunError: memory ran out.
     """
-    with _joined(config) as mesh:
-        model = _load(config, weights, mesh)
+    with joined(config) as mesh:
+        model = load_model(config, weights, mesh)
         if not isinstance(model, Generator | Stages):
             raise ConfigError(f"model.family ({config.model.family}) has no logits(ids_SB): it cannot continue a text")
         sampler = Sampler(prompt.temperature, prompt.top_p, prompt.seed)
@@ -145,13 +145,13 @@ def run_tasks(config: Config, weights: Root, tokenizer: Tokenizer, stops: frozen
     # It imports lm_eval, an extra.
     from shardwise.train.task_evaluation import BOOTSTRAPS, evaluate_tasks
 
-    with _joined(config) as mesh:
-        model = _load(config, weights, mesh)
+    with joined(config) as mesh:
+        model = load_model(config, weights, mesh)
         return evaluate_tasks(config, model, mesh, tokenizer, stops, bootstraps=BOOTSTRAPS)
 
 
 @contextmanager
-def _joined(config: Config) -> Iterator[Mesh]:
+def joined(config: Config) -> Iterator[Mesh]:
     """Join the job and give its mesh; inside, an out-of-memory error becomes a sentence."""
     join()
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
@@ -169,7 +169,7 @@ def _joined(config: Config) -> Iterator[Mesh]:
     leave()
 
 
-def _load(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
+def load_model(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
     """The model at this layout, in the dtype of `precision.mode`, with the weights of a folder."""
     path = str(weights.local().resolve() if weights.is_local else weights)
     # A run that still trains may save between the looks of two ranks for its newest checkpoint.

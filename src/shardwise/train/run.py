@@ -14,7 +14,7 @@ from shardwise.base.user_code import error_text
 from shardwise.checkpoint.format.model_files import differ_in_tokens, differences
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, Layout, check_layout
+from shardwise.config import Config, Layout, UserModelConfig, check_layout
 from shardwise.data.samples.batch import Batches, BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
@@ -307,6 +307,8 @@ def _finish(opened: OpenedRun, trainer: Trainer, reporter: Reporter) -> None:
     reporter.message(f"weights: {folder}")
     if sample.text:
         reporter.message(f"sample: {sample.text}")
+        family = f" model.family={config.model.family}" if isinstance(config.model, UserModelConfig) else ""
+        reporter.message(f"chat: shardwise chat {opened.folder.directory.path}{family}")
     elif sample.stopped_by is not None:
         reporter.message(f"sample: none, as the run was stopped by {sample.stopped_by}; all its steps are saved")
     elif data.tokenizer_path is None and config.log.sample_tokens and config.model.causal:

@@ -19,6 +19,6 @@ def test_ranks_that_find_several_checkpoints_are_told_to_name_one(
     monkeypatch.setattr(collectives, "all_gather_objects", lambda mine, _: [mine, "/other/step-00000200"])
     here = tmp_path / "step-00000100"
     with pytest.raises(ConfigError) as caught:
-        inference_jobs._load(load_config("gpt-tiny"), Root.of(here), Mesh(device="cpu"))
+        inference_jobs.load_model(load_config("gpt-tiny"), Root.of(here), Mesh(device="cpu"))
     folders = ", ".join(sorted(["/other/step-00000200", str(here)]))
     assert caught.value.problems == [f"the ranks found several checkpoints ({folders}): name one of them"]

@@ -88,7 +88,8 @@ class PreparedStream(common.PreparedText):
 def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedStream:
     """Opens a stream; its first documents are read if the cache `root` does not know them."""
     source = text_sources.open_source(config.data)
-    assert not isinstance(source, text_sources.PythonSource)
+    # Built-in texts, which are small, are refused by the configuration.
+    assert isinstance(source, text_sources.FileSource | text_sources.ColumnSource)
     if isinstance(source, text_sources.ColumnSource):
         stamp = source.stamp()
     else:

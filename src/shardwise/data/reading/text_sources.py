@@ -26,7 +26,7 @@ from typing import Any
 
 from shardwise.base.errors import DataError, RunError, ShardwiseError, listing
 from shardwise.config import DataConfig
-from shardwise.data.reading import text_files
+from shardwise.data.reading import stories, text_files
 from shardwise.data.reading.content import BLOCK, HubFile, first_line, readable, unpacked_name
 from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
 from shardwise.data.reading.file_kinds import LINES, FileReading, Kind, chosen_kind, described, reading_of
@@ -173,7 +173,21 @@ class PythonSource:
             yield from cut_document(text_files.slices(text))
 
 
-Source = FileSource | ColumnSource | PythonSource
+@dataclass(frozen=True)
+class StorySource:
+    """The built-in stories, each a document."""
+
+    name: str = "stories"
+
+    def stamp(self) -> str | None:
+        return _stamp([stories.GRAMMAR, Path(stories.__file__)], ["stories"])
+
+    def pieces(self) -> Iterator[TextPiece]:
+        for text in stories.stories():
+            yield TextPiece(text, ends_document=True)
+
+
+Source = FileSource | ColumnSource | PythonSource | StorySource
 """A text of many documents."""
 
 
@@ -186,9 +200,11 @@ def open_source(data: DataConfig) -> Source:
         with readable(path):
             return _user_source(path, data)
     if data.dataset is None:
-        raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=python")
+        raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=stories")
     if data.dataset == "tiny":
         return FileSource("tiny", (_TINY,), "jsonl", "text")
+    if data.dataset == "stories":
+        return StorySource()
     root = Path(sysconfig.get_path("stdlib"))
     with readable(root):
         return _python_source(root)

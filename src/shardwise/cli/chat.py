@@ -1,0 +1,207 @@
+"""Talk with a model in the terminal.
+
+If the model's tokenizer has a chat template, what you write is your part of a conversation. Without one the model
+continues what you write, and an empty line continues its last text. The text appears while it is written; the keys and
+values of all tokens so far are cached.
+
+Ctrl-C stops an answer, Ctrl-D or /quit leaves. /reset begins a new conversation, /temperature T changes the temperature.
+
+Read are the keys of `shardwise generate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.errors import ConfigError
+from shardwise.cli import output
+from shardwise.cli.model_argument import HELP
+from shardwise.launch.channel import Channel
+from shardwise.launch.environment import joined
+
+_POLL_SECONDS = 0.2
+_PROMPT = "> "
+_COMMANDS = "/reset begins anew, /temperature T changes the temperature, /quit leaves; Ctrl-C stops an answer"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=HELP)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as parallel.tensor=2")
+    parser.add_argument("--system", metavar="TEXT", help="instruction before the conversation")
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=int, default=512, help="tokens of an answer at most (default: 512)"
+    )
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)"
+    )
+    parser.add_argument(
+        "--top-p",
+        metavar="P",
+        type=float,
+        default=0.95,
+        help="draw from the likeliest tokens that together have probability P (default: 0.95)",
+    )
+    parser.add_argument("--seed", metavar="S", type=int, default=1234, help="of the random draws (default: 1234)")
+    parser.add_argument(
+        "--nproc", metavar="N", type=int, help="number of local ranks: parallel.tensor × parallel.pipeline"
+    )
+    parser.add_argument("--stats", action="store_true", help="print the number of tokens and the speed of each answer")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from shardwise.cli.generate import require_valid
+
+    require_valid(arguments)
+    return talk(arguments, completes=False)
+
+
+def talk(arguments: argparse.Namespace, *, completes: bool) -> int:
+    """Start the process of the model, and pass texts between it and the terminal.
+
+    The model is in a process of its own, so that the first line appears at once, and Ctrl-C stops an answer and not the
+    model.
+
+    Args:
+        completes: True to continue texts even if the model has a chat template.
+    """
+    if joined() is not None:
+        raise ConfigError("a conversation must be started by itself, and not by torchrun, srun or mpirun: give --nproc")
+    output.progress(f"loading {arguments.checkpoint} …")
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = Path(folder) / "socket"
+        listener.bind(str(path))
+        listener.listen(1)
+        listener.settimeout(_POLL_SECONDS)
+        command = [sys.executable, "-P", "-m", "shardwise", "converse", arguments.checkpoint, *arguments.overrides]
+        command += [f"--socket={path}", f"--max-tokens={arguments.max_tokens}"]
+        command += [f"--system={arguments.system}"] if getattr(arguments, "system", None) is not None else []
+        command += [f"--nproc={arguments.nproc}"] if arguments.nproc is not None else []
+        command += ["--completes"] if completes else []
+        # In a session of its own, Ctrl-C in the terminal does not reach it.
+        model = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            channel = _accept(listener, model)
+            if channel is not None:
+                with contextlib.closing(channel):
+                    _Terminal(channel, arguments).run()
+            return model.wait()
+        finally:
+            model.terminate()
+            model.wait()
+
+
+def _accept(listener: socket.socket, model: subprocess.Popen[bytes]) -> Channel | None:
+    """The connection to the model; None if its process has ended, which has said why."""
+    while model.poll() is None:
+        with contextlib.suppress(TimeoutError):
+            connection = listener.accept()[0]
+            connection.settimeout(None)
+            return Channel(connection)
+    return None
+
+
+class _Terminal:
+    """The person's side of a conversation."""
+
+    def __init__(self, channel: Channel, arguments: argparse.Namespace) -> None:
+        self._channel = channel
+        self._sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "seed")}
+        self._shows_stats = getattr(arguments, "stats", False)
+        self._is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def run(self) -> None:
+        ready = self._channel.receive()
+        if ready is None:
+            return
+        if self._is_interactive:
+            # Only its import is needed: input() then edits lines and knows earlier ones.
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401
+            kind = (
+                "write a message"
+                if ready["has_template"]
+                else "write the beginning of a text, and the model continues it"
+            )
+            output.line(f"{kind}; {_COMMANDS}")
+        with contextlib.suppress(EOFError):
+            while True:
+                request = self._command(self._read())
+                if request is not None and not self._answer(request):
+                    return
+        if self._is_interactive:
+            output.line()
+
+    def _read(self) -> str:
+        """A line of the person's.
+
+        Raises:
+            EOFError: there is no more.
+        """
+        while True:
+            try:
+                return input(_PROMPT if self._is_interactive else "")
+            except KeyboardInterrupt:
+                output.line("(Ctrl-D leaves)")
+
+    def _command(self, line: str) -> dict[str, Any] | None:
+        """The request for the model; None if there is none. EOFError: the person leaves."""
+        if not line.startswith("/"):
+            return {"text": line, **self._sampling}
+        name, _, value = line.partition(" ")
+        if name in ("/quit", "/exit", "/bye"):
+            raise EOFError
+        if name in ("/reset", "/clear"):
+            self._channel.send({"reset": True})
+        elif name == "/temperature":
+            self._change_temperature(value)
+        else:
+            output.progress(_COMMANDS)
+        return None
+
+    def _change_temperature(self, value: str) -> None:
+        try:
+            temperature = float(value)
+        except ValueError:
+            temperature = math.nan
+        if 0 <= temperature < math.inf:
+            self._sampling["temperature"] = temperature
+        else:
+            output.progress(f"/temperature ({value}) must be a number of at least 0, such as /temperature 0.7")
+
+    def _answer(self, request: dict[str, Any]) -> bool:
+        """Send a request and show the answer; returns False if the model has gone."""
+        self._channel.send(request)
+        while True:
+            try:
+                message = self._channel.receive()
+                if message is None:
+                    return False
+                if self._show(message):
+                    return True
+            except KeyboardInterrupt:
+                self._channel.send({"stop": True})
+
+    def _show(self, message: dict[str, Any]) -> bool:
+        """Show a part of an answer; returns True if it was the last."""
+        if "refused" in message:
+            output.progress(message["refused"])
+            return True
+        sys.stdout.write(output.text(message["piece"]))
+        sys.stdout.flush()
+        if "end" not in message:
+            return False
+        output.line()
+        if self._shows_stats:
+            first = message["first_seconds"]
+            rest = message["seconds"] - first
+            speed = f", then {(message['tokens'] - 1) / rest:,.0f} tokens/s" if message["tokens"] > 1 else ""
+            output.progress(f"{message['tokens']:,} tokens; the first after {first:.2f} s{speed}")
+        return True
