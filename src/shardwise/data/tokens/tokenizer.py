@@ -19,7 +19,9 @@ import numpy.typing as npt
 from shardwise.base.errors import ConfigError, DataError, listing, see
 from shardwise.data import hub
 from shardwise.data.tokens.tokenizer_files import (
+    BEGIN_MESSAGE,
     CONFIG,
+    END_MESSAGE,
     END_OF_DOCUMENT,
     JSON,
     KNOWN_ENDS,
@@ -315,13 +317,17 @@ def _splits_locally(step: Mapping[str, Any] | None) -> bool:
     return kind in ("Metaspace", "Digits", "Punctuation") or (kind == "ByteLevel" and not step["use_regex"])
 
 
-def trained_special_tokens(vocab_size: int, *, pairs: bool) -> list[str]:
+def trained_special_tokens(vocab_size: int, *, pairs: bool, chat: bool = False) -> list[str]:
     """The special tokens of a tokenizer that is trained on the data, in the order of their ids.
 
     Raises:
         DataError: the vocabulary has no room for them and for 256 bytes, or is larger than LARGEST_TRAINED.
     """
-    special = list(PAIR_TOKENS.values()) if pairs else [END_OF_DOCUMENT]
+    special = [END_OF_DOCUMENT]
+    if pairs:
+        special = list(PAIR_TOKENS.values())
+    elif chat:
+        special = [BEGIN_MESSAGE, END_MESSAGE]
     smallest = 256 + len(special)
     if smallest <= vocab_size <= LARGEST_TRAINED:
         return special
@@ -334,10 +340,13 @@ def trained_special_tokens(vocab_size: int, *, pairs: bool) -> list[str]:
     )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: bool = False) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, name: str, *, pairs: bool = False, chat: bool = False
+) -> Tokenizer:
     """Byte-level BPE of exactly `vocab_size` tokens: special ones, 256 bytes, and merges learned from `texts`.
 
-    The special tokens are the end of document or, for sentence pairs, BERT's: [PAD] is 0.
+    The special tokens are the end of document; for sentence pairs BERT's, [PAD] is 0; for conversations the marks of
+    ChatML.
 
     Raises:
         DataError: `texts` (called `name`) yield fewer tokens; the message has the number that they reach.
@@ -345,7 +354,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: 
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-    special = trained_special_tokens(vocab_size, pairs=pairs)
+    special = trained_special_tokens(vocab_size, pairs=pairs, chat=chat)
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -364,6 +373,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: 
             f"model.vocab_size ({vocab_size}) must be at most {reached}, the vocabulary that {name} has text for: "
             f"set model.vocab_size={reached} or lower, give more text, or name your own tokenizer by data.tokenizer"
         )
+    if chat:
+        return Tokenizer(backend, END_MESSAGE, begin_of_document=BEGIN_MESSAGE)
     if not pairs:
         return Tokenizer(backend, END_OF_DOCUMENT)
     sep = PAIR_TOKENS["sep"]

@@ -33,12 +33,16 @@ MERGES = "merges.txt"
 WORDS = "vocab.txt"
 CONFIG = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 END_OF_DOCUMENT = "<|endoftext|>"
+BEGIN_MESSAGE = "<|im_start|>"
+END_MESSAGE = "<|im_end|>"
+"""The marks of ChatML around a message, special tokens of a tokenizer that is trained here on conversations."""
 PAIR_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 """BERT's special tokens, in the order of their ids in a tokenizer that is trained here."""
 _ADDED = "added_tokens.json"
 # Files that transformers may read next to a vocabulary; an export copies those that are there.
-_COMPANIONS = (CONFIG, SPECIAL, _ADDED, "chat_template.jinja", "chat_template.json")
+_COMPANIONS = (CONFIG, SPECIAL, _ADDED, CHAT_TEMPLATE, "chat_template.json")
 KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
 """The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT."""
 # Classes of transformers that read vocab.json and merges.txt as GPT-2 does; others split text by rules of their own.
@@ -379,7 +383,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 BY_ID = "added_tokens_decoder"
-_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # The keys of further special tokens, in newer and in older releases of transformers.
 _EXTRA = "extra_special_tokens"
 _ADDITIONAL = "additional_special_tokens"
@@ -408,8 +412,8 @@ class SpecialTokens:
 
     def all(self) -> list[tokenizers.AddedToken]:
         """All special tokens; TypeError if the files do not describe them."""
-        other_roles = [key for key in self._values if key.endswith("_token") and key not in _ROLES]
-        values = [self._values.get(role) for role in (*_ROLES, *other_roles)]
+        other_roles = [key for key in self._values if key.endswith("_token") and key not in ROLES]
+        values = [self._values.get(role) for role in (*ROLES, *other_roles)]
         values += [*self._extra]
         return [added_token(value, special=True) for value in values if content_of(value) is not None]
 

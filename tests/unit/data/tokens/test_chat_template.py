@@ -1,0 +1,160 @@
+"""Chat templates: the same text and ids as in transformers, and the places of the answers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from shardwise.base.errors import DataError
+from shardwise.data.tokens.chat_template import ChatTemplate, add_template
+from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
+from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
+
+TEXT = ["Who are you?\nI am a model. <system> user assistant\n" * 9, "Tell me a story! Once upon a time, a fox.\n" * 9]
+CHAT = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Who are you?"},
+    {"role": "assistant", "content": "I am a model.\n"},
+    {"role": "user", "content": "Tell me a story! 🦊"},
+    {"role": "assistant", "content": "Once upon a time, a fox."},
+]
+# Templates in the manner of Qwen 2, Llama 3 and Mistral.
+QWEN = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA = """{%- set ns = namespace(day=strftime_now("%Y")|length) -%}
+{{- bos_token if bos_token is defined else "" }}
+{%- for message in messages %}
+    {%- if ns.day != 4 %}{%- break %}{%- endif %}
+    {{- '[' + message['role'] + ']\n\n' + message['content'] | trim + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '[assistant]\n\n' }}
+{%- endif %}
+"""
+MARKED = """{% for message in messages -%}
+{% if message.role == "assistant" %}
+ANSWER:{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+
+{% else %}
+{{ message | tojson }}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}ANSWER:{% endif %}"""
+
+
+def folder_with(path: Path, template: str | None, *, chat: bool = True) -> Path:
+    """A tokenizer that was trained here; it has this template, or a built-in one if None is given."""
+    tokenizer = train_tokenizer(TEXT, 300, "text", chat=chat)
+    tokenizer.save(path)
+    if template is not None:
+        (path / CHAT_TEMPLATE).write_text(template)
+    add_template(path, tokenizer, "trained")
+    return path
+
+
+def template_of(path: Path) -> ChatTemplate:
+    template = ChatTemplate.of(path)
+    assert template is not None
+    return template
+
+
+def answers(template: ChatTemplate, messages: list[dict[str, str]]) -> list[str]:
+    rendered = template.rendered_chat(messages)
+    return [rendered.text[begin:end] for begin, end in rendered.answers]
+
+
+@pytest.mark.parametrize("source", [None, QWEN, LLAMA, MARKED])
+@pytest.mark.parametrize("chat", [True, False])
+def test_text_and_ids_are_those_of_transformers(tmp_path: Path, source: str | None, chat: bool) -> None:
+    folder = folder_with(tmp_path / "tokenizer", source, chat=chat)
+    template = template_of(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for prompt in (True, False):
+        text = template.render(CHAT, add_generation_prompt=prompt)
+        assert text == theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
+        ids = theirs.apply_chat_template(CHAT, return_dict=False, add_generation_prompt=prompt)
+        assert template.tokenizer.encode(text).tolist() == ids
+    assert template.rendered_chat(CHAT).text == template.render(CHAT, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "chat", "end"),
+    [
+        (None, True, "<|im_end|>"),
+        (None, False, "<|endoftext|>"),
+        (QWEN, True, "<|im_end|>"),
+        (LLAMA, True, "<|im_end|>"),
+        (MARKED, True, "<|im_end|>"),
+    ],
+)
+def test_answers_are_trained_on_with_the_token_that_ends_them(
+    tmp_path: Path, source: str | None, chat: bool, end: str
+) -> None:
+    template = template_of(folder_with(tmp_path / "tokenizer", source, chat=chat))
+    first = "I am a model." if source is LLAMA else "I am a model.\n"
+    assert answers(template, CHAT) == [first + end, f"Once upon a time, a fox.{end}"]
+    assert answers(template, CHAT[:2]) == []
+    assert template.stop_tokens == (end,)
+
+
+def test_an_answer_without_a_token_that_ends_it_is_trained_on_with_the_text_after_it(tmp_path: Path) -> None:
+    source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}" + (
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    template = template_of(folder_with(tmp_path / "tokenizer", source))
+    assert answers(template, CHAT)[1] == "Once upon a time, a fox.\n"
+    assert template.stop_tokens == ("<|im_end|>",)  # of the tokenizer
+
+
+def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    train_tokenizer(TEXT, 300, "text", chat=True).save(folder)
+    assert ChatTemplate.of(folder) is None
+    settings = folder / "tokenizer_config.json"
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    for value, expected in (("S", "S"), (named, "D")):
+        settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": value}))
+        assert template_of(folder).source == expected
+    (folder / CHAT_TEMPLATE).write_text("F")
+    assert template_of(folder).source == "F"
+    add_template(folder, Tokenizer.load(folder), "it")
+    assert template_of(folder).source == "F"
+
+
+FAULTS = {
+    "{% for %}": "is no jinja2 template (",
+    "{{ raise_exception('roles must alternate') }}": "refuses the conversation: roles must alternate",
+    "{{ messages[9].role }}": "refuses the conversation: list object has no element 9",
+    "{{ ''.__class__.__mro__ }}": "refuses the conversation: access to attribute '__class__'",
+    "{% set ns = namespace() %}{% set ns.__html__ = 1 %}": "must have no name that begins with _",
+    "{{ messages | length }}{{ messages[0].content }}": "and message 3 is rendered otherwise with those after it",
+}
+
+
+@pytest.mark.parametrize("source", FAULTS)
+def test_a_template_that_fails_is_refused_in_one_sentence(tmp_path: Path, source: str) -> None:
+    folder = folder_with(tmp_path / "tokenizer", source)
+    with pytest.raises(DataError) as error:
+        template_of(folder).rendered_chat(CHAT)
+    assert FAULTS[source] in str(error.value)
+    assert str(folder / CHAT_TEMPLATE) in str(error.value)
+    assert len(error.value.problems) == 1
+
+
+def test_a_message_with_a_private_character_is_refused(tmp_path: Path) -> None:
+    template = template_of(folder_with(tmp_path / "tokenizer", None))
+    with pytest.raises(DataError, match="U\\+FDD0"):
+        template.render([{"role": "user", "content": "\ufdd0"}], add_generation_prompt=True)
+
+
+def test_a_tokenizer_without_an_end_has_no_built_in_template(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    tokenizer = train_tokenizer(TEXT, 300, "text")
+    tokenizer.save(folder)
+    tokenizer.end_of_document = None
+    tokenizer.end_of_document_id = None
+    with pytest.raises(DataError, match="data.tokenizer its name has no chat template, no <.im_start.> and"):
+        add_template(folder, tokenizer, "its name")
